@@ -1,0 +1,289 @@
+"""``varlen_attention``: attention over ragged sequences, packed or nested, and ``explain``, which tells what would run.
+
+Dimensions: B sequences, j their ragged length, T query tokens, S key tokens, H query heads, G key heads, D and Dv head
+dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import nested
+from .kernels.run import run
+from .kernels.select import Explanation, choose, explain_spec
+from .kernels.spec import AttentionSpec, CausalAlignment, MaskMod, ScoreMod
+from .layout import SequenceLayout
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    *,
+    is_causal: bool = False,
+    causal_alignment: CausalAlignment = "lower_right",
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention in which every sequence sees itself alone.
+
+    A query that sees no key gives 0, and −inf as its log-sum-exp. Sequences of length zero are legal on either side.
+    Tensors may have more rows than the layout has tokens: those give 0 and get a gradient of 0. Heads are grouped
+    (Ainslie et al. 2023) where H is a multiple of G. Syncs with the device only to read NestedTensor offsets that it
+    has not seen. Under autocast, query, key and value are cast as ``scaled_dot_product_attention`` casts them; nothing
+    else is ever cast. Can be differentiated once.
+
+    Args:
+        query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
+        key: (S, G, D), or a NestedTensor with the same number of sequences.
+        value: (S, G, Dv), or a NestedTensor with the lengths of ``key``.
+        layout: the sequences of packed tensors; None for NestedTensors, which bring their own.
+        key_layout: those of key and value, where they differ.
+        is_causal: query i of a sequence sees no key past its own place.
+        causal_alignment: where that place is among Lk keys: i + Lk − Lq ("lower_right") or i ("upper_left"). Places
+            windows and ALiBi as well.
+        window_size: how many keys before and after its own place a query sees, both inclusive; −1 is no limit.
+        scale: of the scores; D^−0.5 if None.
+        softcap: if not 0, scores become softcap · tanh(scores / softcap).
+        sinks: (H,) a score for each head that takes part in the softmax and has no value; lse includes it.
+        alibi_slopes: (H,) or (B, H) float32; adds −slope · |distance| to the scores. Gets no gradient.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as flex_attention's, b the sequence and both indices
+            counted from its start. Applied after softcap and ALiBi.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, True where a query sees a key; on top of the other masks.
+        dropout_p: the probability that a weight is dropped.
+        deterministic: gradients are the same bits each time, or no backend runs.
+        return_lse: also return the log-sum-exp of each query's scores; differentiable.
+        backend: "auto", or a name from ``available_backends()``, which then runs or raises.
+
+    Returns:
+        out, shaped as query with value's head dim; and, if asked for, lse: (T, H) or a NestedTensor (B, j, H), in
+        float32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or layouts that do not fit each other, or no backend that can run this.
+        TypeError: NestedTensors mixed with packed tensors.
+    """
+    call = _Call.check(
+        query, key, value, layout, key_layout, sinks=sinks, alibi_slopes=alibi_slopes, is_causal=is_causal,
+        causal_alignment=causal_alignment, window_size=window_size, scale=scale, softcap=softcap, score_mod=score_mod,
+        mask_mod=mask_mod, dropout_p=dropout_p, deterministic=deterministic,
+    )  # fmt: skip
+    kernel = choose(call.spec, backend)
+    out, lse = run(
+        kernel, call.query, call.key, call.value, alibi_slopes, sinks, call.layout, call.key_layout, call.spec
+    )
+    if call.rewrap is not None:
+        out = call.rewrap(out)
+        lse = call.rewrap(lse, True) if return_lse else lse
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    *,
+    backend: str = "auto",
+    **options: Any,
+) -> Explanation:
+    """Which backend would run this call of ``varlen_attention``, and why each other one would not.
+
+    Takes the arguments of ``varlen_attention`` and runs nothing. Print what it returns.
+    """
+    options.pop("return_lse", None)
+    return explain_spec(_Call.check(query, key, value, layout, key_layout, **options).spec, backend)
+
+
+class _Call(NamedTuple):
+    """A checked call: packed tensors, their layouts, and how to give the result the query's form."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    spec: AttentionSpec
+    rewrap: Callable[..., Tensor] | None
+
+    @classmethod
+    def check(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SequenceLayout | None,
+        key_layout: SequenceLayout | None,
+        *,
+        is_causal: bool = False,
+        causal_alignment: CausalAlignment = "lower_right",
+        window_size: tuple[int, int] = (-1, -1),
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
+        dropout_p: float = 0.0,
+        deterministic: bool = False,
+    ) -> _Call:
+        query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
+        query, key, value = _autocast(query, key, value)
+        _check_tensors(query, key, value, layout, key_layout)
+        _check_options(causal_alignment, window_size, softcap, dropout_p)
+        heads = query.shape[1]
+        if sinks is not None and (sinks.shape != (heads,) or sinks.device != query.device):
+            raise ValueError(
+                f"sinks must be one score for each of the {heads} query heads, on {query.device}, "
+                f"got {tuple(sinks.shape)} on {sinks.device}."
+            )
+        if alibi_slopes is not None:
+            _check_slopes(alibi_slopes, heads, layout.batch_size, query.device)
+        same = layout is key_layout or layout.same_lengths(key_layout)
+        spec = AttentionSpec(
+            device=query.device,
+            dtype=query.dtype,
+            num_heads=heads,
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            value_dim=value.shape[2],
+            scale=query.shape[2] ** -0.5 if scale is None else float(scale),
+            is_causal=bool(is_causal),
+            causal_alignment=causal_alignment,
+            window_size=(int(window_size[0]), int(window_size[1])),
+            softcap=float(softcap),
+            alibi=alibi_slopes is not None,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            dropout_p=float(dropout_p),
+            deterministic=deterministic,
+            needs_grad=torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+            equal_lengths=same,
+            max_queries=layout.max_seqlen,
+            max_keys=key_layout.max_seqlen,
+            min_keys=key_layout.min_seqlen,
+        )
+        return cls(query, key, value, layout, key_layout, spec, rewrap)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
+) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
+    """Packed tensors and both layouts, from whichever form came in."""
+    kinds = [nested.is_nested(x) for x in (query, key, value)]
+    if not any(kinds):
+        if layout is None:
+            raise ValueError(
+                f"packed tensors such as query {tuple(query.shape)} need layout=: pass "
+                "SequenceLayout.from_lengths([...]), .from_offsets(cu_seqlens), or NestedTensors in their place. "
+                "A padded batch is packed with SequenceLayout.from_attention_mask(mask).pack(padded)."
+            )
+        return query, key, value, layout, layout if key_layout is None else key_layout, None
+    if not all(kinds):
+        told = ", ".join(
+            f"{name} is {'nested' if kind else 'a plain tensor'}"
+            for name, kind in zip(("query", "key", "value"), kinds, strict=True)
+        )
+        raise TypeError(f"{told}: pass three NestedTensors, or three packed tensors and a layout.")
+    if layout is not None or key_layout is not None:
+        raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
+    q, k, v = (nested.unwrap(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    if not k.layout.same_lengths(v.layout):
+        raise ValueError(
+            f"key and value differ in their lengths: {_some(k.layout)} and {_some(v.layout)}. "
+            "Every key needs one value."
+        )
+    return q.values, k.values, v.values, q.layout, k.layout, q.rewrap
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    # as autocast does for every operation on its list: floating point, but not float64
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, key_layout: SequenceLayout
+) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} must be (tokens, heads, head dim), got {tuple(x.shape)}: pack a padded "
+                "batch with layout.pack, and split E with unflatten(-1, (heads, -1))."
+            )
+        if x.dtype != query.dtype or not x.is_floating_point():
+            raise ValueError(
+                f"query, key and value must share one floating-point dtype, got {query.dtype}, {key.dtype} and "
+                f"{value.dtype}: cast them, or use torch.autocast."
+            )
+        if x.device != query.device:
+            raise ValueError(
+                f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
+            )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"query and key must have the same head dim: {shapes}.")
+    if key.shape[1] != value.shape[1]:
+        raise ValueError(f"key and value must have the same heads: {shapes}.")
+    if not key.shape[1] or not query.shape[1] or query.shape[1] % key.shape[1]:
+        raise ValueError(f"query's heads must be a multiple of key's: {shapes}.")
+    if not query.shape[2] or not value.shape[2]:
+        raise ValueError(f"a head dim is 0: {shapes}.")
+    if layout.batch_size != key_layout.batch_size:
+        raise ValueError(
+            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
+            "queries needs its own keys, of length 0 if it has none."
+        )
+    layout.check_rows(query, "query")
+    for name, x in (("key", key), ("value", value)):
+        key_layout.check_rows(x, name)
+    if key.shape[0] != value.shape[0] and key_layout.total != min(key.shape[0], value.shape[0]):
+        raise ValueError(f"key and value must have the same tokens: {shapes}.")
+
+
+def _check_options(causal_alignment: str, window_size: tuple[int, int], softcap: float, dropout_p: float) -> None:
+    if causal_alignment not in ("lower_right", "upper_left"):
+        raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
+    if len(window_size) != 2 or any(int(side) != side or side < -1 for side in window_size):
+        raise ValueError(f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size}.")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}.")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+
+
+def _check_slopes(slopes: Tensor, heads: int, batch: int, device: torch.device) -> None:
+    if slopes.shape not in ((heads,), (batch, heads)) or slopes.device != device:
+        raise ValueError(
+            f"alibi_slopes must be ({heads},) or ({batch}, {heads}) on {device}, "
+            f"got {tuple(slopes.shape)} on {slopes.device}."
+        )
+    if slopes.dtype != torch.float32 and slopes.dtype != torch.float64:
+        raise ValueError(f"alibi_slopes must be float32 (flash kernels read nothing else), got {slopes.dtype}.")
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes get no gradient: pass slopes.detach(), or learn the bias in a score_mod.")
+
+
+def _some(layout: SequenceLayout) -> str:
+    lengths = layout.host_offsets.diff()
+    return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"

@@ -1,0 +1,1 @@
+"""The kernels: what each can do, which one runs, and what all of them get from above."""

@@ -1,0 +1,254 @@
+"""Packed attention on the CPU, over ATen's flash kernel.
+
+That kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) takes a dense (n, H, L, D) batch. So the packed rows
+are cut into tiles, each some queries of one sequence with all the keys that they see, and nothing is padded:
+
+- without a mask, or causal from the upper left, which the kernel knows, a tile is a sequence;
+- with any other mask a tile is at most ``MASKED_ROWS`` queries, with only the keys in their reach, so a window costs
+  tokens × window, and interior tiles share one mask;
+- tiles of equal shape form a group; short ones are gathered into one call, long ones run where they lie.
+
+Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and gives lse 0 where a row sees nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout
+from .masking import alibi_bias, visible
+from .spec import AttentionSpec, Backend
+
+GATHER_UP_TO = 64  # rows and keys; from about 128 on, one call a tile is as fast and copies nothing
+MASKED_ROWS = 128  # queries in a masked tile: bounds the mask, and what a window computes in vain
+
+_run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_run_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Shape(NamedTuple):
+    """What tiles must share to run in one call."""
+
+    rows: int
+    keys: int
+    diagonal: int  # query i of the tile stands across from key i + diagonal; 0 where nothing depends on it
+    causal: bool  # the kernel's own causal path
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the n tiles of a call stand in the packed rows: gathered by index, or one tile in its place."""
+
+    begin: int
+    length: int
+    index: Tensor | None = None  # (n·length,)
+
+    def take(self, packed: Tensor) -> Tensor:
+        """(T, H, …) to the tiles (n, H, length, …)."""
+        if self.index is None:
+            return packed[self.begin : self.begin + self.length].transpose(0, 1).unsqueeze(0)
+        return packed.index_select(0, self.index).unflatten(0, (-1, self.length)).transpose(1, 2)
+
+    def give(self, packed: Tensor, tiles: Tensor, *, add: bool = False) -> None:
+        """Write the tiles back, or add them to what is there."""
+        tokens = tiles.transpose(1, 2).flatten(0, 1)
+        if self.index is None:
+            place = packed[self.begin : self.begin + self.length]
+            place.add_(tokens) if add else place.copy_(tokens)
+        elif add:
+            packed.index_add_(0, self.index, tokens)
+        else:
+            packed.index_copy_(0, self.index, tokens)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the kernel, over n tiles of one shape."""
+
+    shape: Shape
+    sequences: Tensor  # (n,)
+    queries: Rows
+    keys: Rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    calls: list[Call]
+    rows_left_out: list[slice]  # queries that see no key at all
+    all_keys_once: bool  # whether every key is in just one tile, so that its gradient is written, not summed
+
+
+def plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
+    """The calls for these lengths and this mask; kept with the layout, so a second layer does not plan again."""
+    geometry = (spec.window, spec.causal_alignment, spec.alibi)
+    # a partner is known by its memo, which the entry keeps alive, so that its id is not given to another; a layout's
+    # own memo stays out of itself
+    partner = None if key_layout._memo is layout._memo else key_layout._memo
+    kept, _ = layout.remember(
+        ("cpu plan", geometry, id(partner)), lambda: (_make_plan(layout, key_layout, spec), partner)
+    )
+    return kept
+
+
+def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
+    starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
+    groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
+    left_out: list[slice] = []
+    keys_used, most_tiles = 0, 0
+    for b in range(layout.batch_size):
+        begin, key_begin = starts[b], key_starts[b]
+        tiles = _tiles(starts[b + 1] - begin, key_starts[b + 1] - key_begin, spec)
+        most_tiles = max(most_tiles, len(tiles))
+        for first, first_key, shape in tiles:
+            if shape.keys:
+                groups[shape].append((b, begin + first, key_begin + first_key))
+                keys_used += shape.keys
+            else:
+                left_out.append(slice(begin + first, begin + first + shape.rows))
+    calls = []
+    for shape, places in groups.items():
+        batches = [places] if max(shape.rows, shape.keys) <= GATHER_UP_TO else [[place] for place in places]
+        for batch in batches:
+            sequences, begins, key_begins = torch.tensor(batch).unbind(1)
+            calls.append(Call(shape, sequences, _rows(begins, shape.rows), _rows(key_begins, shape.keys)))
+    return Plan(calls, left_out, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
+
+
+def _rows(begins: Tensor, length: int) -> Rows:
+    index = (begins[:, None] + torch.arange(length)).flatten() if len(begins) > 1 else None
+    return Rows(int(begins[0]), length, index)
+
+
+def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int, Shape]]:
+    """The tiles of one sequence: first query, first key, shape."""
+    if not queries:
+        return []
+    shift = spec.shift(queries, keys)
+    kernel_causal = spec.window == (math.inf, 0) and shift == 0
+    if not keys or (not spec.alibi and (spec.sees_all or kernel_causal)):
+        return [(0, 0, Shape(queries, keys, 0, causal=not spec.sees_all))]
+    left, right = spec.window
+    tiles = []
+    for first in range(0, queries, MASKED_ROWS):
+        rows = min(MASKED_ROWS, queries - first)
+        low = int(max(0, min(keys, first + shift - left)))
+        high = int(max(low, min(keys, first + rows + shift + right)))
+        tiles.append((first, low, Shape(rows, high - low, first + shift - low, causal=False)))
+    return tiles
+
+
+def _mask(call: Call, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True where a row sees nothing."""
+    rows, keys, diagonal, causal = call.shape
+    if causal:
+        return None, None
+    seen = visible(rows, keys, diagonal, spec.window, spec.device)
+    bias = None
+    # the kernel takes a float32 bias beside 16-bit inputs, where a 16-bit one would round ALiBi
+    dtype = torch.promote_types(spec.dtype, torch.float32)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes[call.sequences] if alibi_slopes.dim() == 2 else alibi_slopes[None]
+        bias = alibi_bias(rows, keys, diagonal, slopes.to(dtype))
+    if seen is None:
+        return bias, None
+    if bias is None:
+        bias = torch.zeros(1, 1, rows, keys, dtype=dtype)
+    blind = ~seen.any(1)
+    return bias.masked_fill(~seen, -torch.inf), blind if bool(blind.any()) else None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None,
+    layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(query.shape)
+    lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(spec.dtype, torch.float32))
+    work = plan(layout, key_layout, spec)
+    for rows in work.rows_left_out:
+        out[rows], lse[rows] = 0, -torch.inf
+    for call in work.calls:
+        bias, blind = _mask(call, alibi_slopes, spec)
+        q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
+        tiles, tiles_lse = _run(q, k, v, 0.0, call.shape.causal, attn_mask=bias, scale=spec.scale)
+        if blind is not None:
+            tiles_lse = tiles_lse.masked_fill(blind, -torch.inf)
+        call.queries.give(out, tiles)
+        call.queries.give(lse, tiles_lse)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: tuple[Tensor, ...],
+    alibi_slopes: Tensor | None,
+    layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernel's own backward on slices: autograd through slices would fill a whole gradient with zeros for each.
+    work = plan(layout, key_layout, spec)
+    grad_query = query.new_empty(query.shape)
+    fresh = torch.empty if work.all_keys_once else torch.zeros
+    grad_key, grad_value = fresh(key.shape, dtype=key.dtype), fresh(value.shape, dtype=value.dtype)
+    for rows in work.rows_left_out:
+        grad_query[rows] = 0
+    for call in work.calls:
+        bias, blind = _mask(call, alibi_slopes, spec)
+        q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
+        tiles_grad, tiles_out, tiles_lse = (call.queries.take(x) for x in (grad, out, lse))
+        if blind is not None:  # the kernel's own mark, with which their weights come out as 0
+            tiles_lse = tiles_lse.masked_fill(blind, 0.0)
+        dq, dk, dv = _run_backward(
+            tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, call.shape.causal, attn_mask=bias, scale=spec.scale
+        )
+        call.queries.give(grad_query, dq)
+        call.keys.give(grad_key, dk, add=not work.all_keys_once)
+        call.keys.give(grad_value, dv, add=not work.all_keys_once)
+    return grad_query, grad_key, grad_value
+
+
+def unsupported(spec: AttentionSpec) -> list[str]:
+    reasons = []
+    if spec.device.type != "cpu":
+        reasons.append(f"needs tensors on the CPU, got {spec.device}: move them there.")
+    if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        reasons.append(f"needs float16, bfloat16, float32 or float64, got {spec.dtype}: cast the inputs.")
+    if spec.softcap:
+        reasons.append("has no softcap: leave softcap at 0.")
+    if spec.score_mod is not None or spec.mask_mod is not None:
+        reasons.append("takes no score_mod or mask_mod: use is_causal, window_size and alibi_slopes where they say it.")
+    if spec.dropout_p:
+        reasons.append("has no dropout: leave dropout_p at 0.")
+    return reasons
+
+
+def head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The kernel wants one head dim for all."""
+    return max(head_dim, value_dim), max(head_dim, value_dim)
+
+
+BACKEND = Backend(
+    name="cpu",
+    about="ATen's CPU flash kernel over tiles of the packed rows",
+    missing=lambda: None,
+    unsupported=unsupported,
+    forward=forward,
+    backward=backward,
+    head_dims=head_dims,
+)

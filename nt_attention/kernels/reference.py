@@ -1,0 +1,89 @@
+"""Attention as it is written down, one sequence at a time: every feature, any dtype, no speed.
+
+The oracle for the other backends, and what runs when none of them can. Softmax attention as in Vaswani et al. 2017,
+with softcapping as in Gemma 2 (scale · tanh(scores / scale)), then ALiBi, then score_mod, then the masks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..layout import SequenceLayout
+from .masking import alibi_bias, visible
+from .spec import AttentionSpec, Backend
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None,
+    layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    """Computes in float32, or in float64 where the inputs are; differentiable in every output, twice if need be."""
+    precision = torch.promote_types(query.dtype, torch.float32)
+    starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
+    outs, lses = [], []
+    for b in range(layout.batch_size):
+        rows, columns = slice(starts[b], starts[b + 1]), slice(key_starts[b], key_starts[b + 1])
+        q, k, v = (x.to(precision).transpose(0, 1) for x in (query[rows], key[columns], value[columns]))
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        out, lse = _attend(q, k, v, slopes, b, spec)
+        outs.append(out.transpose(0, 1).to(query.dtype))
+        lses.append(lse.transpose(0, 1))
+    past = query.shape[0] - layout.total  # tokens that belong to no sequence
+    outs.append(query.new_zeros(past, query.shape[1], value.shape[2]))
+    lses.append(query.new_full((past, query.shape[1]), -torch.inf, dtype=precision))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """One sequence: q (H, Lq, D), k (G, Lk, D), v (G, Lk, Dv) to out (H, Lq, Dv) and lse (H, Lq)."""
+    heads, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(heads // x.shape[0], 0) for x in (k, v))
+    scores = (q @ k.transpose(1, 2)) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    diagonal = spec.shift(queries, keys)
+    if slopes is not None:
+        scores = scores + alibi_bias(queries, keys, diagonal, slopes.to(scores.dtype))
+    if spec.score_mod is not None:
+        scores = _for_each_score(spec.score_mod, scores, b)
+    mask = visible(queries, keys, diagonal, spec.window, q.device)
+    if spec.mask_mod is not None:
+        wanted = _for_each_score(lambda _, *where: spec.mask_mod(*where), scores, b)
+        mask = wanted if mask is None else mask & wanted
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    # a row that sees nothing takes −inf from −inf nowhere, forward or backward
+    blind = (scores == -torch.inf).all(-1)
+    scores = scores.masked_fill(blind.unsqueeze(-1), 0.0)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(blind.unsqueeze(-1), 0.0)
+    return F.dropout(weights, spec.dropout_p) @ v, lse.masked_fill(blind, -torch.inf)
+
+
+def _for_each_score(mod, scores: Tensor, b: int) -> Tensor:  # type: ignore[no-untyped-def]
+    """Call ``mod(score, b, h, q_idx, kv_idx)`` on scalars, as flex_attention does, for every score (H, Lq, Lk)."""
+    heads, queries, keys = (torch.arange(n, device=scores.device) for n in scores.shape)
+    over_keys = torch.vmap(mod, in_dims=(0, None, None, None, 0))
+    over_queries = torch.vmap(over_keys, in_dims=(0, None, None, 0, None))
+    over_heads = torch.vmap(over_queries, in_dims=(0, None, 0, None, None))
+    if not scores.numel():  # vmap refuses an empty dimension
+        return scores
+    return over_heads(scores, torch.tensor(b, device=scores.device), heads, queries, keys)
+
+
+BACKEND = Backend(
+    name="reference",
+    about="plain PyTorch, one sequence at a time: every feature, any dtype, slow",
+    missing=lambda: None,
+    unsupported=lambda spec: [],
+    forward=forward,
+)

@@ -1,0 +1,378 @@
+"""Where each sequence of a packed batch begins and ends.
+
+Dimensions: B sequences, T tokens in all of them, L positions in a padded row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_T = TypeVar("_T")
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one device sync told about an offsets tensor. Holds no reference to it, or neither would ever be freed."""
+
+    version: int | None
+    host: Tensor  # (B+1,) int64, a copy on the CPU
+    other: Tensor  # (B+1,) the offsets in the other of int32 and int64, on their own device
+    total: int
+    max_seqlen: int
+    min_seqlen: int
+    memo: dict[object, object] = field(default_factory=dict)  # whatever else was derived; see SequenceLayout.remember
+
+
+# By weak reference and version: an offsets tensor that is changed in place, or freed, is not mistaken for the old one.
+_facts_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def host_facts(offsets: Tensor) -> HostFacts:
+    """Read ``offsets`` (B+1,) once: a device sync the first time this tensor object is seen, nothing after that.
+
+    Inference tensors have no version counter, so what they say is read anew each time.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: not one-dimensional int32 or int64, empty, falling anywhere, negative, or past the int32 range.
+    """
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
+    known: HostFacts | None = _facts_of.get(offsets)
+    if known is not None and known.version == offsets._version:
+        return known
+    if offsets.is_nested or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+        shape = "nested" if offsets.is_nested else tuple(offsets.shape)
+        raise ValueError(
+            f"offsets must be a (B+1,) tensor of int32 or int64, got shape {shape} and {offsets.dtype}: "
+            "pass the running sum of the lengths with a leading 0, or use SequenceLayout.from_lengths."
+        )
+    if offsets.numel() == 0:
+        raise ValueError("offsets is empty: B sequences have B+1 offsets, so an empty batch is torch.tensor([0]).")
+    host = offsets.detach().to("cpu", torch.int64, copy=True)
+    lengths = host.diff()
+    total = int(host[-1] - host[0])
+    if lengths.numel() and int(lengths.min()) < 0:
+        fall = int((lengths < 0).nonzero()[0])
+        raise ValueError(
+            f"offsets fall from {int(host[fall])} to {int(host[fall + 1])} at index {fall + 1}: they must never "
+            "decrease. If these are lengths, pass them to SequenceLayout.from_lengths."
+        )
+    if int(host[0]) < 0 or int(host[-1]) > _INT32_MAX:
+        bad = int(host[0]) if int(host[0]) < 0 else int(host[-1])
+        raise ValueError(f"offsets must lie in 0 … {_INT32_MAX}, which is what the kernels can address; got {bad}.")
+    facts = HostFacts(
+        version=None if offsets.is_inference() else offsets._version,
+        host=host,
+        other=offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32),
+        total=total,
+        max_seqlen=int(lengths.max()) if lengths.numel() else 0,
+        min_seqlen=int(lengths.min()) if lengths.numel() else 0,
+    )
+    if facts.version is not None:
+        _facts_of[offsets] = facts
+    return facts
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """The lengths of a ragged batch, in every form that a kernel or a reshape asks for.
+
+    Made by one of the ``from_*`` constructors, each of which reads the device at most once; nothing after that does.
+    Layouts made again from the same offsets tensor share what is known of it.
+
+    Attributes:
+        offsets: (B+1,) int64, where each sequence begins in the packed rows, then the end of the last.
+        cu_seqlens: the same as int32.
+        total: T, the number of tokens.
+        max_seqlen: the longest sequence, or the larger bound that the maker gave.
+        min_seqlen: the shortest sequence.
+        host_offsets: ``offsets`` on the CPU.
+        padded_length: L of the padded batch that this layout was read from, else None.
+        padded_index: (T,) int64, where each token stands in the flattened (B·L) batch, else None.
+    """
+
+    offsets: Tensor
+    cu_seqlens: Tensor
+    total: int
+    max_seqlen: int
+    min_seqlen: int
+    host_offsets: Tensor = field(repr=False)
+    _memo: dict[object, object] = field(repr=False)
+    padded_length: int | None = None
+    padded_index: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_offsets(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
+        """The layout of ``offsets`` (B+1,) int32 or int64, which begin at 0 and never fall.
+
+        Args:
+            offsets: kept as this layout's ``offsets`` (int64) or ``cu_seqlens`` (int32), not copied.
+            max_seqlen: a bound on the longest sequence to use in its place, so that shapes stay fixed over batches.
+
+        Syncs with the device once, the first time that it sees this tensor.
+
+        Raises:
+            ValueError: malformed offsets, or a ``max_seqlen`` that is below the longest sequence.
+        """
+        facts = host_facts(offsets)
+        if int(facts.host[0]) != 0:
+            raise ValueError(
+                f"offsets must begin at 0, got {int(facts.host[0])}: drop the rows before that and pass "
+                "offsets - offsets[0]."
+            )
+        if max_seqlen is not None and max_seqlen < facts.max_seqlen:
+            raise ValueError(
+                f"max_seqlen={max_seqlen} is below the longest sequence of {facts.max_seqlen} tokens: "
+                "pass a bound that holds, or leave it out."
+            )
+        wide = offsets.dtype == torch.int64
+        return cls(
+            offsets=offsets if wide else facts.other,
+            cu_seqlens=facts.other if wide else offsets,
+            total=facts.total,
+            max_seqlen=facts.max_seqlen if max_seqlen is None else int(max_seqlen),
+            min_seqlen=facts.min_seqlen,
+            host_offsets=facts.host,
+            _memo=facts.memo,
+        )
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int] | Tensor, *, device: torch.device | str | None = None
+    ) -> SequenceLayout:
+        """The layout of sequences of these ``lengths`` (B,), a list of ints or an integer tensor.
+
+        Args:
+            lengths: zero is a legal length.
+            device: where the layout lives; a tensor's own device if left out, else the CPU.
+
+        Syncs once if ``lengths`` is a tensor on a device; a list costs none.
+
+        Raises:
+            ValueError: lengths that are negative, not integers, or not one-dimensional.
+        """
+        given = torch.as_tensor(lengths)
+        if given.numel() == 0:
+            given = given.to(torch.int64)
+        if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise ValueError(
+                f"lengths must be one integer for each sequence, got shape {tuple(given.shape)} and {given.dtype}: "
+                "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
+            )
+        device = given.device if device is None else torch.device(device)
+        return cls._from_host_lengths(given.detach().to("cpu", torch.int64), device)
+
+    @classmethod
+    def _from_host_lengths(cls, lengths: Tensor, device: torch.device) -> SequenceLayout:
+        if lengths.numel() and int(lengths.min()) < 0:
+            at = int(lengths.argmin())
+            raise ValueError(f"lengths[{at}] is {int(lengths[at])}: a sequence has zero or more tokens.")
+        host = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=host[1:])
+        if int(host[-1]) > _INT32_MAX:
+            raise ValueError(f"the lengths add up to {int(host[-1])} tokens, past the kernels' limit of {_INT32_MAX}.")
+        # non_blocking: a pageable copy to the device is staged by the driver, so the host need not wait for it
+        offsets = host.to(device, non_blocking=True) if device.type != "cpu" else host.clone()
+        facts = HostFacts(
+            version=None if offsets.is_inference() else offsets._version,
+            host=host,
+            other=offsets.to(torch.int32),
+            total=int(host[-1]),
+            max_seqlen=int(lengths.max()) if lengths.numel() else 0,
+            min_seqlen=int(lengths.min()) if lengths.numel() else 0,
+        )
+        if facts.version is not None:
+            _facts_of[offsets] = facts
+        return cls(offsets, facts.other, facts.total, facts.max_seqlen, facts.min_seqlen, host, facts.memo)
+
+    @classmethod
+    def from_nested(cls, nested: Tensor) -> SequenceLayout:
+        """The layout of a jagged or strided NestedTensor; of its tokens alone, where it has holes between them."""
+        from . import nested as nested_module  # nested.py builds on this file
+
+        return nested_module.unwrap(nested, "nested").layout
+
+    @classmethod
+    def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
+        """The layout of the tokens of a padded batch, from its mask (B, L): True or 1 where a token is.
+
+        The padding may stand on the left, on the right or in between; ``pack`` and ``pad`` go from and to these very
+        places. This is Hugging Face's ``attention_mask``; for a ``key_padding_mask``, whose True means padding, pass
+        ``~mask``. Syncs once.
+
+        Raises:
+            ValueError: not two-dimensional, or a value other than 0 and 1 (an additive mask of 0 and −inf, say).
+        """
+        if not isinstance(mask, Tensor) or mask.is_nested or mask.dim() != 2:
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) and not mask.is_nested else type(mask).__name__
+            raise ValueError(f"mask must be a (B, L) tensor with 1 where a token is, got {shape}.")
+        batch, length = mask.shape
+        here = mask if mask.dtype == torch.bool else mask != 0
+        lengths = here.sum(1)
+        if mask.dtype != torch.bool:  # the check rides on the one sync
+            strange = (here & (mask != 1)).sum().view(1)
+            lengths, strange = torch.cat([lengths, strange]).cpu().split([batch, 1])
+            if int(strange):
+                bad = mask[here & (mask != 1)][0].item()
+                raise ValueError(
+                    f"mask holds {bad}, and only 0 (padding) and 1 (a token) have a meaning here. "
+                    "For an additive mask, pass mask == 0."
+                )
+        layout = cls._from_host_lengths(lengths.cpu(), mask.device)
+        index = torch.nonzero_static(here.flatten(), size=layout.total).squeeze(1)
+        object.__setattr__(layout, "padded_length", length)
+        object.__setattr__(layout, "padded_index", index)
+        return layout
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor) -> SequenceLayout:
+        """The layout of packed rows, from the positions (T,) or (R, T) of their tokens.
+
+        A sequence begins at every row's start and wherever a position is not the one before it plus one, so sequences
+        may count from 0, or from another number as RoBERTa's do. Rows are laid end to end. Syncs once.
+
+        Raises:
+            ValueError: not an integer tensor of one or two dimensions.
+        """
+        if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2) or position_ids.is_floating_point():
+            got = (
+                f"shape {tuple(position_ids.shape)} and {position_ids.dtype}"
+                if isinstance(position_ids, Tensor)
+                else type(position_ids).__name__
+            )
+            raise ValueError(f"position_ids must be a (T,) or (R, T) tensor of integers, got {got}.")
+        rows = position_ids.unsqueeze(0) if position_ids.dim() == 1 else position_ids
+        begins = torch.ones_like(rows, dtype=torch.bool)
+        begins[:, 1:] = rows.diff(dim=1) != 1
+        starts = begins.flatten().cpu().nonzero().squeeze(1)
+        lengths = torch.cat([starts, torch.tensor([rows.numel()])]).diff() if starts.numel() else starts
+        return cls._from_host_lengths(lengths, position_ids.device)
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of sequences."""
+        return self.host_offsets.numel() - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.offsets.device
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64, the tokens of each sequence."""
+        return self.remember("lengths", self.offsets.diff)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """(T,) int64, the sequence that each token belongs to."""
+
+        def build() -> Tensor:
+            ids = torch.arange(self.batch_size, device=self.device)
+            return ids.repeat_interleave(self.lengths, output_size=self.total)
+
+        return self.remember("sequence_ids", build)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(T,) int64, each token's position inside its sequence, from 0."""
+
+        def build() -> Tensor:
+            return torch.arange(self.total, device=self.device) - self.offsets[self.sequence_ids]
+
+        return self.remember("position_ids", build)
+
+    def remember(self, key: object, build: Callable[[], _T]) -> _T:
+        """What ``build`` made the first time ``key`` was asked for, kept as long as the offsets are.
+
+        The result must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
+        """
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]  # type: ignore[return-value]
+
+    def same_lengths(self, other: SequenceLayout) -> bool:
+        """Whether both have the same sequences; answered on the host."""
+        return self.host_offsets is other.host_offsets or torch.equal(self.host_offsets, other.host_offsets)
+
+    def extended(self, extra: int) -> SequenceLayout:
+        """The layout in which every sequence is ``extra`` tokens longer."""
+
+        def build() -> SequenceLayout:
+            return SequenceLayout._from_host_lengths(self.host_offsets.diff() + extra, self.device)
+
+        return self.remember(("extended", extra), build)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """The tokens (T, …) of a padded batch (B, L, …).
+
+        L is that of the mask that this layout was read from; else the tokens stand at each row's left, and L is at
+        least ``max_seqlen``.
+
+        Raises:
+            ValueError: another number of rows, too few positions, or another device.
+        """
+        self._check_device(padded, "padded")
+        length = padded.shape[1] if padded.dim() >= 2 else -1
+        exact = self.padded_length is not None
+        wanted = self.padded_length if self.padded_length is not None else self._longest
+        if padded.dim() < 2 or padded.shape[0] != self.batch_size or (length != wanted if exact else length < wanted):
+            raise ValueError(
+                f"padded must be ({self.batch_size}, {wanted}{'' if exact else ' or more'}, …) for this layout, "
+                f"got {tuple(padded.shape)}."
+            )
+        return padded.flatten(0, 1).index_select(0, self._index(length))
+
+    def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
+        """The padded batch (B, L, …) of tokens (T, …), with ``value`` where there is none.
+
+        L and the places are those of the mask that this layout was read from, else ``max_seqlen``, tokens first.
+
+        Raises:
+            ValueError: fewer rows than the layout has tokens, or another device.
+        """
+        self.check_rows(values, "values")
+        length = self.padded_length if self.padded_length is not None else self.max_seqlen
+        padded = values.new_full((self.batch_size * length, *values.shape[1:]), value)
+        padded = padded.index_copy(0, self._index(length), values[: self.total])
+        return padded.unflatten(0, (self.batch_size, length))
+
+    def to_nested(self, values: Tensor) -> Tensor:
+        """The jagged NestedTensor (B, j, …) of tokens (T, …), ragged by this layout's own ``offsets`` object."""
+        from . import nested as nested_module  # nested.py builds on this file
+
+        self.check_rows(values, "values")
+        return nested_module.wrap(values, self)
+
+    def check_rows(self, values: Tensor, name: str) -> None:
+        """Refuse a tensor that this layout can't describe: on another device, or shorter than ``total``."""
+        self._check_device(values, name)
+        if values.dim() == 0 or values.shape[0] < self.total:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
+                f"{self.total} tokens: pass at least that many rows, tokens first."
+            )
+
+    def _check_device(self, tensor: Tensor, name: str) -> None:
+        if tensor.device != self.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and the layout on {self.device}: "
+                f"make the layout from offsets or lengths on {tensor.device}."
+            )
+
+    @property
+    def _longest(self) -> int:
+        return int(self.host_offsets.diff().max()) if self.batch_size else 0
+
+    def _index(self, length: int) -> Tensor:
+        """(T,) where each token stands in a flattened (B·length) batch."""
+        if self.padded_index is not None:
+            return self.padded_index
+        return self.remember(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
