@@ -3,6 +3,25 @@
 from .functional import explain, varlen_attention
 from .kernels.select import available_backends, use_backend
 from .layout import SequenceLayout
+from .modules.multihead import VarlenMultiheadAttention
+from .patching.patch import patch
 
 __version__ = "0.1.0"
-__all__ = ["SequenceLayout", "available_backends", "explain", "use_backend", "varlen_attention"]
+__all__ = [
+    "SequenceLayout",
+    "VarlenMultiheadAttention",
+    "available_backends",
+    "explain",
+    "hf",
+    "patch",
+    "use_backend",
+    "varlen_attention",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "hf":  # on first use: it imports transformers
+        import importlib
+
+        return importlib.import_module(".hf", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

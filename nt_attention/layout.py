@@ -5,6 +5,7 @@ Dimensions: B sequences, T tokens in all of them, L positions in a padded row.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -32,6 +33,8 @@ class HostFacts:
 
 # By weak reference and version: an offsets tensor that is changed in place, or freed, is not mistaken for the old one.
 _facts_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The int32 tensor made from an int64 one (or the other way), to what it was made from: layers are handed either.
+_source_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def host_facts(offsets: Tensor) -> HostFacts:
@@ -76,9 +79,21 @@ def host_facts(offsets: Tensor) -> HostFacts:
         max_seqlen=int(lengths.max()) if lengths.numel() else 0,
         min_seqlen=int(lengths.min()) if lengths.numel() else 0,
     )
+    _keep(offsets, facts)
+    return facts
+
+
+def _keep(offsets: Tensor, facts: HostFacts) -> None:
     if facts.version is not None:
         _facts_of[offsets] = facts
-    return facts
+        _source_of[facts.other] = (weakref.ref(offsets), facts.other._version)
+
+
+def _source(offsets: Tensor) -> Tensor:
+    """What these offsets were converted from, if that is still there and they are as they were made."""
+    source, version = _source_of.get(offsets, (None, None))
+    known = source() if source is not None else None
+    return known if known is not None and version == offsets._version else offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +137,7 @@ class SequenceLayout:
         Raises:
             ValueError: malformed offsets, or a ``max_seqlen`` that is below the longest sequence.
         """
+        offsets = _source(offsets)
         facts = host_facts(offsets)
         if int(facts.host[0]) != 0:
             raise ValueError(
@@ -189,8 +205,7 @@ class SequenceLayout:
             max_seqlen=int(lengths.max()) if lengths.numel() else 0,
             min_seqlen=int(lengths.min()) if lengths.numel() else 0,
         )
-        if facts.version is not None:
-            _facts_of[offsets] = facts
+        _keep(offsets, facts)
         return cls(offsets, facts.other, facts.total, facts.max_seqlen, facts.min_seqlen, host, facts.memo)
 
     @classmethod
@@ -350,6 +365,13 @@ class SequenceLayout:
 
         self.check_rows(values, "values")
         return nested_module.wrap(values, self)
+
+    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
+        """``values`` (N, …) with ``value`` in the rows past ``total``, which belong to no sequence."""
+        if values.shape[0] == self.total:
+            return values
+        past = torch.arange(values.shape[0], device=values.device) >= self.total
+        return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
 
     def check_rows(self, values: Tensor, name: str) -> None:
         """Refuse a tensor that this layout can't describe: on another device, or shorter than ``total``."""

@@ -53,21 +53,12 @@ def run(
     if sinks is not None:
         sinks = sinks.to(lse.dtype)
         out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
-        lse = torch.logaddexp(lse, sinks)
-        lse = _outside(lse, layout.total, -torch.inf)
+        lse = layout.fill_past_end(torch.logaddexp(lse, sinks), -torch.inf)
     return out, lse
 
 
 def _widen(x: Tensor, head_dim: int) -> Tensor:
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
-
-
-def _outside(x: Tensor, total: int, value: float) -> Tensor:
-    """``x`` (T, …) with ``value`` in the rows past ``total``."""
-    if x.shape[0] == total:
-        return x
-    past = torch.arange(x.shape[0], device=x.device) >= total
-    return x.masked_fill(past.view(-1, *[1] * (x.dim() - 1)), value)
 
 
 class _Kernel(torch.autograd.Function):

@@ -1,0 +1,156 @@
+"""``patch`` for PyTorch's own Transformer modules.
+
+Dimensions: B sequences, L positions of a padded row, T tokens, E embed dim.
+
+A patched ``nn.TransformerEncoder`` packs at its entry and hands the layout to its layers in ``src_mask``'s place. A
+patched layer that finds one there runs on packed tokens (T, E); without one it runs as it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import nested
+from ..layout import SequenceLayout
+from ..modules.multihead import VarlenMultiheadAttention
+
+if TYPE_CHECKING:
+    from .patch import PatchHandle
+
+
+def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle, padding_free: bool) -> None:
+    """Swap the attention of every layer, with the parameters shared; and pack at the entry, if ``padding_free``."""
+    layers = [layer for layer in encoder.layers if isinstance(layer, nn.TransformerEncoderLayer)]
+    for i, layer in enumerate(encoder.layers):
+        why = _why_not(layer)
+        if why is not None:
+            handle.leave(f"{name}.layers.{i}" if name else f"layers.{i}", why)
+            return
+    for layer in layers:
+        _swap_attention(layer, handle)
+        if padding_free:
+            handle.override_forward(layer, _layer_forward(layer))
+    if padding_free:
+        handle.override_forward(encoder, _encoder_forward(encoder, handle))
+    done = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
+    handle.change(name, f"nn.TransformerEncoder of {len(layers)} layers, {done}")
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    stock = nn.TransformerEncoderLayer
+    if not isinstance(layer, stock):
+        return f"{type(layer).__name__} is not an nn.TransformerEncoderLayer, so its forward is unknown."
+    if any(getattr(type(layer), part) is not getattr(stock, part) for part in ("forward", "_sa_block", "_ff_block")):
+        return f"{type(layer).__name__} has a forward of its own."
+    attention = layer.self_attn
+    if type(attention) not in (nn.MultiheadAttention, VarlenMultiheadAttention):
+        return f"its self_attn is a {type(attention).__name__}, not an nn.MultiheadAttention."
+    if attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__:
+        return "its self_attn carries hooks or a forward of its own, which would see packed tokens."
+    if "in_proj_weight" not in attention._parameters:
+        return "its self_attn's weights are parametrized."
+    return None
+
+
+def _swap_attention(layer: nn.TransformerEncoderLayer, handle: PatchHandle) -> None:
+    stock = layer.self_attn
+    if isinstance(stock, VarlenMultiheadAttention):
+        return
+    ragged = VarlenMultiheadAttention.from_torch(stock)
+    layer.self_attn = ragged
+
+    def undo() -> None:  # with the parameters that it has by now: load_state_dict(assign=True) puts new ones in
+        VarlenMultiheadAttention.share_parameters(ragged, stock)
+        layer.self_attn = stock.train(layer.training)
+
+    handle.on_remove(undo)
+
+
+def _layer_forward(layer: nn.TransformerEncoderLayer) -> Callable[..., Tensor]:
+    def forward(
+        original: Callable[..., Tensor],
+        src: Tensor,
+        src_mask: Tensor | SequenceLayout | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        if not isinstance(src_mask, SequenceLayout):
+            return original(src, src_mask, src_key_padding_mask, is_causal)
+
+        def attend(x: Tensor) -> Tensor:
+            return layer.dropout1(layer.self_attn(x, x, x, is_causal=is_causal, layout=src_mask)[0])
+
+        if layer.norm_first:
+            src = src + attend(layer.norm1(src))
+            return src + layer._ff_block(layer.norm2(src))
+        src = layer.norm1(src + attend(src))
+        return layer.norm2(src + layer._ff_block(src))
+
+    return forward
+
+
+def _encoder_forward(encoder: nn.TransformerEncoder, handle: PatchHandle) -> Callable[..., Tensor]:
+    def forward(
+        original: Callable[..., Tensor],
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        as_before = (src, mask, src_key_padding_mask, is_causal)
+        if src.is_nested:
+            if (mask is not None and not is_causal) or src_key_padding_mask is not None:
+                raise ValueError(
+                    "a NestedTensor has no padding and takes no dense mask: pass is_causal=True for a causal encoder, "
+                    "and leave out src_key_padding_mask."
+                )
+            unwrapped = nested.unwrap(src, "src")
+            return unwrapped.rewrap(_run_layers(encoder, unwrapped.values, unwrapped.layout, bool(is_causal)))
+        if src_key_padding_mask is None or src.dim() != 3:
+            return original(*as_before)  # no padding to skip
+        batch_first = encoder.layers[0].self_attn.batch_first
+        padded = src if batch_first else src.transpose(0, 1)
+        if src_key_padding_mask.shape != padded.shape[:2]:
+            return original(*as_before)  # which refuses it
+        causal = _is_causal(mask, is_causal, padded.shape[1])
+        padding = _as_padding(src_key_padding_mask)
+        if causal is None or padding is None:
+            handle.not_packed(
+                "mask is neither None nor causal." if causal is None else "src_key_padding_mask is an additive bias."
+            )
+            return original(*as_before)
+        layout = SequenceLayout.from_attention_mask(~padding)
+        out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
+        return out if batch_first else out.transpose(0, 1)
+
+    return forward
+
+
+def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayout, causal: bool) -> Tensor:
+    """Packed (T, E) through every layer and the final norm."""
+    for layer in encoder.layers:
+        x = layer(x, src_mask=layout, is_causal=causal)
+    return x if encoder.norm is None else encoder.norm(x)
+
+
+def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool | None:
+    """Whether a mask says just causal; None where it says something else. A hint is trusted, as upstream does."""
+    if is_causal or mask is None:
+        return bool(is_causal)
+    if is_causal is not None or mask.shape != (length, length):
+        return None
+    later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    wanted: Any = later if mask.dtype == torch.bool else torch.zeros_like(mask).masked_fill(later, -torch.inf)
+    return True if torch.equal(mask, wanted) else None
+
+
+def _as_padding(mask: Tensor) -> Tensor | None:
+    """(B, L) bool, True at padding; None where a floating-point mask holds other values than 0 and −inf."""
+    if mask.dtype == torch.bool:
+        return mask
+    padding = mask == -torch.inf
+    return padding if torch.equal(mask, torch.zeros_like(mask).masked_fill(padding, -torch.inf)) else None
