@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -44,14 +44,22 @@ Batches = list[dict[str, Tensor]]
 
 @dataclass
 class Run:
-    """One way to embed all paragraphs: its batches, the order in which they hold the paragraphs, and its timings."""
+    """One way to embed all paragraphs, and what came of it.
+
+    Attributes:
+        order: the paragraph that stands at each place of the batches.
+        done: paragraphs embedded so far.
+        seconds: that this took.
+        embeddings: (paragraphs, 384), in the given order.
+    """
 
     name: str
     batches: Batches
-    order: list[int]
+    order: Tensor
     patched: bool
-    seconds: list[float]
-    embeddings: Tensor | None = None
+    embeddings: Tensor
+    seconds: float = 0.0
+    done: int = 0
 
     @property
     def real(self) -> int:
@@ -64,7 +72,7 @@ class Run:
     @property
     def speed(self) -> float:
         """Real tokens a second."""
-        return self.real / statistics.median(self.seconds)
+        return self.real / self.seconds
 
 
 def paragraphs() -> list[str]:
@@ -95,41 +103,44 @@ def make_batches(
     ]
 
 
-def embed(model: PreTrainedModel, batches: Iterable[dict[str, Tensor]], advance: Callable[[], None]) -> Tensor:
+def embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Mean over each paragraph's tokens, normalised, as all-MiniLM-L6-v2 is meant to be used."""
-    embeddings = []
-    for batch in batches:
-        hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
-        embeddings.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
-        advance()
-    return torch.cat(embeddings)
+    hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
+    return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 @torch.inference_mode()
 def compare(model: PreTrainedModel, runs: list[Run], repeats: int, device: str) -> None:
-    """Time every run ``repeats`` times, in turns, so that a noisy moment does not fall on one of them alone."""
+    """Embed batch after batch in every way, in turns, so that a noisy moment does not fall on one of them alone."""
 
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
+    def timed(run: Run, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+        with nta.patch(model) if run.patched else nullcontext():
+            synchronize(device)
+            start = time.perf_counter()
+            found = embed(model, batch)
+            synchronize(device)
+            return found, time.perf_counter() - start
 
+    for run in runs:  # warm up
+        timed(run, run.batches[0])
     with Progress() as progress:
-        task = progress.add_task("embedding", total=sum(len(run.batches) for run in runs) * (repeats + 1))
-        for repeat in range(repeats + 1):  # the first one warms up
-            for run in runs:
-                synchronize()
-                start = time.perf_counter()
-                if run.patched:
-                    with nta.patch(model):
-                        found = embed(model, run.batches, lambda: progress.advance(task))
-                else:
-                    found = embed(model, run.batches, lambda: progress.advance(task))
-                synchronize()
-                if repeat:
-                    run.seconds.append(time.perf_counter() - start)
-                back = torch.empty(len(run.order), dtype=torch.int64)
-                back[run.order] = torch.arange(len(run.order))
-                run.embeddings = found.cpu()[back]
+        task = progress.add_task("embedding", total=sum(len(run.batches) for run in runs) * repeats)
+        for i in range(len(runs[0].batches)):
+            timings: list[list[float]] = [[] for _ in runs]
+            for _ in range(repeats):
+                for run, seconds in zip(runs, timings, strict=True):
+                    found, elapsed = timed(run, run.batches[i])
+                    seconds.append(elapsed)
+                    run.embeddings[run.order[run.done : run.done + len(found)]] = found.cpu()
+                    progress.advance(task)
+            for run, seconds in zip(runs, timings, strict=True):
+                run.seconds += statistics.median(seconds)
+                run.done += len(run.batches[i]["input_ids"])
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def through_module(texts: list[str], tokenizer: PreTrainedTokenizerBase, device: str) -> str:
@@ -167,7 +178,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--limit", type=int, help="embed this many paragraphs only")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each way")
+    parser.add_argument("--repeats", type=int, default=1, help="times that every batch is run; its median counts")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,10 +191,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     by_length = sorted(given, key=lengths.__getitem__)
     in_order = make_batches(tokenizer, texts, given, options.batch_size, device)
     in_length = make_batches(tokenizer, texts, by_length, options.batch_size, device)
+    ways = [
+        ("padded, given order", in_order, given, False),
+        ("padded, sorted by length", in_length, by_length, False),
+        ("nta.patch, given order", in_order, given, True),
+    ]
     runs = [
-        Run("padded, given order", in_order, given, False, []),
-        Run("padded, sorted by length", in_length, by_length, False, []),
-        Run("nta.patch, given order", in_order, given, True, []),
+        Run(name, batches, torch.tensor(order), patched, torch.full((len(texts), model.config.hidden_size), torch.nan))
+        for name, batches, order, patched in ways
     ]
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     console.print(

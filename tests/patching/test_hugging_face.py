@@ -1,0 +1,244 @@
+"""patch on Hugging Face models: outputs, losses and gradients as before, from real tokens alone."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+    ViTConfig,
+    ViTModel,
+)
+
+import nt_attention as nta
+from nt_attention.patching.patch import NotPackedWarning
+
+LENGTHS, LENGTH, VOCABULARY = [7, 1, 13, 19], 23, 101
+COMMON = {"num_hidden_layers": 2, "intermediate_size": 41, "vocab_size": VOCABULARY, "num_labels": 2}
+BERT = {"hidden_size": 33, "num_attention_heads": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LLAMA = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
+HEADS = {
+    BertModel: None,
+    BertForMaskedLM: "token",
+    BertForTokenClassification: "class",
+    BertForSequenceClassification: "sequence",
+    BertForNextSentencePrediction: "sequence",
+    LlamaModel: None,
+    LlamaForCausalLM: "token",
+    LlamaForTokenClassification: "class",
+}
+
+
+def make(kind, implementation="sdpa"):
+    family = (BertConfig, BERT) if kind.__name__.startswith("Bert") else (LlamaConfig, LLAMA)
+    config = family[0](**COMMON, **family[1])
+    return kind._from_config(config, attn_implementation=implementation).double().eval()
+
+
+def make_batch(side="right", labels=None):
+    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    mask = mask if side == "right" else mask.flip(1)
+    batch = {
+        "input_ids": torch.randint(VOCABULARY, (4, LENGTH)),
+        "attention_mask": mask.long(),
+    }
+    if labels == "sequence":
+        batch["labels"] = torch.tensor([0, 1, 1, 0])
+    elif labels is not None:
+        kinds = VOCABULARY if labels == "token" else 2
+        batch["labels"] = torch.randint(kinds, mask.shape).masked_fill(~mask, -100)
+        if side == "left":  # the stock loss would predict a sequence's first token from padding
+            batch["labels"][torch.arange(4), mask.long().argmax(1)] = -100
+    return batch
+
+
+def real(x, mask):
+    """A token-wise output's real tokens; anything else whole."""
+    return x[mask.bool()] if x.shape[:2] == mask.shape else x
+
+
+def assert_same_outputs(got, want, mask, **tolerance):
+    for name, theirs in want.items():
+        if name == "past_key_values":  # the config asks for it by default; a packed call makes none
+            continue
+        if name == "pooler_output" and not mask[:, 0].all():  # stock pools the padding on the left
+            continue
+        mine = got[name]
+        if not isinstance(theirs, tuple):
+            mine, theirs = (mine,), (theirs,)
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.shape == b.shape, name
+            torch.testing.assert_close(real(a, mask), real(b, mask), **tolerance)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.__name__)
+def test_outputs_loss_and_gradients_are_as_before(kind, implementation, side):
+    if side == "left" and (HEADS[kind] == "sequence" or (implementation == "eager" and "Llama" in kind.__name__)):
+        pytest.skip("stock reads padding: a left-padded BERT pools it, and eager Llama gives NaN there in float64")
+    model, batch = make(kind, implementation), make_batch(side, HEADS[kind])
+    mask = batch["attention_mask"]
+
+    def run():
+        out = model(**batch, output_hidden_states=True)
+        loss = out.loss if "loss" in out else real(out.last_hidden_state, mask).square().sum()
+        return out, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+    want = run()
+    with nta.patch(model):
+        got = run()
+    again = run()
+    # transformers rounds to float32 in its eager softmax, and in Llama's norms and losses
+    exact = implementation == "sdpa" and "Bert" in kind.__name__
+    tolerance = {"rtol": 1e-9, "atol": 1e-9} if exact else {"rtol": 1e-4, "atol": 1e-4}
+    assert_same_outputs(got[0], want[0], mask, **tolerance)
+    for mine, theirs in zip(got[1], want[1], strict=True):
+        assert (mine is None) == (theirs is None) or theirs.abs().max() < 1e-12
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, **tolerance)
+    assert "past_key_values" not in got[0]
+    assert_same_outputs(again[0], want[0], mask, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.__name__)
+def test_every_linear_sees_real_tokens_only(kind):
+    model, batch = make(kind), make_batch(labels=HEADS[kind])
+    rows = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: rows.update({name: inputs[0].shape[:-1].numel()})
+            )
+    with nta.patch(model):
+        model(**batch)
+    per_sequence = {
+        name: n for name, n in rows.items() if "pooler" in name or name in ("classifier", "cls.seq_relationship")
+    }
+    if HEADS[kind] == "class":
+        per_sequence = {}
+    assert {n for name, n in rows.items() if name not in per_sequence} == {sum(LENGTHS)}
+    assert set(per_sequence.values()) <= {4}
+
+
+def test_inputs_given_in_other_forms_are_packed_too():
+    model = make(BertModel)
+    batch = make_batch()
+    batch["token_type_ids"] = torch.randint(2, (4, LENGTH))
+    batch["position_ids"] = torch.arange(3, LENGTH + 3).unsqueeze(0)
+    want = model(**batch)
+    with nta.patch(model):
+        assert_same_outputs(model(**batch), want, batch["attention_mask"])
+        as_tuple = model(**batch, return_dict=False)
+        assert isinstance(as_tuple, tuple)
+        torch.testing.assert_close(as_tuple[1], want.pooler_output)
+        embedded = {**batch, "inputs_embeds": model.embeddings.word_embeddings(batch.pop("input_ids"))}
+        embedded.pop("input_ids")
+        assert_same_outputs(model(**embedded), want, embedded["attention_mask"])
+        assert_same_outputs(model(None, **embedded), want, embedded["attention_mask"])
+
+
+def test_a_sequence_without_a_token_disturbs_nothing():
+    model, batch = make(BertModel), make_batch()
+    batch["attention_mask"][3] = 0
+    rest = {name: value[:3] for name, value in batch.items()}
+    want = model(**rest)
+    with nta.patch(model):
+        got = model(**batch)
+    torch.testing.assert_close(got.pooler_output[:3], want.pooler_output)
+    assert torch.equal(got.last_hidden_state[3], torch.zeros_like(got.last_hidden_state[3]))
+
+
+def test_gradient_checkpointing_recomputes_the_packed_row():
+    model, batch = make(LlamaForCausalLM).train(), make_batch(labels="token")
+    want = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    model.gradient_checkpointing_enable()
+    with nta.patch(model):
+        got = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_generation_steps_aside_and_gives_the_same_tokens():
+    model, batch = make(LlamaForCausalLM).eval(), make_batch("left")
+    want = model.generate(**batch, max_new_tokens=5, do_sample=False)
+    with nta.patch(model), pytest.warns(NotPackedWarning):
+        got = model.generate(**batch, max_new_tokens=5, do_sample=False)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("asked", ["output_attentions", "use_cache"])
+def test_calls_that_packing_can_not_serve_run_as_before_and_say_so_once(asked):
+    model, batch = make(LlamaModel, "eager"), make_batch()
+    want = model(**batch, **{asked: True})
+    with nta.patch(model), pytest.warns(NotPackedWarning) as said:
+        for _ in range(2):
+            got = model(**batch, **{asked: True})
+    assert len([w for w in said if w.category is NotPackedWarning]) == 1
+    if asked == "output_attentions":
+        torch.testing.assert_close(got.attentions, want.attentions)
+    else:
+        assert got.past_key_values.get_seq_length() == LENGTH
+    assert torch.equal(got.last_hidden_state, want.last_hidden_state)
+
+
+def test_removal_after_an_exception_gives_the_model_back():
+    model, batch = make(BertModel), make_batch()
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    signature = inspect.signature(model.forward)
+    with pytest.raises(IndexError), nta.patch(model):
+        assert inspect.signature(model.forward) == signature
+        model(**{**batch, "input_ids": batch["input_ids"] + VOCABULARY})
+    assert model.config._attn_implementation == "sdpa"
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    with nta.patch(model):  # the layout of the call that failed is forgotten
+        model(**batch)
+
+
+def test_a_model_inside_another_is_found():
+    class Embedder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = make(BertModel)
+            self.project = nn.Linear(33, 5)
+
+    with nta.patch(Embedder()) as handle:
+        assert list(handle.changed) == ["backbone"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (BertForQuestionAnswering, r"head that is not in nt_attention.hf.models yet: patch its base model, \.bert"),
+        (LlamaForSequenceClassification, r"patch its base model, \.model"),
+    ],
+)
+def test_unknown_heads_are_refused_with_the_way_round(kind, reason):
+    model = make(kind)
+    with pytest.raises(ValueError, match=reason):
+        nta.patch(model)
+    with nta.patch(model.base_model):
+        model(**make_batch())
+
+
+def test_unknown_families_and_second_patches_are_refused():
+    vit = ViTModel(ViTConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=13))
+    with pytest.raises(ValueError, match="ViTModel is in no family"):
+        nta.patch(vit)
+    model = make(BertForMaskedLM)
+    with nta.patch(model), pytest.raises(ValueError, match="already"):
+        nta.patch(model)
+    with nta.patch(model.bert), pytest.raises(ValueError, match="already"):
+        nta.patch(model)
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,202 @@
+"""patch on nn.TransformerEncoder: the same numbers from real tokens alone, and the very model back."""
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import nt_attention as nta
+from nt_attention.patching.patch import NotPackedWarning
+
+EMBED, LENGTHS, LENGTH = 36, [7, 1, 13, 19], 19
+PADDING = torch.arange(LENGTH) >= torch.tensor(LENGTHS)[:, None]
+
+
+def make_encoder(batch_first=True, norm_first=False, layers=2):
+    layer = nn.TransformerEncoderLayer(
+        EMBED, 4, 50, dropout=0.0, batch_first=batch_first, norm_first=norm_first, dtype=torch.float64
+    )
+    encoder = nn.TransformerEncoder(
+        layer, layers, norm=nn.LayerNorm(EMBED, dtype=torch.float64), enable_nested_tensor=False
+    )
+    for parameter in encoder.parameters():  # the layers are copies of one, and must not be
+        nn.init.normal_(parameter, std=0.2)
+    return encoder
+
+
+def causal_mask(kind):
+    mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64)
+    return {"none": None, "float": mask, "bool": mask == -torch.inf}[kind]
+
+
+def run(encoder, x, **options):
+    """Real tokens (T, E) and the gradients of x and the parameters."""
+    leaf = x.clone().requires_grad_()
+    batch_first = encoder.layers[0].self_attn.batch_first
+    out = encoder(leaf if batch_first else leaf.transpose(0, 1), src_key_padding_mask=PADDING, **options)
+    tokens = (out if batch_first else out.transpose(0, 1))[~PADDING]
+    grads = torch.autograd.grad(tokens.square().sum(), [leaf, *encoder.parameters()])
+    return tokens, grads
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("mask", ["none", "float", "bool"])
+@pytest.mark.parametrize(("batch_first", "norm_first"), list(itertools.product([True, False], repeat=2)))
+def test_padded_batches_give_what_they_gave(batch_first, norm_first, mask, training):
+    encoder = make_encoder(batch_first, norm_first).train(training)
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    want = run(encoder, x, mask=causal_mask(mask))
+    with nta.patch(encoder):
+        got = run(encoder, x, mask=causal_mask(mask))
+    again = run(encoder, x, mask=causal_mask(mask))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert torch.equal(again[0], want[0])
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+def test_the_fast_path_is_past(grad):
+    """In eval without gradients the stock encoder would go to a fused kernel that never calls its layers."""
+    encoder = make_encoder().eval()
+    seen = []
+    with nta.patch(encoder):
+        for module in encoder.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:-1]))
+        with torch.set_grad_enabled(grad):
+            out = encoder(torch.randn(4, LENGTH, EMBED, dtype=torch.float64), src_key_padding_mask=PADDING)
+    assert len(seen) == 6  # out_proj and the two of the feed-forward, in each layer
+    assert set(seen) == {(sum(LENGTHS),)}
+    assert torch.equal(out[PADDING], torch.zeros_like(out[PADDING]))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nested_tensors_in_and_out(causal, training):
+    encoder = make_encoder().train(training)
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    want = run(encoder, x, mask=causal_mask("bool" if causal else "none"))[0]
+    parts = [row[:length] for row, length in zip(x, LENGTHS, strict=True)]
+    with nta.patch(encoder):
+        for layout in (torch.jagged, torch.strided):
+            nested = torch.nested.as_nested_tensor(parts, layout=layout)
+            out = encoder(nested, is_causal=causal)
+            torch.testing.assert_close(torch.cat(out.unbind()), want)
+            (nested + out).unbind()
+        with pytest.raises(ValueError, match="leave out src_key_padding_mask"):
+            encoder(nested, src_key_padding_mask=PADDING)
+
+
+def test_removal_gives_the_very_modules_back():
+    model = nn.Sequential(nn.Linear(EMBED, EMBED), make_encoder(), nn.Linear(EMBED, 3)).double()
+    before = dict(model.named_modules())
+    keys = list(model.state_dict())
+    attributes = {name: set(vars(module)) for name, module in before.items()}
+    with pytest.raises(RuntimeError, match="on purpose"), nta.patch(model) as handle:
+        assert list(model.state_dict()) == keys
+        assert {id(p) for p in model.parameters()} == {id(p) for m in before.values() for p in m.parameters()}
+        raise RuntimeError("on purpose")
+    after = dict(model.named_modules())
+    assert all(after[name] is module for name, module in before.items())
+    assert {name: set(vars(module)) for name, module in after.items()} == attributes
+    assert "(removed)" in str(handle)
+    handle.remove()
+
+
+def test_training_and_loading_while_patched_survive_removal():
+    encoder = make_encoder()
+    with nta.patch(encoder):
+        encoder.load_state_dict({k: torch.full_like(v, 0.5) for k, v in encoder.state_dict().items()}, assign=True)
+        encoder.eval()
+    attention = encoder.layers[0].self_attn
+    assert type(attention) is nn.MultiheadAttention
+    assert not attention.training
+    assert torch.equal(attention.in_proj_weight, torch.full_like(attention.in_proj_weight, 0.5))
+
+
+def test_patching_twice_is_refused_and_leaves_the_first_patch():
+    encoder = make_encoder()
+    with nta.patch(encoder):
+        with pytest.raises(ValueError, match="patched already"):
+            nta.patch(encoder)
+        out = encoder(torch.randn(4, LENGTH, EMBED, dtype=torch.float64), src_key_padding_mask=PADDING)
+        assert torch.equal(out[PADDING], torch.zeros_like(out[PADDING]))
+    assert "forward" not in vars(encoder)
+
+
+def test_a_later_wrapper_of_forward_stays_and_finds_the_old_forward_under_it():
+    encoder = make_encoder()
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    want = encoder(x, src_key_padding_mask=PADDING)
+    handle = nta.patch(encoder)
+    inner = encoder.forward
+    encoder.forward = lambda *args, **kwargs: inner(*args, **kwargs) + 1
+    handle.remove()
+    torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want + 1)
+
+
+def test_calls_that_packing_can_not_serve_run_as_before_and_say_so_once():
+    encoder = make_encoder()
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    band = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs() > 3
+    want = encoder(x, mask=band)
+    with nta.patch(encoder):
+        torch.testing.assert_close(encoder(x, mask=band), want)  # no padding: nothing to say
+        with pytest.warns(NotPackedWarning, match="neither None nor causal") as said:
+            for _ in range(2):
+                encoder(x, mask=band, src_key_padding_mask=PADDING)
+        assert len(said) == 1
+
+
+class OwnForward(nn.TransformerEncoderLayer):
+    def forward(self, src, *args, **kwargs):
+        return src
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Linear(2, 3), "holds no nn.TransformerEncoder"),
+        (nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2), 1), "layers.0.multihead_attn: an attention module"),
+        (nn.TransformerEncoder(OwnForward(4, 2), 1, enable_nested_tensor=False), "OwnForward has a forward of its own"),
+    ],
+    ids=["nothing", "decoder", "own-forward"],
+)
+def test_a_model_that_it_can_not_reach_is_refused_with_the_reason(model, reason):
+    with pytest.raises(ValueError, match=reason):
+        nta.patch(model)
+
+
+def test_the_rest_of_a_model_is_left_alone_and_told():
+    model = nn.Transformer(EMBED, 4, 1, 1, 50, batch_first=True)
+    with nta.patch(model) as handle:
+        assert list(handle.changed) == ["encoder"]
+        assert list(handle.left) == ["decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
+        assert "encoder: nn.TransformerEncoder of 1 layers" in str(handle)
+
+
+def test_a_removed_patch_keeps_nothing_alive():
+    encoder = make_encoder()
+    nta.patch(encoder).remove()
+    gone = weakref.ref(encoder)
+    del encoder
+    gc.collect()
+    assert gone() is None
+
+
+def test_without_padding_free_only_the_attention_changes():
+    encoder = make_encoder()
+    nested = torch.nested.as_nested_tensor([torch.randn(n, EMBED).double() for n in LENGTHS], layout=torch.jagged)
+    with nta.patch(copy.deepcopy(encoder), padding_free=False) as handle:
+        assert "takes NestedTensors" in str(handle)
+    with nta.patch(encoder):
+        want = encoder(nested)
+    layer = encoder.layers[0]
+    with nta.patch(encoder, padding_free=False):
+        x = layer(nested)
+        for other in encoder.layers[1:]:
+            x = other(x)
+        torch.testing.assert_close(encoder.norm(x).values(), want.values())
