@@ -7,7 +7,7 @@ dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,7 +195,14 @@ def _packed(
                 "SequenceLayout.from_lengths([...]), .from_offsets(cu_seqlens), or NestedTensors in their place. "
                 "A padded batch is packed with SequenceLayout.from_attention_mask(mask).pack(padded)."
             )
-        return query, key, value, layout, layout if key_layout is None else key_layout, None
+        key_layout = layout if key_layout is None else key_layout
+        for name, given in (("layout", layout), ("key_layout", key_layout)):
+            if not isinstance(given, SequenceLayout):
+                raise TypeError(
+                    f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
+                    "SequenceLayout.from_offsets(offsets), or .from_lengths(lengths)."
+                )
+        return query, key, value, layout, key_layout, None
     if not all(kinds):
         told = ", ".join(
             f"{name} is {'nested' if kind else 'a plain tensor'}"
@@ -264,7 +271,8 @@ def _check_tensors(
 def _check_options(causal_alignment: str, window_size: tuple[int, int], softcap: float, dropout_p: float) -> None:
     if causal_alignment not in ("lower_right", "upper_left"):
         raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
-    if len(window_size) != 2 or any(int(side) != side or side < -1 for side in window_size):
+    sides = window_size if isinstance(window_size, Sequence) else ()
+    if len(sides) != 2 or any(int(side) != side or side < -1 for side in sides):
         raise ValueError(f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size}.")
     if not (softcap >= 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}.")

@@ -32,7 +32,8 @@ def forward(
         rows, columns = slice(starts[b], starts[b + 1]), slice(key_starts[b], key_starts[b + 1])
         q, k, v = (x.to(precision).transpose(0, 1) for x in (query[rows], key[columns], value[columns]))
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        out, lse = _attend(q, k, v, slopes, b, spec)
+        with torch.autocast(query.device.type, enabled=False):  # which would cast the products below once more
+            out, lse = _attend(q, k, v, slopes, b, spec)
         outs.append(out.transpose(0, 1).to(query.dtype))
         lses.append(lse.transpose(0, 1))
     past = query.shape[0] - layout.total  # tokens that belong to no sequence
@@ -53,10 +54,11 @@ def _attend(
     diagonal = spec.shift(queries, keys)
     if slopes is not None:
         scores = scores + alibi_bias(queries, keys, diagonal, slopes.to(scores.dtype))
-    if spec.score_mod is not None:
+    some = scores.numel() > 0  # vmap refuses an empty dimension
+    if spec.score_mod is not None and some:
         scores = _for_each_score(spec.score_mod, scores, b)
     mask = visible(queries, keys, diagonal, spec.window, q.device)
-    if spec.mask_mod is not None:
+    if spec.mask_mod is not None and some:
         wanted = _for_each_score(lambda _, *where: spec.mask_mod(*where), scores, b)
         mask = wanted if mask is None else mask & wanted
     if mask is not None:
@@ -75,8 +77,6 @@ def _for_each_score(mod, scores: Tensor, b: int) -> Tensor:  # type: ignore[no-u
     over_keys = torch.vmap(mod, in_dims=(0, None, None, None, 0))
     over_queries = torch.vmap(over_keys, in_dims=(0, None, None, 0, None))
     over_heads = torch.vmap(over_queries, in_dims=(0, None, 0, None, None))
-    if not scores.numel():  # vmap refuses an empty dimension
-        return scores
     return over_heads(scores, torch.tensor(b, device=scores.device), heads, queries, keys)
 
 

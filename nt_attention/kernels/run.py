@@ -38,23 +38,25 @@ def run(
     head_dim, value_dim = backend.head_dims(spec.head_dim, spec.value_dim)
     query, key = (_widen(x, head_dim) for x in (query, key))
     value = _widen(value, value_dim)
-    tensors = (query, key, value, alibi_slopes, layout, key_layout, spec)
     if layout.total == 0 or key_layout.total == 0:
-        # nothing to attend: no kernel is asked, and gradients are 0 rather than absent
-        nothing = query.sum() * 0 + key.sum() * 0 + value.sum() * 0
-        out = nothing.expand(query.shape[0], query.shape[1], value.shape[2])
-        lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(spec.dtype, torch.float32))
-    elif backend.backward is None:
+        backend = _NOTHING
+    tensors = (query, key, value, alibi_slopes, layout, key_layout, spec)
+    if backend.backward is None:
         out, lse = backend.forward(*tensors)[:2]
     else:
         out, lse = _Kernel.apply(*tensors, backend)[:2]
     if value_dim != spec.value_dim:
         out = out[..., : spec.value_dim]
-    if sinks is not None:
-        sinks = sinks.to(lse.dtype)
-        out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
-        lse = layout.fill_past_end(torch.logaddexp(lse, sinks), -torch.inf)
-    return out, lse
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks.to(lse.dtype), layout)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    blind = lse == -torch.inf  # all of such a row's weight is the sink's
+    lse = lse.masked_fill(blind, 0.0)
+    share = torch.sigmoid(lse - sinks).masked_fill(blind, 0.0)
+    out = (out * share.unsqueeze(-1)).to(out.dtype)
+    lse = torch.where(blind, sinks, torch.logaddexp(lse, sinks))
+    return out, layout.fill_past_end(lse, -torch.inf)
 
 
 def _widen(x: Tensor, head_dim: int) -> Tensor:
@@ -171,3 +173,33 @@ def _add_lse_pass(
     share = backend.backward(weighted_queries, query, key, key, weighted_keys, lse, tuple(saved), *problem)[2]  # type: ignore[misc]
     grads[0].add_((weighted_keys * grad_lse.unsqueeze(-1)).to(query.dtype), alpha=spec.scale)
     grads[1].add_(share, alpha=spec.scale)
+
+
+def _attend_to_nothing(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None,
+    layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor]:
+    out = query.new_zeros(*query.shape[:2], value.shape[2])
+    return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def _pass_nothing_back(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+
+# Runs where there are no queries or no keys at all, for which kernels do not launch.
+_NOTHING = Backend(
+    name="nothing",
+    about="no tokens on one side",
+    missing=lambda: None,
+    unsupported=lambda spec: [],
+    forward=_attend_to_nothing,
+    backward=_pass_nothing_back,
+)

@@ -1,0 +1,146 @@
+"""Attention alone on the CPU: packed, against padded SDPA, NestedTensor SDPA and one SDPA call for each sequence.
+
+    python benchmarks/cpu_attention.py [--repeats 15] [--save]
+
+8192 tokens of sequences with lognormal lengths, 12 heads of 64. Every rival runs in every round, so that noise falls on
+all alike; a figure is the median over rounds. ``--save`` writes the table to benchmarks/results/cpu_attention.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import nt_attention as nta
+
+TOKENS, HEADS, HEAD_DIM = 8192, 12, 64
+SLOW = 4  # rounds between two runs of a rival that takes seconds
+RESULT = Path(__file__).parent / "results" / "cpu_attention.md"
+
+
+def lognormal_lengths(longest: int, tokens: int = TOKENS, seed: int = 0) -> list[int]:
+    """Lengths up to ``longest`` that add up to ``tokens``; their median is about a fifth of the longest."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        length = math.exp(math.log(longest / 5) + 0.8 * float(torch.randn((), generator=draw)))
+        lengths.append(min(max(1, int(length)), longest, tokens - sum(lengths)))
+    return lengths
+
+
+class Batch:
+    """One batch in the form that each rival takes, and the rivals, by name: each a function of no arguments."""
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype, backward: bool) -> None:
+        self.layout = nta.SequenceLayout.from_lengths(lengths)
+        self.lengths, self.backward = lengths, backward
+        draw = torch.Generator().manual_seed(1)
+        qkv = torch.randn(TOKENS, 3, HEADS, HEAD_DIM, generator=draw).to(dtype)
+        self.packed = [x.detach().requires_grad_(backward) for x in qkv.unbind(1)]
+        self.grad = torch.randn(TOKENS, HEADS, HEAD_DIM, generator=draw).to(dtype)
+        self.padded = [self.layout.pad(x).transpose(1, 2).detach().requires_grad_(backward) for x in self.packed]
+        self.mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])[:, None, None]
+        self.padded_grad = self.layout.pad(self.grad).transpose(1, 2)
+        self.rivals: dict[str, Callable[[], Tensor]] = {
+            "nt_attention": self.ours,
+            "padded SDPA": self.padded_sdpa,
+            "SDPA a sequence": self.loop,
+        }
+        if not backward:
+            self.rivals["NestedTensor SDPA"] = self.nested_sdpa
+
+    def finish(self, out: Tensor, grad: Tensor, leaves: list[Tensor]) -> Tensor:
+        if self.backward:
+            torch.autograd.grad(out, leaves, grad)
+        return out.detach()
+
+    def ours(self) -> Tensor:
+        return self.finish(nta.varlen_attention(*self.packed, self.layout), self.grad, self.packed)
+
+    def padded_sdpa(self) -> Tensor:
+        out = F.scaled_dot_product_attention(*self.padded, attn_mask=self.mask)
+        return self.layout.pack(self.finish(out, self.padded_grad, self.padded).transpose(1, 2))
+
+    def loop(self) -> Tensor:
+        parts = zip(*(x.split(self.lengths) for x in self.packed), strict=True)
+        outs = [F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv))[0] for qkv in parts]
+        return self.finish(torch.cat([out.transpose(0, 1) for out in outs]), self.grad, self.packed)
+
+    def nested_sdpa(self) -> Tensor:
+        nested = (self.layout.to_nested(x.contiguous()).transpose(1, 2) for x in self.packed)
+        return F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
+
+
+def measure(batch: Batch, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each rival, after a check that they agree."""
+    outs = {name: rival() for name, rival in batch.rivals.items()}  # warms up, too
+    for name, out in outs.items():
+        torch.testing.assert_close(
+            out, outs["padded SDPA"], rtol=0.03, atol=0.03, msg=lambda text, n=name: f"{n}: {text}"
+        )
+    times: dict[str, list[float]] = {name: [] for name in batch.rivals}
+    for i, (name, rival) in itertools.product(range(repeats), batch.rivals.items()):
+        if name == "NestedTensor SDPA" and i % SLOW:
+            continue
+        start = time.perf_counter()
+        rival()
+        times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args(argv)
+    names = ["nt_attention", "padded SDPA", "NestedTensor SDPA", "SDPA a sequence"]
+    rows = [
+        "| lengths | dtype | pass | pad ratio | nt_attention ms | "
+        + " | ".join(f"{n}, ms (ratio)" for n in names[1:])
+        + " |",
+        "|---" * (5 + len(names) - 1) + "|",
+    ]
+    print(*rows, sep="\n", flush=True)
+    for longest, dtype, backward in itertools.product((512, 64), (torch.float32, torch.bfloat16), (False, True)):
+        lengths = lognormal_lengths(longest)
+        taken = measure(Batch(lengths, dtype, backward), options.repeats)
+        ours = taken["nt_attention"]
+        cells = [f"{taken[n]:.1f} ({taken[n] / ours:.2f} ×)" if n in taken else "–" for n in names[1:]]
+        what = [
+            f"{len(lengths)} lognormal ≤ {longest}",
+            str(dtype)[6:],
+            "forward + backward" if backward else "forward",
+        ]
+        ratio = f"{max(lengths) * len(lengths) / TOKENS:.2f}"
+        rows.append(f"| {' | '.join([*what, ratio, f'{ours:.1f}', *cells])} |")
+        print(rows[-1], flush=True)
+    if options.save:
+        command = f"python benchmarks/cpu_attention.py --repeats {options.repeats} --save"
+        RESULT.write_text(
+            f"# Attention on the CPU\n\n`{command}`\n\n{cpu_name()}, {torch.get_num_threads()} threads, "
+            f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; medians of {options.repeats} rounds\n\n"
+            + "\n".join(rows)
+            + "\n"
+        )
+        print(f"saved {RESULT}")
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+if __name__ == "__main__":
+    main()
