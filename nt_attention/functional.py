@@ -47,7 +47,7 @@ def varlen_attention(
     Tensors may have more rows than the layout has tokens: those give 0 and get a gradient of 0. Heads are grouped
     (Ainslie et al. 2023) where H is a multiple of G. Syncs with the device only to read NestedTensor offsets that it
     has not seen. Under autocast, query, key and value are cast as ``scaled_dot_product_attention`` casts them; nothing
-    else is ever cast. Can be differentiated once.
+    else is ever cast. Kernels can be differentiated once.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
@@ -222,7 +222,7 @@ def _packed(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     # as autocast does for every operation on its list: floating point, but not float64

@@ -18,6 +18,10 @@ _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
 
 
+class Memo(dict[object, object]):
+    """A dict to which weak references can be made."""
+
+
 @dataclass(frozen=True)
 class HostFacts:
     """What one device sync told about an offsets tensor. Holds no reference to it, or neither would ever be freed."""
@@ -28,7 +32,7 @@ class HostFacts:
     total: int
     max_seqlen: int
     min_seqlen: int
-    memo: dict[object, object] = field(default_factory=dict)  # whatever else was derived; see SequenceLayout.remember
+    memo: Memo = field(default_factory=lambda: Memo())  # whatever else was derived; see SequenceLayout.remember
 
 
 # By weak reference and version: an offsets tensor that is changed in place, or freed, is not mistaken for the old one.
@@ -59,7 +63,9 @@ def host_facts(offsets: Tensor) -> HostFacts:
         )
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so an empty batch is torch.tensor([0]).")
-    host = offsets.detach().to("cpu", torch.int64, copy=True)
+    with torch.inference_mode(offsets.is_inference()):  # what is kept must serve whoever asks next
+        host = offsets.detach().to("cpu", torch.int64, copy=True)
+        other = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
     lengths = host.diff()
     total = int(host[-1] - host[0])
     if lengths.numel() and int(lengths.min()) < 0:
@@ -74,7 +80,7 @@ def host_facts(offsets: Tensor) -> HostFacts:
     facts = HostFacts(
         version=None if offsets.is_inference() else offsets._version,
         host=host,
-        other=offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32),
+        other=other,
         total=total,
         max_seqlen=int(lengths.max()) if lengths.numel() else 0,
         min_seqlen=int(lengths.min()) if lengths.numel() else 0,
@@ -83,14 +89,20 @@ def host_facts(offsets: Tensor) -> HostFacts:
     return facts
 
 
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def _keep(offsets: Tensor, facts: HostFacts) -> None:
     if facts.version is not None:
         _facts_of[offsets] = facts
         _source_of[facts.other] = (weakref.ref(offsets), facts.other._version)
 
 
-def _source(offsets: Tensor) -> Tensor:
+def source_of(offsets: Tensor) -> Tensor:
     """What these offsets were converted from, if that is still there and they are as they were made."""
+    if not isinstance(offsets, Tensor):
+        return offsets  # for host_facts to refuse
     source, version = _source_of.get(offsets, (None, None))
     known = source() if source is not None else None
     return known if known is not None and version == offsets._version else offsets
@@ -120,7 +132,7 @@ class SequenceLayout:
     max_seqlen: int
     min_seqlen: int
     host_offsets: Tensor = field(repr=False)
-    _memo: dict[object, object] = field(repr=False)
+    _memo: Memo = field(repr=False)
     padded_length: int | None = None
     padded_index: Tensor | None = field(default=None, repr=False)
 
@@ -137,7 +149,7 @@ class SequenceLayout:
         Raises:
             ValueError: malformed offsets, or a ``max_seqlen`` that is below the longest sequence.
         """
-        offsets = _source(offsets)
+        offsets = source_of(offsets)
         facts = host_facts(offsets)
         if int(facts.host[0]) != 0:
             raise ValueError(
@@ -178,7 +190,7 @@ class SequenceLayout:
         given = torch.as_tensor(lengths)
         if given.numel() == 0:
             given = given.to(torch.int64)
-        if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        if given.dim() != 1 or not _is_integer(given):
             raise ValueError(
                 f"lengths must be one integer for each sequence, got shape {tuple(given.shape)} and {given.dtype}: "
                 "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
@@ -257,7 +269,7 @@ class SequenceLayout:
         Raises:
             ValueError: not an integer tensor of one or two dimensions.
         """
-        if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2) or position_ids.is_floating_point():
+        if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2) or not _is_integer(position_ids):
             got = (
                 f"shape {tuple(position_ids.shape)} and {position_ids.dtype}"
                 if isinstance(position_ids, Tensor)
@@ -310,7 +322,8 @@ class SequenceLayout:
         The result must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
         """
         if key not in self._memo:
-            self._memo[key] = build()
+            with torch.inference_mode(False), torch.no_grad():  # an evaluation's indices serve training as well
+                self._memo[key] = build()
         return self._memo[key]  # type: ignore[return-value]
 
     def same_lengths(self, other: SequenceLayout) -> bool:

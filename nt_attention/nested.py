@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layout import SequenceLayout, host_facts
+from .layout import SequenceLayout, host_facts, source_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ def unwrap(nested: Tensor, name: str) -> Unwrapped:
     Raises:
         ValueError: ragged in another dimension than 1 or 2, or sequences that overlap.
     """
+    if not is_nested(nested):
+        kind = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
+        raise TypeError(
+            f"{name} must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
+            "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
+        )
     if nested.layout == torch.strided:
         return _unwrap_strided(nested, name)
     ragged_dim: int = nested._ragged_idx  # type: ignore[attr-defined]
@@ -67,7 +73,7 @@ def unwrap(nested: Tensor, name: str) -> Unwrapped:
     lengths: Tensor | None = nested.lengths()  # type: ignore[attr-defined]
     values = nested.values().movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
-    facts = host_facts(offsets)
+    facts = host_facts(source_of(offsets))
     if lengths is None and int(facts.host[0]) == 0:
         layout = SequenceLayout.from_offsets(offsets)
         layout.check_rows(values, name)
@@ -101,8 +107,8 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
 class _Rows:
     """Where the tokens stand among rows with holes, for one lengths tensor at one version."""
 
-    def __init__(self, layout: SequenceLayout, index: Tensor, lengths: Tensor | None) -> None:
-        self.layout, self.index = layout, index
+    def __init__(self, layout: SequenceLayout, index: Tensor, end: int, lengths: Tensor | None) -> None:
+        self.layout, self.index, self.end = layout, index, end
         self._lengths = None if lengths is None else weakref.ref(lengths)
         self._version = None if lengths is None else lengths._version
 
@@ -112,10 +118,10 @@ class _Rows:
 
 def _rows_with_tokens(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> tuple[SequenceLayout, Tensor]:
     """The layout of the tokens alone, and (T,) the row that each of them stands in."""
-    facts = host_facts(offsets)
+    facts = host_facts(source_of(offsets))
     key = "rows" if lengths is None else "rows with holes"
     kept = facts.memo.get(key)
-    if isinstance(kept, _Rows) and (lengths is None or kept.made_from(lengths)):
+    if isinstance(kept, _Rows) and kept.end <= rows and (lengths is None or kept.made_from(lengths)):
         return kept.layout, kept.index
     begins = facts.host[:-1]
     counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
@@ -128,11 +134,12 @@ def _rows_with_tokens(offsets: Tensor, lengths: Tensor | None, rows: int, name: 
             f"sequence {at} of {name} covers rows {int(begins[at])} to {int(ends[at])}, but the next one begins, or "
             f"the values end, at row {int(limits[at])}: sequences may not overlap."
         )
-    layout = SequenceLayout.from_lengths(counts, device=offsets.device)
-    shift = offsets[:-1].to(torch.int64) - layout.offsets[:-1]
-    index = torch.arange(layout.total, device=offsets.device) + shift[layout.sequence_ids]
+    with torch.inference_mode(False), torch.no_grad():  # kept, so it must serve training as well
+        layout = SequenceLayout.from_lengths(counts, device=offsets.device)
+        shift = offsets[:-1].to(torch.int64) - layout.offsets[:-1]
+        index = torch.arange(layout.total, device=offsets.device) + shift[layout.sequence_ids]
     if lengths is None or not lengths.is_inference():
-        facts.memo[key] = _Rows(layout, index, lengths)
+        facts.memo[key] = _Rows(layout, index, int(ends.max()) if len(ends) else 0, lengths)
     return layout, index
 
 

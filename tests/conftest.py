@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# Small operations on many threads wait for each other longer than they compute, the more so on a shared machine.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

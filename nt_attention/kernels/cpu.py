@@ -14,6 +14,7 @@ Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and g
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import SequenceLayout
+from ..layout import Memo, SequenceLayout
 from .masking import alibi_bias, visible
 from .spec import AttentionSpec, Backend
 
@@ -86,14 +87,16 @@ class Plan:
 
 def plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
     """The calls for these lengths and this mask; kept with the layout, so a second layer does not plan again."""
-    geometry = (spec.window, spec.causal_alignment, spec.alibi)
-    # a partner is known by its memo, which the entry keeps alive, so that its id is not given to another; a layout's
-    # own memo stays out of itself
-    partner = None if key_layout._memo is layout._memo else key_layout._memo
-    kept, _ = layout.remember(
-        ("cpu plan", geometry, id(partner)), lambda: (_make_plan(layout, key_layout, spec), partner)
-    )
-    return kept
+    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, id(key_layout._memo))
+
+    def build() -> tuple[Plan, weakref.ref[Memo]]:
+        return _make_plan(layout, key_layout, spec), weakref.ref(key_layout._memo)
+
+    made, partner = layout.remember(key, build)
+    if partner() is not key_layout._memo:  # another layout's, whose id has been given to this one
+        del layout._memo[key]
+        made, _ = layout.remember(key, build)
+    return made
 
 
 def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:

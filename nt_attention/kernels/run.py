@@ -60,7 +60,9 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout)
 
 
 def _widen(x: Tensor, head_dim: int) -> Tensor:
-    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+    """``x`` with zeros up to ``head_dim``, and its last dimension contiguous: kernels read it as if it were."""
+    x = x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Kernel(torch.autograd.Function):

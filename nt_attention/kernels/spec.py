@@ -90,6 +90,7 @@ class Forward(Protocol):
         layout: SequenceLayout,
         key_layout: SequenceLayout,
         spec: AttentionSpec,
+        /,
     ) -> tuple[Tensor, ...]: ...
 
 
@@ -107,6 +108,7 @@ class Backward(Protocol):
         layout: SequenceLayout,
         key_layout: SequenceLayout,
         spec: AttentionSpec,
+        /,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 

@@ -1,0 +1,203 @@
+"""What varlen attention means, in float64 over one dense (H, T, S) score matrix. Shares no code with the package.
+
+Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    key_lengths: Sequence[int] | None = None,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "lower_right",
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (N, H, Dv) and lse (N, H), float64 and differentiable; 0 and −inf in the rows past the sequences.
+
+    The mods get index tensors that broadcast over (H, T, S), and must bear any pair of positions.
+    """
+    key_lengths = lengths if key_lengths is None else key_lengths
+    past = query.shape[0] - sum(lengths)
+    query, key, value = query[: sum(lengths)].double(), key[: sum(key_lengths)].double(), value.double()
+    value = value[: sum(key_lengths)]
+    group = query.shape[1] // key.shape[1]
+    of_query, i = _places(lengths)
+    of_key, j = _places(key_lengths)
+    i, j = i[None, :, None], j[None, None, :]
+
+    kv_head = [h // group for h in range(query.shape[1])]
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    scores = torch.einsum("thd,shd->hts", query, key[:, kv_head]) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+
+    own_place = i
+    if causal_alignment == "lower_right":
+        surplus = torch.tensor([keys - queries for queries, keys in zip(lengths, key_lengths, strict=True)] + [0])
+        own_place = i + surplus[of_query][None, :, None]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.double()
+        slopes = slopes[of_query].T if slopes.dim() == 2 else slopes[:, None].expand(-1, len(of_query))
+        scores = scores - slopes[:, :, None] * (own_place - j).abs()
+    b, h = of_query[None, :, None], torch.arange(query.shape[1])[:, None, None]
+    if score_mod is not None:
+        scores = score_mod(scores, b, h, i, j)
+
+    seen = of_query[None, :, None] == of_key[None, None, :]
+    left, right = window_size
+    if left >= 0:
+        seen = seen & (own_place - j <= left)
+    if right >= 0:
+        seen = seen & (j - own_place <= right)
+    if is_causal:
+        seen = seen & (j <= own_place)
+    if mask_mod is not None:
+        seen = seen & mask_mod(b, h, i, j)
+    scores = scores.masked_fill(~seen, -torch.inf)
+
+    # one more key, of value 0, for the sink; without sinks it is out of sight, and spares the case of no keys at all
+    sink = scores.new_tensor([-torch.inf]) if sinks is None else sinks.double()
+    scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:2], 1)], -1)
+    value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
+    peak = scores.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = torch.exp(scores - peak)
+    norm = weights.sum(-1, keepdim=True)
+    sighted = norm > 0
+    norm = torch.where(sighted, norm, 1.0)
+    out = torch.einsum("hts,shd->thd", weights / norm, value[:, kv_head])
+    lse = torch.where(sighted, norm.log() + peak, -torch.inf).squeeze(-1).T
+    out = torch.cat([out, out.new_zeros(past, *out.shape[1:])])
+    return out, torch.cat([lse, lse.new_full((past, lse.shape[1]), -torch.inf)])
+
+
+def _places(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(T,) the sequence of each token, and its position there."""
+    places = [(b, position) for b, length in enumerate(lengths) for position in range(length)]
+    table = torch.tensor(places, dtype=torch.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+@dataclass
+class Problem:
+    """Random inputs of an attention call with their options, and the gradients that come in from above.
+
+    Every size is prime, or a prime times another one, and differs from all others, so that swapped axes can't pass.
+    """
+
+    lengths: Sequence[int]
+    key_lengths: Sequence[int] | None = None
+    heads: int = 5
+    kv_heads: int = 5
+    head_dim: int = 11
+    value_dim: int = 11
+    past: tuple[int, int] = (0, 0)  # rows past the last query, and past the last key
+    sinks: bool = False
+    alibi: str = ""  # "", "H" or "BH"
+    dtype: torch.dtype = torch.float64
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(7)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+        rows = sum(self.lengths) + self.past[0]
+        keys = sum(self.lengths if self.key_lengths is None else self.key_lengths) + self.past[1]
+        self.inputs = {
+            "query": random(rows, self.heads, self.head_dim).to(self.dtype),
+            "key": random(keys, self.kv_heads, self.head_dim).to(self.dtype),
+            "value": random(keys, self.kv_heads, self.value_dim).to(self.dtype),
+        }
+        if self.sinks:
+            self.inputs["sinks"] = random(self.heads).to(self.dtype)
+        self.grads = (random(rows, self.heads, self.value_dim).to(self.dtype), random(rows, self.heads))
+        self.options = dict(self.options)
+        if self.alibi:
+            shape = (self.heads,) if self.alibi == "H" else (len(self.lengths), self.heads)
+            self.options["alibi_slopes"] = torch.rand(*shape, generator=draw) / 4
+
+    def solve(self, function: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Outputs and gradients of ``function(query=, key=, value=, [sinks=,] **options)``, by name."""
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in self.inputs.items()}
+        out, lse = function(**leaves, **self.options)
+        incoming = (self.grads[0].to(out.dtype), self.grads[1].to(lse.dtype))
+        found = torch.autograd.grad((out, lse), tuple(leaves.values()), incoming)
+        return {"out": out, "lse": lse} | {f"d {name}": g for name, g in zip(leaves, found, strict=True)}
+
+    def truth(self) -> dict[str, Tensor]:
+        def function(**arguments: Any) -> tuple[Tensor, Tensor]:
+            return attention(**arguments, lengths=self.lengths, key_lengths=self.key_lengths)
+
+        return self.solve(function)
+
+
+def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(
+            got[name].detach().double(),
+            want[name].detach().double(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+# Where each query may look. Together with lengths that differ on both sides these give blind rows as well.
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal-upper_left": {"is_causal": True, "causal_alignment": "upper_left"},
+    "own-place-only": {"window_size": (0, 0)},
+    "left-open": {"window_size": (-1, 3)},
+    "right-open-upper_left": {"window_size": (2, -1), "causal_alignment": "upper_left"},
+    "both-sides": {"window_size": (7, 3)},
+    "both-sides-upper_left": {"window_size": (7, 3), "causal_alignment": "upper_left"},
+    "causal-window": {"window_size": (5, 9), "is_causal": True},
+    "causal-window-upper_left": {"window_size": (5, -1), "is_causal": True, "causal_alignment": "upper_left"},
+}
+
+# What else a call may ask for, one at a time and together.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gqa": {"heads": 6, "kv_heads": 3},
+    "multi-query": {"heads": 3, "kv_heads": 1, "options": {"scale": 0.37}},
+    "narrow-values": {"value_dim": 7},
+    "wide-values-gqa": {"value_dim": 13, "heads": 6, "kv_heads": 2},
+    "alibi": {"alibi": "H"},
+    "alibi-each-gqa": {"alibi": "BH", "heads": 6, "kv_heads": 3},
+    "sinks": {"sinks": True},
+    "all": {"sinks": True, "alibi": "BH", "heads": 6, "kv_heads": 3, "value_dim": 7, "options": {"scale": 0.37}},
+}
+
+LENGTHS: dict[str, dict[str, Any]] = {
+    "self": {"lengths": [5, 0, 1, 127, 65, 13]},
+    "cross": {"lengths": [5, 0, 1, 127, 65, 13, 3], "key_lengths": [11, 3, 0, 65, 127, 13, 1], "past": (3, 2)},
+}
+
+
+def problem(lengths: str, geometry: str, extra: str, /, **more: Any) -> Problem:
+    """The named case; ``more`` goes over what the names say, its options beside theirs."""
+    fields = {**LENGTHS[lengths], **EXTRAS[extra], **more}
+    fields["options"] = {**GEOMETRIES[geometry], **EXTRAS[extra].get("options", {}), **more.get("options", {})}
+    return Problem(**fields)

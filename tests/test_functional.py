@@ -1,0 +1,233 @@
+"""varlen_attention at its door: what it refuses, and how; what it casts; and random calls against the oracle."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import Problem, assert_same
+from torch.nn import functional as F
+
+from nt_attention import SequenceLayout, explain, varlen_attention
+
+LAYOUT = SequenceLayout.from_lengths([4, 0, 3])
+
+
+def inputs(**changes):
+    """A call that is right, but for ``changes``."""
+    given = {
+        "query": torch.randn(7, 6, 5),
+        "key": torch.randn(7, 3, 5),
+        "value": torch.randn(7, 3, 11),
+        "layout": LAYOUT,
+    }
+    return given | {name: change(given) if callable(change) else change for name, change in changes.items()}
+
+
+def test_a_call_that_is_right_passes():
+    out, lse = varlen_attention(**inputs(), return_lse=True)
+    assert (out.shape, lse.shape) == ((7, 6, 11), (7, 6))
+    assert isinstance(varlen_attention(**inputs()), torch.Tensor)
+
+
+def zeros(*shape, **options):
+    return torch.zeros(shape, **options)
+
+
+REFUSED = {
+    "query-2d": ({"query": zeros(7, 30)}, "query must be (tokens, heads, head dim), got (7, 30)"),
+    "key-4d": ({"key": zeros(1, 7, 3, 5)}, "key must be (tokens, heads, head dim), got (1, 7, 3, 5)"),
+    "value-1d": ({"value": zeros(7)}, "value must be (tokens, heads, head dim), got (7,)"),
+    "dtypes": ({"key": zeros(7, 3, 5, dtype=torch.half)}, "torch.float32, torch.float16 and torch.float32: cast them"),
+    "integers": (
+        {name: zeros(7, 3, 5, dtype=torch.long) for name in ("query", "key", "value")},
+        "one floating-point dtype, got torch.int64",
+    ),
+    "devices": ({"value": zeros(7, 3, 11, device="meta")}, "on one device, got cpu, cpu and meta"),
+    "head-dims": (
+        {"key": zeros(7, 3, 7)},
+        "query and key must have the same head dim: query (7, 6, 5), key (7, 3, 7), value (7, 3, 11)",
+    ),
+    "key-and-value-heads": (
+        {"value": zeros(7, 2, 11)},
+        "key and value must have the same heads: query (7, 6, 5), key (7, 3, 5), value (7, 2, 11)",
+    ),
+    "no-multiple": (
+        {"query": zeros(7, 5, 5)},
+        "query's heads must be a multiple of key's: query (7, 5, 5), key (7, 3, 5), value (7, 3, 11)",
+    ),
+    "fewer-query-heads": ({"query": zeros(7, 1, 5)}, "query's heads must be a multiple of key's: query (7, 1, 5)"),
+    "no-heads": ({"query": zeros(7, 0, 5)}, "query's heads must be a multiple of key's: query (7, 0, 5)"),
+    "no-key-heads": ({"key": zeros(7, 0, 5), "value": zeros(7, 0, 5)}, "must be a multiple of key's: query (7, 6, 5)"),
+    "no-head-dim": ({"query": zeros(7, 6, 0), "key": zeros(7, 3, 0)}, "a head dim is 0: query (7, 6, 0)"),
+    "no-value-dim": ({"value": zeros(7, 3, 0)}, "a head dim is 0: query (7, 6, 5), key (7, 3, 5), value (7, 3, 0)"),
+    "no-layout": ({"layout": None}, "packed tensors such as query (7, 6, 5) need layout=: pass SequenceLayout.from_"),
+    "key-layout-alone": ({"layout": None, "key_layout": LAYOUT}, "query (7, 6, 5) need layout="),
+    "batch-sizes": ({"key_layout": SequenceLayout.from_lengths([4, 3])}, "layout has 3 sequences and key_layout 2"),
+    "query-too-short": (
+        {"query": zeros(6, 6, 5)},
+        "query has shape (6, 6, 5), but the layout's 3 sequences have 7 tokens",
+    ),
+    "key-too-short": (
+        {"key": zeros(5, 3, 5), "key_layout": SequenceLayout.from_lengths([2, 0, 4])},
+        "key has shape (5, 3, 5), but the layout's 3 sequences have 6 tokens",
+    ),
+    "value-too-short": ({"value": zeros(6, 3, 11)}, "value has shape (6, 3, 11), but the layout's 3 sequences have 7"),
+    "key-and-value-tokens": (
+        {"key": zeros(9, 3, 5), "value": zeros(8, 3, 11)},
+        "key and value must have the same tokens: query (7, 6, 5), key (9, 3, 5), value (8, 3, 11)",
+    ),
+    "layout-elsewhere": (
+        {"layout": SequenceLayout.from_lengths([4, 0, 3], device="meta")},
+        "query is on cpu and the layout on meta",
+    ),
+    "key-layout-elsewhere": (
+        {"key_layout": SequenceLayout.from_lengths([4, 0, 3], device="meta")},
+        "key is on cpu and the layout on meta",
+    ),
+    "layout-is-a-tensor": ({"layout": torch.tensor([0, 4, 4, 7])}, "SequenceLayout.from_offsets"),
+    "alignment": ({"causal_alignment": "top_left"}, "must be 'lower_right' or 'upper_left', got 'top_left'"),
+    "window-one-number": (
+        {"window_size": 3},
+        "window_size must be (left, right), each −1 for open or 0 and more, got 3",
+    ),
+    "window-one-side": ({"window_size": (3,)}, "window_size must be (left, right)"),
+    "window-below": (
+        {"window_size": (-2, 0)},
+        "window_size must be (left, right), each −1 for open or 0 and more, got (",
+    ),
+    "window-fraction": ({"window_size": (1.5, 0)}, "window_size must be (left, right)"),
+    "softcap-below-0": ({"softcap": -1.0}, "softcap must be 0 (off) or a positive number, got -1.0"),
+    "softcap-nan": ({"softcap": float("nan")}, "softcap must be 0 (off) or a positive number, got nan"),
+    "softcap-infinite": ({"softcap": float("inf")}, "softcap must be 0 (off) or a positive number, got inf"),
+    "dropout-below-0": ({"dropout_p": -0.1}, "dropout_p must be in [0, 1), got -0.1"),
+    "dropout-1": ({"dropout_p": 1.0}, "dropout_p must be in [0, 1), got 1.0"),
+    "sinks-of-key-heads": ({"sinks": zeros(3)}, "one score for each of the 6 query heads, on cpu, got (3,) on cpu"),
+    "sinks-2d": ({"sinks": zeros(1, 6)}, "one score for each of the 6 query heads, on cpu, got (1, 6) on cpu"),
+    "sinks-elsewhere": ({"sinks": zeros(6, device="meta")}, "on cpu, got (6,) on meta"),
+    "slopes-shape": ({"alibi_slopes": zeros(3)}, "alibi_slopes must be (6,) or (3, 6) on cpu, got (3,) on cpu"),
+    "slopes-transposed": (
+        {"alibi_slopes": zeros(6, 3)},
+        "alibi_slopes must be (6,) or (3, 6) on cpu, got (6, 3) on cpu",
+    ),
+    "slopes-elsewhere": ({"alibi_slopes": zeros(6, device="meta")}, "on cpu, got (6,) on meta"),
+    "slopes-dtype": (
+        {"alibi_slopes": zeros(6, dtype=torch.bfloat16)},
+        "alibi_slopes must be float32 (flash kernels read nothing else), got torch.bfloat16",
+    ),
+    "slopes-learnt": (
+        {"alibi_slopes": zeros(6, requires_grad=True)},
+        "alibi_slopes get no gradient: pass slopes.detach()",
+    ),
+    "backend": ({"backend": "flash"}, "there is no backend 'flash': pass 'auto' or one of"),
+}
+
+
+@pytest.mark.parametrize("function", [varlen_attention, explain], ids=["varlen_attention", "explain"])
+@pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=REFUSED)
+def test_refuses_and_shows_what_came(changes, told, function):
+    with pytest.raises((TypeError, ValueError), match=re.escape(told)):
+        function(**inputs(**changes))
+
+
+def test_options_are_keyword_only():
+    x = torch.randn(7, 3, 5)
+    with pytest.raises(TypeError, match="positional"):
+        varlen_attention(x, x, x, LAYOUT, LAYOUT, True)
+
+
+def test_values_may_have_other_rows_past_the_total_where_key_has_none():
+    case = Problem([5, 3], past=(0, 2))
+    want = case.truth()
+    case.inputs["key"] = case.inputs["key"][:8]
+    function = partial(varlen_attention, layout=SequenceLayout.from_lengths([5, 3]), return_lse=True)
+    want["d key"] = want["d key"][:8]
+    assert_same(case.solve(function), want, 1e-9)
+
+
+CAST = {
+    "float32": (torch.float32,) * 3,
+    "float16": (torch.float16,) * 3,
+    "mixed": (torch.float32, torch.bfloat16, torch.float16),
+    "float64": (torch.float64,) * 3,
+}
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("dtypes", CAST.values(), ids=CAST)
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
+    def test_casts_as_scaled_dot_product_attention_does(self, to, backend, dtypes):
+        tensors = [torch.randn(7, 3, 5, dtype=dtype, requires_grad=True) for dtype in dtypes]
+        with torch.autocast("cpu", dtype=to):
+            usual = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in tensors)).dtype
+            got = varlen_attention(*tensors, LAYOUT, return_lse=True, backend=backend)
+            told = explain(*tensors, LAYOUT, backend=backend)
+        want = varlen_attention(*(x.to(usual) for x in tensors), LAYOUT, return_lse=True, backend=backend)
+        assert got[0].dtype == usual
+        assert told.chosen == backend
+        assert_same(dict(zip(("out", "lse"), got, strict=True)), dict(zip(("out", "lse"), want, strict=True)), 0)
+        got[0].sum().backward()
+        assert [x.grad.dtype for x in tensors] == list(dtypes)
+
+    def test_casts_nested_tensors_too(self):
+        x = LAYOUT.to_nested(torch.randn(7, 3, 5))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = varlen_attention(x, x, x)
+        assert out.dtype == torch.bfloat16
+        assert out.offsets() is x.offsets()
+
+    def test_leaves_sinks_and_slopes_alone(self):
+        exact = {"sinks": torch.tensor([1.001, 0.0, 2.003]), "alibi_slopes": torch.tensor([0.1003, 0.2, 0.3])}
+        tensors = [torch.randn(7, 3, 5).bfloat16() for _ in range(3)]
+        want = varlen_attention(*tensors, LAYOUT, **exact, return_lse=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = varlen_attention(*tensors, LAYOUT, **exact, return_lse=True)
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+    def test_casts_nothing_when_off(self):
+        x = torch.randn(7, 3, 5)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            assert varlen_attention(x, x, x, LAYOUT).dtype == torch.float32
+        with pytest.raises(ValueError, match="share one floating-point dtype"):
+            varlen_attention(x, x.bfloat16(), x, LAYOUT)
+
+
+lengths = st.one_of(st.integers(0, 9), st.sampled_from([0, 1, 31, 64, 65, 127, 129, 150]))
+window_side = st.one_of(st.just(-1), st.integers(0, 12), st.sampled_from([64, 127, 128, 140]))
+
+
+@st.composite
+def problems(draw):
+    pairs = draw(st.lists(st.tuples(lengths, lengths), max_size=5))
+    same = draw(st.booleans())
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    alignment = st.sampled_from(["lower_right", "upper_left"])
+    return Problem(
+        lengths=[q for q, _ in pairs],
+        key_lengths=None if same else [k for _, k in pairs],
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 9)),
+        value_dim=draw(st.integers(1, 9)),
+        past=(draw(st.integers(0, 2)), draw(st.integers(0, 2))),
+        sinks=draw(st.booleans()),
+        alibi=draw(st.sampled_from(["", "H", "BH"])) if pairs else "",
+        options={
+            "is_causal": draw(st.booleans()),
+            "causal_alignment": draw(alignment),
+            "window_size": (draw(window_side), draw(window_side)),
+            "scale": draw(st.sampled_from([None, 0.3])),
+        },
+    )
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems())
+def test_any_call_on_the_cpu_agrees_with_the_oracle(case):
+    layout = SequenceLayout.from_lengths(case.lengths)
+    key_layout = None if case.key_lengths is None else SequenceLayout.from_lengths(case.key_lengths)
+    function = partial(varlen_attention, layout=layout, key_layout=key_layout, return_lse=True, backend="cpu")
+    assert_same(case.solve(function), case.truth(), 1e-9)
