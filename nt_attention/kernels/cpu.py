@@ -50,22 +50,21 @@ class Rows:
     length: int
     index: Tensor | None = None  # (n·length,)
 
-    def take(self, packed: Tensor) -> Tensor:
-        """(T, H, …) to the tiles (n, H, length, …)."""
+    def take(self, heads_first: Tensor) -> Tensor:
+        """(1, H, T, …) to the tiles (n, H, length, …)."""
         if self.index is None:
-            return packed[self.begin : self.begin + self.length].transpose(0, 1).unsqueeze(0)
+            return heads_first.narrow(2, self.begin, self.length)
+        packed = heads_first[0].transpose(0, 1)
         return packed.index_select(0, self.index).unflatten(0, (-1, self.length)).transpose(1, 2)
 
-    def give(self, packed: Tensor, tiles: Tensor, *, add: bool = False) -> None:
+    def give(self, heads_first: Tensor, tiles: Tensor, *, add: bool = False) -> None:
         """Write the tiles back, or add them to what is there."""
-        tokens = tiles.transpose(1, 2).flatten(0, 1)
         if self.index is None:
-            place = packed[self.begin : self.begin + self.length]
-            place.add_(tokens) if add else place.copy_(tokens)
-        elif add:
-            packed.index_add_(0, self.index, tokens)
+            place = heads_first.narrow(2, self.begin, self.length)
+            place.add_(tiles) if add else place.copy_(tiles)
         else:
-            packed.index_copy_(0, self.index, tokens)
+            packed, tokens = heads_first[0].transpose(0, 1), tiles.transpose(1, 2).flatten(0, 1)
+            packed.index_add_(0, self.index, tokens) if add else packed.index_copy_(0, self.index, tokens)
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
 def _mask(call: Call, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True where a row sees nothing."""
     rows, keys, diagonal, causal = call.shape
-    if causal:
+    if causal or (spec.sees_all and alibi_slopes is None):
         return None, None
     seen = visible(rows, keys, diagonal, spec.window, spec.device)
     bias = None
@@ -166,6 +165,11 @@ def _mask(call: Call, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple
     return bias.masked_fill(~seen, -torch.inf), blind if bool(blind.any()) else None
 
 
+def _heads_first(packed: Tensor) -> Tensor:
+    """(T, H, …) as the kernel wants it, (1, H, T, …); a view."""
+    return packed.transpose(0, 1).unsqueeze(0)
+
+
 def forward(
     query: Tensor,
     key: Tensor,
@@ -180,14 +184,15 @@ def forward(
     work = plan(layout, key_layout, spec)
     for rows in work.rows_left_out:
         out[rows], lse[rows] = 0, -torch.inf
+    query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
     for call in work.calls:
         bias, blind = _mask(call, alibi_slopes, spec)
         q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
         tiles, tiles_lse = _run(q, k, v, 0.0, call.shape.causal, attn_mask=bias, scale=spec.scale)
         if blind is not None:
             tiles_lse = tiles_lse.masked_fill(blind, -torch.inf)
-        call.queries.give(out, tiles)
-        call.queries.give(lse, tiles_lse)
+        call.queries.give(to_out, tiles)
+        call.queries.give(to_lse, tiles_lse)
     return out, lse
 
 
@@ -211,6 +216,8 @@ def backward(
     grad_key, grad_value = fresh(key.shape, dtype=key.dtype), fresh(value.shape, dtype=value.dtype)
     for rows in work.rows_left_out:
         grad_query[rows] = 0
+    grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
+    to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
     for call in work.calls:
         bias, blind = _mask(call, alibi_slopes, spec)
         q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
@@ -220,9 +227,9 @@ def backward(
         dq, dk, dv = _run_backward(
             tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, call.shape.causal, attn_mask=bias, scale=spec.scale
         )
-        call.queries.give(grad_query, dq)
-        call.keys.give(grad_key, dk, add=not work.all_keys_once)
-        call.keys.give(grad_value, dv, add=not work.all_keys_once)
+        call.queries.give(to_query, dq)
+        call.keys.give(to_key, dk, add=not work.all_keys_once)
+        call.keys.give(to_value, dv, add=not work.all_keys_once)
     return grad_query, grad_key, grad_value
 
 
