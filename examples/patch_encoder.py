@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> float:
     with nta.patch(encoder) as handle:
         print(handle)
         patched, after = encoder(x, src_key_padding_mask=padding), milliseconds(encoder, x, padding)
-    difference = float((stock - patched)[~padding].abs().max())
+    difference = (stock - patched)[~padding].abs().max().item()
     print(f"{padding.numel()} positions, {sum(LENGTHS)} tokens: largest difference {difference:.1e}")
     print(f"forward + backward: {before:.1f} ms padded, {after:.1f} ms patched, {before / after:.1f} ×")
     return difference

@@ -197,11 +197,7 @@ def _packed(
             )
         key_layout = layout if key_layout is None else key_layout
         for name, given in (("layout", layout), ("key_layout", key_layout)):
-            if not isinstance(given, SequenceLayout):
-                raise TypeError(
-                    f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
-                    "SequenceLayout.from_offsets(offsets), or .from_lengths(lengths)."
-                )
+            SequenceLayout.require(given, name)
         return query, key, value, layout, key_layout, None
     if not all(kinds):
         told = ", ".join(
@@ -232,7 +228,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _check_tensors(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, key_layout: SequenceLayout
 ) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise ValueError(
@@ -248,14 +243,9 @@ def _check_tensors(
             raise ValueError(
                 f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
             )
-    if key.shape[2] != query.shape[2]:
-        raise ValueError(f"query and key must have the same head dim: {shapes}.")
-    if key.shape[1] != value.shape[1]:
-        raise ValueError(f"key and value must have the same heads: {shapes}.")
-    if not key.shape[1] or not query.shape[1] or query.shape[1] % key.shape[1]:
-        raise ValueError(f"query's heads must be a multiple of key's: {shapes}.")
-    if not query.shape[2] or not value.shape[2]:
-        raise ValueError(f"a head dim is 0: {shapes}.")
+    wrong = _wrong_shapes(query.shape, key.shape, value.shape)
+    if wrong is not None:
+        raise ValueError(f"{wrong}: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}.")
     if layout.batch_size != key_layout.batch_size:
         raise ValueError(
             f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
@@ -265,19 +255,37 @@ def _check_tensors(
     for name, x in (("key", key), ("value", value)):
         key_layout.check_rows(x, name)
     if key.shape[0] != value.shape[0] and key_layout.total != min(key.shape[0], value.shape[0]):
-        raise ValueError(f"key and value must have the same tokens: {shapes}.")
+        raise ValueError(f"key and value must have the same tokens, got {tuple(key.shape)} and {tuple(value.shape)}.")
+
+
+def _wrong_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> str | None:
+    """What is wrong with (T, H, D), (S, G, D) and (S, G, Dv), if anything."""
+    if key[2] != query[2]:
+        return "query and key must have the same head dim"
+    if key[1] != value[1]:
+        return "key and value must have the same heads"
+    if not key[1] or not query[1] or query[1] % key[1]:
+        return "query's heads must be a multiple of key's"
+    if not query[2] or not value[2]:
+        return "a head dim is 0"
+    return None
 
 
 def _check_options(causal_alignment: str, window_size: tuple[int, int], softcap: float, dropout_p: float) -> None:
+    check_window_size(window_size)
     if causal_alignment not in ("lower_right", "upper_left"):
         raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
-    sides = window_size if isinstance(window_size, Sequence) else ()
-    if len(sides) != 2 or any(int(side) != side or side < -1 for side in sides):
-        raise ValueError(f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size}.")
     if not (softcap >= 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}.")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+
+
+def check_window_size(window_size: object) -> None:
+    """Refuse what is not (left, right)."""
+    sides = window_size if isinstance(window_size, Sequence) else ()
+    if len(sides) != 2 or any(int(side) != side or side < -1 for side in sides):
+        raise ValueError(f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size}.")
 
 
 def _check_slopes(slopes: Tensor, heads: int, batch: int, device: torch.device) -> None:

@@ -316,6 +316,9 @@ class SequenceLayout:
 
         return self.remember("position_ids", build)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_memo": Memo()}  # what it remembers is made again, and holds what can't be pickled
+
     def remember(self, key: object, build: Callable[[], _T]) -> _T:
         """What ``build`` made the first time ``key`` was asked for, kept as long as the offsets are.
 
@@ -385,6 +388,19 @@ class SequenceLayout:
             return values
         past = torch.arange(values.shape[0], device=values.device) >= self.total
         return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
+
+    @staticmethod
+    def require(given: object, name: str) -> None:
+        """Refuse what is not a layout.
+
+        Raises:
+            TypeError: anything but a SequenceLayout.
+        """
+        if not isinstance(given, SequenceLayout):
+            raise TypeError(
+                f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
+                "SequenceLayout.from_offsets(offsets), .from_lengths(lengths), or .from_attention_mask(mask) and pack."
+            )
 
     def check_rows(self, values: Tensor, name: str) -> None:
         """Refuse a tensor that this layout can't describe: on another device, or shorter than ``total``."""

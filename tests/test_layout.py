@@ -1,6 +1,8 @@
 """SequenceLayout: where it comes from, what it tells, what it refuses, and what it remembers."""
 
+import copy
 import gc
+import pickle
 import re
 import weakref
 
@@ -212,6 +214,16 @@ def test_from_nested_counts_the_tokens_alone():
     values, offsets = torch.randn(13, 3), torch.tensor([0, 5, 5, 13])
     holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=torch.tensor([4, 0, 7]))
     assert SequenceLayout.from_nested(holes).lengths.tolist() == [4, 0, 7]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_a_used_layout_can_be_pickled_and_copied(duplicate):
+    layout = SequenceLayout.from_attention_mask(torch.tensor([[0, 1, 1], [1, 0, 0]]))
+    x = torch.randn(3, 2, 5)
+    out = varlen_attention(x, x, x, layout)
+    other = duplicate(layout)
+    assert torch.equal(varlen_attention(x, x, x, other), out)
+    assert torch.equal(other.pad(x), layout.pad(x))
 
 
 @pytest.mark.parametrize("plain", [torch.zeros(3, 5, 2), torch.tensor([0, 3, 7])], ids=["padded", "offsets"])

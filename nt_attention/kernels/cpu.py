@@ -55,7 +55,7 @@ class Rows:
         if self.index is None:
             return heads_first.narrow(2, self.begin, self.length)
         packed = heads_first[0].transpose(0, 1)
-        return packed.index_select(0, self.index).unflatten(0, (-1, self.length)).transpose(1, 2)
+        return packed.index_select(0, self.index).view(-1, self.length, *packed.shape[1:]).transpose(1, 2)
 
     def give(self, heads_first: Tensor, tiles: Tensor, *, add: bool = False) -> None:
         """Write the tiles back, or add them to what is there."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import nested
-from ..functional import varlen_attention
+from ..functional import check_window_size, varlen_attention
 from ..layout import SequenceLayout
 
 
@@ -76,6 +76,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             raise AssertionError(
                 f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}; or pass head_dim."
             )
+        check_window_size(window_size)
         for name, value in (("qk_norm", qk_norm), ("rotary", rotary)):
             if value is not None:
                 raise NotImplementedError(
@@ -186,12 +187,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: NestedTensor (B, j, E), whatever ``batch_first`` says; packed (T, E) with ``layout``; or dense as for
-                nn.MultiheadAttention.
+                nn.MultiheadAttention, where (L, E) without ``layout`` is one sequence.
             key, value: of the same kind; the same object as ``query`` for self-attention, which is then one product.
             key_padding_mask: (B, S), True at padding. Dense inputs only.
             need_weights: True if None on dense inputs, as in nn.MultiheadAttention, False on ragged ones.
             attn_mask, average_attn_weights: nn.MultiheadAttention's. Dense inputs only.
-            is_causal: alone, query i sees keys 0 … i; beside ``attn_mask``, nn.MultiheadAttention's hint.
+            is_causal: alone, query i sees keys 0 … i (with need_weights=False, where the input is dense); beside
+                ``attn_mask``, nn.MultiheadAttention's hint.
             layout: the sequences of a packed query, and of key and value unless ``key_layout`` says otherwise.
             key_layout: those of a packed key and value.
 
@@ -241,6 +243,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         elif any(map(nested.is_nested, (query, key, value))):
             raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
         key_layout = layout if key_layout is None else key_layout
+        SequenceLayout.require(layout, "layout")
+        SequenceLayout.require(key_layout, "key_layout")
         self._check_embedding(query, key, value)
         out = self._attend(query, key, value, layout, key_layout, is_causal)
         return out if rewrap is None else rewrap(out)

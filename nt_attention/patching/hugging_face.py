@@ -5,22 +5,21 @@ Dimensions: B sequences, L positions of a padded row, T tokens.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..hf.interface import NAME_OVER, bypass_mask, register
-from ..hf.models import TOKEN_INPUTS, TOKEN_OUTPUTS, Head, base_model, known
+from ..hf.models import FAMILIES, TOKEN_INPUTS, TOKEN_OUTPUTS, Head, base_model, known
 from ..layout import SequenceLayout
-
-if TYPE_CHECKING:
-    from .patch import PatchHandle
+from .patch import PatchedForward, PatchHandle
 
 # The layout of the packed row that is running, for a pooler, which is handed nothing but the hidden states.
 _running: ContextVar[SequenceLayout | None] = ContextVar("nt_attention_running", default=None)
@@ -43,7 +42,7 @@ def patch_model(name: str, model: nn.Module, handle: PatchHandle, padding_free: 
     row = known(model)
     if row is None:
         inside = next((path for path, child in model.named_modules() if known(child)), None)
-        why = "is in no family of nt_attention.hf.models yet."
+        why = f"is in no family of nt_attention.hf.models yet (there are {', '.join(FAMILIES)})."
         if inside is not None:  # a head may read padded positions, as some losses do, so it is not taken on trust
             why = f"has a head that is not in nt_attention.hf.models yet: patch its base model, .{inside}, by itself."
         handle.leave(name, f"{type(model).__name__} {why}")
@@ -51,7 +50,12 @@ def patch_model(name: str, model: nn.Module, handle: PatchHandle, padding_free: 
     family, head = row
     before = model.config._attn_implementation
     if before in NAME_OVER.values():
-        raise ValueError(f"{type(model).__name__} runs {before!r} already: remove() the handle of that patch first.")
+        patched = model.__dict__.get("forward")
+        if not isinstance(patched, PatchedForward) or patched.handle.active:
+            raise ValueError(
+                f"{type(model).__name__} runs {before!r} already: remove() the handle of that patch first."
+            )
+        before = next(over for over, name in NAME_OVER.items() if name == before)  # a copy that outlived its patch
     if not model._can_set_attn_implementation():
         handle.leave(name, f"{type(model).__name__} does not route its attention through transformers' interface.")
         return True
@@ -62,40 +66,54 @@ def patch_model(name: str, model: nn.Module, handle: PatchHandle, padding_free: 
         pooler = getattr(base_model(model), family.pooler, None) if family.pooler else None
         if pooler is not None:
             handle.override_forward(pooler, _pool_first_tokens)
-        handle.override_forward(model, _packed_forward(model, head, handle))
+        forward = functools.partial(_packed_forward, handle, head, inspect.signature(model.forward))
+        handle.override_forward(model, forward)
     done = "packed at the entry, padded at the exit" if padding_free else "runs rows packed with cu_seq_lens_q"
     handle.change(name, f"{type(model).__name__}, attention {before!r} before, {done}")
     return True
 
 
-def _packed_forward(model: PreTrainedModel, head: Head | None, handle: PatchHandle) -> Callable[..., Any]:
-    signature = inspect.signature(model.forward)
+def _packed_forward(
+    handle: PatchHandle,
+    head: Head | None,
+    signature: inspect.Signature,
+    model: PreTrainedModel,
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = signature.bind(*args, **kwargs).arguments
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-    tokens = {*TOKEN_INPUTS, "labels"} if head is not None and head.per != "sequence" else {*TOKEN_INPUTS}
+    given = {**given, **given.pop(rest, {})}
+    mask = given.get("attention_mask")
+    why = _why_not(given, model)
+    if why is not None:
+        handle.not_packed(why)
+    if why is not None or mask is None or not _is_padding(mask):
+        return original(*args, **kwargs)
+    _check_mask(mask, given)
+    layout = SequenceLayout.from_attention_mask(mask.bool())
+    if layout.total in (0, mask.numel()):
+        return original(*args, **kwargs)  # no padding to skip, or nothing but padding
 
-    def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        given = {**given, **given.pop(rest, {})}
-        mask = given.get("attention_mask")
-        why = _why_not(given, model)
-        if why is not None:
-            handle.not_packed(why)
-        if why is not None or mask is None or not _is_padding(mask):
-            return original(*args, **kwargs)
-        layout = SequenceLayout.from_attention_mask(mask.bool())
-        if layout.total in (0, mask.numel()):
-            return original(*args, **kwargs)  # no padding to skip, or nothing but padding
+    as_dict = given.pop("return_dict", None)
+    per_token = {*TOKEN_INPUTS, "labels"} if head is not None and head.per != "sequence" else {*TOKEN_INPUTS}
+    packed = {key: _pack(key, value, layout, head) if key in per_token else value for key, value in given.items()}
+    packed.update(_packed_row(layout, mask, packed.get("position_ids")), use_cache=False, return_dict=True)
+    with _running_layout(layout):
+        out = original(**packed)
+    _pad_outputs(out, layout, head)
+    wants_dict = model.config.return_dict if as_dict is None else as_dict
+    return out if wants_dict else out.to_tuple()
 
-        as_dict = given.pop("return_dict", None)
-        packed = {key: _pack(key, value, layout, head) if key in tokens else value for key, value in given.items()}
-        packed.update(_packed_row(layout, mask, packed.get("position_ids")), use_cache=False, return_dict=True)
-        with _running_layout(layout):
-            out = original(**packed)
-        _pad_outputs(out, layout, head)
-        wants_dict = model.config.return_dict if as_dict is None else as_dict
-        return out if wants_dict else out.to_tuple()
 
-    return forward
+def _check_mask(mask: Tensor, given: dict[str, Any]) -> None:
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if isinstance(tokens, Tensor) and tokens.shape[:2] != mask.shape:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}, but the input is {tuple(tokens.shape[:2])} (batch, length). To "
+            "decode on from a cache, pass use_cache=True in the first call: a packed call returns none."
+        )
 
 
 def _why_not(given: dict[str, Any], model: PreTrainedModel) -> str | None:
@@ -166,7 +184,7 @@ def _running_layout(layout: SequenceLayout) -> Iterator[None]:
         _running.reset(token)
 
 
-def _pool_first_tokens(original: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+def _pool_first_tokens(_: nn.Module, original: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
     """A pooler that reads ``hidden_states[:, 0]``, given the first token of every packed sequence instead."""
     layout = _running.get()
     if layout is None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
@@ -12,6 +16,8 @@ from torch import nn
 
 from ..modules.multihead import VarlenMultiheadAttention
 from . import torch_modules
+
+Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 
 
 def patch(model: nn.Module, padding_free: bool = True) -> PatchHandle:
@@ -35,15 +41,18 @@ def patch(model: nn.Module, padding_free: bool = True) -> PatchHandle:
     Raises:
         ValueError: nothing in the model could be reached, with the reasons; or it is patched already. The model is
             then as it was.
+        TypeError: ``model`` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     handle = PatchHandle(type(model).__name__)
     try:
         _reach("", model, handle, padding_free)
         if not handle.changed:
             found = "".join(f"\n  {name}: {why}" for name, why in handle.left.items())
             raise ValueError(
-                f"there is nothing in {type(model).__name__} that patch can reach: "
-                f"{found or 'it holds no nn.TransformerEncoder and no Hugging Face model.'}"
+                f"there is nothing in {type(model).__name__} that patch can reach:"
+                f"{found or ' it holds no nn.TransformerEncoder and no Hugging Face model.'}"
             )
     except BaseException:
         handle.remove()
@@ -72,6 +81,34 @@ def _reach(name: str, module: nn.Module, handle: PatchHandle, padding_free: bool
 
 class NotPackedWarning(UserWarning):
     """A patched model ran a call as it did before it was patched."""
+
+
+class PatchedForward:
+    """The ``forward`` of a patched instance. A deep copy of the module gets one that runs the copy's own weights."""
+
+    def __init__(
+        self, module: nn.Module, forward: Forward, before: Callable[..., Any] | None, handle: PatchHandle
+    ) -> None:
+        self.module, self.forward, self.before, self.handle = module, forward, before, handle
+        self.__signature__ = inspect.signature(self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        return functools.partial(type(self.module).forward, self.module) if self.before is None else self.before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.handle.active:
+            return self.original(*args, **kwargs)
+        return self.forward(self.module, self.original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
+        return PatchedForward(copy.deepcopy(self.module, memo), self.forward, self.before, self.handle)
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            f"this {type(self.module).__name__} is patched, and a patch can't be pickled: save its state_dict, which "
+            "is as it was, or remove() the patch first."
+        )
 
 
 class PatchHandle:
@@ -104,7 +141,7 @@ class PatchHandle:
     ) -> None:
         self.remove()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}:"]
         lines += [f"  {name}: {what}" for name, what in self.changed.items()]
         lines += [f"  {name}: left alone, {why}" for name, why in self.left.items()]
@@ -121,31 +158,29 @@ class PatchHandle:
     def on_remove(self, undo: Callable[[], None]) -> None:
         self._undo.append(undo)
 
-    def override_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let this one instance run ``forward(original, *args, **kwargs)``.
+    def override_forward(self, module: nn.Module, forward: Forward) -> None:
+        """Let this one instance run ``forward(module, original, *args, **kwargs)``, ``original`` what it ran before.
 
-        ``original`` is what it ran before. After ``remove`` it runs that again, also where somebody has wrapped our
-        forward since and still calls it.
+        After ``remove`` it runs that again, also where somebody has wrapped our forward since and still calls it.
 
         Raises:
             ValueError: the module is patched already.
         """
-        if getattr(module.__dict__.get("forward"), "_nt_attention", False):
-            raise ValueError(f"{type(module).__name__} is patched already: remove() the handle of that patch first.")
-        had = "forward" in module.__dict__
-        original = module.forward
-
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return forward(original, *args, **kwargs) if self.active else original(*args, **kwargs)
-
-        patched.__dict__.update(_nt_attention=True, __wrapped__=original)  # inspect.signature follows __wrapped__
+        before = module.__dict__.get("forward")
+        if isinstance(before, PatchedForward):
+            if before.handle.active:
+                raise ValueError(
+                    f"{type(module).__name__} is patched already: remove() the handle of that patch first."
+                )
+            before = before.before  # a copy of a model whose patch has been removed since
+        patched = PatchedForward(module, forward, before, self)
         module.forward = patched
 
         def undo() -> None:
             if module.__dict__.get("forward") is not patched:
                 return  # somebody wrapped it: our part just passes through from now on
-            if had:
-                module.forward = original
+            if before is not None:
+                module.forward = before
             else:
                 del module.__dict__["forward"]
 

@@ -8,6 +8,7 @@ patched layer that finds one there runs on packed tokens (T, E); without one it 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,9 @@ def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle
     for layer in layers:
         _swap_attention(layer, handle)
         if padding_free:
-            handle.override_forward(layer, _layer_forward(layer))
+            handle.override_forward(layer, _layer_forward)
     if padding_free:
-        handle.override_forward(encoder, _encoder_forward(encoder, handle))
+        handle.override_forward(encoder, functools.partial(_encoder_forward, handle))
     done = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
     handle.change(name, f"nn.TransformerEncoder of {len(layers)} layers, {done}")
 
@@ -70,64 +71,62 @@ def _swap_attention(layer: nn.TransformerEncoderLayer, handle: PatchHandle) -> N
     handle.on_remove(undo)
 
 
-def _layer_forward(layer: nn.TransformerEncoderLayer) -> Callable[..., Tensor]:
-    def forward(
-        original: Callable[..., Tensor],
-        src: Tensor,
-        src_mask: Tensor | SequenceLayout | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        if not isinstance(src_mask, SequenceLayout):
-            return original(src, src_mask, src_key_padding_mask, is_causal)
+def _layer_forward(
+    layer: nn.TransformerEncoderLayer,
+    original: Callable[..., Tensor],
+    src: Tensor,
+    src_mask: Tensor | SequenceLayout | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    if not isinstance(src_mask, SequenceLayout):
+        return original(src, src_mask, src_key_padding_mask, is_causal)
 
-        def attend(x: Tensor) -> Tensor:
-            return layer.dropout1(layer.self_attn(x, x, x, is_causal=is_causal, layout=src_mask)[0])
+    def attend(x: Tensor) -> Tensor:
+        return layer.dropout1(layer.self_attn(x, x, x, is_causal=is_causal, layout=src_mask)[0])
 
-        if layer.norm_first:
-            src = src + attend(layer.norm1(src))
-            return src + layer._ff_block(layer.norm2(src))
-        src = layer.norm1(src + attend(src))
-        return layer.norm2(src + layer._ff_block(src))
-
-    return forward
+    if layer.norm_first:
+        src = src + attend(layer.norm1(src))
+        return src + layer._ff_block(layer.norm2(src))
+    src = layer.norm1(src + attend(src))
+    return layer.norm2(src + layer._ff_block(src))
 
 
-def _encoder_forward(encoder: nn.TransformerEncoder, handle: PatchHandle) -> Callable[..., Tensor]:
-    def forward(
-        original: Callable[..., Tensor],
-        src: Tensor,
-        mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool | None = None,
-    ) -> Tensor:
-        as_before = (src, mask, src_key_padding_mask, is_causal)
-        if src.is_nested:
-            if (mask is not None and not is_causal) or src_key_padding_mask is not None:
-                raise ValueError(
-                    "a NestedTensor has no padding and takes no dense mask: pass is_causal=True for a causal encoder, "
-                    "and leave out src_key_padding_mask."
-                )
-            unwrapped = nested.unwrap(src, "src")
-            return unwrapped.rewrap(_run_layers(encoder, unwrapped.values, unwrapped.layout, bool(is_causal)))
-        if src_key_padding_mask is None or src.dim() != 3:
-            return original(*as_before)  # no padding to skip
-        batch_first = encoder.layers[0].self_attn.batch_first
-        padded = src if batch_first else src.transpose(0, 1)
-        if src_key_padding_mask.shape != padded.shape[:2]:
-            return original(*as_before)  # which refuses it
-        causal = _is_causal(mask, is_causal, padded.shape[1])
-        padding = _as_padding(src_key_padding_mask)
-        if causal is None or padding is None:
-            handle.not_packed(
-                "mask is neither None nor causal." if causal is None else "src_key_padding_mask is an additive bias."
+def _encoder_forward(
+    handle: PatchHandle,
+    encoder: nn.TransformerEncoder,
+    original: Callable[..., Tensor],
+    src: Tensor,
+    mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Tensor:
+    as_before = (src, mask, src_key_padding_mask, is_causal)
+    if src.is_nested:
+        if (mask is not None and not is_causal) or src_key_padding_mask is not None:
+            raise ValueError(
+                "a NestedTensor has no padding and takes no dense mask: pass is_causal=True for a causal encoder, "
+                "and leave out src_key_padding_mask."
             )
-            return original(*as_before)
-        layout = SequenceLayout.from_attention_mask(~padding)
-        out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
-        return out if batch_first else out.transpose(0, 1)
-
-    return forward
+        unwrapped = nested.unwrap(src, "src")
+        return unwrapped.rewrap(_run_layers(encoder, unwrapped.values, unwrapped.layout, bool(is_causal)))
+    if src_key_padding_mask is None or src.dim() != 3:
+        return original(*as_before)  # no padding to skip
+    batch_first = encoder.layers[0].self_attn.batch_first
+    padded = src if batch_first else src.transpose(0, 1)
+    a_mask = src_key_padding_mask.dtype == torch.bool or src_key_padding_mask.is_floating_point()
+    if src_key_padding_mask.shape != padded.shape[:2] or not a_mask:
+        return original(*as_before)  # which refuses it
+    causal = _is_causal(mask, is_causal, padded.shape[1])
+    padding = _as_padding(src_key_padding_mask)
+    if causal is None or padding is None:
+        handle.not_packed(
+            "mask is neither None nor causal." if causal is None else "src_key_padding_mask is an additive bias."
+        )
+        return original(*as_before)
+    layout = SequenceLayout.from_attention_mask(~padding)
+    out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
+    return out if batch_first else out.transpose(0, 1)
 
 
 def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayout, causal: bool) -> Tensor:

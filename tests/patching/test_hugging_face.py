@@ -1,5 +1,6 @@
 """patch on Hugging Face models: outputs, losses and gradients as before, from real tokens alone."""
 
+import copy
 import inspect
 
 import pytest
@@ -191,6 +192,29 @@ def test_calls_that_packing_can_not_serve_run_as_before_and_say_so_once(asked):
     else:
         assert got.past_key_values.get_seq_length() == LENGTH
     assert torch.equal(got.last_hidden_state, want.last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", [BertForSequenceClassification, LlamaForCausalLM], ids=lambda kind: kind.__name__)
+def test_a_deep_copy_runs_its_own_weights(kind):
+    model, batch = make(kind), make_batch(labels=HEADS[kind])
+    handle = nta.patch(model)
+    copied = copy.deepcopy(model)
+    loss = copied(**batch).loss
+    torch.testing.assert_close(loss, model(**batch).loss)
+    loss.backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    torch.testing.assert_close(copied(**batch).loss, loss)
+    with nta.patch(copied):
+        torch.testing.assert_close(copied(**batch).loss, loss)
+    assert copied.config._attn_implementation == "sdpa"
+
+
+def test_a_mask_of_another_width_is_refused_with_both_shapes():
+    model, batch = make(LlamaForCausalLM), make_batch()
+    with nta.patch(model), pytest.raises(ValueError, match=r"is \(4, 23\), but the input is \(4, 1\).*use_cache=True"):
+        model(batch["input_ids"][:, -1:], attention_mask=batch["attention_mask"])
 
 
 def test_removal_after_an_exception_gives_the_model_back():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import pickle
 import weakref
 
 import pytest
@@ -176,6 +177,35 @@ def test_the_rest_of_a_model_is_left_alone_and_told():
         assert list(handle.changed) == ["encoder"]
         assert list(handle.left) == ["decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
         assert "encoder: nn.TransformerEncoder of 1 layers" in str(handle)
+
+
+def test_a_deep_copy_runs_its_own_weights():
+    model = nn.Sequential(make_encoder())
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    handle = nta.patch(model)
+    copied = copy.deepcopy(model)
+    want = model[0](x, src_key_padding_mask=PADDING)
+    torch.testing.assert_close(copied[0](x, src_key_padding_mask=PADDING), want)
+    copied[0](x, src_key_padding_mask=PADDING).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()  # the copy outlives the patch, unpatched
+    torch.testing.assert_close(copied[0](x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
+    with nta.patch(copied):
+        torch.testing.assert_close(copied[0](x, src_key_padding_mask=PADDING), want)
+
+
+def test_pickling_a_patched_model_says_what_to_do():
+    encoder = make_encoder()
+    with nta.patch(encoder), pytest.raises(pickle.PicklingError, match="save its state_dict"):
+        pickle.dumps(encoder)
+    pickle.loads(pickle.dumps(encoder))
+
+
+def test_what_is_no_mask_is_refused_as_before():
+    encoder = make_encoder()
+    with nta.patch(encoder), pytest.raises(Exception, match="only bool and floating types"):
+        encoder(torch.randn(4, LENGTH, EMBED).double(), src_key_padding_mask=PADDING.long())
 
 
 def test_a_removed_patch_keeps_nothing_alive():
