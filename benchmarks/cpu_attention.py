@@ -1,6 +1,6 @@
 """Attention alone on the CPU: packed, against padded SDPA, NestedTensor SDPA and one SDPA call for each sequence.
 
-    python benchmarks/cpu_attention.py [--repeats 15] [--save]
+    python benchmarks/cpu_attention.py [--repeats 9] [--save]
 
 8192 tokens of sequences with lognormal lengths, 12 heads of 64. Every rival runs in every round, so that noise falls on
 all alike; a figure is the median over rounds (of NestedTensor SDPA, which takes
@@ -108,7 +108,7 @@ def measure(batch: Batch, repeats: int) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(argv)
     names = ["nt_attention", "padded SDPA", "NestedTensor SDPA", "SDPA a sequence"]
