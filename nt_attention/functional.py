@@ -176,8 +176,6 @@ class _Call(NamedTuple):
             deterministic=deterministic,
             needs_grad=torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
             equal_lengths=same,
-            max_queries=layout.max_seqlen,
-            max_keys=key_layout.max_seqlen,
             min_keys=key_layout.min_seqlen,
         )
         return cls(query, key, value, layout, key_layout, spec, rewrap)

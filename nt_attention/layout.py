@@ -32,7 +32,7 @@ class HostFacts:
     total: int
     max_seqlen: int
     min_seqlen: int
-    memo: Memo = field(default_factory=lambda: Memo())  # whatever else was derived; see SequenceLayout.remember
+    memo: Memo = field(default_factory=Memo)  # whatever else was derived; see SequenceLayout.remember
 
 
 # By weak reference and version: an offsets tensor that is changed in place, or freed, is not mistaken for the old one.
@@ -67,7 +67,6 @@ def host_facts(offsets: Tensor) -> HostFacts:
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         other = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
     lengths = host.diff()
-    total = int(host[-1] - host[0])
     if lengths.numel() and int(lengths.min()) < 0:
         fall = int((lengths < 0).nonzero()[0])
         raise ValueError(
@@ -77,26 +76,27 @@ def host_facts(offsets: Tensor) -> HostFacts:
     if int(host[0]) < 0 or int(host[-1]) > _INT32_MAX:
         bad = int(host[0]) if int(host[0]) < 0 else int(host[-1])
         raise ValueError(f"offsets must lie in 0 … {_INT32_MAX}, which is what the kernels can address; got {bad}.")
-    facts = HostFacts(
-        version=None if offsets.is_inference() else offsets._version,
-        host=host,
-        other=other,
-        total=total,
-        max_seqlen=int(lengths.max()) if lengths.numel() else 0,
-        min_seqlen=int(lengths.min()) if lengths.numel() else 0,
-    )
-    _keep(offsets, facts)
-    return facts
+    return _remember_facts(offsets, host, other)
 
 
 def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _keep(offsets: Tensor, facts: HostFacts) -> None:
+def _remember_facts(offsets: Tensor, host: Tensor, other: Tensor) -> HostFacts:
+    lengths = host.diff()
+    facts = HostFacts(
+        version=None if offsets.is_inference() else offsets._version,
+        host=host,
+        other=other,
+        total=int(host[-1] - host[0]),
+        max_seqlen=int(lengths.max()) if lengths.numel() else 0,
+        min_seqlen=int(lengths.min()) if lengths.numel() else 0,
+    )
     if facts.version is not None:
         _facts_of[offsets] = facts
-        _source_of[facts.other] = (weakref.ref(offsets), facts.other._version)
+        _source_of[other] = (weakref.ref(offsets), other._version)
+    return facts
 
 
 def source_of(offsets: Tensor) -> Tensor:
@@ -209,15 +209,7 @@ class SequenceLayout:
             raise ValueError(f"the lengths add up to {int(host[-1])} tokens, past the kernels' limit of {_INT32_MAX}.")
         # non_blocking: a pageable copy to the device is staged by the driver, so the host need not wait for it
         offsets = host.to(device, non_blocking=True) if device.type != "cpu" else host.clone()
-        facts = HostFacts(
-            version=None if offsets.is_inference() else offsets._version,
-            host=host,
-            other=offsets.to(torch.int32),
-            total=int(host[-1]),
-            max_seqlen=int(lengths.max()) if lengths.numel() else 0,
-            min_seqlen=int(lengths.min()) if lengths.numel() else 0,
-        )
-        _keep(offsets, facts)
+        facts = _remember_facts(offsets, host, offsets.to(torch.int32))
         return cls(offsets, facts.other, facts.total, facts.max_seqlen, facts.min_seqlen, host, facts.memo)
 
     @classmethod

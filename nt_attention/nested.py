@@ -49,8 +49,8 @@ def unwrap(nested: Tensor, name: str) -> Unwrapped:
 
     A jagged one whose tokens lie end to end from row 0 is a view. Where they do not (``lengths`` with holes, offsets
     that begin later) the tokens are gathered into a copy, and ``rewrap`` puts the results back into as many rows, with
-    0 between. A strided one is concatenated. Syncs once for each
-    new offsets tensor, and once for each new lengths tensor.
+    0 between. A strided one is concatenated. Syncs once for each new offsets tensor, and once for each new lengths
+    tensor.
 
     Raises:
         ValueError: ragged in another dimension than 1 or 2, or sequences that overlap.

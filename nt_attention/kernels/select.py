@@ -121,7 +121,7 @@ def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 
 def _warn_slow(spec: AttentionSpec) -> None:
     device = spec.device.type
-    fast = next((b for b in BACKENDS.values() if b.name == {"cpu": "cpu", "cuda": "torch_flash"}.get(device)), None)
+    fast = {"cpu": cpu.BACKEND, "cuda": torch_flash.BACKEND}.get(device)
     why = " ".join(_reasons(fast, spec)) if fast else f"there is no faster backend for {device}."
     warnings.warn(
         f"attention runs on the reference backend, which is slow: {fast.name + ' ' if fast else ''}{why} "

@@ -34,7 +34,6 @@ class AttentionSpec:
         alibi: whether there are slopes.
         needs_grad: whether anything will ask for gradients of query, key or value.
         equal_lengths: whether every sequence has as many keys as queries, so that both alignments are one.
-        max_queries, max_keys: the longest sequence on either side.
         min_keys: the fewest keys of a sequence.
     """
 
@@ -56,8 +55,6 @@ class AttentionSpec:
     deterministic: bool = False
     needs_grad: bool = False
     equal_lengths: bool = True
-    max_queries: int = 0
-    max_keys: int = 0
     min_keys: int = 0
 
     @property

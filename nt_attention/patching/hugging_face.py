@@ -89,7 +89,7 @@ def _packed_forward(
     why = _why_not(given, model)
     if why is not None:
         handle.not_packed(why)
-    if why is not None or mask is None or not _is_padding(mask):
+    if why is not None or mask is None:
         return original(*args, **kwargs)
     _check_mask(mask, given)
     layout = SequenceLayout.from_attention_mask(mask.bool())
@@ -124,13 +124,9 @@ def _why_not(given: dict[str, Any], model: PreTrainedModel) -> str | None:
         if isinstance(value, Tensor) or value:
             return why
     mask = given.get("attention_mask")
-    if mask is not None and not _is_padding(mask):
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)."
     return None
-
-
-def _is_padding(mask: object) -> bool:
-    return isinstance(mask, Tensor) and mask.dim() == 2
 
 
 def _packed_row(layout: SequenceLayout, mask: Tensor, position_ids: Tensor | None) -> dict[str, Any]:
