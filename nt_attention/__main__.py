@@ -21,7 +21,7 @@ def main() -> None:
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
         print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}")
-    print('backends, in the order in which "auto" asks them:')
+    print("backends:")
     for name, missing in available_backends().items():
         print(f"  {name:<12} {BACKENDS[name].about if missing is None else 'not here: ' + missing}")
 

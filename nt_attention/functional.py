@@ -38,6 +38,7 @@ def varlen_attention(
     mask_mod: MaskMod | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -68,6 +69,7 @@ def varlen_attention(
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, True where a query sees a key; on top of the other masks.
         dropout_p: the probability that a weight is dropped.
         deterministic: gradients are the same bits each time, or no backend runs.
+        batch_invariant: a sequence gives the same bits whatever stands around it in the batch, or no backend runs.
         return_lse: also return the log-sum-exp of each query's scores; differentiable.
         backend: "auto", or a name from ``available_backends()``, which then runs or raises.
 
@@ -82,7 +84,7 @@ def varlen_attention(
     call = _Call.check(
         query, key, value, layout, key_layout, sinks=sinks, alibi_slopes=alibi_slopes, is_causal=is_causal,
         causal_alignment=causal_alignment, window_size=window_size, scale=scale, softcap=softcap, score_mod=score_mod,
-        mask_mod=mask_mod, dropout_p=dropout_p, deterministic=deterministic,
+        mask_mod=mask_mod, dropout_p=dropout_p, deterministic=deterministic, batch_invariant=batch_invariant,
     )  # fmt: skip
     kernel = choose(call.spec, backend)
     out, lse = run(
@@ -143,6 +145,7 @@ class _Call(NamedTuple):
         mask_mod: MaskMod | None = None,
         dropout_p: float = 0.0,
         deterministic: bool = False,
+        batch_invariant: bool = False,
     ) -> _Call:
         query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
         query, key, value = _autocast(query, key, value)
@@ -174,9 +177,11 @@ class _Call(NamedTuple):
             mask_mod=mask_mod,
             dropout_p=float(dropout_p),
             deterministic=deterministic,
+            batch_invariant=batch_invariant,
             needs_grad=torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
             equal_lengths=same,
             min_keys=key_layout.min_seqlen,
+            mean_queries=layout.total / max(1, layout.batch_size),
         )
         return cls(query, key, value, layout, key_layout, spec, rewrap)
 
@@ -205,7 +210,7 @@ def _packed(
         raise TypeError(f"{told}: pass three NestedTensors, or three packed tensors and a layout.")
     if layout is not None or key_layout is not None:
         raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
-    q, k, v = (nested.unwrap(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    q, k, v = nested.unwrap_each(query=query, key=key, value=value)
     if not k.layout.same_lengths(v.layout):
         raise ValueError(
             f"key and value differ in their lengths: {_some(k.layout)} and {_some(v.layout)}. "

@@ -6,9 +6,9 @@ Dimensions: B sequences, T tokens in all of them, L positions in a padded row.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -311,15 +311,19 @@ class SequenceLayout:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_memo": Memo()}  # what it remembers is made again, and holds what can't be pickled
 
-    def remember(self, key: object, build: Callable[[], _T]) -> _T:
+    def remember(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
         """What ``build`` made the first time ``key`` was asked for, kept as long as the offsets are.
 
-        The result must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
+        Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
+        must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
         """
-        if key not in self._memo:
+        memo: MutableMapping[object, Any] = self._memo
+        if other is not None:
+            memo, key = self._memo.setdefault(key, WeakIdKeyDictionary()), other._memo  # type: ignore[assignment]
+        if key not in memo:
             with torch.inference_mode(False), torch.no_grad():  # an evaluation's indices serve training as well
-                self._memo[key] = build()
-        return self._memo[key]  # type: ignore[return-value]
+                memo[key] = build()
+        return memo[key]
 
     def same_lengths(self, other: SequenceLayout) -> bool:
         """Whether both have the same sequences; answered on the host."""

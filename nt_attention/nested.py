@@ -4,7 +4,8 @@ Dimensions: B sequences, j their ragged length, T tokens in all, N ≥ T rows of
 
 Each operation on a NestedTensor costs 50 to 120 µs of host time, so the rest of the library works on packed values:
 unwrap once, rewrap once, with the very offsets object that came in. A NestedTensor's ragged size *is* the identity of
-its offsets, so only then can the result be added to the input.
+its offsets, so only then can the result be added to the input. What is done to one here goes past its
+``__torch_function__``, which costs 10 to 30 µs even for a look at its shape and has nothing to add.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from .layout import SequenceLayout, host_facts, source_of
 
@@ -35,8 +38,21 @@ class Unwrapped:
     rewrap: Callable[..., Tensor]
 
 
+_past_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
 def is_nested(tensor: object) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_nested
+    with _past_torch_function():
+        return isinstance(tensor, Tensor) and tensor.is_nested
+
+
+def unwrap_each(**named: Tensor) -> tuple[Unwrapped, ...]:
+    """``unwrap`` for each argument by its name; one that is given twice is taken apart once."""
+    done: dict[int, Unwrapped] = {}
+    for name, x in named.items():
+        if id(x) not in done:
+            done[id(x)] = unwrap(x, name)
+    return tuple(done[id(x)] for x in named.values())
 
 
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
@@ -61,17 +77,21 @@ def unwrap(nested: Tensor, name: str) -> Unwrapped:
             f"{name} must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
             "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
         )
-    if nested.layout == torch.strided:
-        return _unwrap_strided(nested, name)
+    with _past_torch_function():
+        return _unwrap_strided(nested, name) if nested.layout == torch.strided else _unwrap_jagged(nested, name)
+
+
+def _unwrap_jagged(nested: Tensor, name: str) -> Unwrapped:
     ragged_dim: int = nested._ragged_idx  # type: ignore[attr-defined]
-    if ragged_dim not in (1, 2) or (ragged_dim == 2 and nested.dim() != 4):
+    values = _values(nested)
+    if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
-            f"{name} is ragged in dimension {ragged_dim} of {nested.dim()}: pass (B, j, …), or (B, H, j, D) "
+            f"{name} is ragged in dimension {ragged_dim} of {values.dim() + 1}: pass (B, j, …), or (B, H, j, D) "
             f"(a transpose of dimensions 1 and {ragged_dim} makes it)."
         )
     offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
     lengths: Tensor | None = nested.lengths()  # type: ignore[attr-defined]
-    values = nested.values().movedim(ragged_dim - 1, 0)
+    values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
     facts = host_facts(source_of(offsets))
     if lengths is None and int(facts.host[0]) == 0:
@@ -92,16 +112,64 @@ def unwrap(nested: Tensor, name: str) -> Unwrapped:
     return Unwrapped(values.index_select(0, index), layout, spread)
 
 
+def _values(nested: Tensor) -> Tensor:
+    """``nested.values()``, for a third of its host time."""
+    if torch.compiler.is_compiling():
+        return nested.values()
+    if torch.is_grad_enabled() and nested.requires_grad:
+        return cast(Tensor, _Values.apply(nested))
+    return nested._values.detach()  # type: ignore[attr-defined]
+
+
+class _Values(torch.autograd.Function):
+    """From a NestedTensor to its values. Stock's goes through two dispatchers, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, nested: Any) -> Tensor:
+        ctx.places = (nested._offsets, nested._lengths, nested._ragged_idx, nested._metadata_cache)
+        return nested._values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        offsets, lengths, ragged_dim, extremes = ctx.places
+        return NestedTensor(grad, offsets, lengths=lengths, _ragged_idx=ragged_dim, _metadata_cache=extremes)
+
+
+class _Nested(torch.autograd.Function):
+    """From values to a NestedTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, ragged_dim: int, extremes: dict[str, Tensor]) -> Tensor:
+        return NestedTensor(values.detach(), offsets, _ragged_idx=ragged_dim, _metadata_cache=extremes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.values(), None, None, None
+
+
 def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:
     """Rewrap rows (N, …); the extremes travel along, so that nothing downstream asks the device for them."""
-    return torch.nested.nested_tensor_from_jagged(
-        values.movedim(0, ragged_dim - 1),
-        offsets,
-        lengths,
-        jagged_dim=ragged_dim,
-        min_seqlen=layout.min_seqlen,
-        max_seqlen=layout.max_seqlen,
-    )
+    values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
+    with _past_torch_function():
+        if lengths is None and not torch.compiler.is_compiling():  # as stock does it, for a third of its host time
+            extremes = layout.remember("extremes", lambda: _extremes(layout))
+            if torch.is_grad_enabled() and values.requires_grad:
+                return cast(Tensor, _Nested.apply(values, offsets, ragged_dim, extremes))
+            return NestedTensor(values.detach(), offsets, _ragged_idx=ragged_dim, _metadata_cache=dict(extremes))
+        return torch.nested.nested_tensor_from_jagged(
+            values,
+            offsets,
+            lengths,
+            jagged_dim=ragged_dim,
+            min_seqlen=layout.min_seqlen,
+            max_seqlen=layout.max_seqlen,
+        )
+
+
+def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
+    """The longest and shortest length in NestedTensor's own form: the sizes of tensors that hold nothing."""
+    sizes = {"max_seqlen": layout.max_seqlen, "min_seqlen": layout.min_seqlen}
+    return {name: torch.empty(size, 0) for name, size in sizes.items()}
 
 
 class _Rows:

@@ -14,7 +14,6 @@ Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and g
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Memo, SequenceLayout
+from ..layout import SequenceLayout
 from .masking import alibi_bias, visible
 from .spec import AttentionSpec, Backend
 
@@ -86,16 +85,8 @@ class Plan:
 
 def plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
     """The calls for these lengths and this mask; kept with the layout, so a second layer does not plan again."""
-    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, id(key_layout._memo))
-
-    def build() -> tuple[Plan, weakref.ref[Memo]]:
-        return _make_plan(layout, key_layout, spec), weakref.ref(key_layout._memo)
-
-    made, partner = layout.remember(key, build)
-    if partner() is not key_layout._memo:  # another layout's, whose id has been given to this one
-        del layout._memo[key]
-        made, _ = layout.remember(key, build)
-    return made
+    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi)
+    return layout.remember(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
 def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
@@ -245,6 +236,8 @@ def unsupported(spec: AttentionSpec) -> list[str]:
         reasons.append("takes no score_mod or mask_mod: use is_causal, window_size and alibi_slopes where they say it.")
     if spec.dropout_p:
         reasons.append("has no dropout: leave dropout_p at 0.")
+    if spec.batch_invariant:
+        reasons.append("does not promise batch invariance: leave batch_invariant at False.")
     return reasons
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -41,11 +42,13 @@ def run(
     value = _widen(value, value_dim)
     if layout.total == 0 or key_layout.total == 0:
         backend = _NOTHING
-    tensors = (query, key, value, alibi_slopes, layout, key_layout, spec)
+    problem = (layout, key_layout, spec)
     if backend.backward is None:
-        out, lse = backend.forward(*tensors)[:2]
-    else:
-        out, lse = _Kernel.apply(*tensors, backend)[:2]
+        out, lse = backend.forward(query, key, value, alibi_slopes, *problem)[:2]
+    elif spec.needs_grad or forward_ad._current_level >= 0:
+        out, lse = _Kernel.apply(query, key, value, alibi_slopes, (*problem, backend))[:2]
+    else:  # 40 µs of host time less
+        out, lse = _Kernel.forward(query, key, value, alibi_slopes, (*problem, backend))[:2]
     if value_dim != spec.value_dim:
         out = out[..., : spec.value_dim]
     return (out, lse) if sinks is None else _with_sinks(out, lse, sinks.to(lse.dtype), layout)
@@ -75,11 +78,9 @@ class _Kernel(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         alibi_slopes: Tensor | None,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout,
-        spec: AttentionSpec,
-        backend: Backend,
+        rest: tuple[SequenceLayout, SequenceLayout, AttentionSpec, Backend],
     ) -> tuple[Tensor, ...]:
+        layout, key_layout, spec, backend = rest
         out, lse, *saved = backend.forward(query, key, value, alibi_slopes, layout, key_layout, spec)
         if out.shape[0] > layout.total:  # kernels leave these rows unwritten
             out[layout.total :] = 0
@@ -88,7 +89,7 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        query, key, value, alibi_slopes, *ctx.rest = inputs
+        query, key, value, alibi_slopes, ctx.rest = inputs
         out, lse, *saved = output
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)  # most calls have no gradient for lse, and then no column is added
@@ -100,7 +101,7 @@ class _Kernel(torch.autograd.Function):
         query, key, value, alibi_slopes, out, lse, *saved = ctx.saved_tensors
         layout, key_layout, spec, backend = ctx.rest
         if grad is None and grad_lse is None:
-            return (None,) * 8
+            return (None,) * 5
         if grad is None:
             grad = torch.zeros_like(out)
         problem = (alibi_slopes, layout, key_layout, spec)
@@ -110,8 +111,9 @@ class _Kernel(torch.autograd.Function):
         else:
             # a row that sees nothing has no weights to pass a gradient to
             grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
-            widened = _with_lse_columns(backend, grad_lse, *tensors)
-            if widened is not None:
+            if backend.lse_gradient:
+                grads = backend.backward(*tensors, lse, tuple(saved), *problem, grad_lse)
+            elif (widened := _with_lse_columns(backend, grad_lse, *tensors)) is not None:
                 grads = backend.backward(*widened, lse, tuple(saved), *problem)
             else:
                 grads = backend.backward(*tensors, lse, tuple(saved), *problem)
@@ -120,13 +122,11 @@ class _Kernel(torch.autograd.Function):
             _cleared(g, rows.total, like.shape[-1])
             for g, rows, like in zip(grads, (layout, key_layout, key_layout), (query, key, value), strict=True)
         )
-        return grad_query, grad_key, grad_value, None, None, None, None, None
+        return grad_query, grad_key, grad_value, None, None
 
 
 # autograd binds each call's arguments to this, and would work it out anew every time (40 µs of host time)
-_Kernel.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-)
+_Kernel.forward.__signature__ = inspect.signature(_Kernel.forward)  # type: ignore[attr-defined]
 
 
 def _cleared(grad: Tensor, total: int, head_dim: int) -> Tensor:

@@ -35,6 +35,7 @@ class AttentionSpec:
         needs_grad: whether anything will ask for gradients of query, key or value.
         equal_lengths: whether every sequence has as many keys as queries, so that both alignments are one.
         min_keys: the fewest keys of a sequence.
+        mean_queries: the mean number of queries of a sequence.
     """
 
     device: torch.device
@@ -53,9 +54,11 @@ class AttentionSpec:
     mask_mod: MaskMod | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
+    batch_invariant: bool = False
     needs_grad: bool = False
     equal_lengths: bool = True
     min_keys: int = 0
+    mean_queries: float = 0.0
 
     @property
     def window(self) -> tuple[float, float]:
@@ -91,22 +94,9 @@ class Forward(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
 
-class Backward(Protocol):
-    def __call__(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        saved: tuple[Tensor, ...],
-        alibi_slopes: Tensor | None,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout,
-        spec: AttentionSpec,
-        /,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+# (grad, query, key, value, out, lse, saved, alibi_slopes, layout, key_layout, spec[, grad_lse]) to the gradients of
+# query, key and value
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def any_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -130,6 +120,8 @@ class Backend:
             operations.
         head_dims: the head dims (D, Dv) to pad with zeros to before this kernel is called.
         max_head_dim: the largest head dim that it takes, after padding.
+        lse_gradient: whether ``backward`` takes the gradient of lse (T, H) as its last argument. Where it does not,
+            that gradient is brought in from above.
     """
 
     name: str
@@ -140,3 +132,4 @@ class Backend:
     backward: Backward | None = None
     head_dims: Callable[[int, int], tuple[int, int]] = any_head_dims
     max_head_dim: float = math.inf
+    lse_gradient: bool = False

@@ -50,6 +50,8 @@ def unsupported(spec: AttentionSpec) -> list[str]:
         reasons.append('aligns causality and windows lower right only: pass causal_alignment="lower_right".')
     if spec.deterministic and spec.needs_grad:
         reasons.append("its backward adds in no fixed order: leave deterministic at False.")
+    if spec.batch_invariant:
+        reasons.append("does not promise batch invariance: leave batch_invariant at False.")
     return reasons
 
 

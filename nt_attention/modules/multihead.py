@@ -229,14 +229,19 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     ) -> Tensor:
         rewrap: Callable[[Tensor], Tensor] | None = None
         if layout is None:
-            for name, x in (("query", query), ("key", key), ("value", value)):
-                if not nested.is_nested(x) or x.dim() != 3:
-                    kind = f"{x.dim()} dimensions" if nested.is_nested(x) else f"a plain tensor {tuple(x.shape)}"
-                    raise ValueError(f"query, key and value must be NestedTensors (B, j, E) here; {name} is {kind}.")
-            unwrapped = {
-                id(x): nested.unwrap(x, name) for x, name in ((value, "value"), (key, "key"), (query, "query"))
-            }
-            q, k, v = (unwrapped[id(x)] for x in (query, key, value))
+            named = {"query": query, "key": key, "value": value}
+            for name, x in named.items():
+                if not nested.is_nested(x):
+                    raise ValueError(
+                        f"query, key and value must be NestedTensors (B, j, E) here; {name} is a plain tensor "
+                        f"{tuple(x.shape)}."
+                    )
+            q, k, v = nested.unwrap_each(**named)
+            for name, rows in zip(named, (q.values, k.values, v.values), strict=True):
+                if rows.dim() != 2:
+                    raise ValueError(
+                        f"query, key and value must be NestedTensors (B, j, E) here; {name} has {rows.dim() + 1} dims."
+                    )
             if not k.layout.same_lengths(v.layout):
                 raise ValueError("key and value must have the same lengths.")
             query, key, value, layout, key_layout, rewrap = q.values, k.values, v.values, q.layout, k.layout, q.rewrap

@@ -1,0 +1,113 @@
+"""VarlenMultiheadAttention on NestedTensors against nn.MultiheadAttention on the padded batch, on this GPU.
+
+    python benchmarks/multihead.py [--batch E] [--embed-dim 768] [--heads 12] [--save FILE]
+
+Wall-clock times, the host's part included, bf16: the median of many bursts of calls with one sync at the end of each.
+nn.MultiheadAttention gets the key_padding_mask and need_weights=False, in the faster of its two ways to infer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import BATCHES
+from timing import device_ms, host_us
+from torch import nn
+
+import nt_attention as nta
+
+
+def wall_ms(function: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float:
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / calls * 1e3)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", default="E", choices=BATCHES)
+    parser.add_argument("--embed-dim", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    batch, embed_dim = BATCHES[options.batch], options.embed_dim
+
+    torch.manual_seed(0)
+    stock = nn.MultiheadAttention(embed_dim, options.heads, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    module = nta.VarlenMultiheadAttention.from_torch(stock)
+    layout = nta.SequenceLayout.from_lengths(batch.lengths, device="cuda")
+    values = torch.randn(layout.total, embed_dim, device="cuda", dtype=torch.bfloat16)
+    ragged = torch.nested.nested_tensor_from_jagged(values, layout.offsets).requires_grad_()
+    padded = layout.pad(values).requires_grad_()
+    padding = layout.pad(torch.ones(layout.total, device="cuda")) == 0
+    grad_ragged = torch.nested.nested_tensor_from_jagged(torch.randn_like(values), layout.offsets)
+    grad_padded = torch.randn_like(padded)
+
+    def ours() -> torch.Tensor:
+        return module(ragged, ragged, ragged)[0]
+
+    def theirs() -> torch.Tensor:
+        return stock(padded, padded, padded, key_padding_mask=padding, need_weights=False)[0]
+
+    def packed() -> torch.Tensor:
+        return module(values, values, values, layout=layout)[0]
+
+    def infer(function: Callable[[], Any], training: bool) -> float:
+        for m in (stock, module):
+            m.train(training)
+        with torch.no_grad():
+            return wall_ms(function)
+
+    with torch.no_grad():
+        want = layout.pack(stock.train()(padded, padded, padded, key_padding_mask=padding, need_weights=False)[0])
+        got = module.eval()(ragged, ragged, ragged)[0].values()
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.02)
+
+    rows = {"forward": (infer(ours, False), min(infer(theirs, False), infer(theirs, True)))}
+    for m in (stock, module):
+        m.train()
+    weights = [list(m.parameters()) for m in (module, stock)]
+    rows["forward + backward"] = (
+        wall_ms(lambda: torch.autograd.grad(ours(), [ragged, *weights[0]], grad_ragged)),
+        wall_ms(lambda: torch.autograd.grad(theirs(), [padded, *weights[1]], grad_padded)),
+    )
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, batch {batch.name} ({batch.about}, "
+        f"{len(batch.lengths)} sequences), E={embed_dim}, {options.heads} heads; ms of wall clock",
+        "",
+        "| | VarlenMultiheadAttention, NestedTensor | nn.MultiheadAttention, padded | ratio |",
+        "|---|---|---|---|",
+        *(f"| {name} | {a:.3f} | {b:.3f} | {b / a:.2f} |" for name, (a, b) in rows.items()),
+        "",
+    ]
+    with torch.no_grad():
+        module.eval()
+        q = values.unflatten(-1, (options.heads, -1))
+        linear = nn.functional.linear
+        gemms = device_ms(
+            lambda: linear(linear(values, stock.in_proj_weight)[:, :embed_dim], stock.out_proj.weight)
+        )
+        lines.append(f"Device time of the forward {device_ms(ours):.3f} ms, of its two GEMMs {gemms:.3f} ms.")
+        host = [host_us(f, 50) for f in (ours, packed, lambda: nta.varlen_attention(q, q, q, layout))]
+        lines.append("Host time, inference: module {:.0f} µs, on packed tensors {:.0f}, varlen_attention {:.0f}.".format(*host))
+    print("\n".join(lines))
+    if options.save:
+        options.save.write_text("\n".join([f"`python benchmarks/multihead.py`", "", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

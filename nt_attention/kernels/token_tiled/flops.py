@@ -1,0 +1,76 @@
+"""What the operators count for ``torch.utils.flop_counter.FlopCounterMode``: the pairs that the mask leaves."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import SequenceLayout
+from .plan import Plan, open_window
+
+
+@functools.cache
+def register() -> None:
+    """Tell torch's counter, at the first call. Not at import: the counter pulls in Triton."""
+    from torch.utils import flop_counter
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    formulas = {
+        torch.ops.nt_attention.token_tiled_forward: forward,
+        torch.ops.nt_attention.token_tiled_backward: backward,
+    }
+    for operator, formula in formulas.items():
+        flop_counter.register_flop_formula(operator, get_raw=True)(formula)  # type: ignore[arg-type]
+    for mode in _get_current_dispatch_mode_stack():  # one that counts already has copied what was known until now
+        if isinstance(counter := getattr(mode, "counter", None), flop_counter.FlopCounterMode):
+            counter.flop_registry.update({operator: flop_counter.flop_registry[operator] for operator in formulas})
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
+    """Two matrix products: scores and output."""
+    return 2 * _pairs(query, key, *rest) * (query.shape[2] + value.shape[2])
+
+
+def backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+    out_val: Any = None,
+    **_: Any,
+) -> int:
+    """Five: scores again, the gradients of the weights, and of query, key and value."""
+    return 2 * _pairs(query, key, *rest) * (3 * query.shape[2] + 2 * value.shape[2])
+
+
+def _pairs(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    upper_left: bool,
+    *_: Any,
+) -> int:
+    """(query, head, key) triples that are computed; for fake offsets, as if all lengths were equal and seen whole."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(cu_seqlens, FakeTensor) or isinstance(key_cu_seqlens, FakeTensor):
+        return query.shape[0] * key.shape[0] // max(1, cu_seqlens.shape[0] - 1) * query.shape[1]
+    layout, key_layout = (
+        SequenceLayout.from_offsets(SequenceLayout.from_offsets(offsets).host_offsets)
+        for offsets in (cu_seqlens, key_cu_seqlens)
+    )
+    plan = Plan.make(layout, key_layout, open_window(window_left, window_right), upper_left)
+    return int((plan.queries.hi - plan.queries.lo).sum()) * query.shape[1]
