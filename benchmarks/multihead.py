@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,10 +82,15 @@ def main() -> None:
     for m in (stock, module):
         m.train()
     weights = [list(m.parameters()) for m in (module, stock)]
-    rows["forward + backward"] = (
-        wall_ms(lambda: torch.autograd.grad(ours(), [ragged, *weights[0]], grad_ragged)),
-        wall_ms(lambda: torch.autograd.grad(theirs(), [padded, *weights[1]], grad_padded)),
-    )
+
+    def both_ours() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(ours(), [ragged, *weights[0]], grad_ragged)
+
+    def both_theirs() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(theirs(), [padded, *weights[1]], grad_padded)
+
+    rows["forward + backward"] = wall_ms(both_ours), wall_ms(both_theirs)
+    rows["forward + backward, device time alone"] = device_ms(both_ours), device_ms(both_theirs)
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, batch {batch.name} ({batch.about}, "
         f"{len(batch.lengths)} sequences), E={embed_dim}, {options.heads} heads; ms of wall clock",
@@ -98,15 +104,17 @@ def main() -> None:
         module.eval()
         q = values.unflatten(-1, (options.heads, -1))
         linear = nn.functional.linear
-        gemms = device_ms(
-            lambda: linear(linear(values, stock.in_proj_weight)[:, :embed_dim], stock.out_proj.weight)
-        )
+        gemms = device_ms(lambda: linear(linear(values, stock.in_proj_weight)[:, :embed_dim], stock.out_proj.weight))
         lines.append(f"Device time of the forward {device_ms(ours):.3f} ms, of its two GEMMs {gemms:.3f} ms.")
         host = [host_us(f, 50) for f in (ours, packed, lambda: nta.varlen_attention(q, q, q, layout))]
-        lines.append("Host time, inference: module {:.0f} µs, on packed tensors {:.0f}, varlen_attention {:.0f}.".format(*host))
+        lines.append(
+            "Host time, inference: module {:.0f} µs, on packed tensors {:.0f}, varlen_attention {:.0f}.".format(*host)
+        )
     print("\n".join(lines))
     if options.save:
-        options.save.write_text("\n".join([f"`python benchmarks/multihead.py`", "", *lines]) + "\n")
+        options.save.write_text(
+            "\n".join([f"`python benchmarks/multihead.py {' '.join(sys.argv[1:])}`", "", *lines]) + "\n"
+        )
 
 
 if __name__ == "__main__":

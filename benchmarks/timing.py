@@ -11,7 +11,7 @@ import torch
 
 
 def device_ms(function: Callable[[], Any], repeats: int = 7) -> float:
-    """The median over ``repeats`` of a call's time on the device, in ms; each repeat is the mean of a burst of calls."""
+    """A call's time on the device in ms: the median over ``repeats``, each the mean of a burst of calls."""
     function()
     torch.cuda.synchronize()
     began = time.perf_counter()

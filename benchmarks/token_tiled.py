@@ -31,10 +31,12 @@ MORE = (
     Batch("all 1", "32768 × 1", equal(1), 12, 12, 64),
     Batch("window", "A, 128 on either side", BATCHES["A"].lengths, 16, 16, 64, window_size=(128, 128)),
     Batch("GQA 32/1", "B's lengths", BATCHES["B"].lengths, 32, 1, 128, True),
-    *(Batch(f"A d{d}", f"A, head dim {d}", BATCHES["A"].lengths, 1024 // d, 1024 // d, d) for d in (32, 80, 96, 128, 256)),
-    *(Batch(f"E d{d}", f"E, head dim {d}", BATCHES["E"].lengths, 768 // d, 768 // d, d) for d in (32, 80, 96, 128, 256)),
-    *(Batch(f"F d{d}", f"F, head dim {d}", BATCHES["F"].lengths, 768 // d, 768 // d, d) for d in (32, 80, 96, 128, 256)),
-)  # fmt: skip
+    *(
+        Batch(f"{name} d{d}", f"{name}, head dim {d}", BATCHES[name].lengths, width // d, width // d, d)
+        for name, width in (("A", 1024), ("F", 768), ("E", 768))
+        for d in (32, 72, 80, 96, 128, 160, 192, 256)
+    ),
+)
 ALL = BATCHES | {batch.name: batch for batch in MORE}
 
 
@@ -106,10 +108,11 @@ def flash_attn_4(p: Problem) -> Rival | None:
         return None  # its dQ is wrong there on Hopper, in silence
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_varlen_func(
+        out, _ = flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
             softmax_scale=p.scale, causal=p.batch.is_causal, window_size=(left, right),
-        )[0]  # fmt: skip
+        )  # fmt: skip
+        return out
 
     return by_autograd(forward, p.qkv, p.grad)
 
@@ -124,7 +127,7 @@ def mem_efficient(p: Problem) -> Rival | None:
         q, k, v = (x[None] if x.shape[1] == p.batch.heads else x.repeat_interleave(group, 1)[None] for x in qkv)
         mask_type = 1 if p.batch.is_causal else 0
         return torch.ops.aten._efficient_attention_forward(
-            q, k, v, None, cu, cu, longest, longest, 0.0, mask_type, q.requires_grad, scale=p.scale
+            q, k, v, None, cu, cu, longest, longest, 0.0, mask_type, torch.is_grad_enabled(), scale=p.scale
         )[0][0]
 
     return by_autograd(forward, p.qkv, p.grad)

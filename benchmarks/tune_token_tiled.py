@@ -3,23 +3,25 @@
     python benchmarks/tune_token_tiled.py [--batches A B] [--kernels forward closed] [--dtype bfloat16] [--out FILE]
 
 Prints the best few of each, and writes all as JSON lines. What wins goes into
-``nt_attention/kernels/token_tiled/configs.py``. Kernels are compiled by many processes at once, then timed by one, with
-a CUDA graph around each so that the host's time stays out.
+``nt_attention/kernels/token_tiled/configs.py``. Kernels are compiled by many processes at once, then timed by one; each
+result is compared with float64 first.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
-import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 from batches import BATCHES, Batch
+from timing import device_ms
+from triton.runtime.errors import OutOfResources
 
 from nt_attention import SequenceLayout
 from nt_attention.kernels.token_tiled import ops
@@ -30,37 +32,22 @@ KERNELS = ("forward", "query", "key", "closed")
 
 def candidates(kernel: str, batch: Batch) -> list[tuple[int, Tile]]:
     """(shared, tile) to try."""
-    big = batch.head_dim > 64
-    short = max(batch.lengths) <= 128
+    big, short = batch.head_dim > 64, max(batch.lengths) <= 128
     found = []
-    for m, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3, 4)):
-        area = m * n // warps
-        if area > 128 * 64 // 4 or area < 32 * 32 // 4:
+    for m, n, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
+        if not 256 <= m * n // warps <= 2048 or (stages == 4 and (big or kernel != "forward")):
             continue
-        if warps == 8 and kernel in ("forward", "query") and m < 128:
-            continue
-        if kernel == "forward" and (m < 64 or n == 128 and big and stages > 2):
-            continue
-        if kernel == "query" and (m < 64 or big and n == 128):
-            continue
-        if kernel == "key" and (n < 64 or (big and m == 128)):
-            continue
-        if stages == 4 and (big or kernel != "forward"):
-            continue
-        if kernel == "closed":
-            if n < 64 or stages > 2 or n < m:
-                continue
+        if kernel == "closed" and n >= m and stages <= 2:
             found.append((n, Tile(m, n, warps, stages)))
-        elif kernel == "forward":
-            for shared in (64, 128) if short else (64,):
-                found.append((shared, Tile(m, n, warps, stages)))
-        elif not short:
+        elif kernel == "forward" and m >= 32 and n >= 16:
+            found += [(shared, Tile(m, n, warps, stages)) for shared in ((64, 128) if short else (64,))]
+        elif kernel in ("query", "key") and not short:
             found.append((0, Tile(m, n, warps, stages)))
     return found
 
 
 class Bench:
-    """One batch's tensors, and each kernel as a function of its tile."""
+    """One batch's tensors, what the kernels should make of them, and each kernel as a function of its tile."""
 
     def __init__(self, batch: Batch, dtype: torch.dtype, tokens: int | None = None) -> None:
         lengths = batch.lengths if tokens is None else (tokens,)
@@ -116,46 +103,56 @@ class Bench:
             )
         call.launch(*work)
 
+    def truth(self) -> None:
+        """Fill in the forward's results and delta, and keep what each kernel should give, from float64."""
+        lengths = self.layout.host_offsets.diff().tolist()
+        group = self.heads // self.kv_heads
+        outs, lses, grads = [], [], []
+        for q, k, v, grad in zip(
+            *(x.double().split(lengths) for x in (self.q, self.k, self.v, self.grad)), strict=True
+        ):
+            leaves = [x.transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
+            scores = leaves[0] @ leaves[1].repeat_interleave(group, 0).mT * q.shape[2] ** -0.5
+            place = torch.arange(len(q), device="cuda")
+            left, right = (len(q) if side < 0 else side for side in self.rest[5:7])
+            ahead = place - place[:, None]
+            scores = scores.masked_fill((ahead < -left) | (ahead > right), -torch.inf)
+            out = scores.softmax(-1) @ leaves[2].repeat_interleave(group, 0)
+            found = torch.autograd.grad(out, leaves, grad.transpose(0, 1))
+            outs.append(out.detach().transpose(0, 1))
+            lses.append(scores.detach().logsumexp(-1).T)
+            grads.append([x.transpose(0, 1) for x in found])
+        out, dq, dk, dv = torch.cat(outs), *(torch.cat(x) for x in zip(*grads, strict=True))
+        self.out.copy_(out)
+        self.lse.copy_(torch.cat(lses))
+        self.delta.copy_((out * self.grad).sum(-1))
+        self.want = {"forward": [out], "query": [dq], "key": [dk, dv], "closed": [dq, dk, dv]}
+
+    def error(self, kernel: str, shared: int) -> float:
+        """The worst relative error of what the kernel has just written, over the rows that it should write."""
+        closed = self.call.recipe.plan.closed_tiles(shared).tolist() if kernel == "closed" else []
+        rows = torch.cat([torch.arange(a, b) for a, b, _, _ in closed]) if closed else slice(None)
+        got = {"forward": [self.out], "query": self.grads[:1], "key": self.grads[1:], "closed": self.grads}[kernel]
+        pairs = [(a[rows].double(), b[rows]) for a, b in zip(got, self.want[kernel], strict=True)]
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
 
 def compile_some(jobs: list[tuple[str, str, int, Tile]], dtype: torch.dtype) -> None:
     """Leave these kernels in Triton's cache."""
-    benches = {}
+    benches = {name: Bench(BATCHES[name], dtype, tokens=16) for name in {job[0] for job in jobs}}
     for name, kernel, shared, tile in jobs:
-        if name not in benches:
-            benches[name] = Bench(BATCHES[name], dtype, tokens=96)
         try:
-            benches[name].run(kernel, 128 if kernel == "closed" else shared, tile)
-        except Exception as error:  # noqa: BLE001 — too much shared memory, say; the timing process will meet it again
-            if "out of resource" not in str(error):
-                print(kernel, tile, error, flush=True)
-
-
-def flash(batch: Batch, bench: Bench):
-    layout = bench.layout
-    left, right = (None if s < 0 else s for s in batch.window_size)
-    options = {"scale": batch.head_dim**-0.5, "window_size_left": left, "window_size_right": right}
-    cu, n = layout.cu_seqlens, layout.max_seqlen
-    q, k, v = bench.q, bench.k, bench.v
-
-    def forward():
-        return torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, n, n, 0.0, batch.is_causal, False, **options)
-
-    out, lse, seed, unused, _ = forward()
-
-    def backward():
-        return torch.ops.aten._flash_attention_backward(
-            bench.grad, q, k, v, out, lse, cu, cu, n, n, 0.0, batch.is_causal, seed, unused, **options
-        )
-
-    return forward, backward, out, lse
+            benches[name].run(kernel, shared, tile)
+        except OutOfResources:
+            continue  # the timing process will meet it again
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", default=["A", "B", "D", "E", "F", "G"])
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", default="tune.jsonl")
+    parser.add_argument("--batches", nargs="+", default=list(BATCHES), choices=BATCHES)
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--out", type=Path, default=Path("tune.jsonl"))
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
@@ -166,71 +163,31 @@ def main() -> None:
         for kernel in options.kernels
         for shared, tile in candidates(kernel, BATCHES[name])
     ]
-    # batches with the same heads share compiled kernels
-    distinct = {}
-    for job in jobs:
-        batch = BATCHES[job[0]]
-        distinct[(batch.head_dim, batch.heads // batch.kv_heads, batch.is_causal, job[1], job[3])] = job
-    work = list(distinct.values())
-    began = time.time()
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        parts = [work[i :: options.processes] for i in range(options.processes)]
+        parts = [jobs[i :: options.processes] for i in range(options.processes)]
         list(pool.map(compile_some, parts, [dtype] * len(parts)))
-    print(f"{len(work)} kernels compiled in {time.time() - began:.0f} s", flush=True)
 
-    from triton.testing import do_bench_cudagraph
-
-    with open(options.out, "w") as file:
+    with options.out.open("w") as file:
         for name in options.batches:
-            batch = BATCHES[name]
-            torch.manual_seed(0)
-            bench = Bench(batch, dtype)
-            rival_forward, rival_backward, out, lse = flash(batch, bench)
-            want = {"forward": [out]}
-            bench.out.copy_(out)
-            bench.lse.copy_(lse.T)
-            grads = rival_backward()[:3]
-            want |= {"query": grads[:1], "key": grads[1:], "closed": grads}
-            bench.delta.copy_((out.float() * bench.grad.float()).sum(-1))
-            times = {
-                side: do_bench_cudagraph(f, rep=20, return_mode="median")
-                for side, f in (("forward", rival_forward), ("backward", rival_backward))
-            }
-            print(f"== {name} {batch.about}: FA2 forward {times['forward']:.3f} backward {times['backward']:.3f} ms")
+            bench = Bench(BATCHES[name], dtype)
+            bench.truth()
             for kernel in options.kernels:
                 rows = []
-                got = {
-                    "forward": [bench.out],
-                    "query": bench.grads[:1],
-                    "key": bench.grads[1:],
-                    "closed": bench.grads,
-                }[kernel]
-                closed_only = kernel == "closed" and max(batch.lengths) > 128
-                for shared, tile in candidates(kernel, batch):
+                for shared, tile in candidates(kernel, BATCHES[name]):
+                    run = functools.partial(bench.run, kernel, shared, tile)
                     try:
-                        for x in got:
-                            x.fill_(float("nan"))
-                        bench.run(kernel, shared, tile)
-                        torch.cuda.synchronize()
-                        wrong = max(
-                            ((a.float() - b.float()).norm() / b.float().norm()).item()
-                            for a, b in zip(got, want[kernel], strict=True)
-                        )
-                        ms = do_bench_cudagraph(lambda: bench.run(kernel, shared, tile), rep=10, return_mode="median")
-                    except Exception as error:  # noqa: BLE001 — what does not fit the card is left out
-                        if "out of resource" not in str(error):
-                            print(kernel, shared, tile, str(error)[:200])
+                        run()
+                    except OutOfResources:
                         continue
-                    if wrong > 0.02 and not closed_only and not (kernel == "closed" and shared < max(batch.lengths)):
-                        print("WRONG", kernel, shared, tile, wrong)
-                    row = {"batch": name, "kernel": kernel, "shared": shared, "tile": tile, "ms": ms, "error": wrong}
-                    rows.append(row)
-                    file.write(json.dumps(row) + "\n")
-                rows.sort(key=lambda row: row["ms"])
-                for row in rows[:5]:
-                    print(f"  {kernel:<8} shared {row['shared']:>3} {tuple(row['tile'])!s:<18} {row['ms']:.4f} ms")
-            sys.stdout.flush()
-            del bench
+                    error = bench.error(kernel, shared)
+                    row = {"batch": name, "kernel": kernel, "shared": shared, "tile": tile, "error": error}
+                    rows.append({**row, "ms": device_ms(run, repeats=3)})
+                    file.write(json.dumps(rows[-1]) + "\n")
+                for row in sorted(rows, key=lambda row: row["ms"])[:5]:
+                    numbers = f"{row['ms']:.4f} ms, error {row['error']:.1e}"
+                    print(
+                        f"{name} {kernel:<8} shared {row['shared']:>3} {tuple(row['tile'])!s:<18} {numbers}", flush=True
+                    )
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ class SequenceLayout:
         Raises:
             ValueError: lengths that are negative, not integers, or not one-dimensional.
         """
-        given = torch.as_tensor(lengths)
+        given = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
         if given.numel() == 0:
             given = given.to(torch.int64)
         if given.dim() != 1 or not _is_integer(given):
@@ -203,7 +203,7 @@ class SequenceLayout:
         if lengths.numel() and int(lengths.min()) < 0:
             at = int(lengths.argmin())
             raise ValueError(f"lengths[{at}] is {int(lengths[at])}: a sequence has zero or more tokens.")
-        host = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+        host = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths, 0, out=host[1:])
         if int(host[-1]) > _INT32_MAX:
             raise ValueError(f"the lengths add up to {int(host[-1])} tokens, past the kernels' limit of {_INT32_MAX}.")
@@ -272,7 +272,7 @@ class SequenceLayout:
         begins = torch.ones_like(rows, dtype=torch.bool)
         begins[:, 1:] = rows.diff(dim=1) != 1
         starts = begins.flatten().cpu().nonzero().squeeze(1)
-        lengths = torch.cat([starts, torch.tensor([rows.numel()])]).diff() if starts.numel() else starts
+        lengths = torch.cat([starts, torch.tensor([rows.numel()], device="cpu")]).diff() if starts.numel() else starts
         return cls._from_host_lengths(lengths, position_ids.device)
 
     @property

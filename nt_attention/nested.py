@@ -78,7 +78,7 @@ def unwrap(nested: Tensor, name: str) -> Unwrapped:
             "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
         )
     with _past_torch_function():
-        return _unwrap_strided(nested, name) if nested.layout == torch.strided else _unwrap_jagged(nested, name)
+        return _unwrap_jagged(nested, name) if isinstance(nested, NestedTensor) else _unwrap_strided(nested, name)
 
 
 def _unwrap_jagged(nested: Tensor, name: str) -> Unwrapped:
@@ -131,8 +131,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        offsets, lengths, ragged_dim, extremes = ctx.places
-        return NestedTensor(grad, offsets, lengths=lengths, _ragged_idx=ragged_dim, _metadata_cache=extremes)
+        return _made(grad, *ctx.places)
 
 
 class _Nested(torch.autograd.Function):
@@ -140,11 +139,11 @@ class _Nested(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, ragged_dim: int, extremes: dict[str, Tensor]) -> Tensor:
-        return NestedTensor(values.detach(), offsets, _ragged_idx=ragged_dim, _metadata_cache=extremes)
+        return _made(values.detach(), offsets, None, ragged_dim, extremes)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.values(), None, None, None
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
+        return grad._values, None, None, None
 
 
 def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:
@@ -155,7 +154,7 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
             extremes = layout.remember("extremes", lambda: _extremes(layout))
             if torch.is_grad_enabled() and values.requires_grad:
                 return cast(Tensor, _Nested.apply(values, offsets, ragged_dim, extremes))
-            return NestedTensor(values.detach(), offsets, _ragged_idx=ragged_dim, _metadata_cache=dict(extremes))
+            return _made(values.detach(), offsets, None, ragged_dim, extremes)
         return torch.nested.nested_tensor_from_jagged(
             values,
             offsets,
@@ -167,9 +166,24 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
 
 
 def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
-    """The longest and shortest length in NestedTensor's own form: the sizes of tensors that hold nothing."""
+    """The longest and shortest length in NestedTensor's own form: the sizes of tensors that hold nothing.
+
+    Marked as dynamic for torch.compile, as NestedTensor's constructor would each time anew.
+    """
     sizes = {"max_seqlen": layout.max_seqlen, "min_seqlen": layout.min_seqlen}
-    return {name: torch.empty(size, 0) for name, size in sizes.items()}
+    extremes = {name: torch.empty(size, 0, device="cpu") for name, size in sizes.items()}
+    for x in extremes.values():
+        torch._dynamo.mark_dynamic(x, 0)
+    return extremes
+
+
+def _made(
+    values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, extremes: dict[str, Tensor]
+) -> Tensor:
+    with _past_torch_function():
+        nested = NestedTensor(values, offsets, lengths=lengths, _ragged_idx=ragged_dim)
+        nested._metadata_cache = dict(extremes)
+    return nested
 
 
 class _Rows:
@@ -194,7 +208,7 @@ def _rows_with_tokens(offsets: Tensor, lengths: Tensor | None, rows: int, name: 
     begins = facts.host[:-1]
     counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
     ends = begins + counts
-    limits = torch.cat([begins[1:], torch.tensor([rows])])
+    limits = torch.cat([begins[1:], torch.tensor([rows], device="cpu")])
     wrong = (counts < 0) | (ends > limits)
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])

@@ -539,3 +539,12 @@ class TestInferenceMode:
             layout = SequenceLayout.from_nested(x)
         varlen_attention(x, x, x).values().sum().backward()
         assert layout.lengths.tolist() == [4, 6]
+
+
+def test_the_host_s_part_stays_there_under_a_default_device():
+    """As ``with torch.device("cuda")`` does; meta stands for it here, and holds no values at all."""
+    with torch.device("meta"):
+        layout = SequenceLayout.from_lengths([5, 0, 3], device="cpu")
+        packed = SequenceLayout.from_position_ids(torch.tensor([0, 1, 0, 1, 2], device="cpu"))
+    assert layout.host_offsets.tolist() == [0, 5, 5, 8]
+    assert packed.host_offsets.tolist() == [0, 2, 5]

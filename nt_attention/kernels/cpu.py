@@ -108,13 +108,13 @@ def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: Attenti
     for shape, places in groups.items():
         batches = [places] if max(shape.rows, shape.keys) <= GATHER_UP_TO else [[place] for place in places]
         for batch in batches:
-            sequences, begins, key_begins = torch.tensor(batch).unbind(1)
+            sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
             calls.append(Call(shape, sequences, _rows(begins, shape.rows), _rows(key_begins, shape.keys)))
     return Plan(calls, left_out, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
 
 
 def _rows(begins: Tensor, length: int) -> Rows:
-    index = (begins[:, None] + torch.arange(length)).flatten() if len(begins) > 1 else None
+    index = (begins[:, None] + torch.arange(length, device="cpu")).flatten() if len(begins) > 1 else None
     return Rows(int(begins[0]), length, index)
 
 
@@ -151,7 +151,7 @@ def _mask(call: Call, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple
     if seen is None:
         return bias, None
     if bias is None:
-        bias = torch.zeros(1, 1, rows, keys, dtype=dtype)
+        bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device="cpu")
     blind = ~seen.any(1)
     return bias.masked_fill(~seen, -torch.inf), blind if bool(blind.any()) else None
 

@@ -357,21 +357,21 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """(T, H, D), (S, G, D), (S, G, D): views of one product where the inputs are one."""
-        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = [q_dim, kv_dim, kv_dim]
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if weight is not None and key is query and value is query:
-            projected = F.linear(query, weight, bias).split(widths, -1)
+            heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+            return list(F.linear(query, weight, bias).view(-1, sum(heads), self.head_dim).split(heads, 1))
+        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        widths = [q_dim, kv_dim, kv_dim]
+        weights = (
+            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.split(widths)
+        )
+        biases = (None,) * 3 if bias is None else bias.split(widths)
+        if weight is not None and value is key:
+            both = F.linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
+            projected = (F.linear(query, weights[0], biases[0]), *both.split(kv_dim, -1))
         else:
-            weights = (
-                (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.split(widths)
-            )
-            biases = (None,) * 3 if bias is None else bias.split(widths)
-            if weight is not None and value is key:
-                both = F.linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
-                projected = (F.linear(query, weights[0], biases[0]), *both.split(kv_dim, -1))
-            else:
-                projected = tuple(map(F.linear, (query, key, value), weights, biases))
+            projected = tuple(map(F.linear, (query, key, value), weights, biases))
         return [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
 
     def _prepend_keys(self, k: Tensor, v: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor, SequenceLayout]:

@@ -243,13 +243,17 @@ def test_dropout_keeps_the_mean_and_its_own_gradient():
 
 
 @gpu
-def test_auto_takes_it_and_warns_where_it_must_not():
+def test_auto_takes_it_where_it_is_ahead():
     layout = nta.SequenceLayout.from_lengths([9, 4], device="cuda")
     q = torch.randn(13, 2, 32, device="cuda")
     half = q.bfloat16()
-    assert nta.explain(half, half, half, layout).chosen == "torch_flash"
-    with pytest.warns(SlowBackendWarning, match="needs float16 or bfloat16"):
-        nta.varlen_attention(q, q, q, layout)
+    assert not nta.explain(half, half, half, layout).reasons["torch_flash"]
+    assert nta.explain(half, half, half, layout).chosen == nta.explain(q, q, q, layout).chosen == "token_tiled"
+    wide = torch.randn(650, 2, 160, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    long = nta.SequenceLayout.from_lengths([650], device="cuda")
+    assert nta.explain(wide, wide, wide, long).chosen == "torch_flash"
+    with pytest.warns(SlowBackendWarning, match="needs float16, bfloat16 or float32"):
+        nta.varlen_attention(q.double(), q.double(), q.double(), layout)
     with torch.autocast("cuda", torch.bfloat16):
         assert nta.varlen_attention(q, q, q, layout).dtype == torch.bfloat16
 

@@ -21,6 +21,7 @@ from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
 from .plan import Meeting, Plan, open_window
 
+_INT32_MAX = 2**31 - 1
 LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")
 # The window is what a query sees before and after its own place, −1 where it is open, causality included.
 _CALL = (
@@ -104,7 +105,7 @@ class _Call(NamedTuple):
         layout = SequenceLayout.from_offsets(cu_seqlens)
         key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
         if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes.to(torch.float32)
+            alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
             if alibi_slopes.dim() == 2:
                 alibi_slopes = alibi_slopes.index_select(0, layout.sequence_ids)
         shape = (query.shape[1] // key.shape[1], query.shape[2], value.shape[2])
@@ -131,6 +132,8 @@ class _Call(NamedTuple):
         some = meeting.lo  # stands for what this call does not have, and the kernel does not read
         given = (*tensors, tiles, meeting.lo, meeting.hi, self.recipe.plan.queries.own, self.slopes, self.seed)
         unit = math.gcd(16, *strides)
+        group = self.recipe.constants[0]
+        far = max(strides[1::2]) * heads * group > _INT32_MAX
         slope_row = self.slopes.stride(0) if self.slopes is not None and self.slopes.dim() == 2 else 0
         launch(
             kernel,
@@ -138,7 +141,7 @@ class _Call(NamedTuple):
             tuple([some if x is None else x for x in given]),
             (*[stride // unit for stride in strides], *more_strides, slope_row),
             self.floats,
-            (*self.recipe.constants, unit, tile.block_m, tile.block_n, *constants),
+            (*self.recipe.constants, unit, far, tile.block_m, tile.block_n, *constants),
             tile.warps,
             tile.stages,
         )

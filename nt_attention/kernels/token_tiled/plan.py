@@ -114,7 +114,7 @@ class Plan:
                 at = ends[-1]
                 fit = min(bisect.bisect_right(side, side[at] + shared) - 1 for side in sides) if shared else at
                 ends.append(max(fit, at + 1))
-            bounds = torch.tensor([[side[end] for end in ends] for side in sides])
+            bounds = torch.tensor([[side[end] for end in ends] for side in sides], device="cpu")
             return torch.stack([bounds[0, :-1], bounds[0, 1:], bounds[1, :-1], bounds[1, 1:]], 1)
 
         return self._remember(("runs", shared), build)
@@ -148,8 +148,8 @@ def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor, before:
 def _split(begins: Tensor, ends: Tensor, rows: int) -> Tensor:
     """(N, 2): each run (R,) from its begin in pieces of ``rows``."""
     pieces = (ends - begins + rows - 1).div(rows, rounding_mode="floor")
-    run = torch.arange(len(begins)).repeat_interleave(pieces)
-    piece = torch.arange(len(run)) - (pieces.cumsum(0) - pieces)[run]
+    run = torch.arange(len(begins), device="cpu").repeat_interleave(pieces)
+    piece = torch.arange(len(run), device="cpu") - (pieces.cumsum(0) - pieces)[run]
     starts = begins[run] + rows * piece
     return torch.stack([starts, torch.minimum(starts + rows, ends[run])], 1)
 

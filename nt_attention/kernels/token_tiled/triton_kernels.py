@@ -21,43 +21,48 @@ INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _places(
-    Base, head, head_stride, row_stride, first, last,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """(ROWS, BLOCK) pointers to one head's rows from ``first``, and which of them are before ``last`` and DIM.
+def _of_head(Base, head, head_stride, UNIT: tl.constexpr, FAR: tl.constexpr):
+    """Where a head's rows begin. Strides come in UNITs, so that Triton knows what they are multiples of.
 
-    Strides come in UNITs: so Triton knows what they are multiples of, and reads 16 bytes at a time.
+    Only where heads lie FAR apart is that counted in 64 bits, which would cost ``key_kernel`` a third of its programs.
     """
+    place = head * (head_stride * UNIT)
+    if FAR:
+        place = tl.full([], UNIT, tl.int64) * head_stride * head
+    return Base + place
+
+
+@triton.jit
+def _places(
+    Base, row_stride, first, last, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """(ROWS, BLOCK) pointers to rows from ``first``, and which of them are before ``last`` and DIM."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     here = (first + rows < last)[:, None]
     if BLOCK != DIM:
         here = here & (columns < DIM)[None, :]
     row_stride = row_stride * UNIT
-    start = (
-        Base + head * (head_stride * UNIT) + (first + tl.full([], 0, tl.int64)) * row_stride
-    )  # batches outgrow 32 bits
+    start = Base + (first + tl.full([], 0, tl.int64)) * row_stride
     return start + rows[:, None] * row_stride + columns[None, :], here
 
 
 @triton.jit
 def _tile(
-    Base, head, head_stride, row_stride, first, last,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    Base, row_stride, first, last, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
     """(ROWS, BLOCK): one head's rows from ``first``, 0 from ``last`` on and past the head dim."""
-    places, here = _places(Base, head, head_stride, row_stride, first, last, ROWS, DIM, BLOCK, UNIT)
+    places, here = _places(Base, row_stride, first, last, ROWS, DIM, BLOCK, UNIT)
     return tl.load(places, mask=here, other=0.0)
 
 
 @triton.jit
 def _put(
-    Base, head, head_stride, row_stride, first, last, x,
+    Base, row_stride, first, last, x,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Write what ``_tile`` would read."""
-    places, here = _places(Base, head, head_stride, row_stride, first, last, ROWS, DIM, BLOCK, UNIT)
+    places, here = _places(Base, row_stride, first, last, ROWS, DIM, BLOCK, UNIT)
     tl.store(places, x.to(Base.dtype.element_ty), mask=here)
 
 
@@ -66,9 +71,9 @@ def _tanh(x, EXACT: tl.constexpr):
     far = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
     if EXACT:  # that cancels near 0, which float32 would show: the series there
         y = x * x
-        series = y * (62 / 2835 + y * (-1382 / 155925 + y * (21844 / 6081075)))
-        series = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315) + series)))
-        far = tl.where(tl.abs(x) < 0.4, series, far)
+        series = 62 / 2835 + y * (-1382 / 155925 + y * (21844 / 6081075))
+        series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * series)))
+        far = tl.where(tl.abs(x) < 0.4, x * series, far)
     return far
 
 
@@ -169,14 +174,17 @@ def forward_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, one head."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(Tiles + 2 * tile)
     end = tl.load(Tiles + 2 * tile + 1)
-    key_head_index = head // GROUP
+    Query = _of_head(Query, head, query_head, UNIT, FAR)
+    Key = _of_head(Key, head // GROUP, key_head, UNIT, FAR)
+    Value = _of_head(Value, head // GROUP, value_head, UNIT, FAR)
+    Out = _of_head(Out, head, out_head, UNIT, FAR)
 
     rows = start + tl.arange(0, BLOCK_M)
     lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
@@ -191,7 +199,7 @@ def forward_kernel(
         own = tl.load(Own + rows, mask=rows < end, other=0)[:, None]
         slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < end, other=0.0)[:, None]
 
-    q = _tile(Query, head, query_head, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
+    q = _tile(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
     out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], -INF, tl.float32)
@@ -199,7 +207,7 @@ def forward_kernel(
 
     for at in range(first, last, BLOCK_N):
         keys = (at + tl.arange(0, BLOCK_N))[None, :]
-        k = _tile(Key, key_head_index, key_head, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
+        k = _tile(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores, _ = _scores(products, own, keys, slopes, scale, softcap, LINEAR, SOFTCAP, ALIBI, EXACT)
         if (at < whole_from) | (at + BLOCK_N > whole_to):
@@ -213,7 +221,7 @@ def forward_kernel(
         if DROPOUT:
             kept = _kept(Seed, rows[:, None], keys, head, dropout_p)
             weights = tl.where(kept, weights, 0.0) * (1.0 / (1.0 - dropout_p))
-        v = _tile(Value, key_head_index, value_head, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        v = _tile(Value, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
         out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
         peak = higher
 
@@ -221,7 +229,7 @@ def forward_kernel(
     out = out / tl.where(blind, 1.0, total)[:, None]
     lse = tl.where(blind, -INF, (peak + tl.log2(tl.where(blind, 1.0, total))) / LOG2E)
     tl.store(Lse + head * lse_head + rows, lse, mask=rows < end)
-    _put(Out, head, out_head, out_row, start, end, out, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+    _put(Out, out_row, start, end, out, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
 
 
 @triton.jit(do_not_specialize=["lse_head", "grad_lse_row", "grad_lse_head", "slope_row"])
@@ -232,7 +240,7 @@ def query_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of queries, one head; and delta, which ``key_kernel`` reads after this."""
@@ -240,7 +248,12 @@ def query_kernel(
     head = tl.program_id(1)
     start = tl.load(Tiles + 2 * tile)
     end = tl.load(Tiles + 2 * tile + 1)
-    key_head_index = head // GROUP
+    Query = _of_head(Query, head, query_head, UNIT, FAR)
+    Key = _of_head(Key, head // GROUP, key_head, UNIT, FAR)
+    Value = _of_head(Value, head // GROUP, value_head, UNIT, FAR)
+    Out = _of_head(Out, head, out_head, UNIT, FAR)
+    Grad = _of_head(Grad, head, grad_head, UNIT, FAR)
+    GradQuery = _of_head(GradQuery, head, grad_query_head, UNIT, FAR)
 
     rows = start + tl.arange(0, BLOCK_M)
     lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
@@ -255,9 +268,9 @@ def query_kernel(
         own = tl.load(Own + rows, mask=rows < end, other=0)[:, None]
         slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < end, other=0.0)[:, None]
 
-    q = _tile(Query, head, query_head, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
-    grad = _tile(Grad, head, grad_head, grad_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-    out = _tile(Out, head, out_head, out_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+    q = _tile(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
+    grad = _tile(Grad, grad_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+    out = _tile(Out, out_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if LSE_GRADIENT:
         delta -= tl.load(GradLse + rows * grad_lse_row + head * grad_lse_head, mask=rows < end, other=0.0)
@@ -268,8 +281,8 @@ def query_kernel(
 
     for at in range(first, last, BLOCK_N):
         keys = (at + tl.arange(0, BLOCK_N))[None, :]
-        k = _tile(Key, key_head_index, key_head, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
-        v = _tile(Value, key_head_index, value_head, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        k = _tile(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
+        v = _tile(Value, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         grad_products = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         boundary = (at < whole_from) | (at + BLOCK_N > whole_to)
@@ -280,7 +293,7 @@ def query_kernel(
         grad_query = tl.dot(slant.to(k.dtype), k, grad_query, input_precision=PRECISION)
 
     grad_query *= scale
-    _put(GradQuery, head, grad_query_head, grad_query_row, start, end, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
+    _put(GradQuery, grad_query_row, start, end, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
 
 
 @triton.jit(do_not_specialize=["lse_head", "slope_row"])
@@ -291,12 +304,16 @@ def key_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """What HEADS of a key head's query heads, in turn, give to the gradients of one tile of keys and their values."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    key_head_index = part * HEADS // GROUP
+    Key = _of_head(Key, part * HEADS // GROUP, key_head, UNIT, FAR)
+    Value = _of_head(Value, part * HEADS // GROUP, value_head, UNIT, FAR)
+    GradKey = _of_head(GradKey, part, grad_key_head, UNIT, FAR)
+    GradValue = _of_head(GradValue, part, grad_value_head, UNIT, FAR)
     start = tl.load(Tiles + 2 * tile)
     end = tl.load(Tiles + 2 * tile + 1)
 
@@ -308,16 +325,18 @@ def key_kernel(
     whole_from = tl.load(Lo + end - 1)
     whole_to = tl.load(Hi + start)
 
-    k = _tile(Key, key_head_index, key_head, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
-    v = _tile(Value, key_head_index, value_head, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+    k = _tile(Key, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
+    v = _tile(Value, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
     grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
     for head in range(part * HEADS, part * HEADS + HEADS):
+        HeadQuery = _of_head(Query, head, query_head, UNIT, FAR)
+        HeadGrad = _of_head(Grad, head, grad_head, UNIT, FAR)
         for at in range(first, last, BLOCK_M):
             rows = at + tl.arange(0, BLOCK_M)
-            q = _tile(Query, head, query_head, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
-            grad = _tile(Grad, head, grad_head, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+            q = _tile(HeadQuery, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
+            grad = _tile(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
             lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
             delta = tl.load(Delta + head * lse_head + rows, mask=rows < last, other=0.0)[None, :]
             own = rows[None, :]
@@ -336,8 +355,8 @@ def key_kernel(
             grad_key = tl.dot(slant.to(q.dtype), q, grad_key, input_precision=PRECISION)
 
     grad_key *= scale
-    _put(GradKey, part, grad_key_head, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
-    _put(GradValue, part, grad_value_head, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+    _put(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
+    _put(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
 
 
 @triton.jit(do_not_specialize=["lse_head", "grad_lse_row", "grad_lse_head", "slope_row"])
@@ -349,12 +368,16 @@ def closed_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """All three gradients of a tile that holds whole sequences, both sides of them, one key head."""
     tile = tl.program_id(0)
     key_head_index = tl.program_id(1)
+    Key = _of_head(Key, key_head_index, key_head, UNIT, FAR)
+    Value = _of_head(Value, key_head_index, value_head, UNIT, FAR)
+    GradKey = _of_head(GradKey, key_head_index, grad_key_head, UNIT, FAR)
+    GradValue = _of_head(GradValue, key_head_index, grad_value_head, UNIT, FAR)
     first = tl.load(Tiles + 4 * tile)
     last = tl.load(Tiles + 4 * tile + 1)
     start = tl.load(Tiles + 4 * tile + 2)
@@ -363,17 +386,21 @@ def closed_kernel(
     keys = (start + tl.arange(0, BLOCK_N))[:, None]
     lo = tl.load(Lo + keys, mask=keys < end, other=0)
     hi = tl.load(Hi + keys, mask=keys < end, other=0)
-    k = _tile(Key, key_head_index, key_head, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
-    v = _tile(Value, key_head_index, value_head, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+    k = _tile(Key, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
+    v = _tile(Value, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
     grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
     for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
+        HeadQuery = _of_head(Query, head, query_head, UNIT, FAR)
+        HeadGrad = _of_head(Grad, head, grad_head, UNIT, FAR)
+        HeadOut = _of_head(Out, head, out_head, UNIT, FAR)
+        HeadGradQuery = _of_head(GradQuery, head, grad_query_head, UNIT, FAR)
         for at in range(first, last, BLOCK_M):
             rows = at + tl.arange(0, BLOCK_M)
-            q = _tile(Query, head, query_head, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
-            grad = _tile(Grad, head, grad_head, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-            out = _tile(Out, head, out_head, out_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+            q = _tile(HeadQuery, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
+            grad = _tile(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+            out = _tile(HeadOut, out_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
             delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
             if LSE_GRADIENT:
                 delta -= tl.load(GradLse + rows * grad_lse_row + head * grad_lse_head, mask=rows < last, other=0.0)
@@ -393,20 +420,8 @@ def closed_kernel(
             grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
             grad_key = tl.dot(slant, q, grad_key, input_precision=PRECISION)
             grad_query = tl.dot(tl.trans(slant), k, input_precision=PRECISION) * scale
-            _put(GradQuery, head, grad_query_head, grad_query_row, at, last, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
+            _put(HeadGradQuery, grad_query_row, at, last, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
 
     grad_key *= scale
-    _put(GradKey, key_head_index, grad_key_head, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
-    _put(
-        GradValue,
-        key_head_index,
-        grad_value_head,
-        grad_value_row,
-        start,
-        end,
-        grad_value,
-        BLOCK_N,
-        VALUE_DIM,
-        BLOCK_V,
-        UNIT,
-    )
+    _put(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
+    _put(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
