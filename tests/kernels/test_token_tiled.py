@@ -89,11 +89,11 @@ def truth(case):
         return case.truth()
 
 
-def check(case, **options):
+def check(case, slack=1, **options):
     dtype = case.inputs["query"].dtype
     got = case.solve(on_tiles(case, **options))
     assert (got["out"].dtype, got["lse"].dtype) == (dtype, torch.float32)
-    assert_same(got, truth(case), TOLERANCE[dtype])
+    assert_same(got, truth(case), slack * TOLERANCE[dtype])
 
 
 @pytest.fixture
@@ -174,7 +174,9 @@ if GPU:
 @cases("dims, dtype", 1, HEAD_DIMS, DTYPES)
 def test_head_dims(dims, dtype):
     head_dim, value_dim = dims
-    check(case_of("cross", "causal", "gqa", dtype=dtype, head_dim=head_dim, value_dim=value_dim))
+    # one number's gradient is a sum in which much may cancel, so that the rounding of its terms is left
+    slack = 4 if head_dim == 1 else 1
+    check(case_of("cross", "causal", "gqa", dtype=dtype, head_dim=head_dim, value_dim=value_dim), slack)
 
 
 @exact
@@ -599,7 +601,7 @@ def test_operators_are_what_they_say(alibi):
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
 def test_the_gradient_of_lse_may_lie_heads_first(batch_invariant):
     """As lse itself does. From above it never comes so, but operators may be called by anybody."""
-    arguments, grad = operands()
+    arguments, grad = operands(lengths=(37, 5), heads=2, kv_heads=1, alibi=False)
     arguments = (*arguments[:-1], batch_invariant)
     out, lse = FORWARD(*arguments)
     grad_lse = torch.randn_like(lse)
