@@ -37,6 +37,8 @@ def candidates(kernel: str, batch: Batch) -> list[tuple[int, Tile]]:
     for m, n, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
         if not 256 <= m * n // warps <= 2048 or (stages == 4 and (big or kernel != "forward")):
             continue
+        if warps == 8 and 16 in (m, n):
+            continue  # Triton 3.6's code for float32 leaves the tensors for some of these
         if kernel == "closed" and n >= m and stages <= 2:
             found.append((n, Tile(m, n, warps, stages)))
         elif kernel == "forward" and m >= 32 and n >= 16:
