@@ -213,16 +213,16 @@ def backward(
                 has_grad_lse,
             )
             parts = _parts(heads, key_heads)
-            grid = key_heads * parts
+            programs = key_heads * parts
             targets = [grad_key, grad_value]
             if parts > 1:
-                targets = [x.new_empty(x.shape[0], grid, x.shape[2], dtype=torch.float32) for x in targets]
+                targets = [x.new_empty(x.shape[0], programs, x.shape[2], dtype=torch.float32) for x in targets]
             call.launch(
-                *(kernels.key_kernel, config.key, key_tiles, grid, plan.keys),
+                *(kernels.key_kernel, config.key, key_tiles, programs, plan.keys),
                 (query, key, value, grad, lse, delta, *targets),
                 (*inputs, *_rows_and_heads(grad, *targets)),
                 lse_strides[:1],
-                heads // grid,
+                heads // programs,
             )
             if parts > 1:
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):

@@ -67,6 +67,27 @@ def _put(
 
 
 @triton.jit
+def _reach(Lo, Hi, start, end):
+    """What any row of a tile meets, from … to; and what all of them meet, where nothing needs a mask."""
+    first = tl.load(Lo + start)
+    last = tl.load(Hi + end - 1)
+    whole_from = tl.load(Lo + end - 1)
+    whole_to = tl.load(Hi + start)
+    return first, last, whole_from, whole_to
+
+
+@triton.jit
+def _across(Own, Slopes, rows, end, head, slope_row, ALIBI: tl.constexpr):
+    """The key that stands across from each query, and the slope of its bias; neither is read without ALiBi."""
+    own = rows
+    slopes = 0.0 * rows
+    if ALIBI:
+        own = tl.load(Own + rows, mask=rows < end, other=0)
+        slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < end, other=0.0)
+    return own, slopes
+
+
+@triton.jit
 def _tanh(x, EXACT: tl.constexpr):
     far = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
     if EXACT:  # that cancels near 0, which float32 would show: the series there
@@ -189,15 +210,9 @@ def forward_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
     hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
-    first = tl.load(Lo + start)
-    last = tl.load(Hi + end - 1)
-    whole_from = tl.load(Lo + end - 1)
-    whole_to = tl.load(Hi + start)
-    own = rows[:, None]
-    slopes = 0.0
-    if ALIBI:
-        own = tl.load(Own + rows, mask=rows < end, other=0)[:, None]
-        slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < end, other=0.0)[:, None]
+    first, last, whole_from, whole_to = _reach(Lo, Hi, start, end)
+    own, slopes = _across(Own, Slopes, rows, end, head, slope_row, ALIBI)
+    own, slopes = own[:, None], slopes[:, None]
 
     q = _tile(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
     out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -258,15 +273,9 @@ def query_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
     hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
-    first = tl.load(Lo + start)
-    last = tl.load(Hi + end - 1)
-    whole_from = tl.load(Lo + end - 1)
-    whole_to = tl.load(Hi + start)
-    own = rows[:, None]
-    slopes = 0.0
-    if ALIBI:
-        own = tl.load(Own + rows, mask=rows < end, other=0)[:, None]
-        slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < end, other=0.0)[:, None]
+    first, last, whole_from, whole_to = _reach(Lo, Hi, start, end)
+    own, slopes = _across(Own, Slopes, rows, end, head, slope_row, ALIBI)
+    own, slopes = own[:, None], slopes[:, None]
 
     q = _tile(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
     grad = _tile(Grad, grad_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
@@ -320,10 +329,7 @@ def key_kernel(
     keys = (start + tl.arange(0, BLOCK_N))[:, None]
     lo = tl.load(Lo + keys, mask=keys < end, other=0)
     hi = tl.load(Hi + keys, mask=keys < end, other=0)
-    first = tl.load(Lo + start)
-    last = tl.load(Hi + end - 1)
-    whole_from = tl.load(Lo + end - 1)
-    whole_to = tl.load(Hi + start)
+    first, last, whole_from, whole_to = _reach(Lo, Hi, start, end)
 
     k = _tile(Key, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
     v = _tile(Value, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
@@ -339,11 +345,8 @@ def key_kernel(
             grad = _tile(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
             lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
             delta = tl.load(Delta + head * lse_head + rows, mask=rows < last, other=0.0)[None, :]
-            own = rows[None, :]
-            slopes = 0.0
-            if ALIBI:
-                own = tl.load(Own + rows, mask=rows < last, other=0)[None, :]
-                slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < last, other=0.0)[None, :]
+            own, slopes = _across(Own, Slopes, rows, last, head, slope_row, ALIBI)
+            own, slopes = own[None, :], slopes[None, :]
             products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             boundary = (at < whole_from) | (at + BLOCK_M > whole_to)
@@ -405,11 +408,8 @@ def closed_kernel(
             if LSE_GRADIENT:
                 delta -= tl.load(GradLse + rows * grad_lse_row + head * grad_lse_head, mask=rows < last, other=0.0)
             lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
-            own = rows[None, :]
-            slopes = 0.0
-            if ALIBI:
-                own = tl.load(Own + rows, mask=rows < last, other=0)[None, :]
-                slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < last, other=0.0)[None, :]
+            own, slopes = _across(Own, Slopes, rows, last, head, slope_row, ALIBI)
+            own, slopes = own[None, :], slopes[None, :]
             products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             weights, slant = _weights(
