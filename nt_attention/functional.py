@@ -111,6 +111,9 @@ def explain(
     Takes the arguments of ``varlen_attention`` and runs nothing. Print what it returns.
     """
     options.pop("return_lse", None)
+    unknown = sorted(options.keys() - (_Call.check.__kwdefaults__ or {}).keys())
+    if unknown:
+        raise TypeError(f"varlen_attention has no argument {', '.join(map(repr, unknown))}.")
     return explain_spec(_Call.check(query, key, value, layout, key_layout, **options).spec, backend)
 
 
@@ -150,12 +153,14 @@ class _Call(NamedTuple):
         query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
         query, key, value = _autocast(query, key, value)
         _check_tensors(query, key, value, layout, key_layout)
-        _check_options(causal_alignment, window_size, softcap, dropout_p)
+        _check_options(causal_alignment, window_size, softcap, dropout_p, scale)
         heads = query.shape[1]
-        if sinks is not None and (sinks.shape != (heads,) or sinks.device != query.device):
+        if sinks is not None and (
+            not isinstance(sinks, Tensor) or sinks.shape != (heads,) or sinks.device != query.device
+        ):
             raise ValueError(
-                f"sinks must be one score for each of the {heads} query heads, on {query.device}, "
-                f"got {tuple(sinks.shape)} on {sinks.device}."
+                f"sinks must be a tensor of one score for each of the {heads} query heads, on {query.device}, "
+                f"got {_told(sinks)}."
             )
         if alibi_slopes is not None:
             _check_slopes(alibi_slopes, heads, layout.batch_size, query.device)
@@ -190,6 +195,9 @@ def _packed(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
 ) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
     """Packed tensors and both layouts, from whichever form came in."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
     kinds = [nested.is_nested(x) for x in (query, key, value)]
     if not any(kinds):
         if layout is None:
@@ -274,33 +282,42 @@ def _wrong_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> str 
     return None
 
 
-def _check_options(causal_alignment: str, window_size: tuple[int, int], softcap: float, dropout_p: float) -> None:
+def _check_options(
+    causal_alignment: str, window_size: tuple[int, int], softcap: float, dropout_p: float, scale: float | None
+) -> None:
     check_window_size(window_size)
     if causal_alignment not in ("lower_right", "upper_left"):
         raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
-    if not (softcap >= 0 and math.isfinite(softcap)):
+    if not (isinstance(softcap, (int, float)) and 0 <= softcap < math.inf):
         raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}.")
-    if not 0 <= dropout_p < 1:
+    if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be a finite number, or None for D^−0.5, got {scale}.")
 
 
 def check_window_size(window_size: object) -> None:
     """Refuse what is not (left, right)."""
     sides = window_size if isinstance(window_size, Sequence) else ()
-    if len(sides) != 2 or any(int(side) != side or side < -1 for side in sides):
-        raise ValueError(f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size}.")
+    if len(sides) != 2 or any(not isinstance(side, int) or side < -1 for side in sides):
+        raise ValueError(
+            f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size!r}: two integers."
+        )
 
 
 def _check_slopes(slopes: Tensor, heads: int, batch: int, device: torch.device) -> None:
-    if slopes.shape not in ((heads,), (batch, heads)) or slopes.device != device:
+    if not isinstance(slopes, Tensor) or slopes.shape not in ((heads,), (batch, heads)) or slopes.device != device:
         raise ValueError(
-            f"alibi_slopes must be ({heads},) or ({batch}, {heads}) on {device}, "
-            f"got {tuple(slopes.shape)} on {slopes.device}."
+            f"alibi_slopes must be a tensor ({heads},) or ({batch}, {heads}) on {device}, got {_told(slopes)}."
         )
     if slopes.dtype != torch.float32 and slopes.dtype != torch.float64:
         raise ValueError(f"alibi_slopes must be float32 (flash kernels read nothing else), got {slopes.dtype}.")
     if slopes.requires_grad:
         raise ValueError("alibi_slopes get no gradient: pass slopes.detach(), or learn the bias in a score_mod.")
+
+
+def _told(x: object) -> str:
+    return f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
 
 
 def _some(layout: SequenceLayout) -> str:

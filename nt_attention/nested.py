@@ -126,11 +126,17 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, nested: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.places = (nested._offsets, nested._lengths, nested._ragged_idx, nested._metadata_cache)
         return nested._values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        if torch.is_grad_enabled():  # someone differentiates the gradient
+            offsets, lengths, ragged_dim, _ = ctx.places
+            return torch.nested.nested_tensor_from_jagged(grad, offsets, lengths, jagged_dim=ragged_dim)
         return _made(grad, *ctx.places)
 
 
@@ -139,11 +145,12 @@ class _Nested(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, ragged_dim: int, extremes: dict[str, Tensor]) -> Tensor:
+        ctx.set_materialize_grads(False)
         return _made(values.detach(), offsets, None, ragged_dim, extremes)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None, None]:
-        return grad._values, None, None, None
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None, None, None]:
+        return None if grad is None else _values(grad), None, None, None
 
 
 def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:

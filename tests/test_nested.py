@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracle import attention
 
+import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
 
 H, D = 3, 5
@@ -315,3 +316,41 @@ def test_strided_tensors_of_doubtful_shape_are_refused(parts):
     x = torch.nested.as_nested_tensor(parts, layout=torch.strided)
     with pytest.raises(ValueError, match=r"strided NestedTensor of shapes such as \(5, 3, 5\).*layout=torch.jagged"):
         varlen_attention(x, x, x)
+
+
+def module_of(backend):
+    return nta.VarlenMultiheadAttention(8, 2, backend=backend, dtype=torch.float64)
+
+
+def test_a_gradient_s_gradient_comes_through():
+    """Where the backend allows it: a penalty on the gradient weighs as it does on packed rows."""
+    module, layout = module_of("reference"), SequenceLayout.from_lengths([5, 3])
+    values = torch.randn(8, 8, dtype=torch.float64)
+    found = []
+    for leaf in (torch.nested.nested_tensor_from_jagged(values, layout.offsets), values.clone()):
+        leaf.requires_grad_()
+        out = module(leaf, leaf, leaf, layout=None if leaf.is_nested else layout)[0]
+        loss = (out.values() if leaf.is_nested else out).square().sum()
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        penalty = (grad.values() if leaf.is_nested else grad).square().sum()
+        found.append(torch.autograd.grad(loss + penalty, list(module.parameters())))
+    for nested, packed in zip(*found, strict=True):
+        torch.testing.assert_close(nested, packed)
+
+
+def test_a_kernel_s_gradient_can_t_be_differentiated_in_silence():
+    x = torch.nested.nested_tensor_from_jagged(torch.randn(8, 8, dtype=torch.float64), torch.tensor([0, 5, 8]))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(module_of("cpu")(x, x, x)[0].values().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.values().square().sum().backward()
+
+
+def test_gradients_in_float64_undefined_ones_too():
+    module, offsets = module_of("cpu"), torch.tensor([0, 3, 3, 8])
+
+    def function(values):
+        x = torch.nested.nested_tensor_from_jagged(values, offsets)
+        return module(x, x, x)[0].values()
+
+    assert torch.autograd.gradcheck(function, torch.randn(8, 8, dtype=torch.float64, requires_grad=True))

@@ -80,10 +80,16 @@ def _for_each_score(mod, scores: Tensor, b: int) -> Tensor:  # type: ignore[no-u
     return over_heads(scores, torch.tensor(b, device=scores.device), heads, queries, keys)
 
 
+def unsupported(spec: AttentionSpec) -> list[str]:
+    if spec.batch_invariant:  # matrix products on the CPU go by where their operands lie in memory
+        return ["does not promise batch invariance: leave batch_invariant at False."]
+    return []
+
+
 BACKEND = Backend(
     name="reference",
     about="plain PyTorch, one sequence at a time: every feature, any dtype, slow",
     missing=lambda: None,
-    unsupported=lambda spec: [],
+    unsupported=unsupported,
     forward=forward,
 )

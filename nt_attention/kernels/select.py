@@ -22,14 +22,14 @@ BACKENDS: dict[str, Backend] = {
 def fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
     """What ``"auto"`` asks, in this order, and takes the first that can run.
 
-    GPU: benchmarks/results/token_tiled_h200.md. token_tiled is ahead of torch_flash on every batch there, but for
-    gradients at head dims 129 to 192, which it pads to 256, and torch_flash to 192: 0.86 to 0.95 times as fast on
-    lognormal lengths up to 512 and 2048, 1.5 on those up to 128. CPU: docs/design.md; Triton runs there in its
-    interpreter alone, for tests.
+    GPU: benchmarks/results/token_tiled_h200.md. token_tiled is ahead of torch_flash on every batch there, but for one
+    kind: forward and backward at head dims 129 to 192, which token_tiled pads to 256 and torch_flash to 192.
+    token_tiled has 0.86 to 0.95 of its speed there on lengths of 112 and 450 in the mean, and 1.5 times it on 28.
+    CPU: docs/design.md; Triton runs there in its interpreter alone, for tests, and is not asked.
     """
     if spec.device.type == "cpu":
         return ("cpu", "reference")
-    if 128 < spec.head_dim <= 192 and spec.needs_grad and spec.mean_queries > 64:
+    if 128 < max(spec.head_dim, spec.value_dim) <= 192 and spec.needs_grad and spec.mean_queries > 64:
         return ("torch_flash", "token_tiled", "reference")
     return ("token_tiled", "torch_flash", "reference")
 

@@ -111,6 +111,13 @@ def test_explain_says_so_where_the_one_asked_for_cannot_run(inputs):
     assert str(told).startswith("backend='cpu': it can't run this call.")
 
 
+def test_batch_invariance_is_promised_by_nobody_on_a_cpu(inputs):
+    assert nta.explain(**inputs, batch_invariant=True).chosen is None
+    for name in ("cpu", "reference"):
+        with pytest.raises(ValueError, match=f"{name} .* leave batch_invariant at False"):
+            nta.varlen_attention(**inputs, batch_invariant=True, backend=name)
+
+
 def test_explain_refuses_what_varlen_attention_refuses(inputs):
     with pytest.raises(TypeError, match="windw_size"):
         nta.explain(**inputs, windw_size=(3, 3))

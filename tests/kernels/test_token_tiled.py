@@ -349,7 +349,7 @@ def test_any_sizes_of_tiles_give_the_same(monkeypatch, tiles, geometry, extra, d
 
 
 @exact
-@pytest.mark.parametrize("window", [(2, -1), (-1, 2), (17, -1), (-1, 17), (23, 29)], ids=str)
+@pytest.mark.parametrize("window", [(2, -1), (-1, 2), (17, -1), (-1, 17), (23, 29), (3, 2**63 - 1)], ids=str)
 @pytest.mark.parametrize("tiles", ["tall", "nothing-shared"])
 def test_blocks_that_only_some_rows_see_whole(monkeypatch, tiles, window):
     monkeypatch.setattr(ops, "config_for", lambda *_: TILES[tiles])
@@ -416,18 +416,14 @@ DROPOUT_LENGTHS = [61, 5, 0, 13, 29, 1]
 
 
 @exact
-@pytest.mark.parametrize(
-    ("options", "batch_invariant"),
-    [({}, False), ({"softcap": 1.3, "window_size": (19, 3)}, True)],
-    ids=["full", "softcap-window-batch-invariant"],
-)
-def test_dropout_is_the_same_forward_and_backward(options, batch_invariant):
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.3, "window_size": (19, 3)}], ids=["full", "softcap-window"])
+def test_dropout_is_the_same_forward_and_backward(options):
     """With the identity as values, the output holds the weights that were kept; gradients must be of these."""
     case = placed(Problem(DROPOUT_LENGTHS, None, 4, 2, 11, max(DROPOUT_LENGTHS), dtype=torch.float32, options=options))
     eye = torch.eye(max(DROPOUT_LENGTHS), device=DEVICE)
     case.inputs["value"] = torch.cat([eye[:n] for n in DROPOUT_LENGTHS])[:, None].repeat(1, 2, 1)
     p = 0.31
-    got = dropped(case, p, batch_invariant=batch_invariant)
+    got = dropped(case, p)
 
     def by_hand(query, key, value, **options):
         outs, lses = [], []
@@ -457,8 +453,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean(p):
         torch.manual_seed(3)
         again, _ = function(**case.inputs, **case.options)
         other, _ = function(**case.inputs, **case.options)
-        torch.manual_seed(3)
-        invariant, _ = function(**case.inputs, **case.options, batch_invariant=True)
     kept = weights > 0
     torch.testing.assert_close(weights[kept] * n * (1 - p), torch.ones_like(weights[kept]))
     count = kept.numel()
@@ -471,7 +465,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean(p):
         found = (one == two).double().mean().item()
         assert abs(found - agree) < 5 * (agree * (1 - agree) / one.numel()) ** 0.5
     assert torch.equal(again, weights)
-    assert torch.equal(invariant > 0, kept), "whatever the tiles"
 
 
 # --- the same bits
@@ -837,7 +830,7 @@ def test_nothing_waits_for_the_device(batch_invariant):
         tensors, grad = random_inputs(layout.total, 4, 2, 64, torch.bfloat16)
         options = {
             "window_size": (100, 0),
-            "dropout_p": 0.1,
+            "dropout_p": 0.0 if batch_invariant else 0.1,
             "alibi_slopes": slopes,
             "batch_invariant": batch_invariant,
         }
@@ -903,6 +896,7 @@ SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 4, 4, 64, 64, 0.125)
         ({"causal_alignment": "upper_left", "is_causal": True, "equal_lengths": False}, None),
         ({"softcap": 2.0, "alibi": True, "window_size": (3, 5), "dropout_p": 0.1}, None),
         ({"deterministic": True, "batch_invariant": True, "needs_grad": True}, None),
+        ({"batch_invariant": True, "dropout_p": 0.1}, "leave dropout_p at 0"),
         ({"dtype": torch.float64}, "torch.autocast"),
         ({"head_dim": 320}, "got 320"),
         ({"value_dim": 257}, "got 257"),

@@ -43,6 +43,10 @@ def unsupported(spec: AttentionSpec) -> list[str]:
         reasons.append(f"head dims go up to {MAX_HEAD_DIM}, got {max(spec.head_dim, spec.value_dim)}.")
     if spec.score_mod is not None or spec.mask_mod is not None:
         reasons.append("takes no score_mod or mask_mod: use is_causal, window_size, softcap, alibi_slopes.")
+    if spec.batch_invariant and spec.dropout_p:
+        reasons.append(
+            "drops weights by where a sequence stands in the batch: leave dropout_p at 0 or batch_invariant at False."
+        )
     return reasons
 
 

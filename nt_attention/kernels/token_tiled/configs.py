@@ -23,7 +23,10 @@ class Tile(NamedTuple):
 
 
 class Config(NamedTuple):
-    """The tiles of a call's kernels. ``shared``: sequences up to this length share tiles whole, and ``closed``."""
+    """The tiles of a call's kernels.
+
+    ``shared``: sequences up to this length share tiles whole, and take ``closed``, whose ``block_n`` is at least that.
+    """
 
     shared: int
     forward: Tile
@@ -32,8 +35,9 @@ class Config(NamedTuple):
     closed: Tile
 
 
-# (head dim, bytes of an element) to profiles, the first whose longest and mean length are not exceeded. Head dims go up
-# to the next row: 80 takes that of 128.
+# (head dim, bytes of an element) to profiles, the first whose bounds are not exceeded: the longest sequence of either
+# side, or what a window lets a query see if that is less; and the mean number of queries. Head dims go up to the next
+# row: 80 takes that of 128.
 Profiles = dict[tuple[float, float], Config]
 ANY = float("inf")
 

@@ -32,7 +32,7 @@ def launch(
         warps,
         stages,
         tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]),
-        tuple([1 if i == 1 else -1 if i > _INT32_MAX else i % 16 == 0 for i in integers]),
+        tuple([i if i == 1 else (i % 16 == 0, i > _INT32_MAX) for i in integers]),
     )
     arguments = (*tensors, *integers, *floats, *constants)
     form = _forms.get(key)

@@ -29,9 +29,13 @@ _CALL = (
     "Tensor? seed, float scale, int window_left, int window_right, bool upper_left, float softcap, float dropout_p, "
     "bool batch_invariant"
 )
-LIBRARY.define(f"token_tiled_forward({_CALL}) -> (Tensor, Tensor)")
+# Lengths are read on the host, so compilers must not record these into CUDA graphs of their own accord. Whoever
+# captures one by hand warms up on the layout first, and keeps it.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+LIBRARY.define(f"token_tiled_forward({_CALL}) -> (Tensor, Tensor)", tags=_TAGS)
 LIBRARY.define(
-    f"token_tiled_backward(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)"
+    f"token_tiled_backward(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
 )
 
 
@@ -83,6 +87,7 @@ class _Call(NamedTuple):
     slopes: Tensor | None
     seed: Tensor | None
     floats: tuple[float, float, float]  # scale, softcap, dropout_p
+    query_heads: int
 
     @classmethod
     def prepare(
@@ -113,7 +118,7 @@ class _Call(NamedTuple):
         switches = (linear, softcap != 0, alibi_slopes is not None, dropout_p > 0)
         kind = (query.device, query.dtype, shape, switches, (window_left, window_right), upper_left, batch_invariant)
         recipe = layout.remember(("token_tiled", *kind), lambda: _Recipe.make(layout, key_layout, *kind), key_layout)
-        return cls(recipe, alibi_slopes, seed, (scale, softcap, dropout_p))
+        return cls(recipe, alibi_slopes, seed, (scale, softcap, dropout_p), query.shape[1])
 
     def launch(
         self,
@@ -132,8 +137,7 @@ class _Call(NamedTuple):
         some = meeting.lo  # stands for what this call does not have, and the kernel does not read
         given = (*tensors, tiles, meeting.lo, meeting.hi, self.recipe.plan.queries.own, self.slopes, self.seed)
         unit = math.gcd(16, *strides)
-        group = self.recipe.constants[0]
-        far = max(strides[1::2]) * heads * group > _INT32_MAX
+        far = max(strides[1::2]) * self.query_heads > _INT32_MAX
         slope_row = self.slopes.stride(0) if self.slopes is not None and self.slopes.dim() == 2 else 0
         launch(
             kernel,

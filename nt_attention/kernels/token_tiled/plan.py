@@ -68,7 +68,7 @@ class Plan:
         )
 
     def query_tiles(self, rows: int, shared: int, *, without_closed: bool = False) -> Tensor:
-        """(N, 2) int32, begin and end of tiles of up to ``rows`` queries, those with most to do first.
+        """(N, 2) int32, begin and end of tiles of up to ``rows`` queries; where any sequence is cut, the longest first.
 
         Sequences of up to ``shared`` tokens share tiles, whole; with 0 each begins one of its own.
         """
@@ -140,8 +140,9 @@ def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor, before:
     of_token = mine.sequence_ids
     own = mine.position_ids + (begins + shift)[of_token]
     begins, ends = begins[of_token], ends[of_token]
-    lo = begins if math.isinf(before) else (own - int(before)).clamp(begins, ends)
-    hi = ends if math.isinf(after) else (own + int(after) + 1).clamp(begins, ends)
+    # no sequence is longer than 2^31, so neither is what a window of more can see
+    lo = begins if math.isinf(before) else (own - int(min(before, 2**31))).clamp(begins, ends)
+    hi = ends if math.isinf(after) else (own + int(min(after, 2**31)) + 1).clamp(begins, ends)
     return Meeting(lo.int(), hi.int(), own.int())
 
 
