@@ -9,33 +9,17 @@ nn.MultiheadAttention gets the key_padding_mask and need_weights=False, in the f
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from batches import BATCHES
-from timing import device_ms, host_us
+from timing import device_ms, host_us, wall_ms
 from torch import nn
 
 import nt_attention as nta
-
-
-def wall_ms(function: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float:
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            function()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) / calls * 1e3)
-    return statistics.median(times)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""GPU times without the host's: work is queued behind a pause of the device, long enough for the host to get ahead."""
+"""GPU times: the device's alone, the host's alone, and both. What is timed alone is kept from waiting for the other."""
 
 from __future__ import annotations
 
@@ -33,14 +33,26 @@ def device_ms(function: Callable[[], Any], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
+def wall_ms(function: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float:
+    """A call's time in ms as the user sees it, the host's and the device's part: the median over bursts of calls."""
+    return 1e3 * _bursts(function, calls, repeats, to_the_end=True)
+
+
 def host_us(function: Callable[[], Any], calls: int = 200, repeats: int = 7) -> float:
-    """The median over ``repeats`` of the host's time for a call, in µs, while the device keeps up."""
+    """The host's time for a call in µs, while the device keeps up: the median over bursts of calls."""
+    return 1e6 * _bursts(function, calls, repeats, to_the_end=False)
+
+
+def _bursts(function: Callable[[], Any], calls: int, repeats: int, *, to_the_end: bool) -> float:
+    for _ in range(3):
+        function()
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(calls):
             function()
-        times.append((time.perf_counter() - began) / calls * 1e6)
-        torch.cuda.synchronize()
+        if to_the_end:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / calls)
     return statistics.median(times)

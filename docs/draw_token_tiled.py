@@ -7,7 +7,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from nt_attention import SequenceLayout
-from nt_attention.kernels.token_tiled.plan import Plan, open_window
+from nt_attention.kernels.spec import open_window
+from nt_attention.kernels.token_tiled.plan import Plan
 
 LENGTHS = [12, 7, 19, 3, 10, 5, 14, 100, 6, 21, 9, 15, 4, 11, 8, 17, 2, 13]
 ROWS, KEYS = 64, 32  # of a tile, and of the blocks of keys that it goes through

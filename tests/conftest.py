@@ -1,4 +1,4 @@
-"""Shared by all tests: fixed seeds, and a device fixture for those that run on a GPU as well."""
+"""Shared by all tests: fixed seeds, buffers that show what was not written, and no GPU tests without a GPU."""
 
 import os
 
@@ -15,6 +15,23 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer that is made without being filled holds NaN."""
+
+    def poison(make):
+        def made(*args, **kwargs):
+            buffer = make(*args, **kwargs)
+            return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+    assert torch.empty(1).isnan()
+    assert torch.ones(1).new_empty(1).isnan()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

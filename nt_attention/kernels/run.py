@@ -184,15 +184,7 @@ def _add_lse_pass(
     grads[1].add_(share, alpha=spec.scale)
 
 
-def _attend_to_nothing(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor]:
+def _attend_to_nothing(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     out = query.new_zeros(*query.shape[:2], value.shape[2])
     return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
 

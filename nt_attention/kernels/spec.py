@@ -21,6 +21,11 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 CausalAlignment = Literal["lower_right", "upper_left"]
 
 
+def open_window(left: int, right: int) -> tuple[float, float]:
+    """A window that is −1 where it is open, with inf there."""
+    return math.inf if left < 0 else left, math.inf if right < 0 else right
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """One call, without its tensors: all that decides which backend can run it, and how.
@@ -63,7 +68,7 @@ class AttentionSpec:
     @property
     def window(self) -> tuple[float, float]:
         """How far back and ahead of its own place a query sees, causality included; inf where it is open."""
-        left, right = (math.inf if side < 0 else side for side in self.window_size)
+        left, right = open_window(*self.window_size)
         return left, 0 if self.is_causal else right
 
     @property

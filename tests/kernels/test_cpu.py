@@ -34,24 +34,6 @@ def test_agrees_with_the_oracle_in_float32(geometry, extra):
     assert_same(got, case.truth(), 3e-5)
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Every buffer that is made without being filled holds NaN."""
-
-    def poison(make):
-        def made(*args, **kwargs):
-            buffer = make(*args, **kwargs)
-            return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
-
-        return made
-
-    for owner, names in ((torch, ("empty", "empty_like")), (torch.Tensor, ("new_empty",))):
-        for name in names:
-            monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
-    assert torch.empty(1).isnan()
-    assert torch.ones(1).new_empty(1).isnan()
-
-
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("extra", ["plain", "all"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nt_attention import SequenceLayout
-from nt_attention.kernels.token_tiled.plan import Plan, open_window
+from nt_attention.kernels.spec import open_window
+from nt_attention.kernels.token_tiled.plan import Plan
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 13)), max_size=7)
 SIDE = st.sampled_from([math.inf, 0, 1, 3, 11])
@@ -174,3 +175,12 @@ def test_a_plan_keeps_no_offsets_alive(window):
 def test_a_window_as_operators_take_it():
     assert open_window(-1, 5) == (math.inf, 5)
     assert open_window(0, -1) == (0, math.inf)
+
+
+@pytest.mark.parametrize("window", [(math.inf, math.inf), (3, 3), (3, 1), (math.inf, 0)], ids=str)
+def test_one_layout_on_both_sides_gives_what_two_alike_give(window):
+    one, two = (SequenceLayout.from_lengths([5, 0, 1, 13, 2]) for _ in range(2))
+    got, want = Plan.make(one, one, window, False), Plan.make(one, two, window, False)
+    for side in ("queries", "keys"):
+        for name in ("lo", "hi", "own"):
+            assert torch.equal(getattr(getattr(got, side), name), getattr(getattr(want, side), name)), (side, name)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...layout import SequenceLayout
-from .plan import Plan, open_window
+from ..spec import open_window
+from .plan import Plan
 
 
 @functools.cache
@@ -29,30 +30,22 @@ def register() -> None:
             counter.flop_registry.update({operator: flop_counter.flop_registry[operator] for operator in formulas})
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **_: Any) -> int:
-    """Two matrix products: scores and output."""
-    return 2 * _pairs(query, key, *rest) * (query.shape[2] + value.shape[2])
+def forward(*call: Any, out_val: Any) -> int:
+    """Two matrix products: scores and output. Takes the operator's arguments, and what it gave."""
+    query, _, value = call[:3]
+    return 2 * _pairs(*call) * (query.shape[2] + value.shape[2])
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *rest: Any,
-    out_val: Any = None,
-    **_: Any,
-) -> int:
+def backward(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *call: Any, out_val: Any) -> int:
     """Five: scores again, the gradients of the weights, and of query, key and value."""
-    return 2 * _pairs(query, key, *rest) * (3 * query.shape[2] + 2 * value.shape[2])
+    query, _, value = call[:3]
+    return 2 * _pairs(*call) * (3 * query.shape[2] + 2 * value.shape[2])
 
 
 def _pairs(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     cu_seqlens: Tensor,
     key_cu_seqlens: Tensor,
     alibi_slopes: Tensor | None,

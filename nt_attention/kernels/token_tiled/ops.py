@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ...layout import SequenceLayout
+from ..spec import open_window
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
-from .plan import Meeting, Plan, open_window
+from .plan import Meeting, Plan
 
 _INT32_MAX = 2**31 - 1
 LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")

@@ -60,9 +60,11 @@ class Plan:
         shift = key_layout.lengths - layout.lengths
         if upper_left:
             shift = torch.zeros_like(shift)
+        queries = _meeting(layout, key_layout, shift, left, right)
+        alike = layout is key_layout and left == right  # then what a query meets is what meets it as a key
         return cls(
-            queries=_meeting(layout, key_layout, shift, left, right),
-            keys=_meeting(key_layout, layout, -shift, right, left),
+            queries=queries,
+            keys=queries if alike else _meeting(key_layout, layout, -shift, right, left),
             offsets=layout.host_offsets.tolist(),
             key_offsets=key_layout.host_offsets.tolist(),
         )
@@ -127,11 +129,6 @@ class Plan:
     def _to_device(self, tiles: Tensor) -> Tensor:
         # a pageable copy to the device is staged by the driver, so the host need not wait for it
         return tiles.to(self.queries.lo.device, torch.int32, non_blocking=True)
-
-
-def open_window(left: int, right: int) -> tuple[float, float]:
-    """A window as operators take it, −1 where it is open, with inf there."""
-    return math.inf if left < 0 else left, math.inf if right < 0 else right
 
 
 def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor, before: float, after: float) -> Meeting:

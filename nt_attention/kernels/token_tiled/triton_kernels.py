@@ -188,6 +188,15 @@ def _backward_lse(Lse, rows, end):
     return tl.where(lse == -INF, INF, lse)
 
 
+@triton.jit
+def _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE_GRADIENT: tl.constexpr):
+    """What a row's weights give back together: rowsum(dout · out), less the gradient of its log-sum-exp."""
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    if LSE_GRADIENT:
+        delta -= tl.load(GradLse + rows * grad_lse_row + head * grad_lse_head, mask=rows < end, other=0.0)
+    return delta
+
+
 @triton.jit(do_not_specialize=["lse_head", "slope_row"])
 def forward_kernel(
     Query, Key, Value, Out, Lse, Tiles, Lo, Hi, Own, Slopes, Seed,
@@ -280,9 +289,7 @@ def query_kernel(
     q = _tile(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
     grad = _tile(Grad, grad_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
     out = _tile(Out, out_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    if LSE_GRADIENT:
-        delta -= tl.load(GradLse + rows * grad_lse_row + head * grad_lse_head, mask=rows < end, other=0.0)
+    delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE_GRADIENT)
     tl.store(Delta + head * lse_head + rows, delta, mask=rows < end)
     delta = delta[:, None]
     lse = _backward_lse(Lse + head * lse_head, rows, end)[:, None]
@@ -404,9 +411,7 @@ def closed_kernel(
             q = _tile(HeadQuery, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
             grad = _tile(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
             out = _tile(HeadOut, out_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-            delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-            if LSE_GRADIENT:
-                delta -= tl.load(GradLse + rows * grad_lse_row + head * grad_lse_head, mask=rows < last, other=0.0)
+            delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, last, head, LSE_GRADIENT)
             lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
             own, slopes = _across(Own, Slopes, rows, last, head, slope_row, ALIBI)
             own, slopes = own[None, :], slopes[None, :]
