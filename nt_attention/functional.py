@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from . import nested
-from .kernels.run import run
-from .kernels.select import Explanation, choose, explain_spec
-from .kernels.spec import AttentionSpec, CausalAlignment, MaskMod, ScoreMod
+from .kernels.run import run, run_later
+from .kernels.select import Explanation, choose, chosen_later, circumstances, explain_spec, warn_if_slow
+from .kernels.spec import AttentionSpec, Backend, CausalAlignment, MaskMod, Problem, ScoreMod
+from .kernels.work import work
 from .layout import SequenceLayout
 
 
@@ -85,11 +86,9 @@ def varlen_attention(
         query, key, value, layout, key_layout, sinks=sinks, alibi_slopes=alibi_slopes, is_causal=is_causal,
         causal_alignment=causal_alignment, window_size=window_size, scale=scale, softcap=softcap, score_mod=score_mod,
         mask_mod=mask_mod, dropout_p=dropout_p, deterministic=deterministic, batch_invariant=batch_invariant,
+        backend=backend,
     )  # fmt: skip
-    kernel = choose(call.spec, backend)
-    out, lse = run(
-        kernel, call.query, call.key, call.value, alibi_slopes, sinks, call.layout, call.key_layout, call.spec
-    )
+    out, lse = call.run(sinks)
     if call.rewrap is not None:
         out = call.rewrap(out)
         lse = call.rewrap(lse, True) if return_lse else lse
@@ -114,18 +113,19 @@ def explain(
     unknown = sorted(options.keys() - (_Call.check.__kwdefaults__ or {}).keys())
     if unknown:
         raise TypeError(f"varlen_attention has no argument {', '.join(map(repr, unknown))}.")
-    return explain_spec(_Call.check(query, key, value, layout, key_layout, **options).spec, backend)
+    problem = _Call.check(query, key, value, layout, key_layout, backend=backend, **options, choosing=False).problem
+    return explain_spec(problem.spec, work(problem.layout, problem.key_layout, problem.spec), backend)
 
 
 class _Call(NamedTuple):
-    """A checked call: packed tensors, their layouts, and how to give the result the query's form."""
+    """A checked call: packed tensors, all else that there is to say, and how to give the result the query's form."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    layout: SequenceLayout
-    key_layout: SequenceLayout
-    spec: AttentionSpec
+    problem: Problem
+    kernel: Backend | None
+    backend: str
     rewrap: Callable[..., Tensor] | None
 
     @classmethod
@@ -149,46 +149,71 @@ class _Call(NamedTuple):
         dropout_p: float = 0.0,
         deterministic: bool = False,
         batch_invariant: bool = False,
+        backend: str = "auto",
+        choosing: bool = True,
     ) -> _Call:
         query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
         query, key, value = _autocast(query, key, value)
-        _check_tensors(query, key, value, layout, key_layout)
-        _check_options(causal_alignment, window_size, softcap, dropout_p, scale)
-        heads = query.shape[1]
-        if sinks is not None and (
-            not isinstance(sinks, Tensor) or sinks.shape != (heads,) or sinks.device != query.device
-        ):
-            raise ValueError(
-                f"sinks must be a tensor of one score for each of the {heads} query heads, on {query.device}, "
-                f"got {_told(sinks)}."
+        check_window_size(window_size)
+        needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        compiling = torch.compiler.is_compiling()
+
+        def decide() -> tuple[AttentionSpec, Backend | None]:
+            _check_tensors(query, key, value, layout, key_layout)
+            _check_options(causal_alignment, window_size, softcap, dropout_p, scale)
+            spec = AttentionSpec(
+                device=query.device,
+                dtype=query.dtype,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                head_dim=query.shape[2],
+                value_dim=value.shape[2],
+                scale=query.shape[2] ** -0.5 if scale is None else float(scale),
+                is_causal=bool(is_causal),
+                causal_alignment=causal_alignment,
+                window_size=(int(window_size[0]), int(window_size[1])),
+                softcap=float(softcap),
+                alibi=alibi_slopes is not None,
+                score_mod=score_mod,
+                mask_mod=mask_mod,
+                dropout_p=float(dropout_p),
+                deterministic=bool(deterministic),
+                batch_invariant=bool(batch_invariant),
+                needs_grad=needs_grad,
+                # a graph may run with other lengths: what runs in it looks at them
+                equal_lengths=layout is key_layout or (not compiling and layout.same_lengths(key_layout)),
+                min_keys=0 if compiling and layout is not key_layout else key_layout.min_seqlen,
             )
+            if compiling and chosen_later(spec, backend):
+                return spec, None
+            return spec, choose(spec, work(layout, key_layout, spec), backend) if choosing else None
+
+        if compiling or not choosing or score_mod is not None or mask_mod is not None:
+            spec, kernel = decide()  # to remember them would keep the functions given here as long as the batch
+        else:
+            # the same for all layers of a model
+            asked = (
+                *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
+                *(query.device, key.device, value.device, alibi_slopes is None, is_causal, causal_alignment),
+                *(tuple(window_size), scale, softcap, dropout_p, deterministic, batch_invariant, needs_grad),
+                *circumstances(backend),
+            )
+            spec, kernel = layout.remember(asked, decide, None if key_layout is layout else key_layout)
+        _check_rows(query, key, value, layout, key_layout)
+        if sinks is not None:
+            _check_sinks(sinks, query)
         if alibi_slopes is not None:
-            _check_slopes(alibi_slopes, heads, layout.batch_size, query.device)
-        same = layout is key_layout or layout.same_lengths(key_layout)
-        spec = AttentionSpec(
-            device=query.device,
-            dtype=query.dtype,
-            num_heads=heads,
-            num_kv_heads=key.shape[1],
-            head_dim=query.shape[2],
-            value_dim=value.shape[2],
-            scale=query.shape[2] ** -0.5 if scale is None else float(scale),
-            is_causal=bool(is_causal),
-            causal_alignment=causal_alignment,
-            window_size=(int(window_size[0]), int(window_size[1])),
-            softcap=float(softcap),
-            alibi=alibi_slopes is not None,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            dropout_p=float(dropout_p),
-            deterministic=deterministic,
-            batch_invariant=batch_invariant,
-            needs_grad=torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-            equal_lengths=same,
-            min_keys=key_layout.min_seqlen,
-            mean_queries=layout.total / max(1, layout.batch_size),
-        )
-        return cls(query, key, value, layout, key_layout, spec, rewrap)
+            _check_slopes(alibi_slopes, query.shape[1], layout.batch_size, query.device)
+        return cls(query, key, value, Problem(layout, key_layout, alibi_slopes, spec), kernel, backend, rewrap)
+
+    def run(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out (T, H, Dv) and lse (T, H)."""
+        tensors = (self.query, self.key, self.value)
+        if self.kernel is None:
+            return run_later(self.backend, *tensors, sinks, self.problem)
+        if self.kernel.name == "reference":
+            warn_if_slow(self.problem, self.backend, stacklevel=4)
+        return run(self.kernel, *tensors, sinks, self.problem)
 
 
 def _packed(
@@ -262,6 +287,9 @@ def _check_tensors(
             f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
             "queries needs its own keys, of length 0 if it has none."
         )
+
+
+def _check_rows(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> None:
     layout.check_rows(query, "query")
     for name, x in (("key", key), ("value", value)):
         key_layout.check_rows(x, name)
@@ -285,7 +313,6 @@ def _wrong_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> str 
 def _check_options(
     causal_alignment: str, window_size: tuple[int, int], softcap: float, dropout_p: float, scale: float | None
 ) -> None:
-    check_window_size(window_size)
     if causal_alignment not in ("lower_right", "upper_left"):
         raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
     if not (isinstance(softcap, (int, float)) and 0 <= softcap < math.inf):
@@ -302,6 +329,15 @@ def check_window_size(window_size: object) -> None:
     if len(sides) != 2 or any(not isinstance(side, int) or side < -1 for side in sides):
         raise ValueError(
             f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size!r}: two integers."
+        )
+
+
+def _check_sinks(sinks: Tensor, query: Tensor) -> None:
+    heads = query.shape[1]
+    if not isinstance(sinks, Tensor) or sinks.shape != (heads,) or sinks.device != query.device:
+        raise ValueError(
+            f"sinks must be a tensor of one score for each of the {heads} query heads, on {query.device}, "
+            f"got {_told(sinks)}."
         )
 
 

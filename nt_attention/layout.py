@@ -29,6 +29,7 @@ class HostFacts:
     version: int | None
     host: Tensor  # (B+1,) int64, a copy on the CPU
     other: Tensor  # (B+1,) the offsets in the other of int32 and int64, on their own device
+    first: int
     total: int
     max_seqlen: int
     min_seqlen: int
@@ -89,6 +90,7 @@ def _remember_facts(offsets: Tensor, host: Tensor, other: Tensor) -> HostFacts:
         version=None if offsets.is_inference() else offsets._version,
         host=host,
         other=other,
+        first=int(host[0]),
         total=int(host[-1] - host[0]),
         max_seqlen=int(lengths.max()) if lengths.numel() else 0,
         min_seqlen=int(lengths.min()) if lengths.numel() else 0,
@@ -151,10 +153,9 @@ class SequenceLayout:
         """
         offsets = source_of(offsets)
         facts = host_facts(offsets)
-        if int(facts.host[0]) != 0:
+        if facts.first:
             raise ValueError(
-                f"offsets must begin at 0, got {int(facts.host[0])}: drop the rows before that and pass "
-                "offsets - offsets[0]."
+                f"offsets must begin at 0, got {facts.first}: drop the rows before that and pass offsets - offsets[0]."
             )
         if max_seqlen is not None and max_seqlen < facts.max_seqlen:
             raise ValueError(
@@ -290,6 +291,11 @@ class SequenceLayout:
         return self.remember("lengths", self.offsets.diff)
 
     @property
+    def sum_of_squares(self) -> int:
+        """Of the lengths: the (query, key) pairs of attention without a mask."""
+        return self.remember("sum_of_squares", lambda: int(self.host_offsets.diff().square().sum()))
+
+    @property
     def sequence_ids(self) -> Tensor:
         """(T,) int64, the sequence that each token belongs to."""
 
@@ -319,7 +325,7 @@ class SequenceLayout:
         """
         memo: MutableMapping[object, Any] = self._memo
         if other is not None:
-            memo, key = self._memo.setdefault(key, WeakIdKeyDictionary()), other._memo  # type: ignore[assignment]
+            memo, key = self._memo.setdefault((key, "with"), WeakIdKeyDictionary()), other._memo  # type: ignore[assignment]
         if key not in memo:
             with torch.inference_mode(False), torch.no_grad():  # an evaluation's indices serve training as well
                 memo[key] = build()
@@ -336,6 +342,11 @@ class SequenceLayout:
             return SequenceLayout._from_host_lengths(self.host_offsets.diff() + extra, self.device)
 
         return self.remember(("extended", extra), build)
+
+    @property
+    def reversed(self) -> SequenceLayout:
+        """The layout of the rows in reverse order: the last sequence first."""
+        return self.remember("reversed", lambda: self._from_host_lengths(self.host_offsets.diff().flip(0), self.device))
 
     def pack(self, padded: Tensor) -> Tensor:
         """The tokens (T, …) of a padded batch (B, L, …).

@@ -48,11 +48,16 @@ def is_nested(tensor: object) -> bool:
 
 def unwrap_each(**named: Tensor) -> tuple[Unwrapped, ...]:
     """``unwrap`` for each argument by its name; one that is given twice is taken apart once."""
-    done: dict[int, Unwrapped] = {}
-    for name, x in named.items():
-        if id(x) not in done:
-            done[id(x)] = unwrap(x, name)
-    return tuple(done[id(x)] for x in named.values())
+    with _past_torch_function():
+        distinct = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
+        values = dict(zip(distinct, _values(*distinct.values()), strict=True))
+        layouts: dict[int, SequenceLayout] = {}
+        done: dict[int, Unwrapped] = {}
+        for name, x in named.items():
+            at = id(x)
+            if at not in done:
+                done[at] = _unwrap_jagged(x, values[at], name, layouts) if at in distinct else unwrap(x, name)
+        return tuple([done[id(x)] for x in named.values()])
 
 
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
@@ -78,30 +83,35 @@ def unwrap(nested: Tensor, name: str) -> Unwrapped:
             "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
         )
     with _past_torch_function():
-        return _unwrap_jagged(nested, name) if isinstance(nested, NestedTensor) else _unwrap_strided(nested, name)
+        if isinstance(nested, NestedTensor):
+            return _unwrap_jagged(nested, _values(nested)[0], name, {})
+        return _unwrap_strided(nested, name)
 
 
-def _unwrap_jagged(nested: Tensor, name: str) -> Unwrapped:
+def _unwrap_jagged(nested: Tensor, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:
+    """``layouts``: those of the offsets that have been met, by their id, for one layout to serve all of them."""
     ragged_dim: int = nested._ragged_idx  # type: ignore[attr-defined]
-    values = _values(nested)
     if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
             f"{name} is ragged in dimension {ragged_dim} of {values.dim() + 1}: pass (B, j, …), or (B, H, j, D) "
             f"(a transpose of dimensions 1 and {ragged_dim} makes it)."
         )
-    offsets: Tensor = nested.offsets()  # type: ignore[attr-defined]
-    lengths: Tensor | None = nested.lengths()  # type: ignore[attr-defined]
+    offsets: Tensor = nested._offsets  # type: ignore[attr-defined]
+    lengths: Tensor | None = nested._lengths  # type: ignore[attr-defined]
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
-    facts = host_facts(source_of(offsets))
-    if lengths is None and int(facts.host[0]) == 0:
-        layout = SequenceLayout.from_offsets(offsets)
+    layout = layouts.get(id(offsets)) if lengths is None else None
+    if layout is None and lengths is None and host_facts(source_of(offsets)).first == 0:
+        layout = layouts[id(offsets)] = SequenceLayout.from_offsets(offsets)
+    if layout is not None:
         layout.check_rows(values, name)
 
-        def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
-            return _jagged(result, offsets, None, 1 if tokens_first else ragged_dim, layout)
+        whole = layout
 
-        return Unwrapped(values, layout, rewrap)
+        def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
+            return _jagged(result, offsets, None, 1 if tokens_first else ragged_dim, whole)
+
+        return Unwrapped(values, whole, rewrap)
 
     layout, index = _rows_with_tokens(offsets, lengths, rows, name)
 
@@ -112,32 +122,40 @@ def _unwrap_jagged(nested: Tensor, name: str) -> Unwrapped:
     return Unwrapped(values.index_select(0, index), layout, spread)
 
 
-def _values(nested: Tensor) -> Tensor:
-    """``nested.values()``, for a third of its host time."""
+def _values(*nested: Tensor) -> tuple[Tensor, ...]:
+    """``x.values()`` of each, for a third of its host time and as one autograd node."""
     if torch.compiler.is_compiling():
-        return nested.values()
-    if torch.is_grad_enabled() and nested.requires_grad:
-        return cast(Tensor, _Values.apply(nested))
-    return nested._values.detach()  # type: ignore[attr-defined]
+        return tuple([x.values() for x in nested])
+    if not torch.is_grad_enabled():
+        return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
+    wanting = [x for x in nested if x.requires_grad]
+    given = iter(_Values.apply(*wanting) if wanting else ())
+    return tuple([next(given) if x.requires_grad else x._values.detach() for x in nested])  # type: ignore[attr-defined]
 
 
 class _Values(torch.autograd.Function):
-    """From a NestedTensor to its values. Stock's goes through two dispatchers, forward and backward."""
+    """From NestedTensors to their values. Stock's goes through two dispatchers, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, nested: Any) -> Tensor:
+    def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.places = (nested._offsets, nested._lengths, nested._ragged_idx, nested._metadata_cache)
-        return nested._values.detach()
+        ctx.places = [(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
+        return tuple([x._values.detach() for x in nested])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(
+            [
+                None if grad is None or not wanted else _Values._one_back(grad, *place)
+                for grad, place, wanted in zip(grads, ctx.places, ctx.needs_input_grad, strict=True)
+            ]
+        )
+
+    @staticmethod
+    def _one_back(grad: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, extremes: Any) -> Tensor:
         if torch.is_grad_enabled():  # someone differentiates the gradient
-            offsets, lengths, ragged_dim, _ = ctx.places
             return torch.nested.nested_tensor_from_jagged(grad, offsets, lengths, jagged_dim=ragged_dim)
-        return _made(grad, *ctx.places)
+        return _made(grad, offsets, lengths, ragged_dim, extremes)
 
 
 class _Nested(torch.autograd.Function):
@@ -150,7 +168,7 @@ class _Nested(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None, None, None]:
-        return None if grad is None else _values(grad), None, None, None
+        return None if grad is None else _values(grad)[0], None, None, None
 
 
 def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..layout import SequenceLayout
 from .masking import alibi_bias, visible
-from .spec import AttentionSpec, Backend
+from .spec import COMMON, AttentionSpec, Backend, Problem
 
 GATHER_UP_TO = 64  # rows and keys; from about 128 on, one call a tile is as fast and copies nothing
 MASKED_ROWS = 128  # queries in a masked tile: bounds the mask, and what a window computes in vain
@@ -161,17 +161,10 @@ def _heads_first(packed: Tensor) -> Tensor:
     return packed.transpose(0, 1).unsqueeze(0)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    layout, key_layout, alibi_slopes, spec = problem
     out = query.new_empty(query.shape)
-    lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(spec.dtype, torch.float32))
+    lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
     work = plan(layout, key_layout, spec)
     for rows in work.rows_left_out:
         out[rows], lse[rows] = 0, -torch.inf
@@ -189,22 +182,22 @@ def forward(
 
 def backward(
     grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: tuple[Tensor, ...],
-    alibi_slopes: Tensor | None,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    spec: AttentionSpec,
+    problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    assert grad_lse is None
+    layout, key_layout, alibi_slopes, spec = problem
     # The kernel's own backward on slices: autograd through slices would fill a whole gradient with zeros for each.
     work = plan(layout, key_layout, spec)
-    grad_query = query.new_empty(query.shape)
-    fresh = torch.empty if work.all_keys_once else torch.zeros
-    grad_key, grad_value = fresh(key.shape, dtype=key.dtype), fresh(value.shape, dtype=value.dtype)
+    grad_query = torch.empty_like(query)
+    fresh = torch.empty_like if work.all_keys_once else torch.zeros_like
+    grad_key, grad_value = fresh(key), fresh(value)
     for rows in work.rows_left_out:
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
@@ -224,34 +217,14 @@ def backward(
     return grad_query, grad_key, grad_value
 
 
-def unsupported(spec: AttentionSpec) -> list[str]:
-    reasons = []
-    if spec.device.type != "cpu":
-        reasons.append(f"needs tensors on the CPU, got {spec.device}: move them there.")
-    if spec.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        reasons.append(f"needs float16, bfloat16, float32 or float64, got {spec.dtype}: cast the inputs.")
-    if spec.softcap:
-        reasons.append("has no softcap: leave softcap at 0.")
-    if spec.score_mod is not None or spec.mask_mod is not None:
-        reasons.append("takes no score_mod or mask_mod: use is_causal, window_size and alibi_slopes where they say it.")
-    if spec.dropout_p:
-        reasons.append("has no dropout: leave dropout_p at 0.")
-    if spec.batch_invariant:
-        reasons.append("does not promise batch invariance: leave batch_invariant at False.")
-    return reasons
-
-
-def head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """The kernel wants one head dim for all."""
-    return max(head_dim, value_dim), max(head_dim, value_dim)
-
-
 BACKEND = Backend(
     name="cpu",
     about="ATen's CPU flash kernel over tiles of the packed rows",
     missing=lambda: None,
-    unsupported=unsupported,
     forward=forward,
     backward=backward,
-    head_dims=head_dims,
+    features=COMMON | {"window", "alibi", "deterministic"},
+    device_type="cpu",
+    dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    one_head_dim=True,
 )

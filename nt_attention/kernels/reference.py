@@ -10,21 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..layout import SequenceLayout
 from .masking import alibi_bias, visible
-from .spec import AttentionSpec, Backend
+from .spec import FEATURES, AttentionSpec, Backend, Problem
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes in float32, or in float64 where the inputs are; differentiable in every output, twice if need be."""
+    layout, key_layout, alibi_slopes, spec = problem
     precision = torch.promote_types(query.dtype, torch.float32)
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     outs, lses = [], []
@@ -80,16 +72,11 @@ def _for_each_score(mod, scores: Tensor, b: int) -> Tensor:  # type: ignore[no-u
     return over_heads(scores, torch.tensor(b, device=scores.device), heads, queries, keys)
 
 
-def unsupported(spec: AttentionSpec) -> list[str]:
-    if spec.batch_invariant:  # matrix products on the CPU go by where their operands lie in memory
-        return ["does not promise batch invariance: leave batch_invariant at False."]
-    return []
-
-
 BACKEND = Backend(
     name="reference",
     about="plain PyTorch, one sequence at a time: every feature, any dtype, slow",
     missing=lambda: None,
-    unsupported=unsupported,
     forward=forward,
+    # matrix products on the CPU go by where their operands lie in memory
+    features=frozenset(FEATURES) - {"batch_invariant"},
 )

@@ -5,35 +5,40 @@ The only file that knows the list. To add a backend, write its file and put it i
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from . import cpu, reference, token_tiled, torch_flash
-from .spec import AttentionSpec, Backend
+from torch.nn.attention import current_flash_attention_impl
+
+from . import (
+    claims,
+    costs,
+    cpu,
+    flash_attn_2,
+    flash_attn_4,
+    flex,
+    ops,
+    reference,
+    token_tiled,
+    torch_efficient,
+    torch_flash,
+)
+from .spec import AttentionSpec, Backend, Problem
+from .work import Work, work
+
+ENVIRONMENT_VARIABLE = "NT_ATTENTION_BACKEND"
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (token_tiled.BACKEND, torch_flash.BACKEND, cpu.BACKEND, reference.BACKEND)
+    backend.name: backend
+    for backend in (
+        *(token_tiled.BACKEND, flash_attn_4.BACKEND, torch_flash.BACKEND, flash_attn_2.BACKEND),
+        *(torch_efficient.BACKEND, flex.BACKEND, cpu.BACKEND, reference.BACKEND),
+    )
 }
-
-
-def fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
-    """What ``"auto"`` asks, in this order, and takes the first that can run.
-
-    GPU: benchmarks/results/token_tiled_h200.md. token_tiled is ahead of torch_flash on every batch there, but for one
-    kind: forward and backward at head dims 129 to 192, which token_tiled pads to 256 and torch_flash to 192.
-    token_tiled has 0.86 to 0.95 of its speed there on lengths of 112 and 450 in the mean, and 1.5 times it on 28.
-    CPU: docs/design.md; Triton runs there in its interpreter alone, for tests, and is not asked.
-    """
-    if spec.device.type == "cpu":
-        return ("cpu", "reference")
-    if 128 < max(spec.head_dim, spec.value_dim) <= 192 and spec.needs_grad and spec.mean_queries > 64:
-        return ("torch_flash", "token_tiled", "reference")
-    return ("token_tiled", "torch_flash", "reference")
-
-
 _wanted: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
 
 
@@ -49,51 +54,109 @@ class Explanation:
         chosen: the backend's name, or None where the one asked for can't run.
         reasons: for every backend its reasons, empty where it can run.
         asked: "auto" or the name asked for.
+        basis: on what the claims rest, in words; empty on a CPU.
+        expected_us: what each backend that can run is expected to take, in µs on the device, where that was measured.
     """
 
     chosen: str | None
     reasons: dict[str, tuple[str, ...]]
     asked: str
+    basis: str = ""
+    expected_us: dict[str, float] | None = None
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
-        lines = [f"backend={self.asked!r}: " + (f"{self.chosen} runs." if self.chosen else "it can't run this call.")]
+        basis = f" Claims: {self.basis}." if self.basis else ""
+        runs = f"{self.chosen} runs." if self.chosen else "it can't run this call."
+        lines = [f"backend={self.asked!r}: {runs}{basis}"]
         for name, reasons in self.reasons.items():
             state = "chosen" if name == self.chosen else "can run" if not reasons else "can't run"
-            lines.append(f"  {name:<{width}}  {state:<9}  {' '.join(reasons) or BACKENDS[name].about}")
+            told = " ".join(reasons) or BACKENDS[name].about
+            if not reasons and name in (self.expected_us or {}):
+                told += f"; about {self.expected_us[name]:.0f} µs"  # type: ignore[index]
+            lines.append(f"  {name:<{width}}  {state:<9}  {told}")
         return "\n".join(lines)
 
 
-def explain_spec(spec: AttentionSpec, backend: str = "auto") -> Explanation:
+def explain_spec(spec: AttentionSpec, size: Work, backend: str = "auto") -> Explanation:
     """What ``choose`` does, told rather than done."""
     asked = _asked(backend)
     reasons = {name: tuple(_reasons(candidate, spec)) for name, candidate in BACKENDS.items()}
     if asked == "auto":
-        able = [name for name in fastest_first(spec) if not reasons[name]]
+        able = [name for name in fastest_first(spec, size) if not reasons[name]]
     else:
         able = [asked] if not reasons[asked] else []
-    return Explanation(able[0] if able else None, reasons, asked)
+    expected = {name: us for name, us in costs.expected_us(spec, size).items() if not reasons[name]}
+    return Explanation(able[0] if able else None, reasons, asked, claims.basis(spec.device), expected)
 
 
-def choose(spec: AttentionSpec, backend: str = "auto") -> Backend:
+def fastest_first(spec: AttentionSpec, size: Work) -> tuple[str, ...]:
+    """What ``"auto"`` asks, in this order, and takes the first that can run.
+
+    On a GPU by the time that each is expected to take (``costs.py``: measured times, fitted), then those whose times
+    were not measured for this kind of call. On a CPU, docs/design.md; Triton runs there in its interpreter alone, for
+    tests, and is not asked.
+    """
+    if spec.device.type == "cpu":
+        return ("cpu", "reference")
+    expected = costs.expected_us(spec, size)
+    others = [name for name in BACKENDS if name not in expected and name not in ("cpu", "reference")]
+    return (*sorted(expected, key=expected.__getitem__), *others, "reference")
+
+
+def choose(spec: AttentionSpec, size: Work, backend: str = "auto") -> Backend:
     """The backend that runs this call.
 
-    ``"auto"`` gives way to ``use_backend``, then takes the first of ``fastest_first`` that can run; where that is the
-    reference, it says so in a SlowBackendWarning. A name is taken at its word.
+    ``"auto"`` gives way to ``use_backend``, then to the environment variable NT_ATTENTION_BACKEND, then takes the first
+    of ``fastest_first`` that can run; where that is the reference, it says so in a SlowBackendWarning. A name is taken
+    at its word.
 
     Raises:
         ValueError: no backend of that name, or it can't run this call; the message holds every backend's reasons.
     """
     asked = _asked(backend)
     if asked == "auto":
-        for candidate in map(BACKENDS.__getitem__, fastest_first(spec)):
+        for candidate in map(BACKENDS.__getitem__, fastest_first(spec, size)):
             if not _reasons(candidate, spec):
-                if candidate is reference.BACKEND:
-                    _warn_slow(spec)
                 return candidate
     elif not _reasons(BACKENDS[asked], spec):
         return BACKENDS[asked]
-    raise ValueError(str(explain_spec(spec, asked)))
+    raise ValueError(str(explain_spec(spec, size, asked)))
+
+
+def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
+    """Say so where ``"auto"`` found nothing but the reference."""
+    if _asked(backend) == "auto":
+        fast = BACKENDS[fastest_first(problem.spec, work(problem.layout, problem.key_layout, problem.spec))[0]]
+        why = " ".join(_reasons(fast, problem.spec))
+        warnings.warn(
+            f"attention runs on the reference backend, which is slow: {fast.name} {why} "
+            "(nta.explain shows every backend; backend='reference' asks for this one and does not warn.)",
+            SlowBackendWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def chosen_later(spec: AttentionSpec, backend: str) -> bool:
+    """Whether some operator takes this call, so that in a graph the choice can wait until it runs."""
+    asked = _asked(backend)
+    able = BACKENDS.values() if asked == "auto" else (BACKENDS[asked],)
+    return any(one.backward is not None and not one.unsupported(spec) for one in able)
+
+
+def _choose_in_graph(problem: Problem, asked: str) -> Backend:
+    chosen = choose(problem.spec, work(problem.layout, problem.key_layout, problem.spec), asked)
+    if chosen.backward is None:
+        raise ValueError(
+            f"in a graph, {chosen.name} has to be named: nothing else can run this call, and it is no operator.\n"
+            f"{explain_spec(problem.spec, work(problem.layout, problem.key_layout, problem.spec), asked)}"
+        )
+    return chosen
+
+
+def circumstances(backend: str) -> tuple[object, ...]:
+    """All that ``choose`` goes by beside the call itself."""
+    return _asked(backend), claims.in_force(), current_flash_attention_impl()
 
 
 def available_backends() -> dict[str, str | None]:
@@ -119,25 +182,27 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def _asked(backend: str) -> str:
+    if backend == "auto":
+        backend = _wanted.get()
+    if backend == "auto" and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
+        _check_name(named, f"{ENVIRONMENT_VARIABLE} asks for it, and ")
+        return named
     _check_name(backend)
-    return _wanted.get() if backend == "auto" else backend
+    return backend
 
 
-def _check_name(backend: str) -> None:
+def _check_name(backend: str, source: str = "") -> None:
     if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"there is no backend {backend!r}: pass 'auto' or one of {', '.join(map(repr, BACKENDS))}.")
+        names = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
 
 
 def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
     missing = backend.missing()
-    return [missing] if missing is not None else backend.unsupported(spec)
+    return [missing] if missing is not None else claims.reasons(backend, spec)
 
 
-def _warn_slow(spec: AttentionSpec) -> None:
-    fast = BACKENDS[fastest_first(spec)[0]]
-    warnings.warn(
-        f"attention runs on the reference backend, which is slow: {fast.name} {' '.join(_reasons(fast, spec))} "
-        "(nta.explain shows every backend; backend='reference' asks for this one and does not warn.)",
-        SlowBackendWarning,
-        stacklevel=4,
-    )
+for _backend in BACKENDS.values():
+    if _backend.backward is not None:
+        ops.register(_backend)
+ops.register_auto(_choose_in_graph)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class AttentionSpec:
         needs_grad: whether anything will ask for gradients of query, key or value.
         equal_lengths: whether every sequence has as many keys as queries, so that both alignments are one.
         min_keys: the fewest keys of a sequence.
-        mean_queries: the mean number of queries of a sequence.
     """
 
     device: torch.device
@@ -63,7 +62,6 @@ class AttentionSpec:
     needs_grad: bool = False
     equal_lengths: bool = True
     min_keys: int = 0
-    mean_queries: float = 0.0
 
     @property
     def window(self) -> tuple[float, float]:
@@ -80,61 +78,145 @@ class AttentionSpec:
         """Whether a query may see no key at all: never where lengths are equal, since each sees its own place."""
         return not self.equal_lengths and (self.min_keys == 0 or not self.sees_all)
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What this call asks for, by the names in ``FEATURES``."""
+        asked = {
+            "causal": self.window == (math.inf, 0),
+            "window": self.window not in ((math.inf, 0), (math.inf, math.inf)),
+            "softcap": self.softcap != 0,
+            "alibi": self.alibi,
+            "score_mod": self.score_mod is not None,
+            "mask_mod": self.mask_mod is not None,
+            "dropout": self.dropout_p > 0,
+            "deterministic": self.deterministic and self.needs_grad,
+            "batch_invariant": self.batch_invariant,
+            "grouped heads": self.num_heads != self.num_kv_heads,
+            "cross": not self.equal_lengths,
+            "upper_left": not self.lower_right and not self.sees_all,
+            "no keys": not self.equal_lengths and self.min_keys == 0,
+            "value dim": self.head_dim != self.value_dim,
+        }
+        return frozenset(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def lower_right(self) -> bool:
+        """Whether the diagonal ends at the lower right; where lengths are equal, both alignments are one."""
+        return self.equal_lengths or self.causal_alignment == "lower_right"
+
     def shift(self, queries: int, keys: int) -> int:
         """The key position that stands across from query 0: the diagonal runs through (i, i + shift)."""
         return keys - queries if self.causal_alignment == "lower_right" else 0
 
 
-class Forward(Protocol):
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        alibi_slopes: Tensor | None,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout,
-        spec: AttentionSpec,
-        /,
-    ) -> tuple[Tensor, ...]: ...
+class Problem(NamedTuple):
+    """A call but for query, key and value: what every kernel is told beside them."""
+
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    alibi_slopes: Tensor | None
+    spec: AttentionSpec
 
 
-# (grad, query, key, value, out, lse, saved, alibi_slopes, layout, key_layout, spec[, grad_lse]) to the gradients of
-# query, key and value
+# (query (T, H, D), key (S, G, D), value (S, G, Dv), problem) to out (T, H, Dv), lse (T, H) in at least float32 and, if
+# weights are dropped, what the random numbers began from, as two integers (2,)
+Forward = Callable[[Tensor, Tensor, Tensor, Problem], tuple[Tensor, ...]]
+# (grad, grad_lse or None, out, lse, rng_state, query, key, value, problem) to the gradients of query, key and value
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-
-def any_head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    return head_dim, value_dim
+# What a call may ask for beyond plain attention, and what to change where a backend does not have it.
+FEATURES = {
+    "causal": "has no causality: leave is_causal at False.",
+    "window": "has no windows: leave window_size at (-1, -1).",
+    "softcap": "has no softcap: leave softcap at 0.",
+    "alibi": "has no ALiBi: leave out alibi_slopes.",
+    "score_mod": "takes no score_mod: use softcap and alibi_slopes where they say it.",
+    "mask_mod": "takes no mask_mod: use is_causal and window_size where they say it.",
+    "dropout": "has no dropout: leave dropout_p at 0.",
+    "deterministic": "its backward adds in no fixed order: leave deterministic at False.",
+    "batch_invariant": "does not promise batch invariance: leave batch_invariant at False.",
+    "grouped heads": "has no grouped heads: repeat key and value.",
+    "cross": "wants as many keys as queries in every sequence.",
+    "upper_left": 'aligns causality and windows lower right only: pass causal_alignment="lower_right".',
+    "no keys": "wants keys in every sequence that has queries.",
+    "value dim": "wants values with the head dim of the keys.",
+}
+# What every backend has, by itself or from ``kernels/run.py``.
+COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys", "value dim"})
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel's name, what it can't do, and how to run it.
+    """A kernel's name, what it has, and how to run it. ``kernels/run.py`` adds what it has not and can be given.
 
     Attributes:
         name: what ``backend=`` takes.
         about: the kernel in a line.
         missing: why it can't run on this machine at all, or None.
-        unsupported: the reasons why it can't run a call, each a sentence that says what to change; empty if it can.
-            Sinks, and head dims that ``head_dims`` makes right, are no reasons: they are dealt with above.
-        forward: query (T, H, D), key (S, G, D), value (S, G, Dv) to out (T, H, Dv), lse (T, H) in at least float32, and
-            whatever ``backward`` wants to find in ``saved``. Rows past the layout's total may be left unwritten. A row
-            that sees no key gives 0 and −inf.
-        backward: the gradients of query, key and value from that of out. None if ``forward`` is made of differentiable
-            operations.
-        head_dims: the head dims (D, Dv) to pad with zeros to before this kernel is called.
-        max_head_dim: the largest head dim that it takes, after padding.
-        lse_gradient: whether ``backward`` takes the gradient of lse (T, H) as its last argument. Where it does not,
-            that gradient is brought in from above.
+        forward: rows past the layout's total may be left unwritten. A row that sees no key gives 0 and −inf.
+        backward: the gradients; rows past the totals may be left unwritten. None if ``forward`` is made of
+            differentiable operations; else both are registered as operators (``kernels/ops.py``).
+        features: the names out of ``FEATURES`` that it has, by its own documentation.
+        device_type: where its tensors are; None for anywhere.
+        min_capability: the lowest compute capability of a CUDA device, (major, minor).
+        dtypes: that it takes; None for all.
+        max_head_dim: the largest head dim that it takes.
+        head_dim_multiple: head dims are padded with zeros to a multiple of it.
+        one_head_dim: whether values are padded to the head dim of the keys, or these to theirs.
+        head_dims: the only head dims (D, Dv) that it takes, if there are but a few; others are padded to one of them.
+        refuses: further reasons why it can't run a call, each a sentence that says what to change.
+        lower_right_only: whether it has the lower right alignment alone; the other one is made of it.
+        bears_blind_rows: whether it takes queries that see no key; where it does not, they are left out of its call.
+        lse_gradient: whether ``backward`` takes the gradient of lse; where it does not, it is brought in from above.
+        rng_on_host: whether ``forward`` tells the state of its random numbers on the CPU.
     """
 
     name: str
     about: str
     missing: Callable[[], str | None]
-    unsupported: Callable[[AttentionSpec], list[str]]
     forward: Forward
     backward: Backward | None = None
-    head_dims: Callable[[int, int], tuple[int, int]] = any_head_dims
+    features: frozenset[str] = frozenset()
+    device_type: str | None = None
+    min_capability: tuple[int, int] = (0, 0)
+    dtypes: tuple[torch.dtype, ...] | None = None
     max_head_dim: float = math.inf
+    head_dim_multiple: int = 1
+    one_head_dim: bool = False
+    head_dims: tuple[tuple[int, int], ...] | None = None
+    refuses: Callable[[AttentionSpec], list[str]] = lambda spec: []
+    lower_right_only: bool = False
+    bears_blind_rows: bool = True
     lse_gradient: bool = False
+    rng_on_host: bool = False
+
+    def unsupported(self, spec: AttentionSpec) -> list[str]:
+        """The reasons why it can't run a call by its own documentation; empty if it can."""
+        reasons = []
+        if self.device_type is not None and spec.device.type != self.device_type:
+            wanted = "the CPU" if self.device_type == "cpu" else f"a {self.device_type.upper()} device"
+            reasons.append(f"needs tensors on {wanted}, got {spec.device}: move them there.")
+        elif spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < self.min_capability:
+            needed = ".".join(map(str, self.min_capability))
+            name = torch.cuda.get_device_name(spec.device)
+            reasons.append(f"needs compute capability {needed} or more; {name} has less.")
+        if self.dtypes is not None and spec.dtype not in self.dtypes:
+            *most, last = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            reasons.append(
+                f"needs {', '.join(most)} or {last}, got {spec.dtype}: cast the inputs or use torch.autocast."
+            )
+        if max(spec.head_dim, spec.value_dim) > self.max_head_dim:
+            reasons.append(f"head dims go up to {self.max_head_dim}, got {max(spec.head_dim, spec.value_dim)}.")
+        reasons += [advice for feature, advice in FEATURES.items() if feature in spec.features - self.features]
+        return reasons + self.refuses(spec)
+
+    def padded(self, head_dim: int, value_dim: int, *, any_of_them: bool = False) -> tuple[int, int] | None:
+        """The head dims that it is called with for these, whatever ``head_dims`` says if asked; None if too many."""
+        if self.head_dims is not None and not any_of_them:
+            enough = [(d, v) for d, v in self.head_dims if d >= head_dim and v >= value_dim]
+            return min(enough, key=sum, default=None)
+        step = self.head_dim_multiple
+        d, v = (-(-dim // step) * step for dim in (head_dim, value_dim))
+        if self.one_head_dim:
+            d = v = max(d, v)
+        return (d, v) if max(d, v) <= self.max_head_dim else None

@@ -1,22 +1,19 @@
-"""Torch's in-tree flash attention for packed 16-bit tensors on CUDA.
+"""Torch's in-tree flash attention for packed 16-bit tensors on CUDA: ``aten::_flash_attention_forward``.
 
-Follows FlashAttention-2 (Dao 2023) through ``aten::_flash_attention_forward``. Whatever implementation has been
-activated with ``torch.nn.attention.activate_flash_attention_impl`` answers those operators in its place, and raises on
-what it lacks.
+Whatever implementation has been activated with ``torch.nn.attention.activate_flash_attention_impl`` answers that
+operator in its place, and raises on what it lacks.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
-from ..layout import SequenceLayout
-from .spec import AttentionSpec, Backend
-
-MAX_HEAD_DIM = 256
+from .flash import HALVES, heads_first, longest, tokens_first, window
+from .spec import COMMON, AttentionSpec, Backend, Problem
 
 
 @functools.cache
@@ -30,112 +27,70 @@ def missing() -> str | None:
     return None
 
 
-def unsupported(spec: AttentionSpec) -> list[str]:
-    reasons = []
-    if spec.device.type != "cuda":
-        reasons.append(f"needs tensors on a CUDA device, got {spec.device}: move them there.")
-    elif torch.cuda.get_device_capability(spec.device) < (8, 0):
-        reasons.append(f"needs compute capability 8.0 or more; {torch.cuda.get_device_name(spec.device)} has less.")
-    if spec.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"needs float16 or bfloat16, got {spec.dtype}: cast the inputs or use torch.autocast.")
-    if max(spec.head_dim, spec.value_dim) > MAX_HEAD_DIM:
-        reasons.append(f"head dims go up to {MAX_HEAD_DIM}, got {max(spec.head_dim, spec.value_dim)}.")
-    if spec.softcap:
-        reasons.append("has no softcap: leave softcap at 0.")
-    if spec.alibi:
-        reasons.append("has no ALiBi in torch's build: leave out alibi_slopes.")
-    if spec.score_mod is not None or spec.mask_mod is not None:
-        reasons.append("takes no score_mod or mask_mod: use is_causal and window_size where they say it.")
-    if spec.causal_alignment == "upper_left" and not spec.sees_all and not spec.equal_lengths:
-        reasons.append('aligns causality and windows lower right only: pass causal_alignment="lower_right".')
-    if spec.deterministic and spec.needs_grad:
-        reasons.append("its backward adds in no fixed order: leave deterministic at False.")
-    if spec.batch_invariant:
-        reasons.append("does not promise batch invariance: leave batch_invariant at False.")
-    return reasons
+def refuses(spec: AttentionSpec) -> list[str]:
+    activated = current_flash_attention_impl()
+    if activated is None:
+        return []
+    return [
+        f"{activated} is activated in its place, and what that gets right was not run here: call "
+        "torch.nn.attention.restore_flash_attention_impl()."
+    ]
 
 
 def _options(spec: AttentionSpec) -> dict[str, float | int | None]:
-    left, right = (None if side == math.inf else int(side) for side in spec.window)
+    left, right = (None if side < 0 else side for side in window(spec))
     return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    spec: AttentionSpec,
-) -> tuple[Tensor, ...]:
-    out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        layout.cu_seqlens,
-        key_layout.cu_seqlens,
-        layout.max_seqlen,
-        key_layout.max_seqlen,
-        spec.dropout_p,
-        spec.is_causal,
-        False,
-        **_options(spec),
+def _sequences(problem: Problem) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    layout, key_layout, _, spec = problem
+    offsets = (layout.cu_seqlens, key_layout.cu_seqlens)
+    return (*offsets, longest(layout), longest(key_layout), spec.dropout_p, spec.is_causal)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    spec = problem.spec
+    out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *_sequences(problem), False, **_options(spec)
     )
-    lse = lse.transpose(0, 1)
-    if spec.may_be_blind:  # the kernel marks rows that see nothing with +inf, which no other lse can be
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-    return out, lse, rng_state, unused
+    lse = tokens_first(lse, spec)
+    return (out, lse, rng_state.view(torch.int64)) if spec.dropout_p else (out, lse)
 
 
 def backward(
     grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    saved: tuple[Tensor, ...],
-    alibi_slopes: Tensor | None,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    spec: AttentionSpec,
+    problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rng_state, unused = saved
-    if spec.may_be_blind:
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    assert grad_lse is None
+    spec = problem.spec
+    if not spec.dropout_p:
+        rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
+    state, unused = rng_state.view(torch.uint64), torch.empty(0, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        lse.transpose(0, 1).contiguous(),
-        layout.cu_seqlens,
-        key_layout.cu_seqlens,
-        layout.max_seqlen,
-        key_layout.max_seqlen,
-        spec.dropout_p,
-        spec.is_causal,
-        rng_state,
-        unused,
-        **_options(spec),
+        *(grad, query, key, value, out, heads_first(lse, spec)), *_sequences(problem), state, unused, **_options(spec)
     )
-
-
-def head_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """One head dim for all, a multiple of 8."""
-    padded = -(-max(head_dim, value_dim) // 8) * 8
-    return padded, padded
 
 
 BACKEND = Backend(
     name="torch_flash",
-    about="torch's in-tree FlashAttention-2, or what torch.nn.attention has activated (CUDA, 16-bit)",
+    about="torch's in-tree FlashAttention-2 (CUDA, 16-bit)",
     missing=missing,
-    unsupported=unsupported,
     forward=forward,
     backward=backward,
-    head_dims=head_dims,
-    max_head_dim=MAX_HEAD_DIM,
+    features=COMMON | {"window", "dropout"},
+    device_type="cuda",
+    min_capability=(8, 0),
+    dtypes=HALVES,
+    max_head_dim=256,
+    head_dim_multiple=8,
+    one_head_dim=True,
+    refuses=refuses,
+    lower_right_only=True,
 )

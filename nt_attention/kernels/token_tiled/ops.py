@@ -1,15 +1,10 @@
-"""The kernels as registered operators: schemas, fakes, launches.
-
-``import nt_attention`` defines them; Triton is imported when one first runs. An operator takes offsets, not a plan, so
-that a graph holds tensors and numbers alone; the plan is found again with the offsets, without a sync. Differentiation
-stands above, in ``kernels/run.py``.
+"""Launches of the kernels: the tensors, tiles and numbers of a call.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and V head dims.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any, NamedTuple
 
@@ -17,27 +12,13 @@ import torch
 from torch import Tensor
 
 from ...layout import SequenceLayout
-from ..spec import open_window
+from .. import device
+from ..spec import Problem
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
 from .plan import Meeting, Plan
 
 _INT32_MAX = 2**31 - 1
-LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")
-# The window is what a query sees before and after its own place, −1 where it is open, causality included.
-_CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes, "
-    "Tensor? seed, float scale, int window_left, int window_right, bool upper_left, float softcap, float dropout_p, "
-    "bool batch_invariant"
-)
-# Lengths are read on the host, so compilers must not record these into CUDA graphs of their own accord. Whoever
-# captures one by hand warms up on the layout first, and keeps it.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-LIBRARY.define(f"token_tiled_forward({_CALL}) -> (Tensor, Tensor)", tags=_TAGS)
-LIBRARY.define(
-    f"token_tiled_backward(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
 
 
 class _Recipe(NamedTuple):
@@ -57,15 +38,14 @@ class _Recipe(NamedTuple):
         dtype: torch.dtype,
         shape: tuple[int, int, int],
         switches: tuple[bool, ...],
-        window: tuple[int, int],
+        window: tuple[float, float],
         upper_left: bool,
         batch_invariant: bool,
     ) -> _Recipe:
         """``shape``: query heads for a key head, D, V. ``switches``: LINEAR, SOFTCAP, ALIBI, DROPOUT."""
-        open_ended = open_window(*window)
         plan = layout.remember(
             ("token_tiled plan", window, upper_left),
-            lambda: Plan.make(layout, key_layout, open_ended, upper_left),
+            lambda: Plan.make(layout, key_layout, window, upper_left),
             key_layout,
         )
         # matrix instructions take powers of 2 from 16 on
@@ -75,7 +55,7 @@ class _Recipe(NamedTuple):
         constants = (*shape, *blocks, *switches, dtype == torch.float32, precision)
         if batch_invariant:
             return cls(plan, config_for(device, max(blocks), dtype.itemsize, *ANY_BATCH), 0, constants)
-        reach = min(max(layout.max_seqlen, key_layout.max_seqlen), sum(open_ended) + 1)
+        reach = min(max(layout.max_seqlen, key_layout.max_seqlen), sum(window) + 1)
         mean = layout.total / max(1, layout.batch_size)
         config = config_for(device, max(blocks), dtype.itemsize, reach, mean)
         return cls(plan, config, config.shared, constants)
@@ -91,35 +71,18 @@ class _Call(NamedTuple):
     query_heads: int
 
     @classmethod
-    def prepare(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        key_cu_seqlens: Tensor,
-        alibi_slopes: Tensor | None,
-        seed: Tensor | None,
-        scale: float,
-        window_left: int,
-        window_right: int,
-        upper_left: bool,
-        softcap: float,
-        dropout_p: float,
-        batch_invariant: bool,
-    ) -> _Call:
-        layout = SequenceLayout.from_offsets(cu_seqlens)
-        key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
-        if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
-            if alibi_slopes.dim() == 2:
-                alibi_slopes = alibi_slopes.index_select(0, layout.sequence_ids)
+    def prepare(cls, query: Tensor, key: Tensor, value: Tensor, problem: Problem, seed: Tensor | None) -> _Call:
+        layout, key_layout, slopes, spec = problem
+        if slopes is not None:
+            slopes = slopes.to(torch.float32).contiguous()
+            if slopes.dim() == 2:
+                slopes = slopes.index_select(0, layout.sequence_ids)
         shape = (query.shape[1] // key.shape[1], query.shape[2], value.shape[2])
-        linear = scale > 0 and not softcap and alibi_slopes is None
-        switches = (linear, softcap != 0, alibi_slopes is not None, dropout_p > 0)
-        kind = (query.device, query.dtype, shape, switches, (window_left, window_right), upper_left, batch_invariant)
+        linear = spec.scale > 0 and not spec.softcap and slopes is None
+        switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0)
+        kind = (query.device, query.dtype, shape, switches, spec.window, not spec.lower_right, spec.batch_invariant)
         recipe = layout.remember(("token_tiled", *kind), lambda: _Recipe.make(layout, key_layout, *kind), key_layout)
-        return cls(recipe, alibi_slopes, seed, (scale, softcap, dropout_p), query.shape[1])
+        return cls(recipe, slopes, seed, (spec.scale, spec.softcap, spec.dropout_p), query.shape[1])
 
     def launch(
         self,
@@ -156,32 +119,23 @@ def _rows_and_heads(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in (x.stride(0), x.stride(1)))
 
 
-def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The kernels read the last dimension as contiguous, and a gradient may be an expanded number."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
-
-
-def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """(T, H, V) and the log-sum-exp (T, H) in float32. Rows past the layout's total stay unwritten."""
+def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    """(T, H, V), the log-sum-exp (T, H) in float32, and the seed if weights are dropped."""
     from . import triton_kernels as kernels
 
-    query, key, value = _readable(query, key, value)
-    out, lse = _forward_outputs(query, key, value)
-    call = _Call.prepare(query, key, value, *rest)
+    seed = torch.randint(2**62, (2,), device=query.device) if problem.spec.dropout_p else None
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
+    call = _Call.prepare(query, key, value, problem, seed)
     plan, tile = call.recipe.plan, call.recipe.config.forward
     tensors = (query, key, value, out, lse)
     strides = _rows_and_heads(query, key, value, out)
     tiles = plan.query_tiles(tile.block_m, call.recipe.shared)
-    with _on(query.device):
+    with device.current(query.device):
         call.launch(
             kernels.forward_kernel, tile, tiles, query.shape[1], plan.queries, tensors, strides, (lse.stride(1),)
         )
-    return out, lse
+    return (out, lse) if seed is None else (out, lse, seed)
 
 
 def backward(
@@ -189,17 +143,17 @@ def backward(
     grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    rng_state: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *rest: Any,
+    problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. Rows past the layouts' totals stay unwritten."""
+    """The gradients of query, key and value."""
     from . import triton_kernels as kernels
 
-    grad, out, query, key, value = _readable(grad, out, query, key, value)
-    grad_query, grad_key, grad_value = grads = _backward_outputs(grad, grad_lse, out, lse, query, key, value)
-    call = _Call.prepare(query, key, value, *rest)
+    grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    call = _Call.prepare(query, key, value, problem, rng_state if problem.spec.dropout_p else None)
     plan, config, shared, _ = call.recipe
     heads, key_heads = query.shape[1], key.shape[1]
     inputs = _rows_and_heads(query, key, value)
@@ -207,7 +161,7 @@ def backward(
     lse_strides = (lse.stride(1), *((0, 0) if grad_lse is None else grad_lse.stride()))
     tiles = plan.query_tiles(config.query.block_m, shared, without_closed=True)
     key_tiles = plan.key_tiles(config.key.block_n, shared)
-    with _on(query.device):
+    with device.current(query.device):
         if len(tiles) or len(key_tiles):
             delta = torch.empty_like(lse)
             call.launch(
@@ -252,24 +206,3 @@ def _parts(heads: int, key_heads: int) -> int:
     return next(
         parts for parts in range(1, group + 1) if group % parts == 0 and (key_heads * parts >= 4 or parts == group)
     )
-
-
-def _forward_outputs(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(*query.shape[:2], value.shape[2])
-    return out, query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
-
-
-def _backward_outputs(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = inputs[:3]
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-for _name, _function, _fake in (
-    ("token_tiled_forward", forward, _forward_outputs),
-    ("token_tiled_backward", backward, _backward_outputs),
-):
-    # for every kind of device; on the CPU, Triton's interpreter runs it, or says that there is no driver
-    LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nt_attention::{_name}", _fake, lib=LIBRARY)

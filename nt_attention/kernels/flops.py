@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import SequenceLayout
-from ..spec import open_window
-from .plan import Plan
+from ..layout import SequenceLayout
+from .spec import open_window
+from .work import visible_pairs
 
 
 @functools.cache
-def register() -> None:
-    """Tell torch's counter, at the first call. Not at import: the counter pulls in Triton."""
+def register(name: str) -> None:
+    """Tell torch's counter of a backend, at its first call. Not at import: the counter pulls in Triton."""
     from torch.utils import flop_counter
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     formulas = {
-        torch.ops.nt_attention.token_tiled_forward: forward,
-        torch.ops.nt_attention.token_tiled_backward: backward,
+        getattr(torch.ops.nt_attention, f"{name}_forward"): forward,
+        getattr(torch.ops.nt_attention, f"{name}_backward"): backward,
     }
     for operator, formula in formulas.items():
         flop_counter.register_flop_formula(operator, get_raw=True)(formula)  # type: ignore[arg-type]
@@ -36,7 +36,9 @@ def forward(*call: Any, out_val: Any) -> int:
     return 2 * _pairs(*call) * (query.shape[2] + value.shape[2])
 
 
-def backward(grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *call: Any, out_val: Any) -> int:
+def backward(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, state: Tensor, *call: Any, out_val: Any
+) -> int:
     """Five: scores again, the gradients of the weights, and of query, key and value."""
     query, _, value = call[:3]
     return 2 * _pairs(*call) * (3 * query.shape[2] + 2 * value.shape[2])
@@ -49,11 +51,11 @@ def _pairs(
     cu_seqlens: Tensor,
     key_cu_seqlens: Tensor,
     alibi_slopes: Tensor | None,
-    seed: Tensor | None,
     scale: float,
+    is_causal: bool,
+    lower_right: bool,
     window_left: int,
     window_right: int,
-    upper_left: bool,
     *_: Any,
 ) -> int:
     """(query, head, key) triples that are computed; for fake offsets, as if all lengths were equal and seen whole."""
@@ -61,9 +63,9 @@ def _pairs(
 
     if isinstance(cu_seqlens, FakeTensor) or isinstance(key_cu_seqlens, FakeTensor):
         return query.shape[0] * key.shape[0] // max(1, cu_seqlens.shape[0] - 1) * query.shape[1]
-    layout, key_layout = (
-        SequenceLayout.from_offsets(SequenceLayout.from_offsets(offsets).host_offsets)
-        for offsets in (cu_seqlens, key_cu_seqlens)
+    queries, keys = (
+        SequenceLayout.from_offsets(offsets).host_offsets.diff() for offsets in (cu_seqlens, key_cu_seqlens)
     )
-    plan = Plan.make(layout, key_layout, open_window(window_left, window_right), upper_left)
-    return int((plan.queries.hi - plan.queries.lo).sum()) * query.shape[1]
+    left, right = open_window(window_left, window_right)
+    pairs = visible_pairs(queries, keys, (left, 0 if is_causal else right), lower_right)
+    return int(pairs.sum()) * query.shape[1]

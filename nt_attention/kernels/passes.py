@@ -1,0 +1,184 @@
+"""A backend's forward and backward with what its kernel lacks: written once here, for all of them.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
+
+Zero columns change no score, so a head dim that a kernel refuses is padded to one it takes. And a flash backward needs
+the output only as delta = rowsum(dout · out) (FlashAttention-2, Dao 2023, section 3.1.2), while a gradient that arrives
+through the log-sum-exp turns delta into delta − dlse; so one more column with out = −dlse and dout = 1 carries it
+through the kernel's own backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .claims import head_dims
+from .rephrase import rephrased
+from .spec import AttentionSpec, Backend, Problem
+
+
+class Inputs(NamedTuple):
+    """query (T, H, D), key (S, G, D), value (S, G, Dv)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def forward(backend: Backend, inputs: Inputs, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out (T, H, Dv), lse (T, H), and the state of the random numbers, None where none were drawn.
+
+    Rows past the layout's total are 0 and −inf.
+    """
+    query, key, value = inputs
+    rows = query.shape[0]
+    if (said := rephrased(backend, problem)) is not None:
+        moved = Inputs(said.queries.take(query), said.keys.take(key), said.keys.take(value))
+        out, lse, state = forward(backend, moved, said.problem)
+        lse = said.queries.give(lse, rows, -torch.inf)
+        return said.queries.give(out, rows, 0.0), lse.T.contiguous().T, state
+    layout, key_layout, _, spec = problem
+    if layout.total == 0 or key_layout.total == 0:  # kernels do not launch for nothing
+        at = "cpu" if backend.rng_on_host else query.device
+        state = torch.zeros(2, dtype=torch.int64, device=at) if spec.dropout_p else None
+        lse_dtype = torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_full((query.shape[1], rows), -torch.inf, dtype=lse_dtype).T
+        return query.new_zeros(rows, query.shape[1], value.shape[2]), lse, state
+    wide = Inputs(*readable(*_widened(inputs, _dims(backend, spec))))
+    out, lse, *drawn = backend.forward(*wide, problem)
+    if out.shape[2] != value.shape[2]:
+        out = out[..., : value.shape[2]].contiguous()
+    if rows > layout.total:  # kernels leave these unwritten
+        out[layout.total :] = 0
+        lse[layout.total :] = -torch.inf
+    return out, lse, drawn[0] if drawn else None
+
+
+def backward(
+    backend: Backend,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    state: Tensor | None,
+    inputs: Inputs,
+    problem: Problem,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, laid out as these; 0 in rows past the layouts' totals."""
+    assert backend.backward is not None
+    grad, out = readable(grad, out)
+    query, key, value = inputs = Inputs(*readable(*inputs))
+    if (said := rephrased(backend, problem)) is not None:
+        take, give = said.queries.take, said.keys.give
+        moved = Inputs(take(query), said.keys.take(key), said.keys.take(value))
+        towards_lse = None if grad_lse is None else take(grad_lse)
+        parts = backward(backend, take(grad), towards_lse, take(out), take(lse), state, moved, said.problem)
+        query_rows, key_rows = query.shape[0], key.shape[0]
+        return (
+            said.queries.give(parts[0], query_rows, 0.0),
+            give(parts[1], key_rows, 0.0),
+            give(parts[2], key_rows, 0.0),
+        )
+    layout, key_layout, _, spec = problem
+    if layout.total == 0 or key_layout.total == 0:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    dims = _dims(backend, spec)
+    wide = _widened(inputs, dims)
+    tensors = (_widen(grad, dims[1]), _widen(out, dims[1]))
+    if grad_lse is not None:
+        # a row that sees nothing has no weights to pass a gradient to
+        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
+    if grad_lse is None or backend.lse_gradient:
+        grads = backend.backward(tensors[0], grad_lse, tensors[1], lse, state, *wide, problem)
+    elif (widened := _with_lse_columns(backend, grad_lse, grad, out, inputs, spec)) is not None:
+        wide_grad, wide_out, wide = widened
+        grads = backend.backward(wide_grad, None, wide_out, lse, state, *wide, problem)
+    else:
+        grads = backend.backward(tensors[0], None, tensors[1], lse, state, *wide, problem)
+        _add_lse_pass(backend, grads, grad_lse, lse, state, wide, problem)
+    totals = (layout.total, key_layout.total, key_layout.total)
+    grad_query, grad_key, grad_value = map(_cleared, grads, totals, inputs)
+    return grad_query, grad_key, grad_value
+
+
+def _dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int]:
+    dims = head_dims(backend, spec)
+    if dims is None:
+        raise ValueError(f"{backend.name} has no head dim for {spec.head_dim} with values of {spec.value_dim}.")
+    return dims
+
+
+def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Kernels read the last dimension as contiguous; a gradient may be an expanded number."""
+    return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+
+
+def _widen(x: Tensor, head_dim: int) -> Tensor:
+    """``x`` with zeros up to ``head_dim``."""
+    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+
+
+def _widened(inputs: Inputs, dims: tuple[int, int]) -> Inputs:
+    return Inputs(_widen(inputs.query, dims[0]), _widen(inputs.key, dims[0]), _widen(inputs.value, dims[1]))
+
+
+def _cleared(grad: Tensor, total: int, like: Tensor) -> Tensor:
+    """A kernel's gradient without added columns, and 0 in the rows that it leaves unwritten."""
+    if grad.shape[-1] != like.shape[-1]:
+        grad = torch.empty_like(like).copy_(grad[..., : like.shape[-1]])
+    if grad.shape[0] > total:
+        grad[total:] = 0
+    return grad
+
+
+def _with_lse_columns(
+    backend: Backend, grad_lse: Tensor, grad: Tensor, out: Tensor, inputs: Inputs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Inputs] | None:
+    """The backward's inputs with columns that add −dlse to delta: q = k = v = 0, out = −dlse, dout = 1.
+
+    In 16 bits dlse goes in two columns, its rounding and what that left over. None where the head dim has no room.
+    """
+    high = grad_lse.to(out.dtype)
+    columns = [high] if out.dtype == grad_lse.dtype else [high, (grad_lse - high).to(out.dtype)]
+    room = head_dims(backend, replace(spec, value_dim=spec.value_dim + len(columns)))
+    if room is None:
+        return None
+    extra = torch.stack(columns, -1).neg()
+    out = _widen(torch.cat([out, extra], -1), room[1])
+    grad = _widen(torch.cat([grad, torch.ones_like(extra)], -1), room[1])
+    return grad, out, _widened(inputs, room)
+
+
+def _add_lse_pass(
+    backend: Backend,
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad_lse: Tensor,
+    lse: Tensor,
+    state: Tensor | None,
+    inputs: Inputs,
+    problem: Problem,
+) -> None:
+    """Add lse's share in a pass of its own: with weights P, dq += scale · dlse · P k and dk += scale · Pᵀ (dlse · q).
+
+    P k is attention with the keys as values, and Pᵀ (dlse · q) is the gradient of those values. Not under softcap,
+    whose derivative P does not hold.
+    """
+    assert backend.backward is not None
+    query, key, _ = inputs
+    spec = problem.spec
+    if spec.softcap:
+        raise NotImplementedError(
+            f"{backend.name} has no room at head dim {query.shape[-1]} for the gradient of lse under softcap: "
+            "do not differentiate lse, or pass backend='reference'."
+        )
+    problem = problem._replace(spec=replace(spec, dropout_p=0.0))
+    weighted_keys = backend.forward(query, key, key, problem)[0]
+    weighted_queries = (query * grad_lse.unsqueeze(-1)).to(query.dtype)
+    share = backend.backward(weighted_queries, None, weighted_keys, lse, state, query, key, key, problem)[2]
+    grads[0].add_((weighted_keys * grad_lse.unsqueeze(-1)).to(query.dtype), alpha=spec.scale)
+    grads[1].add_(share, alpha=spec.scale)
