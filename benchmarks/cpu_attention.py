@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import nt_attention as nta
+from nt_attention.commands.environment import cpu_name
 
 TOKENS, HEADS, HEAD_DIM = 8192, 12, 64
 ONCE = {"NestedTensor SDPA"}  # takes so long that one run tells
@@ -141,13 +141,6 @@ def main(argv: list[str] | None = None) -> None:
             + "\n"
         )
         print(f"saved {RESULT}")
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 if __name__ == "__main__":

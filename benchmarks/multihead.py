@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import BATCHES
-from timing import device_ms, host_us, wall_ms
 from torch import nn
 
 import nt_attention as nta
+from nt_attention.commands.batches import BATCHES
+from nt_attention.commands.timing import device_ms, host_us, wall_ms
 
 
 def main() -> None:

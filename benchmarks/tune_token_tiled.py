@@ -19,11 +19,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from batches import BATCHES, Batch
-from timing import device_ms
 from triton.runtime.errors import OutOfResources
 
 from nt_attention import SequenceLayout
+from nt_attention.commands.batches import BATCHES, Batch
+from nt_attention.commands.timing import device_ms
+from nt_attention.functional import _Call
 from nt_attention.kernels.token_tiled import ops
 from nt_attention.kernels.token_tiled.configs import Tile
 
@@ -61,12 +62,15 @@ class Bench:
 
         self.q, self.grad = random(batch.heads), random(batch.heads)
         self.k, self.v = random(batch.kv_heads), random(batch.kv_heads)
-        left, right = batch.window_size
-        cu = self.layout.cu_seqlens
-        scale = batch.head_dim**-0.5
-        self.rest = (cu, cu, None, None, scale, left, 0 if batch.is_causal else right, False, 0.0, 0.0, False)
-        self.call = ops._Call.prepare(self.q, self.k, self.v, *self.rest)
-        self.out, self.lse = ops._forward_outputs(self.q, self.k, self.v)
+        problem = _Call.check(
+            *(self.q, self.k, self.v, self.layout, None),
+            is_causal=batch.is_causal,
+            window_size=batch.window_size,
+            backend="token_tiled",
+        ).problem
+        self.window = problem.spec.window
+        self.call = ops._Call.prepare(self.q, self.k, self.v, problem, None)
+        self.out, self.lse = torch.empty_like(self.q), self.q.new_empty(batch.heads, total, dtype=torch.float32).T
         self.delta = torch.empty_like(self.lse)
         self.grads = [torch.empty_like(x) for x in (self.q, self.k, self.v)]
         self.heads, self.kv_heads = batch.heads, batch.kv_heads
@@ -116,7 +120,7 @@ class Bench:
             leaves = [x.transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
             scores = leaves[0] @ leaves[1].repeat_interleave(group, 0).mT * q.shape[2] ** -0.5
             place = torch.arange(len(q), device="cuda")
-            left, right = (len(q) if side < 0 else side for side in self.rest[5:7])
+            left, right = self.window
             ahead = place - place[:, None]
             scores = scores.masked_fill((ahead < -left) | (ahead > right), -torch.inf)
             out = scores.softmax(-1) @ leaves[2].repeat_interleave(group, 0)

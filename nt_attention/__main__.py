@@ -1,30 +1,37 @@
-"""``python -m nt_attention``: the environment, and every backend with its state."""
+"""``python -m nt_attention``: the environment and every backend's state; ``bench`` and ``check``, see ``--help``."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
+import argparse
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
 
-import torch
+COMMANDS = {
+    "bench": "put every backend side by side with padded SDPA and NestedTensor SDPA, in one run",
+    "check": "check this machine's backends",
+}
 
-from . import __version__
-from .kernels.select import BACKENDS, available_backends
 
-
-def main() -> None:
-    print(f"nt_attention {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
-    for package in ("transformers", "flash-attn", "flash-attn-4", "triton"):
-        try:
-            print(f"  {package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"  {package}: not installed")
-    for i in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(i)
-        print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}")
-    print("backends:")
-    for name, missing in available_backends().items():
-        print(f"  {name:<12} {BACKENDS[name].about if missing is None else 'not here: ' + missing}")
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m nt_attention", description="Without a command: the environment, and every backend's state."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+        command.set_defaults(
+            refuse=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments])
+        )
+        if arguments[:1] == [name]:  # the others are not imported
+            importlib.import_module(f".commands.{name}", __package__).add_arguments(command)
+    options = parser.parse_args(arguments)
+    module = importlib.import_module(f".commands.{options.command or 'environment'}", __package__)
+    status: int = module.main(options)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,21 +1,20 @@
-"""The batches that the GPU benchmarks run: lengths drawn with a fixed seed, 32768 packed tokens each.
-
-They follow the shapes of real workloads: lognormal lengths with a cap (most are short, a few reach it), uniform ones,
-and equal ones.
-"""
+"""The batches that are measured by name: 32768 packed tokens each, and two small ones for a CPU."""
 
 from __future__ import annotations
 
-import math
-import random
 from dataclasses import dataclass
 
-TOKENS = 32768
+from .lengths import equal, lognormal, uniform
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Lengths of the sequences, and the heads of the model that they go through."""
+    """Lengths of the sequences, the heads of the model that they go through, and what a query sees.
+
+    Attributes:
+        lengths: of the queries; of keys and values as well, if ``key_lengths`` is None.
+        value_dim: the head dim of values, if it is not ``head_dim``.
+    """
 
     name: str
     about: str
@@ -25,38 +24,23 @@ class Batch:
     head_dim: int
     is_causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    key_lengths: tuple[int, ...] | None = None
+    value_dim: int | None = None
 
     @property
-    def flops(self) -> int:
-        """Of a forward: two matrix products over the pairs that the mask leaves."""
-        pairs = sum(self._pairs(n) for n in self.lengths)
-        return 4 * pairs * self.heads * self.head_dim
+    def keys(self) -> tuple[int, ...]:
+        """The length of keys and values of each sequence."""
+        return self.lengths if self.key_lengths is None else self.key_lengths
 
-    def _pairs(self, n: int) -> int:
-        left, right = (n if side < 0 else min(side, n) for side in self.window_size)
-        right = 0 if self.is_causal else right
-        return sum(min(n, i + right + 1) - max(0, i - left) for i in range(n))
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
-
-def lognormal(cap: int, seed: int = 0) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return _fill(lambda: min(cap, max(1, round(math.exp(draw.gauss(math.log(cap) - 1.9, 0.9))))))
-
-
-def uniform(cap: int, seed: int = 0) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return _fill(lambda: draw.randint(1, cap))
-
-
-def _fill(draw) -> tuple[int, ...]:
-    lengths: list[int] = []
-    while sum(lengths) < TOKENS:
-        lengths.append(min(draw(), TOKENS - sum(lengths)))
-    return tuple(lengths)
-
-
-def equal(length: int) -> tuple[int, ...]:
-    return (length,) * (TOKENS // length)
+    @property
+    def scores(self) -> int:
+        """How many scores a backend computes that knows no mask and no padding."""
+        return self.heads * sum(n * m for n, m in zip(self.lengths, self.keys, strict=True))
 
 
 BATCHES = {
@@ -71,3 +55,20 @@ BATCHES = {
         Batch("G", "uniform ≤ 256, causal", uniform(256), 16, 16, 128, True),
     )
 }
+MORE = (
+    Batch("one long", "one of 8192 beside lognormal ≤ 128", (8192, *lognormal(128)[:800]), 12, 12, 64),
+    Batch("all 17", "1927 × 17", equal(17), 12, 12, 64),
+    Batch("all 1", "32768 × 1", equal(1), 12, 12, 64),
+    Batch("window", "A, 128 on either side", BATCHES["A"].lengths, 16, 16, 64, window_size=(128, 128)),
+    Batch("GQA 32/1", "B's lengths, causal", BATCHES["B"].lengths, 32, 1, 128, True),
+    *(
+        Batch(f"{name} d{d}", f"{name}, head dim {d}", BATCHES[name].lengths, width // d, width // d, d)
+        for name, width in (("A", 1024), ("F", 768), ("E", 768))
+        for d in (32, 72, 80, 96, 128, 160, 192, 256)
+    ),
+)
+SMALL = (
+    Batch("small", "lognormal ≤ 256", lognormal(256, 2048), 8, 8, 64),
+    Batch("small causal", "uniform ≤ 128, causal", uniform(128, 2048), 8, 2, 64, True),
+)
+ALL = BATCHES | {batch.name: batch for batch in (*MORE, *SMALL)}

@@ -1,4 +1,5 @@
-"""GPU times: the device's alone, the host's alone, and both. What is timed alone is kept from waiting for the other."""
+"""How long a call takes. On a GPU the device's time alone, the host's alone, or both; what is timed alone is kept from
+waiting for the other. On a CPU by the clock on the wall."""
 
 from __future__ import annotations
 
@@ -8,6 +9,37 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def call_ms(function: Callable[[], Any], device: torch.device, patience: float) -> tuple[float, bool]:
+    """A call's time in ms, and whether it was timed but once, because it takes more than ``patience`` seconds.
+
+    That of the device (``device_ms``) on a GPU, by the clock on the wall (``cpu_ms``) on a CPU.
+    """
+    seconds = once(function, device)
+    if seconds > patience:
+        seconds = once(function, device)  # the first may have compiled something
+    if seconds > patience:
+        return 1e3 * seconds, True
+    return (device_ms if device.type == "cuda" else cpu_ms)(function), False
+
+
+def once(function: Callable[[], Any], device: torch.device) -> float:
+    """One call in seconds by the clock on the wall, to its end."""
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    finish()
+    began = time.perf_counter()
+    function()
+    finish()
+    return time.perf_counter() - began
+
+
+def cpu_ms(function: Callable[[], Any], seconds: float = 1.0) -> float:
+    """A call's time on the CPU in ms: the median over the calls of about so many ``seconds``, 3 to 100 of them."""
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 100 and sum(times) < seconds):
+        times.append(once(function, torch.device("cpu")))
+    return 1e3 * statistics.median(times)
 
 
 def device_ms(function: Callable[[], Any], repeats: int = 7) -> float:

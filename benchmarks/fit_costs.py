@@ -1,0 +1,123 @@
+"""Measure every backend on this GPU over a sweep of lengths, and fit what ``auto`` goes by (``kernels/costs.py``).
+
+    python benchmarks/fit_costs.py [--save FILE]
+
+Times are the device's, of ``varlen_attention`` and its gradients. The sweep has equal lengths and lognormal ones, none
+of them the lengths that ``python -m nt_attention bench`` draws. For each dtype, direction and head dim the fit has four
+numbers that are not negative and minimises the relative error; how far it lies from the times is printed and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from nt_attention.commands.batches import Batch
+from nt_attention.commands.environment import version_of
+from nt_attention.commands.lengths import Lengths
+from nt_attention.commands.problem import Problem
+from nt_attention.commands.rivals import backend
+from nt_attention.commands.timing import device_ms
+from nt_attention.functional import explain
+from nt_attention.kernels.work import work
+
+TOKENS = 16384
+EQUAL = (1, 12, 40, 90, 150, 300, 700, 1500, 4000)
+CAPS = (64, 300, 1200, 6000)
+HEADS = {32: 16, 64: 16, 96: 8, 128: 8, 192: 4, 256: 4}
+RIVALS = {
+    torch.bfloat16: ("token_tiled", "flash_attn_4", "torch_flash", "torch_efficient"),
+    torch.float32: ("token_tiled", "torch_efficient"),
+}
+
+
+def batches(head_dim: int) -> list[Batch]:
+    lengths = [(n,) * (TOKENS // n) for n in EQUAL]
+    lengths += [Lengths(kind="lognormal", number=cap).up_to(TOKENS, seed=9) for cap in CAPS]
+    heads = HEADS[head_dim]
+    return [
+        Batch(f"{head_dim} {len(each)} {is_causal}", "", each, heads, heads, head_dim, is_causal)
+        for each in lengths
+        for is_causal in (False, True)
+    ]
+
+
+def measure(dtype: torch.dtype, head_dim: int) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """(direction, backend) → rows of µs, 1, and thousands of a head's sequences, tokens and 1000 pairs."""
+    rows = defaultdict(list)
+    for batch in batches(head_dim):
+        problem = Problem(batch, torch.device("cuda"), dtype)
+        for name in RIVALS[dtype]:
+            if not _can_run(name, problem):
+                continue
+            run = backend(name).prepare(problem)
+            size = work(problem.layout, problem.layout, _spec(problem))
+            counts = (1.0, *(batch.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
+            with torch.no_grad():
+                rows["forward", name].append((1000 * device_ms(run.attention, repeats=3), *counts))
+            both = lambda run=run: torch.autograd.grad(run.attention(), run.leaves, run.grad)  # noqa: E731
+            rows["both", name].append((1000 * device_ms(both, repeats=3), *counts))
+    return rows
+
+
+def _spec(problem: Problem):
+    from nt_attention.functional import _Call
+
+    return _Call.check(*problem.qkv, problem.layout, None, **problem.masks, choosing=False).problem.spec
+
+
+def _can_run(name: str, problem: Problem) -> bool:
+    return not explain(*problem.qkv, problem.layout, **problem.masks, backend=name).reasons[name]
+
+
+def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
+    """The four numbers, and the median and the largest of the fit's relative errors."""
+    table = np.array(rows)
+    times, counts = table[:, 0], table[:, 1:]
+    numbers, _ = nnls(counts / times[:, None], np.ones(len(times)))
+    off = np.abs(counts @ numbers / times - 1)
+    return [float(f"{x:.5g}") for x in numbers], float(np.median(off)), float(off.max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", type=Path, help="what auto is to go by: nt_attention/kernels/measured/sm90.json")
+    parser.add_argument("--rows", type=Path, help="write the measured times to this file as well")
+    options = parser.parse_args()
+    packages = ("torch", "triton", "flash-attn", "flash-attn-4")
+    header = {
+        "command": f"python benchmarks/fit_costs.py {' '.join(sys.argv[1:])}",
+        "date": str(datetime.date.today()),
+        "card": torch.cuda.get_device_name(),
+        "versions": {name: version for name in packages if (version := version_of(name)) is not None},
+    }
+    table: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}
+    kept, worst = {}, {}
+    for dtype in RIVALS:
+        kind = "float32" if dtype == torch.float32 else "16-bit"
+        for head_dim in HEADS:
+            rows = measure(dtype, head_dim)
+            for (direction, name), each in rows.items():
+                numbers, median, largest = fit(each)
+                table.setdefault(kind, {}).setdefault(direction, {}).setdefault(str(head_dim), {})[name] = numbers
+                where = f"{kind} {direction} {head_dim} {name}"
+                kept[where], worst[where] = each, (round(median, 3), round(largest, 3))
+                print(f"{where:<45} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
+            if options.save:  # as far as it has come
+                options.save.write_text(
+                    json.dumps(header | {"off (median, most)": worst, "costs": table}, indent=1) + "\n"
+                )
+            if options.rows:
+                options.rows.write_text(json.dumps(kept) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The host's time around a kernel on this GPU: eager forwards with gradients, on a batch that the device is quick with.
+
+    python benchmarks/host_time.py [--save FILE]
+
+For each backend its kernel called as directly as it can be, ``varlen_attention`` on packed tensors and on NestedTensors
+(q, k and v leaves, and results of a projection), and NestedTensor SDPA, in µs of host time: the median over bursts of
+calls, all in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import nt_attention as nta
+from nt_attention.commands.timing import host_us
+from nt_attention.functional import _Call
+from nt_attention.kernels.select import BACKENDS
+
+LENGTHS = [30, 7, 64, 27]
+CALLS = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    layout = nta.SequenceLayout.from_lengths(LENGTHS, device="cuda")
+    us = functools.partial(host_us, calls=CALLS)
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of host time, forward with gradients wanted",
+        "",
+        "| backend | its kernel alone | packed | above it | NestedTensor | above it | of a projection | above it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, backend in BACKENDS.items():
+        dtype = torch.float32 if name == "torch_efficient" else torch.bfloat16
+        if backend.missing() or backend.backward is None or backend.device_type == "cpu":
+            continue
+        packed = [torch.randn(layout.total, 4, 64, device="cuda", dtype=dtype).requires_grad_() for _ in range(3)]
+        plain = [x.detach() for x in packed]
+        nested = [layout.to_nested(x).requires_grad_() for x in plain]
+        projected = [layout.to_nested(x) for x in packed]
+        problem = _Call.check(*packed, layout, None, backend=name).problem
+        attend = functools.partial(nta.varlen_attention, backend=name)
+        raw = us(functools.partial(backend.forward, *plain, problem))
+        times = [us(functools.partial(attend, *packed, layout)), us(functools.partial(attend, *nested))]
+        times.append(us(functools.partial(attend, *projected)))
+        cells = " | ".join(f"{t:.0f} | {t - raw:.0f}" for t in times)
+        lines.append(f"| {name} | {raw:.0f} | {cells} |")
+    lines += ["", f"NestedTensor SDPA: {host_us(_nested_sdpa(layout), 20):.0f} µs."]
+    print("\n".join(lines))
+    if options.save:
+        header = f"`python benchmarks/host_time.py {' '.join(sys.argv[1:])}`"
+        options.save.write_text("\n".join([header, "", *lines]) + "\n")
+
+
+def _nested_sdpa(layout: nta.SequenceLayout) -> Callable[[], torch.Tensor]:
+    leaves = [
+        torch.nested.nested_tensor_from_jagged(
+            torch.randn(layout.total, 4, 64, device="cuda", dtype=torch.bfloat16), layout.offsets
+        ).requires_grad_()
+        for _ in range(3)
+    ]
+    return lambda: F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves))
+
+
+if __name__ == "__main__":
+    main()
