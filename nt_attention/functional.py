@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import nested
+from .kernels.claims import head_dims
 from .kernels.run import run, run_later
 from .kernels.select import Explanation, choose, chosen_later, circumstances, explain_spec, warn_if_slow
 from .kernels.spec import AttentionSpec, Backend, CausalAlignment, MaskMod, Problem, ScoreMod
@@ -88,7 +89,7 @@ def varlen_attention(
         mask_mod=mask_mod, dropout_p=dropout_p, deterministic=deterministic, batch_invariant=batch_invariant,
         backend=backend,
     )  # fmt: skip
-    out, lse = call.run(sinks)
+    out, lse = _run(call, sinks)
     if call.rewrap is not None:
         out = call.rewrap(out)
         lse = call.rewrap(lse, True) if return_lse else lse
@@ -158,7 +159,7 @@ class _Call(NamedTuple):
         needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         compiling = torch.compiler.is_compiling()
 
-        def decide() -> tuple[AttentionSpec, Backend | None]:
+        def decide() -> tuple[AttentionSpec, Backend | None, tuple[int, int] | None]:
             _check_tensors(query, key, value, layout, key_layout)
             _check_options(causal_alignment, window_size, softcap, dropout_p, scale)
             spec = AttentionSpec(
@@ -184,12 +185,13 @@ class _Call(NamedTuple):
                 equal_lengths=layout is key_layout or (not compiling and layout.same_lengths(key_layout)),
                 min_keys=0 if compiling and layout is not key_layout else key_layout.min_seqlen,
             )
-            if compiling and chosen_later(spec, backend):
-                return spec, None
-            return spec, choose(spec, work(layout, key_layout, spec), backend) if choosing else None
+            if not choosing or (compiling and chosen_later(spec, backend)):
+                return spec, None, None
+            kernel = choose(spec, work(layout, key_layout, spec), backend)
+            return spec, kernel, head_dims(kernel, spec)
 
         if compiling or not choosing or score_mod is not None or mask_mod is not None:
-            spec, kernel = decide()  # to remember them would keep the functions given here as long as the batch
+            spec, kernel, dims = decide()  # to remember them would keep the functions given here as long as the batch
         else:
             # the same for all layers of a model
             asked = (
@@ -198,22 +200,24 @@ class _Call(NamedTuple):
                 *(tuple(window_size), scale, softcap, dropout_p, deterministic, batch_invariant, needs_grad),
                 *circumstances(backend),
             )
-            spec, kernel = layout.remember(asked, decide, None if key_layout is layout else key_layout)
+            spec, kernel, dims = layout.remember(asked, decide, None if key_layout is layout else key_layout)
         _check_rows(query, key, value, layout, key_layout)
         if sinks is not None:
             _check_sinks(sinks, query)
         if alibi_slopes is not None:
             _check_slopes(alibi_slopes, query.shape[1], layout.batch_size, query.device)
-        return cls(query, key, value, Problem(layout, key_layout, alibi_slopes, spec), kernel, backend, rewrap)
+        problem = Problem(layout, key_layout, alibi_slopes, spec, dims)
+        return cls(query, key, value, problem, kernel, backend, rewrap)
 
-    def run(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """out (T, H, Dv) and lse (T, H)."""
-        tensors = (self.query, self.key, self.value)
-        if self.kernel is None:
-            return run_later(self.backend, *tensors, sinks, self.problem)
-        if self.kernel.name == "reference":
-            warn_if_slow(self.problem, self.backend, stacklevel=4)
-        return run(self.kernel, *tensors, sinks, self.problem)
+
+def _run(call: _Call, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv) and lse (T, H)."""
+    tensors = (call.query, call.key, call.value)
+    if call.kernel is None:
+        return run_later(call.backend, *tensors, sinks, call.problem)
+    if call.kernel.name == "reference":
+        warn_if_slow(call.problem, call.backend, stacklevel=4)
+    return run(call.kernel, *tensors, sinks, call.problem)
 
 
 def _packed(

@@ -66,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cross": {"key_lengths": KEY_LENGTHS, "is_causal": True},
     "upper_left": {"key_lengths": KEY_LENGTHS, "is_causal": True, "causal_alignment": "upper_left"},
     "no keys": {"key_lengths": KEYLESS},
+    "scale ≤ 0": {"scale": -0.2},
     "value dim": {"value_dim": 32},
 }
 
@@ -242,6 +243,7 @@ class _Run:
         leaves = [x.nan_to_num().requires_grad_(backward) for x in self.inputs]
         group = case.heads // case.kv_heads
         starts, key_starts = self.layout.host_offsets.tolist(), self.key_layout.host_offsets.tolist()
+        scale = options.get("scale", case.head_dim**-0.5)
         left, right = open_window(*options.get("window_size", (-1, -1)))
         window = (left, 0 if options.get("is_causal") else right)
         outs = []
@@ -257,7 +259,9 @@ class _Run:
             diagonal = 0 if options.get("causal_alignment") == "upper_left" else m - n
             mask = visible(n, m, diagonal, window, self.device)
             if mask is None:
-                outs.append(F.scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1))
+                q, positive = (q, scale) if scale > 0 else (-q, -scale)  # it gives NaN for the other
+                out = F.scaled_dot_product_attention(q[None], k[None], v[None], scale=positive)
+                outs.append(out[0].transpose(0, 1))
                 continue
             blind = ~mask.any(1)
             out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask | blind[:, None])[0]
@@ -274,6 +278,7 @@ class _Run:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="those that are here, if left out")
+    parser.add_argument("--which", nargs="+", help="these head dims and features alone: 64 192/128 causal ...")
     parser.add_argument("--jobs", type=int, default=0, help="processes; each compiles kernels (8 on a GPU, else 1)")
     parser.add_argument(
         *("--save",),
@@ -290,6 +295,10 @@ def main(options: argparse.Namespace) -> int:
         options.refuse("--save without a file is for a CUDA device: claims are kept for cards alone.")
     names = options.backends or [name for name, backend in BACKENDS.items() if _can_run(backend, device)]
     todo = [case for name in names for case in cases(BACKENDS[name])]
+    if options.which:
+        todo = [case for case in todo if case.which in options.which]
+    if not todo:
+        options.refuse("nothing to run: no backend that can run here has these head dims or features.")
     jobs = options.jobs or (min(8, os.cpu_count() or 1) if device.type == "cuda" else 1)
     findings = list(_all(todo, device, jobs))
     table = Table.of(findings, device)
@@ -379,13 +388,19 @@ class Table:
         if file == Path():
             assert self.capability is not None
             file = Path(claims.__file__).parent / "checked" / "sm{}{}.json".format(*self.capability)
+        held = json.loads(file.read_text())["held"] if file.exists() else {}  # what was not run today stays
+        for name, by_dtype in self.held.items():
+            for dtype, kinds in by_dtype.items():
+                for kind, row in kinds.items():
+                    held.setdefault(name, {}).setdefault(dtype, {}).setdefault(kind, {}).update(row)
         written = {
             "command": shlex.join(["python", "-m", "nt_attention", *sys.argv[1:]]),
             "date": str(datetime.date.today()),
             "card": self.card,
             "versions": self.versions,
-            "held": self.held,
+            "held": held,
         }
+        file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(written, indent=1) + "\n")
         print(f"\nwritten to {file}")
 

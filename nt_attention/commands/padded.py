@@ -12,10 +12,13 @@ from torch.nn import functional as F
 from .problem import Problem, Run
 
 MOST_PADDING = 16  # padded tokens to real ones: past that, the time says nothing that the number does not
+MOST_SEQUENCES = 16384  # with 32768 of one token, torch 2.11's backward on a GPU reads outside of its memory
 MOST_MASKED = {"cpu": 2**28, "cuda": 2**32}  # entries of a mask (B, L, L), which SDPA turns into numbers
 
 
 def too_much_padding(p: Problem) -> list[str]:
+    if p.grad.device.type == "cuda" and p.layout.batch_size > MOST_SEQUENCES:
+        return [f"torch's kernels fail with {p.layout.batch_size} sequences, and take the process with them."]
     for layout, what in ((p.layout, "tokens"), (p.key_layout, "keys")):
         padded = layout.batch_size * layout.max_seqlen
         if padded > MOST_PADDING * layout.total:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -46,13 +46,20 @@ class Checked:
         """The head dims (D, Dv) to pad a call to, so that it is one that held; None if there are none."""
         listed = self.held.get(backend.name, {}).get(_name(spec.dtype), {}).get("head dims", {})
         right = [_dims(which) for which in listed if self.holds(backend, spec, "head dims", which)]
-        if backend.head_dims is not None or backend.one_head_dim:
-            enough = [(d, v) for d, v in right if d >= spec.head_dim and v >= spec.value_dim]
-            return min(enough, key=sum, default=None)
-        # between two that held there is nothing new to such a kernel, and a wider one stands for a narrower
-        widest = max((d for d, _ in right), default=0)
         wanted = backend.padded(spec.head_dim, spec.value_dim)
-        return wanted if wanted is not None and max(wanted) <= widest else None
+        if backend.head_dims is None and wanted is not None and self._is_right(wanted, listed, right):
+            return wanted
+        enough = [(d, v) for d, v in right if d >= spec.head_dim and v >= spec.value_dim]
+        return min(enough, key=sum, default=None)
+
+    @staticmethod
+    def _is_right(dims: tuple[int, int], listed: Iterable[str], right: list[tuple[int, int]]) -> bool:
+        """Whether these held or, if they were not run, the next wider ones did: between, a kernel does nothing new."""
+        run = [_dims(which) for which in listed]
+        if dims in run:
+            return dims in right
+        wider = min((d for d, v in run if d == v and d >= max(dims)), default=0)
+        return (wider, wider) in right
 
     def reasons(self, backend: Backend, spec: AttentionSpec) -> list[str]:
         """Why a call that the documentation allows is not one that held here."""
@@ -105,12 +112,6 @@ def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
     if checked is not None:
         return checked.head_dims(backend, spec)
     return backend.padded(spec.head_dim, spec.value_dim, any_of_them=not _in_force.get())
-
-
-def padded_head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int]:
-    dims = head_dims(backend, spec)
-    assert dims is not None, "a backend that has no head dim for a call is not chosen"
-    return dims
 
 
 def basis(device: torch.device) -> str:

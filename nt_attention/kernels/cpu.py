@@ -162,7 +162,7 @@ def _heads_first(packed: Tensor) -> Tensor:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    layout, key_layout, alibi_slopes, spec = problem
+    layout, key_layout, alibi_slopes, spec, _ = problem
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
     work = plan(layout, key_layout, spec)
@@ -192,7 +192,7 @@ def backward(
     problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert grad_lse is None
-    layout, key_layout, alibi_slopes, spec = problem
+    layout, key_layout, alibi_slopes, spec, _ = problem
     # The kernel's own backward on slices: autograd through slices would fill a whole gradient with zeros for each.
     work = plan(layout, key_layout, spec)
     grad_query = torch.empty_like(query)
@@ -223,7 +223,7 @@ BACKEND = Backend(
     missing=lambda: None,
     forward=forward,
     backward=backward,
-    features=COMMON | {"window", "alibi", "deterministic"},
+    features=COMMON | {"scale ≤ 0", "window", "alibi", "deterministic"},
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     one_head_dim=True,

@@ -30,8 +30,7 @@ def longest(layout: SequenceLayout) -> int:
 
 def tokens_first(lse: Tensor, spec: AttentionSpec) -> Tensor:
     """The kernel's (H, T) as ours (T, H), −inf where a row sees nothing; a view unless there may be such rows."""
-    lse = lse.transpose(0, 1)
-    return lse.masked_fill(lse == torch.inf, -torch.inf) if spec.may_be_blind else lse
+    return (lse.masked_fill(lse == torch.inf, -torch.inf) if spec.may_be_blind else lse).transpose(0, 1)
 
 
 def heads_first(lse: Tensor, spec: AttentionSpec) -> Tensor:

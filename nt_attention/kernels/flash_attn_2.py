@@ -27,7 +27,7 @@ def missing() -> str | None:
 def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     import flash_attn_2_cuda
 
-    layout, key_layout, slopes, spec = problem
+    layout, key_layout, slopes, spec, _ = problem
     out, lse, _, rng_state = flash_attn_2_cuda.varlen_fwd(
         *(query, key, value, None, layout.cu_seqlens, key_layout.cu_seqlens),
         *(None, None, None, slopes),  # seqused_k, leftpad_k, block_table
@@ -52,7 +52,7 @@ def backward(
     import flash_attn_2_cuda
 
     assert grad_lse is None
-    layout, key_layout, slopes, spec = problem
+    layout, key_layout, slopes, spec, _ = problem
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     flash_attn_2_cuda.varlen_bwd(
         *(grad, query, key, value, out, heads_first(lse, spec), *grads, layout.cu_seqlens, key_layout.cu_seqlens),

@@ -31,7 +31,7 @@ def missing() -> str | None:
 
 
 def _options(problem: Problem) -> dict[str, Any]:
-    layout, key_layout, _, spec = problem
+    layout, key_layout, _, spec, _ = problem
     left, right = (None if side < 0 else side for side in window(spec))
     return {
         "cu_seqlens_q": layout.cu_seqlens,
@@ -93,5 +93,6 @@ BACKEND = Backend(
     max_head_dim=256,
     head_dims=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
     lower_right_only=True,
+    reads_past_end=True,
     lse_gradient=True,
 )

@@ -3,6 +3,9 @@
 A token of one sequence and a token of another meet in no block that is run: which blocks meet is read off the layout
 (every mask here is an interval a row) and kept with it, in memory that grows with the tokens and not their square.
 
+It has no softcap and no ALiBi, which can be written into the score_mod: with both of ours in it, torch 2.11 fails to
+compile some calls for any lengths.
+
 Dimensions: T tokens of one side, N blocks of 128 of them, M the most blocks of the other side that one of these meets.
 """
 
@@ -44,7 +47,7 @@ def _compiled() -> Callable[..., Any]:
 def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    layout, key_layout, _, spec = problem
+    layout, key_layout, _, spec, _ = problem
     past = query.shape[0] - layout.total
     # a NaN past the end would spread through weights of 0, so those rows stay out
     q = query[: layout.total].transpose(0, 1).unsqueeze(0)
@@ -64,30 +67,20 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
 
 
 def _score_mod(problem: Problem) -> Callable[..., Tensor] | None:
-    layout, key_layout, slopes, spec = problem
-    softcap, user = spec.softcap, spec.score_mod
-    if not softcap and slopes is None and user is None:
+    layout, key_layout, _, spec, _ = problem
+    user = spec.score_mod
+    if user is None:
         return None
-    of_query, at_query = layout.sequence_ids, layout.position_ids
-    at_key = key_layout.position_ids
-    shift = _shift(layout, key_layout, spec)
-    by_sequence = slopes is not None and slopes.dim() == 2
+    of_query, at_query, at_key = layout.sequence_ids, layout.position_ids, key_layout.position_ids
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        if slopes is not None:
-            slope = slopes[of_query[i], h] if by_sequence else slopes[h]
-            score = score - slope * (at_query[i] + shift[of_query[i]] - at_key[j]).abs()
-        if user is not None:
-            score = user(score, of_query[i], h, at_query[i], at_key[j])
-        return score
+        return user(score, of_query[i], h, at_query[i], at_key[j])
 
     return score_mod
 
 
 def _mask_mod(problem: Problem) -> Callable[..., Tensor]:
-    layout, key_layout, _, spec = problem
+    layout, key_layout, _, spec, _ = problem
     of_query, of_key, at_query, at_key = (
         *(layout.sequence_ids, key_layout.sequence_ids),
         *(layout.position_ids, key_layout.position_ids),
@@ -116,7 +109,7 @@ def _shift(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSp
 def _block_mask(problem: Problem) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    layout, key_layout, _, spec = problem
+    layout, key_layout, _, spec, _ = problem
 
     def build() -> tuple[Tensor, ...]:
         left, right = spec.window
@@ -178,7 +171,7 @@ BACKEND = Backend(
     about="compiled flex_attention (a GPU; any score_mod and mask_mod; compiles for minutes at first)",
     missing=missing,
     forward=forward,
-    features=COMMON | {"window", "softcap", "alibi", "score_mod", "mask_mod"},
+    features=COMMON | {"scale ≤ 0", "window", "score_mod", "mask_mod"},
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,8 @@ def _define(name: str, call: str, backend_for: Callable[..., Backend], random: b
         torch.library.register_fake(f"nt_attention::{name}_{suffix}", fake, lib=LIBRARY)
 
 
-class Operator(NamedTuple):
+@dataclass(frozen=True)
+class Operator:
     """A backend, or None for the one that is chosen when a graph runs, for what was ``asked``.
 
     It is called as an operator where somebody looks at operators, and directly where nobody does, which is 40 µs of
@@ -105,7 +107,7 @@ class Operator(NamedTuple):
         """out (T, H, Dv), lse (T, H), and the state of the random numbers, None or empty where none were drawn."""
         if self.backend is not None and not _is_watched(inputs.query):
             return passes.forward(self.backend, inputs, problem)
-        return self._operator("forward")(*inputs, *_call(problem), *self._last)
+        return self._operator("forward")(*inputs, *_call(problem), *self._last())
 
     def backward(
         self,
@@ -123,17 +125,16 @@ class Operator(NamedTuple):
         if state is None:
             state = grad.new_empty(0, dtype=torch.int64)
         operator = self._operator("backward")
-        return operator(grad, grad_lse, out, lse, state, *inputs, *_call(problem), *self._last)
+        return operator(grad, grad_lse, out, lse, state, *inputs, *_call(problem), *self._last())
+
+    def _last(self) -> tuple[str, ...]:
+        return (self.asked,) if self.backend is None else ()
 
     def _operator(self, direction: str) -> Callable[..., Any]:
         name = "auto" if self.backend is None else self.backend.name
         if not torch.compiler.is_compiling():
             flops.register(name)
         return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
-
-    @property
-    def _last(self) -> tuple[str, ...]:
-        return (self.asked,) if self.backend is None else ()
 
 
 def _is_watched(x: Tensor) -> bool:
@@ -149,7 +150,7 @@ def _is_watched(x: Tensor) -> bool:
 
 def _call(problem: Problem) -> tuple[object, ...]:
     """What ``_CALL`` has after query, key and value."""
-    layout, key_layout, slopes, spec = problem
+    layout, key_layout, slopes, spec, _ = problem
     return (
         *(layout.cu_seqlens, key_layout.cu_seqlens, slopes, spec.scale, spec.is_causal, spec.lower_right),
         *(*spec.window_size, spec.softcap, spec.dropout_p, spec.deterministic, spec.batch_invariant, spec.needs_grad),

@@ -37,19 +37,19 @@ def forward(backend: Backend, inputs: Inputs, problem: Problem) -> tuple[Tensor,
     """
     query, key, value = inputs
     rows = query.shape[0]
-    if (said := rephrased(backend, problem)) is not None:
+    if (said := rephrased(backend, query, key, value, problem)) is not None:
         moved = Inputs(said.queries.take(query), said.keys.take(key), said.keys.take(value))
         out, lse, state = forward(backend, moved, said.problem)
         lse = said.queries.give(lse, rows, -torch.inf)
         return said.queries.give(out, rows, 0.0), lse.T.contiguous().T, state
-    layout, key_layout, _, spec = problem
+    layout, key_layout, _, spec, _ = problem
     if layout.total == 0 or key_layout.total == 0:  # kernels do not launch for nothing
         at = "cpu" if backend.rng_on_host else query.device
         state = torch.zeros(2, dtype=torch.int64, device=at) if spec.dropout_p else None
         lse_dtype = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_full((query.shape[1], rows), -torch.inf, dtype=lse_dtype).T
         return query.new_zeros(rows, query.shape[1], value.shape[2]), lse, state
-    wide = Inputs(*readable(*_widened(inputs, _dims(backend, spec))))
+    wide = Inputs(*readable(*_widened(inputs, _dims(backend, problem))))
     out, lse, *drawn = backend.forward(*wide, problem)
     if out.shape[2] != value.shape[2]:
         out = out[..., : value.shape[2]].contiguous()
@@ -73,7 +73,7 @@ def backward(
     assert backend.backward is not None
     grad, out = readable(grad, out)
     query, key, value = inputs = Inputs(*readable(*inputs))
-    if (said := rephrased(backend, problem)) is not None:
+    if (said := rephrased(backend, query, key, value, problem)) is not None:
         take, give = said.queries.take, said.keys.give
         moved = Inputs(take(query), said.keys.take(key), said.keys.take(value))
         towards_lse = None if grad_lse is None else take(grad_lse)
@@ -84,10 +84,10 @@ def backward(
             give(parts[1], key_rows, 0.0),
             give(parts[2], key_rows, 0.0),
         )
-    layout, key_layout, _, spec = problem
+    layout, key_layout, _, spec, _ = problem
     if layout.total == 0 or key_layout.total == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    dims = _dims(backend, spec)
+    dims = _dims(backend, problem)
     wide = _widened(inputs, dims)
     tensors = (_widen(grad, dims[1]), _widen(out, dims[1]))
     if grad_lse is not None:
@@ -106,9 +106,10 @@ def backward(
     return grad_query, grad_key, grad_value
 
 
-def _dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int]:
-    dims = head_dims(backend, spec)
+def _dims(backend: Backend, problem: Problem) -> tuple[int, int]:
+    dims = problem.dims or head_dims(backend, problem.spec)
     if dims is None:
+        spec = problem.spec
         raise ValueError(f"{backend.name} has no head dim for {spec.head_dim} with values of {spec.value_dim}.")
     return dims
 

@@ -16,7 +16,7 @@ from .spec import FEATURES, AttentionSpec, Backend, Problem
 
 def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes in float32, or in float64 where the inputs are; differentiable in every output, twice if need be."""
-    layout, key_layout, alibi_slopes, spec = problem
+    layout, key_layout, alibi_slopes, spec, _ = problem
     precision = torch.promote_types(query.dtype, torch.float32)
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     outs, lses = [], []

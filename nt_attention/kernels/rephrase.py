@@ -26,12 +26,21 @@ class Rephrased(NamedTuple):
     problem: Problem
 
 
-def rephrased(backend: Backend, problem: Problem) -> Rephrased | None:
+def rephrased(backend: Backend, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Rephrased | None:
     """The call that ``backend`` is to run in the place of this one; None if it can run this one."""
-    if backend.lower_right_only and "upper_left" in problem.spec.features:
+    layout, key_layout, _, spec, _ = problem
+    if backend.lower_right_only and spec.is_upper_left:
         return _reversed(problem)
-    if not backend.bears_blind_rows and problem.spec.may_be_blind:
-        return _without_blind_rows(problem)
+    if not backend.bears_blind_rows and spec.may_be_blind:
+        seeing, narrowed = layout.remember(
+            ("seeing rows", spec.sees_all, spec.lower_right), lambda: _seeing(layout, key_layout, spec), key_layout
+        )
+        if narrowed.total < layout.total:
+            return _without_blind_rows(problem, seeing, narrowed)
+    if backend.reads_past_end and (
+        query.shape[0] > layout.total or key.shape[0] > key_layout.total or value.shape[0] > key_layout.total
+    ):
+        return Rephrased(_within(layout.total), _within(key_layout.total), problem)
     return None
 
 
@@ -41,30 +50,32 @@ def _reversed(problem: Problem) -> Rephrased:
     Counted from their ends, i' = Lq − 1 − i and j' = Lk − 1 − j, so i − left ≤ j ≤ i + right is the same as
     i' + Lk − Lq − right ≤ j' ≤ i' + Lk − Lq + left. Distances, which ALiBi goes by, stay.
     """
-    layout, key_layout, slopes, spec = problem
+    layout, key_layout, slopes, spec, dims = problem
     left, right = spec.window_size
     mirrored = replace(
         spec, is_causal=False, window_size=(0 if spec.is_causal else right, left), causal_alignment="lower_right"
     )
     slopes = slopes.flip(0) if slopes is not None and slopes.dim() == 2 else slopes
-    turned = Problem(layout.reversed, key_layout.reversed, slopes, mirrored)
+    turned = Problem(layout.reversed, key_layout.reversed, slopes, mirrored, dims)
     return Rephrased(_backwards(layout.total), _backwards(key_layout.total), turned)
 
 
-def _backwards(total: int) -> Rows:
+def _within(total: int) -> Rows:
+    """The rows up to the last offset alone, for a kernel that multiplies what is past it by 0: it may be NaN."""
+
     def give(y: Tensor, rows: int, fill: float) -> Tensor:
-        y = y.flip(0)
         return y if rows == total else torch.cat([y, y.new_full((rows - total, *y.shape[1:]), fill)])
 
-    return Rows(lambda x: x[:total].flip(0), give)
+    return Rows(lambda x: x[:total], give)
 
 
-def _without_blind_rows(problem: Problem) -> Rephrased:
+def _backwards(total: int) -> Rows:
+    within = _within(total)
+    return Rows(lambda x: within.take(x).flip(0), lambda y, rows, fill: within.give(y.flip(0), rows, fill))
+
+
+def _without_blind_rows(problem: Problem, seeing: Tensor, narrowed: SequenceLayout) -> Rephrased:
     """The queries that see a key, for a kernel without windows that can't bear the others."""
-    layout, key_layout, _, spec = problem
-    seeing, narrowed = layout.remember(
-        ("seeing rows", spec.sees_all, spec.lower_right), lambda: _seeing(layout, key_layout, spec), key_layout
-    )
 
     def give(y: Tensor, rows: int, fill: float) -> Tensor:
         return y.new_full((rows, *y.shape[1:]), fill).index_copy_(0, seeing, y)

@@ -139,8 +139,7 @@ def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
 
 def chosen_later(spec: AttentionSpec, backend: str) -> bool:
     """Whether some operator takes this call, so that in a graph the choice can wait until it runs."""
-    asked = _asked(backend)
-    able = BACKENDS.values() if asked == "auto" else (BACKENDS[asked],)
+    able = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(one.backward is not None and not one.unsupported(spec) for one in able)
 
 

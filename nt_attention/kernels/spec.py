@@ -93,8 +93,9 @@ class AttentionSpec:
             "batch_invariant": self.batch_invariant,
             "grouped heads": self.num_heads != self.num_kv_heads,
             "cross": not self.equal_lengths,
-            "upper_left": not self.lower_right and not self.sees_all,
+            "upper_left": self.is_upper_left,
             "no keys": not self.equal_lengths and self.min_keys == 0,
+            "scale ≤ 0": self.scale <= 0,
             "value dim": self.head_dim != self.value_dim,
         }
         return frozenset(name for name, wanted in asked.items() if wanted)
@@ -104,18 +105,27 @@ class AttentionSpec:
         """Whether the diagonal ends at the lower right; where lengths are equal, both alignments are one."""
         return self.equal_lengths or self.causal_alignment == "lower_right"
 
+    @property
+    def is_upper_left(self) -> bool:
+        """Whether it matters that the diagonal begins at the upper left."""
+        return not self.lower_right and not self.sees_all
+
     def shift(self, queries: int, keys: int) -> int:
         """The key position that stands across from query 0: the diagonal runs through (i, i + shift)."""
         return keys - queries if self.causal_alignment == "lower_right" else 0
 
 
 class Problem(NamedTuple):
-    """A call but for query, key and value: what every kernel is told beside them."""
+    """A call but for query, key and value: what every kernel is told beside them.
+
+    ``dims`` are the head dims that the chosen backend is called with, where that has been looked up already.
+    """
 
     layout: SequenceLayout
     key_layout: SequenceLayout
     alibi_slopes: Tensor | None
     spec: AttentionSpec
+    dims: tuple[int, int] | None = None
 
 
 # (query (T, H, D), key (S, G, D), value (S, G, Dv), problem) to out (T, H, Dv), lse (T, H) in at least float32 and, if
@@ -139,6 +149,7 @@ FEATURES = {
     "cross": "wants as many keys as queries in every sequence.",
     "upper_left": 'aligns causality and windows lower right only: pass causal_alignment="lower_right".',
     "no keys": "wants keys in every sequence that has queries.",
+    "scale ≤ 0": "needs a scale above 0: negate query and pass -scale.",
     "value dim": "wants values with the head dim of the keys.",
 }
 # What every backend has, by itself or from ``kernels/run.py``.
@@ -167,6 +178,7 @@ class Backend:
         refuses: further reasons why it can't run a call, each a sentence that says what to change.
         lower_right_only: whether it has the lower right alignment alone; the other one is made of it.
         bears_blind_rows: whether it takes queries that see no key; where it does not, they are left out of its call.
+        reads_past_end: whether rows past the last offset take part, times 0: then they are kept from it.
         lse_gradient: whether ``backward`` takes the gradient of lse; where it does not, it is brought in from above.
         rng_on_host: whether ``forward`` tells the state of its random numbers on the CPU.
     """
@@ -187,6 +199,7 @@ class Backend:
     refuses: Callable[[AttentionSpec], list[str]] = lambda spec: []
     lower_right_only: bool = False
     bears_blind_rows: bool = True
+    reads_past_end: bool = False
     lse_gradient: bool = False
     rng_on_host: bool = False
 

@@ -55,7 +55,7 @@ def _places(layout: SequenceLayout) -> tuple[Tensor, int]:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    layout, _, _, spec = problem
+    layout, _, _, spec, _ = problem
     out, padded, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
         *_inputs(query, key, value, spec),
         *(None, *_sequences(problem), spec.dropout_p, _mask_type(spec), True),
@@ -79,7 +79,7 @@ def backward(
     problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert grad_lse is None
-    layout, _, _, spec = problem
+    layout, _, _, spec, _ = problem
     places, length = _places(layout)
     padded = lse.new_full((spec.num_heads, layout.batch_size * length), torch.inf)
     padded[:, places] = lse.T[:, : layout.total]
@@ -102,7 +102,7 @@ BACKEND = Backend(
     missing=missing,
     forward=forward,
     backward=backward,
-    features=COMMON | {"dropout"},
+    features=COMMON | {"scale ≤ 0", "dropout"},
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),

@@ -3,6 +3,7 @@
 Errors are held against PyTorch's own attention in the same precision, both against the float64 oracle.
 """
 
+import gc
 import itertools
 from functools import partial
 
@@ -138,6 +139,8 @@ def random_inputs(rows, heads, kv_heads, head_dim, dtype, key_rows=None):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ON_A_GPU)
 def test_errors_are_within_twice_pytorch_s_own(monkeypatch, backend, case, dtype):
+    if backend == "flex" and dtype != torch.bfloat16 and case not in ("causal", "gqa-6-2", "cross-causal", "window"):
+        pytest.skip("compiles for 15 s: python -m nt_attention check runs every feature in every dtype")
     options = dict(CASES[case])
     cross, heads, head_dim = (options.pop(x, y) for x, y in (("cross", False), ("heads", 3), ("head_dim", 64)))
     kv_heads, value_dim = options.pop("kv_heads", heads), options.pop("value_dim", head_dim)
@@ -388,6 +391,7 @@ def test_memory_grows_with_the_tokens_alone(backend):
         tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
         function = claimed(backend, tensors, lengths, lengths, is_causal=True)
         for _ in range(2):
+            gc.collect()  # what earlier tests left would be freed between the two readings
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             bits(function, tensors, grad)

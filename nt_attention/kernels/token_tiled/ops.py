@@ -72,7 +72,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def prepare(cls, query: Tensor, key: Tensor, value: Tensor, problem: Problem, seed: Tensor | None) -> _Call:
-        layout, key_layout, slopes, spec = problem
+        layout, key_layout, slopes, spec, _ = problem
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
             if slopes.dim() == 2:
