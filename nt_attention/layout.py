@@ -33,6 +33,7 @@ class HostFacts:
     total: int
     max_seqlen: int
     min_seqlen: int
+    sum_of_squares: int  # of the lengths
     memo: Memo = field(default_factory=Memo)  # whatever else was derived; see SequenceLayout.remember
 
 
@@ -94,6 +95,7 @@ def _remember_facts(offsets: Tensor, host: Tensor, other: Tensor) -> HostFacts:
         total=int(host[-1] - host[0]),
         max_seqlen=int(lengths.max()) if lengths.numel() else 0,
         min_seqlen=int(lengths.min()) if lengths.numel() else 0,
+        sum_of_squares=int(lengths.dot(lengths)),
     )
     if facts.version is not None:
         _facts_of[offsets] = facts
@@ -123,6 +125,7 @@ class SequenceLayout:
         total: T, the number of tokens.
         max_seqlen: the longest sequence, or the larger bound that the maker gave.
         min_seqlen: the shortest sequence.
+        sum_of_squares: of the lengths, the (query, key) pairs of attention without a mask.
         host_offsets: ``offsets`` on the CPU.
         padded_length: L of the padded batch that this layout was read from, else None.
         padded_index: (T,) int64, where each token stands in the flattened (B·L) batch, else None.
@@ -133,6 +136,7 @@ class SequenceLayout:
     total: int
     max_seqlen: int
     min_seqlen: int
+    sum_of_squares: int = field(repr=False)
     host_offsets: Tensor = field(repr=False)
     _memo: Memo = field(repr=False)
     padded_length: int | None = None
@@ -169,6 +173,7 @@ class SequenceLayout:
             total=facts.total,
             max_seqlen=facts.max_seqlen if max_seqlen is None else int(max_seqlen),
             min_seqlen=facts.min_seqlen,
+            sum_of_squares=facts.sum_of_squares,
             host_offsets=facts.host,
             _memo=facts.memo,
         )
@@ -211,7 +216,10 @@ class SequenceLayout:
         # non_blocking: a pageable copy to the device is staged by the driver, so the host need not wait for it
         offsets = host.to(device, non_blocking=True) if device.type != "cpu" else host.clone()
         facts = _remember_facts(offsets, host, offsets.to(torch.int32))
-        return cls(offsets, facts.other, facts.total, facts.max_seqlen, facts.min_seqlen, host, facts.memo)
+        return cls(
+            *(offsets, facts.other, facts.total, facts.max_seqlen, facts.min_seqlen, facts.sum_of_squares),
+            *(host, facts.memo),
+        )
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> SequenceLayout:
@@ -289,11 +297,6 @@ class SequenceLayout:
     def lengths(self) -> Tensor:
         """(B,) int64, the tokens of each sequence."""
         return self.remember("lengths", self.offsets.diff)
-
-    @property
-    def sum_of_squares(self) -> int:
-        """Of the lengths: the (query, key) pairs of attention without a mask."""
-        return self.remember("sum_of_squares", lambda: int(self.host_offsets.diff().square().sum()))
 
     @property
     def sequence_ids(self) -> Tensor:

@@ -101,7 +101,7 @@ def reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
     """Why a backend can't run a call, each a sentence that says what to change; empty if it can."""
     documented = backend.unsupported(spec)
     checked = checked_for(spec.device)
-    if documented or checked is None:
+    if documented or checked is None or backend.is_reference:
         return documented
     return checked.reasons(backend, spec)
 
@@ -109,7 +109,7 @@ def reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
     """The head dims (D, Dv) that a backend is called with, zeros added; None if it has none that are enough."""
     checked = checked_for(spec.device)
-    if checked is not None:
+    if checked is not None and not backend.is_reference:
         return checked.head_dims(backend, spec)
     return backend.padded(spec.head_dim, spec.value_dim, any_of_them=not _in_force.get())
 

@@ -79,4 +79,5 @@ BACKEND = Backend(
     forward=forward,
     # matrix products on the CPU go by where their operands lie in memory
     features=frozenset(FEATURES) - {"batch_invariant"},
+    is_reference=True,
 )

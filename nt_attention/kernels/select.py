@@ -117,9 +117,9 @@ def choose(spec: AttentionSpec, size: Work, backend: str = "auto") -> Backend:
     asked = _asked(backend)
     if asked == "auto":
         for candidate in map(BACKENDS.__getitem__, fastest_first(spec, size)):
-            if not _reasons(candidate, spec):
+            if _is_able(candidate, spec):
                 return candidate
-    elif not _reasons(BACKENDS[asked], spec):
+    elif _is_able(BACKENDS[asked], spec):
         return BACKENDS[asked]
     raise ValueError(str(explain_spec(spec, size, asked)))
 
@@ -194,6 +194,21 @@ def _check_name(backend: str, source: str = "") -> None:
     if backend != "auto" and backend not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
+
+
+def _is_able(backend: Backend, spec: AttentionSpec) -> bool:
+    """Whether there are no reasons; kept by the kind of call, for all batches."""
+    if spec.score_mod is not None or spec.mask_mod is not None:  # what is kept would keep these functions
+        return not _reasons(backend, spec)
+    kind = (id(backend), spec, claims.in_force(), current_flash_attention_impl())
+    if kind not in _able:
+        if len(_able) > 4096:
+            _able.clear()
+        _able[kind] = (backend, not _reasons(backend, spec))
+    return _able[kind][1]
+
+
+_able: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backend as well, or its id could be another's
 
 
 def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:

@@ -181,6 +181,7 @@ class Backend:
         reads_past_end: whether rows past the last offset take part, times 0: then they are kept from it.
         lse_gradient: whether ``backward`` takes the gradient of lse; where it does not, it is brought in from above.
         rng_on_host: whether ``forward`` tells the state of its random numbers on the CPU.
+        is_reference: whether it is what others are held against, and so claims everything everywhere.
     """
 
     name: str
@@ -202,6 +203,7 @@ class Backend:
     reads_past_end: bool = False
     lse_gradient: bool = False
     rng_on_host: bool = False
+    is_reference: bool = False
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """The reasons why it can't run a call by its own documentation; empty if it can."""

@@ -27,18 +27,18 @@ class Work(NamedTuple):
 
 
 def work(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Work:
-    """Kept with the layouts, so that a second layer counts nothing."""
-    key = ("work", spec.window, spec.lower_right)
-    return layout.remember(key, lambda: _count(layout, key_layout, spec), key_layout)
-
-
-def _count(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Work:
+    """Without a window from what the layouts know; else kept with them, so that a second layer counts nothing."""
     tokens = (layout.total + key_layout.total) / 2
     if spec.equal_lengths and spec.window[0] == math.inf and spec.window[1] in (0, math.inf):
         squares = layout.sum_of_squares
         return Work(layout.batch_size, tokens, squares if spec.sees_all else (squares + layout.total) / 2)
-    queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
-    return Work(layout.batch_size, tokens, int(visible_pairs(queries, keys, spec.window, spec.lower_right).sum()))
+
+    def count() -> int:
+        queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
+        return int(visible_pairs(queries, keys, spec.window, spec.lower_right).sum())
+
+    pairs = layout.remember(("pairs", spec.window, spec.lower_right), count, key_layout)
+    return Work(layout.batch_size, tokens, pairs)
 
 
 def visible_pairs(queries: Tensor, keys: Tensor, window: tuple[float, float], lower_right: bool) -> Tensor:
