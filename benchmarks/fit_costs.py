@@ -3,8 +3,9 @@
     python benchmarks/fit_costs.py [--save FILE]
 
 Times are the device's, of ``varlen_attention`` and its gradients. The sweep has equal lengths and lognormal ones, none
-of them the lengths that ``python -m nt_attention bench`` draws. For each dtype, direction and head dim the fit has four
-numbers that are not negative and minimises the relative error; how far it lies from the times is printed and kept.
+of them the lengths that ``python -m nt_attention bench`` draws, full and causal. For each dtype, direction, mask and
+head dim the fit has four numbers that are not negative and minimises the relative error; how far it lies from the times
+is printed and kept.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def batches(head_dim: int) -> list[Batch]:
     ]
 
 
-def measure(dtype: torch.dtype, head_dim: int) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """(direction, backend) → rows of µs, 1, and thousands of a head's sequences, tokens and 1000 pairs."""
+def measure(dtype: torch.dtype, head_dim: int) -> dict[tuple[str, str, str], list[tuple[float, ...]]]:
+    """(direction, mask, backend) → rows of µs, 1, and thousands of a head's sequences, tokens and 1000 pairs."""
     rows = defaultdict(list)
     for batch in batches(head_dim):
         problem = Problem(batch, torch.device("cuda"), dtype)
@@ -61,10 +62,11 @@ def measure(dtype: torch.dtype, head_dim: int) -> dict[tuple[str, str], list[tup
             run = backend(name).prepare(problem)
             size = work(problem.layout, problem.layout, _spec(problem))
             counts = (1.0, *(batch.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
+            mask = "masked" if batch.is_causal else "full"
             with torch.no_grad():
-                rows["forward", name].append((1000 * device_ms(run.attention, repeats=3), *counts))
+                rows["forward", mask, name].append((1000 * device_ms(run.attention, repeats=3), *counts))
             both = lambda run=run: torch.autograd.grad(run.attention(), run.leaves, run.grad)  # noqa: E731
-            rows["both", name].append((1000 * device_ms(both, repeats=3), *counts))
+            rows["both", mask, name].append((1000 * device_ms(both, repeats=3), *counts))
     return rows
 
 
@@ -111,10 +113,11 @@ def main() -> None:
             continue
         for head_dim in options.head_dims:
             rows = measure(dtype, head_dim)
-            for (direction, name), each in rows.items():
+            for (direction, mask, name), each in rows.items():
                 numbers, median, largest = fit(each)
-                table.setdefault(kind, {}).setdefault(direction, {}).setdefault(str(head_dim), {})[name] = numbers
-                where = f"{kind} {direction} {head_dim} {name}"
+                by_mask = table.setdefault(kind, {}).setdefault(direction, {})
+                by_mask.setdefault(mask, {}).setdefault(str(head_dim), {})[name] = numbers
+                where = f"{kind} {direction} {mask} {head_dim} {name}"
                 kept[where], worst[where] = each, (round(median, 3), round(largest, 3))
                 print(f"{where:<45} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
             if options.save:  # as far as it has come

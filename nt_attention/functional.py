@@ -258,7 +258,10 @@ def _packed(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # a compiler may not know the first question, and asks the second of devices that have an answer
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device):
+        return tensors
+    if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     # as autocast does for every operation on its list: floating point, but not float64

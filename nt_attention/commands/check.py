@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,20 +318,36 @@ def _can_run(backend: Backend, device: torch.device) -> bool:
 def _all(todo: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
     progress = Progress(sys.stderr)
 
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _compile_alone) if jobs > 1 else None
-    if pool is None:
-        findings: Iterable[Finding] = (look_at(case, device) for case in todo)
-    else:
-        findings = (future.result() for future in as_completed([pool.submit(look_at, case, device) for case in todo]))
+    findings = _in_processes(todo, device, jobs) if jobs > 1 else (look_at(case, device) for case in todo)
     for done, found in enumerate(findings, 1):
         case = found.case
         progress.say(
             f"{done} of {len(todo)}: {case.backend}, {case.dtype}, {case.kind} {case.which}: {found.held}, {found.told}"
         )
         yield found
-    if pool is not None:
-        pool.shutdown()
     progress.clear()
+
+
+def _in_processes(todo: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
+    """In no order. A kernel may end its process; then those that were under way get one of their own each."""
+    lost = []
+    with _processes(jobs) as pool:
+        waiting = {pool.submit(look_at, case, device): case for case in todo}
+        for future in as_completed(waiting):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                lost.append(waiting[future])
+    for case in lost:
+        with _processes(1) as pool:
+            try:
+                yield pool.submit(look_at, case, device).result()
+            except BrokenProcessPool:
+                yield Finding(case, "no", "it took its process with it")
+
+
+def _processes(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _compile_alone)
 
 
 def _compile_alone() -> None:

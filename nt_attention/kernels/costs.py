@@ -17,15 +17,16 @@ import torch
 from .spec import AttentionSpec
 from .work import Work
 
-# of a call: ("float32" or "16-bit", "forward" or "both") → head dim → backend → µs for a call, and ns for a head's
-# sequence, token and 1000 pairs
-Costs = dict[tuple[str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
+# of a call: ("float32" or "16-bit", "forward" or "both", "full" or "masked") → head dim → backend → µs for a call, and
+# ns for a head's sequence, token and 1000 pairs
+Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
 
 
 def expected_us(spec: AttentionSpec, size: Work) -> dict[str, float]:
     """What each backend that was measured is expected to take, forward, or forward and backward if that is wanted."""
-    kind = ("float32" if spec.dtype == torch.float32 else "16-bit", "both" if spec.needs_grad else "forward")
-    by_head_dim = costs().get(kind)
+    dtype = "float32" if spec.dtype == torch.float32 else "16-bit"
+    direction = "both" if spec.needs_grad else "forward"
+    by_head_dim = costs().get((dtype, direction, "full" if spec.sees_all else "masked"))
     if not by_head_dim:
         return {}
     wide = max(spec.head_dim, spec.value_dim)
@@ -43,7 +44,10 @@ def costs() -> Costs:
     file = resources.files(__package__) / "measured" / "sm90.json"
     table = json.loads(file.read_text())["costs"]
     return {
-        (dtype, direction): {int(d): {name: tuple(row) for name, row in rows.items()} for d, rows in by_dim.items()}
+        (dtype, direction, mask): {
+            int(d): {name: tuple(row) for name, row in rows.items()} for d, rows in by_head_dim.items()
+        }
         for dtype, by_direction in table.items()
-        for direction, by_dim in by_direction.items()
+        for direction, by_mask in by_direction.items()
+        for mask, by_head_dim in by_mask.items()
     }

@@ -268,9 +268,9 @@ def operands(backend, cross=False):
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("backend", OPERATORS)
 def test_operators_are_what_they_say(backend, cross):
-    if (missing := BACKENDS[backend].missing()) is not None:
-        pytest.skip(missing)
     arguments, grad = operands(backend, cross)
+    lengths, key_lengths = (arguments[at].diff().tolist() for at in (3, 4))
+    claimed(backend, arguments[:3], lengths, key_lengths, is_causal=True)
     forward, backward = (getattr(torch.ops.nt_attention, f"{backend}_{way}").default for way in ("forward", "backward"))
     torch.library.opcheck(forward, arguments)
     out, lse, state = forward(*arguments)
