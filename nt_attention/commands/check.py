@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import multiprocessing
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,8 @@ HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 160, 192, 256)
 PAIRS = ((64, 128), (192, 128))
 SLACK, SOFTCAP_SLACK = 2.0, 3.0
 DETERMINISTIC_RUNS = 50
+# what a kernel's library may raise, and what is raised here of its results
+REFUSALS = (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def leaning(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -122,8 +124,12 @@ def look_at(case: Case, device: torch.device) -> Finding:
     try:
         with claims.by_documentation():
             return _Run(case, device).finding()
-    except (RuntimeError, ValueError, NotImplementedError, AssertionError) as refusal:
-        return Finding(case, "no", str(refusal).splitlines()[0][:120] if str(refusal) else type(refusal).__name__)
+    except REFUSALS as refusal:
+        return Finding(case, "no", _told(refusal))
+
+
+def _told(refusal: BaseException) -> str:
+    return str(refusal).splitlines()[0][:120] if str(refusal) else type(refusal).__name__
 
 
 class _Run:
@@ -166,9 +172,8 @@ class _Run:
                 self._repeat(results)
             if self.case.which == "batch_invariant":
                 self._alone(results[0])
-        except (RuntimeError, ValueError, NotImplementedError, AssertionError) as refusal:
-            told = str(refusal).splitlines()[0][:120] if str(refusal) else type(refusal).__name__
-            return Finding(self.case, "forward", told)
+        except REFUSALS as refusal:
+            return Finding(self.case, "forward", _told(refusal))
         return Finding(self.case, "both", f"{worst:.2f} of PyTorch's own error")
 
     def _results(self, backend: str, backward: bool, double: bool = False) -> list[Tensor]:
@@ -305,7 +310,7 @@ def main(options: argparse.Namespace) -> int:
     table = Table.of(findings, device)
     print(table)
     if options.save is not None:
-        table.write(options.save)
+        table.write(options.save, options.command_line)
     return 0
 
 
@@ -338,12 +343,16 @@ def _in_processes(todo: list[Case], device: torch.device, jobs: int) -> Iterator
                 yield future.result()
             except BrokenProcessPool:
                 lost.append(waiting[future])
-    for case in lost:
-        with _processes(1) as pool:
-            try:
-                yield pool.submit(look_at, case, device).result()
-            except BrokenProcessPool:
-                yield Finding(case, "no", "it took its process with it")
+    with ThreadPoolExecutor(jobs) as threads:
+        yield from threads.map(functools.partial(_alone, device=device), lost)
+
+
+def _alone(case: Case, device: torch.device) -> Finding:
+    with _processes(1) as pool:
+        try:
+            return pool.submit(look_at, case, device).result()
+        except BrokenProcessPool:
+            return Finding(case, "no", "it took its process with it")
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
@@ -401,7 +410,7 @@ class Table:
             lines += [f"    {line}" for line in self.told.get(name, [])]
         return "\n".join(lines)
 
-    def write(self, file: Path) -> None:
+    def write(self, file: Path, command: str) -> None:
         if file == Path():
             assert self.capability is not None
             file = Path(claims.__file__).parent / "checked" / "sm{}{}.json".format(*self.capability)
@@ -411,7 +420,7 @@ class Table:
                 for kind, row in kinds.items():
                     held.setdefault(name, {}).setdefault(dtype, {}).setdefault(kind, {}).update(row)
         written = {
-            "command": shlex.join(["python", "-m", "nt_attention", *sys.argv[1:]]),
+            "command": command,
             "date": str(datetime.date.today()),
             "card": self.card,
             "versions": self.versions,

@@ -8,7 +8,8 @@ does not launch at 64 with values of 128, so only head dims that were seen to be
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from .spec import COMMON, Backend, Problem
 
 @functools.cache
 def missing() -> str | None:
-    try:
-        importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
+    package = importlib.util.find_spec("flash_attn")
+    folders = package.submodule_search_locations if package is not None else None
+    if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders or ()):
         return "flash-attn-4 is not installed: pip install flash-attn-4."
     if not torch.cuda.is_available():
         return "torch sees no CUDA device."

@@ -32,29 +32,17 @@ _CALL = (
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
+_GRADS = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
+
+
 def register(backend: Backend) -> None:
     """Define ``nt_attention::<name>_forward`` and ``_backward``: complete, whatever the kernel itself lacks."""
     assert backend.backward is not None
-    _define(backend.name, _CALL, lambda problem: backend, "dropout" in backend.features, backend.rng_on_host)
 
+    def forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(backend, passes.Inputs(query, key, value), _problem(query, key, value, *call))
 
-def register_auto(choose: Callable[[Problem, str], Backend]) -> None:
-    """Define ``nt_attention::auto_forward`` and ``_backward``, which choose when they run."""
-    _define("auto", f"{_CALL}, str backend", choose, random=True, rng_on_host=False)
-
-
-def _define(name: str, call: str, backend_for: Callable[..., Backend], random: bool, rng_on_host: bool) -> None:
-
-    def run_forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = passes.Inputs(query, key, value)
-        problem, asked = _problem(*inputs, *call)
-        backend = backend_for(problem, *asked)
-        out, lse, state = passes.forward(backend, inputs, problem)
-        if state is None:
-            state = torch.empty(0, dtype=torch.int64, device=query.device)
-        return out, lse, state if rng_on_host == backend.rng_on_host else state.to(query.device)
-
-    def run_backward(
+    def backward(
         grad: Tensor,
         grad_lse: Tensor | None,
         out: Tensor,
@@ -65,31 +53,61 @@ def _define(name: str, call: str, backend_for: Callable[..., Backend], random: b
         value: Tensor,
         *call: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        problem, asked = _problem(query, key, value, *call)
-        backend = backend_for(problem, *asked)
-        if backend.rng_on_host:
-            state = state.cpu()
-        return passes.backward(backend, grad, grad_lse, out, lse, state, passes.Inputs(query, key, value), problem)
+        inputs, problem = passes.Inputs(query, key, value), _problem(query, key, value, *call)
+        return passes.backward(backend, grad, grad_lse, out, lse, state, inputs, problem)
 
-    for suffix, schema, function, fake in (
-        (
-            "forward",
-            f"({call}) -> (Tensor out, Tensor lse, Tensor rng_state)",
-            run_forward,
-            functools.partial(_fake_forward, rng_on_host),
-        ),
-        (
-            "backward",
-            f"(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state, {call}) "
-            "-> (Tensor, Tensor, Tensor)",
-            run_backward,
-            _fake_backward,
-        ),
-    ):
-        tags = (*_TAGS, torch.Tag.nondeterministic_seeded) if random and suffix == "forward" else _TAGS
-        LIBRARY.define(f"{name}_{suffix}{schema}", tags=tags)
-        LIBRARY.impl(f"{name}_{suffix}", function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"nt_attention::{name}_{suffix}", fake, lib=LIBRARY)
+    fake = functools.partial(_fake_forward, backend.rng_on_host)
+    random = "dropout" in backend.features
+    _define(f"{backend.name}_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor rng_state)", forward, fake, random)
+    _define(f"{backend.name}_backward({_GRADS}, {_CALL}) -> (Tensor, Tensor, Tensor)", backward, _fake_backward)
+
+
+def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Backend]) -> None:
+    """Define ``nt_attention::auto_forward``, which chooses when it runs, and ``_backward``, which is told the choice.
+
+    ``choose`` gives a backend's place on a list, ``at`` the backend in that place. The place is a tensor on the host.
+    """
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inputs, problem = passes.Inputs(query, key, value), _problem(query, key, value, *call[:-1])
+        place = choose(problem, call[-1])
+        out, lse, state = _forward(at(place), inputs, problem)
+        return out, lse, state.to(query.device), torch.tensor(place, device="cpu")
+
+    def backward(
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        state: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *call: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, problem = passes.Inputs(query, key, value), _problem(query, key, value, *call[:-1])
+        backend = at(int(call[-1]))
+        state = state.cpu() if backend.rng_on_host else state
+        return passes.backward(backend, grad, grad_lse, out, lse, state, inputs, problem)
+
+    def fake(*call: Any) -> tuple[Tensor, ...]:
+        return (*_fake_forward(False, *call), torch.empty((), dtype=torch.int64, device="cpu"))
+
+    results = "Tensor out, Tensor lse, Tensor rng_state, Tensor chosen"
+    _define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)
+    _define(f"auto_backward({_GRADS}, {_CALL}, Tensor chosen) -> (Tensor, Tensor, Tensor)", backward, _fake_backward)
+
+
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], random: bool = False) -> None:
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(*_TAGS, torch.Tag.nondeterministic_seeded) if random else _TAGS)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nt_attention::{name}", fake, lib=LIBRARY)
+
+
+def _forward(backend: Backend, inputs: passes.Inputs, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, state = passes.forward(backend, inputs, problem)
+    return out, lse, out.new_empty(0, dtype=torch.int64) if state is None else state
 
 
 @dataclass(frozen=True)
@@ -103,11 +121,13 @@ class Operator:
     backend: Backend | None
     asked: str = "auto"
 
-    def forward(self, inputs: passes.Inputs, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-        """out (T, H, Dv), lse (T, H), and the state of the random numbers, None or empty where none were drawn."""
-        if self.backend is not None and not _is_watched(inputs.query):
+    def forward(self, inputs: passes.Inputs, problem: Problem) -> tuple[Any, ...]:
+        """out (T, H, Dv), lse (T, H), and what the backward wants to be told: tensors, or None."""
+        if self.backend is None:
+            return self._operator("forward")(*inputs, *_call(problem), self.asked)
+        if not _is_watched(*inputs):
             return passes.forward(self.backend, inputs, problem)
-        return self._operator("forward")(*inputs, *_call(problem), *self._last())
+        return self._operator("forward")(*inputs, *_call(problem))
 
     def backward(
         self,
@@ -115,20 +135,18 @@ class Operator:
         grad_lse: Tensor | None,
         out: Tensor,
         lse: Tensor,
-        state: Tensor | None,
+        told: tuple[Any, ...],
         inputs: passes.Inputs,
         problem: Problem,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value."""
-        if self.backend is not None and not _is_watched(grad):
+        state = told[0]
+        if self.backend is not None and not _is_watched(grad, *inputs):
             return passes.backward(self.backend, grad, grad_lse, out, lse, state, inputs, problem)
         if state is None:
-            state = grad.new_empty(0, dtype=torch.int64)
+            state = out.new_empty(0, dtype=torch.int64)
         operator = self._operator("backward")
-        return operator(grad, grad_lse, out, lse, state, *inputs, *_call(problem), *self._last())
-
-    def _last(self) -> tuple[str, ...]:
-        return (self.asked,) if self.backend is None else ()
+        return operator(grad, grad_lse, out, lse, state, *inputs, *_call(problem), *told[1:])
 
     def _operator(self, direction: str) -> Callable[..., Any]:
         name = "auto" if self.backend is None else self.backend.name
@@ -137,15 +155,17 @@ class Operator:
         return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
 
 
-def _is_watched(x: Tensor) -> bool:
+def _is_watched(*tensors: Tensor) -> bool:
     """Whether a compiler, a dispatch mode, a function transform or a tensor subclass wants to see operators."""
     return (
         torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or x.is_meta
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or any(type(x) not in _PLAIN or x.is_meta for x in tensors)
     )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _call(problem: Problem) -> tuple[object, ...]:
@@ -165,15 +185,14 @@ def _problem(
     key_cu_seqlens: Tensor,
     slopes: Tensor | None,
     *call: Any,
-) -> tuple[Problem, tuple[str, ...]]:
-    """What ``_call`` was made from, and whatever follows it."""
-    options, asked = call[:10], call[10:]
+) -> Problem:
+    """What ``_call`` was made from."""
     layout = SequenceLayout.from_offsets(cu_seqlens)
     key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
     shape = (*query.shape[1:], *value.shape[1:])
     keys = (layout is key_layout or layout.same_lengths(key_layout), key_layout.min_seqlen)
-    spec = _spec(query.device, query.dtype, shape, slopes is not None, keys, *options)
-    return Problem(layout, key_layout, slopes, spec), asked
+    spec = _spec(query.device, query.dtype, shape, slopes is not None, keys, *call)
+    return Problem(layout, key_layout, slopes, spec)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -51,8 +51,8 @@ def forward(backend: Backend, inputs: Inputs, problem: Problem) -> tuple[Tensor,
         return query.new_zeros(rows, query.shape[1], value.shape[2]), lse, state
     wide = Inputs(*readable(*_widened(inputs, _dims(backend, problem))))
     out, lse, *drawn = backend.forward(*wide, problem)
-    if out.shape[2] != value.shape[2]:
-        out = out[..., : value.shape[2]].contiguous()
+    out = (out if out.shape[2] == value.shape[2] else out[..., : value.shape[2]]).contiguous()
+    lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
     if rows > layout.total:  # kernels leave these unwritten
         out[layout.total :] = 0
         lse[layout.total :] = -torch.inf
@@ -78,11 +78,10 @@ def backward(
         moved = Inputs(take(query), said.keys.take(key), said.keys.take(value))
         towards_lse = None if grad_lse is None else take(grad_lse)
         parts = backward(backend, take(grad), towards_lse, take(out), take(lse), state, moved, said.problem)
-        query_rows, key_rows = query.shape[0], key.shape[0]
         return (
-            said.queries.give(parts[0], query_rows, 0.0),
-            give(parts[1], key_rows, 0.0),
-            give(parts[2], key_rows, 0.0),
+            _laid_out(said.queries.give(parts[0], query.shape[0], 0.0), query),
+            _laid_out(give(parts[1], key.shape[0], 0.0), key),
+            _laid_out(give(parts[2], value.shape[0], 0.0), value),
         )
     layout, key_layout, _, spec, _ = problem
     if layout.total == 0 or key_layout.total == 0:
@@ -130,11 +129,19 @@ def _widened(inputs: Inputs, dims: tuple[int, int]) -> Inputs:
 
 def _cleared(grad: Tensor, total: int, like: Tensor) -> Tensor:
     """A kernel's gradient without added columns, and 0 in the rows that it leaves unwritten."""
-    if grad.shape[-1] != like.shape[-1]:
-        grad = torch.empty_like(like).copy_(grad[..., : like.shape[-1]])
+    grad = _laid_out(grad if grad.shape[-1] == like.shape[-1] else grad[..., : like.shape[-1]], like)
     if grad.shape[0] > total:
         grad[total:] = 0
     return grad
+
+
+def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
+    """In memory as ``empty_like`` would be, which is what operators say of their results."""
+    if like.is_contiguous():
+        return grad.contiguous()
+    if grad.stride() == torch.empty_like(like, device="meta").stride():
+        return grad
+    return torch.empty_like(like).copy_(grad)
 
 
 def _with_lse_columns(

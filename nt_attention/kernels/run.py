@@ -43,9 +43,9 @@ def _run_operator(
 ) -> tuple[Tensor, Tensor]:
     if problem.spec.needs_grad or forward_ad._current_level >= 0:
         transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        out, lse, _ = (_Kernel if transformed else _EagerKernel).apply(query, key, value, (operator, problem))
+        out, lse, *_ = (_Kernel if transformed else _EagerKernel).apply(query, key, value, (operator, problem))
     else:  # 40 µs of host time less
-        out, lse, _ = operator.forward(Inputs(query, key, value), problem)
+        out, lse, *_ = operator.forward(Inputs(query, key, value), problem)
     return out, lse
 
 
@@ -61,14 +61,15 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, state = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, *told = ctx.saved_tensors
         operator, problem = ctx.call
         if grad is None and grad_lse is None:
             return (None,) * 4
         if grad is None:
             grad = torch.zeros_like(out)
-        return (*operator.backward(grad, grad_lse, out, lse, state, Inputs(query, key, value), problem), None)
+        inputs = Inputs(query, key, value)
+        return (*operator.backward(grad, grad_lse, out, lse, tuple(told), inputs, problem), None)
 
 
 class _EagerKernel(_Kernel):
@@ -85,11 +86,10 @@ class _EagerKernel(_Kernel):
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     query, key, value, ctx.call = inputs
-    out, lse, state = output
-    if state is not None:
-        ctx.mark_non_differentiable(state)
+    out, lse, *told = output
+    ctx.mark_non_differentiable(*[x for x in told if x is not None])
     ctx.set_materialize_grads(False)  # most calls have no gradient for lse
-    ctx.save_for_backward(query, key, value, out, lse, state)
+    ctx.save_for_backward(query, key, value, out, lse, *told)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None, layout: SequenceLayout) -> tuple[Tensor, Tensor]:

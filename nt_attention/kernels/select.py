@@ -127,7 +127,9 @@ def choose(spec: AttentionSpec, size: Work, backend: str = "auto") -> Backend:
 def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
     """Say so where ``"auto"`` found nothing but the reference."""
     if _asked(backend) == "auto":
-        fast = BACKENDS[fastest_first(problem.spec, work(problem.layout, problem.key_layout, problem.spec))[0]]
+        order = fastest_first(problem.spec, work(problem.layout, problem.key_layout, problem.spec))
+        here = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
+        fast = here[0] if here[0] is not reference.BACKEND else BACKENDS[order[0]]
         why = " ".join(_reasons(fast, problem.spec))
         warnings.warn(
             f"attention runs on the reference backend, which is slow: {fast.name} {why} "
@@ -143,14 +145,20 @@ def chosen_later(spec: AttentionSpec, backend: str) -> bool:
     return any(one.backward is not None and not one.unsupported(spec) for one in able)
 
 
-def _choose_in_graph(problem: Problem, asked: str) -> Backend:
+def _choose_in_graph(problem: Problem, asked: str) -> int:
+    """The place of the chosen backend on the list, for its backward to find it again."""
     chosen = choose(problem.spec, work(problem.layout, problem.key_layout, problem.spec), asked)
     if chosen.backward is None:
+        told = explain_spec(problem.spec, work(problem.layout, problem.key_layout, problem.spec), asked)
         raise ValueError(
-            f"in a graph, {chosen.name} has to be named: nothing else can run this call, and it is no operator.\n"
-            f"{explain_spec(problem.spec, work(problem.layout, problem.key_layout, problem.spec), asked)}"
+            f"{chosen.name} is no operator, so a graph can't choose it when it runs: pass backend={chosen.name!r} to "
+            f"this call, or make it outside of the graph.\n{told}"
         )
-    return chosen
+    return list(BACKENDS.values()).index(chosen)
+
+
+def _on_the_list(place: int) -> Backend:
+    return list(BACKENDS.values())[place]
 
 
 def circumstances(backend: str) -> tuple[object, ...]:
@@ -219,4 +227,4 @@ def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 for _backend in BACKENDS.values():
     if _backend.backward is not None:
         ops.register(_backend)
-ops.register_auto(_choose_in_graph)
+ops.register_auto(_choose_in_graph, _on_the_list)

@@ -1,0 +1,178 @@
+"""How much a call asks of a kernel: pairs counted in closed form, against masks that are counted one by one."""
+
+import dataclasses
+import gc
+import math
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nt_attention import SequenceLayout, varlen_attention
+from nt_attention.kernels import work as work_module
+from nt_attention.kernels.masking import visible
+from nt_attention.kernels.spec import AttentionSpec
+from nt_attention.kernels.work import Work, visible_pairs, work
+
+SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 5, 5, 7, 7, 0.3)
+OPEN = math.inf
+WINDOWS = [
+    *((OPEN, OPEN), (OPEN, 0), (0, OPEN), (0, 0)),
+    *((OPEN, 3), (5, OPEN), (2, 7), (13, 0), (0, 11), (1000, 1000), (1000, 2), (3, 1000)),
+]
+EDGES = [0, 1, 2, 3, 17, 31]  # shorter and longer than the windows
+ALIGNMENTS = pytest.mark.parametrize("lower_right", [True, False], ids=["lower_right", "upper_left"])
+
+
+def counted(queries, keys, window, lower_right):
+    seen = visible(queries, keys, keys - queries if lower_right else 0, window, torch.device("cpu"))
+    return queries * keys if seen is None else int(seen.sum())
+
+
+def of_lengths(queries, keys, *, equal=False, **options):
+    """Two layouts and the spec that goes with them."""
+    layout = SequenceLayout.from_lengths(queries)
+    key_layout = layout if equal else SequenceLayout.from_lengths(keys)
+    return layout, key_layout, dataclasses.replace(SPEC, equal_lengths=equal, min_keys=key_layout.min_seqlen, **options)
+
+
+@ALIGNMENTS
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_pairs_are_those_of_the_mask(window, lower_right):
+    draw = random.Random(11)
+    pairs = [(a, b) for a in EDGES for b in EDGES] + [(draw.randrange(41), draw.randrange(41)) for _ in range(83)]
+    queries, keys = torch.tensor(pairs).unbind(1)
+    want = [counted(*pair, window, lower_right) for pair in pairs]
+    got = visible_pairs(queries, keys, window, lower_right)
+    assert got.dtype == torch.int64
+    assert got.tolist() == want
+
+
+@ALIGNMENTS
+def test_no_sequences_have_no_pairs(lower_right):
+    none = torch.zeros(0, dtype=torch.int64)
+    assert visible_pairs(none, none, (3, 5), lower_right).shape == (0,)
+    layout, key_layout, spec = of_lengths([], [], window_size=(3, 5))
+    assert work(layout, key_layout, spec) == Work(0, 0, 0)
+
+
+@ALIGNMENTS
+@pytest.mark.parametrize("window", [(OPEN, OPEN), (OPEN, 0), (127, 31)], ids=str)
+def test_pairs_outgrow_32_bits(window, lower_right):
+    n = 2**31 - 1  # tokens that a layout may have
+    queries = torch.tensor([n])
+    got = visible_pairs(queries, queries, window, lower_right).item()
+    left, right = window
+    # row sums of a square, less the corners that a window cuts off
+    cut_left = 0 if left == OPEN else (n - left) * (n - left - 1) // 2
+    cut_right = 0 if right == OPEN else (n - right) * (n - right - 1) // 2
+    assert got == n * n - cut_left - cut_right
+
+
+LENGTHS = ([5, 0, 1, 127, 13], [11, 3, 0, 31, 13])
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "upper_left": {"is_causal": True, "causal_alignment": "upper_left"},
+    "window": {"window_size": (7, 3)},
+    "window-upper_left": {"window_size": (-1, 3), "causal_alignment": "upper_left"},
+    "causal-window": {"is_causal": True, "window_size": (7, 19)},
+}
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["self", "cross"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_work_is_sequences_tokens_and_pairs(options, equal):
+    queries, keys = LENGTHS if not equal else (LENGTHS[0],) * 2
+    layout, key_layout, spec = of_lengths(queries, keys, equal=equal, **options)
+    size = work(layout, key_layout, spec)
+    want = sum(counted(a, b, spec.window, spec.lower_right) for a, b in zip(queries, keys, strict=True))
+    assert size == Work(5, (sum(queries) + sum(keys)) / 2, want)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [LENGTHS[0], [1], [0, 0], [], [2, 2, 2]], ids=str)
+def test_the_fast_path_counts_the_same(lengths, is_causal, monkeypatch):
+    def refused(*_):
+        raise AssertionError("counted sequence by sequence")
+
+    layout, _, spec = of_lengths(lengths, lengths, equal=True, is_causal=is_causal)
+    slow = work(layout, SequenceLayout.from_lengths(lengths), dataclasses.replace(spec, equal_lengths=False))
+    monkeypatch.setattr(work_module, "visible_pairs", refused)
+    assert work(layout, layout, spec) == slow
+
+
+class TestRemembered:
+    @pytest.fixture
+    def counts(self, monkeypatch):
+        """The windows that pairs were counted for, one for each time."""
+        windows = []
+
+        def counting(queries, keys, window, lower_right):
+            windows.append(window)
+            return visible_pairs(queries, keys, window, lower_right)
+
+        monkeypatch.setattr(work_module, "visible_pairs", counting)
+        return windows
+
+    def test_a_second_layer_counts_nothing(self, counts):
+        layout, key_layout, spec = of_lengths(*LENGTHS, window_size=(7, 3))
+        first = work(layout, key_layout, spec)
+        # what pairs do not depend on
+        again = dataclasses.replace(spec, num_heads=10, head_dim=64, scale=1.0, dtype=torch.float64, needs_grad=True)
+        assert work(layout, key_layout, again) == first
+        same = SequenceLayout.from_offsets(layout.offsets)
+        assert work(same, SequenceLayout.from_offsets(key_layout.cu_seqlens), spec) == first
+        assert counts == [(7, 3)]
+
+    @pytest.mark.parametrize(
+        "options", [{"is_causal": True}, {"window_size": (7, 2)}, {"causal_alignment": "upper_left"}]
+    )
+    def test_another_mask_is_counted_anew(self, counts, options):
+        layout, key_layout, spec = of_lengths(*LENGTHS, window_size=(7, 3))
+        first = work(layout, key_layout, spec)
+        assert work(layout, key_layout, dataclasses.replace(spec, **options)) != first
+        assert len(counts) == 2
+
+    def test_other_keys_are_counted_anew(self, counts):
+        layout, key_layout, spec = of_lengths(*LENGTHS)
+        others = SequenceLayout.from_lengths([11, 3, 0, 31, 17])
+        assert work(layout, others, spec).pairs - work(layout, key_layout, spec).pairs == 4 * 13
+        assert len(counts) == 2
+
+    def test_both_alignments_are_one_where_lengths_are_equal(self, counts):
+        layout, _, spec = of_lengths(LENGTHS[0], None, equal=True, window_size=(7, 3))
+        upper = dataclasses.replace(spec, causal_alignment="upper_left")
+        assert work(layout, layout, upper) == work(layout, layout, spec)
+        assert len(counts) == 1
+
+    def test_it_goes_when_either_layout_goes(self):
+        layout, key_layout, spec = of_lengths(*LENGTHS)
+        before = set(layout._memo)
+        work(layout, key_layout, spec)
+        (added,) = set(layout._memo) - before
+        assert len(layout._memo[added]) == 1
+        del key_layout
+        gc.collect()
+        assert len(layout._memo[added]) == 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+@pytest.mark.parametrize("equal", [True, False], ids=["self", "cross"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_flops_are_those_of_the_pairs(options, equal, backend):
+    queries, keys = LENGTHS if not equal else (LENGTHS[0],) * 2
+    layout, key_layout, spec = of_lengths(queries, keys, equal=equal, **options)
+    tensors = (
+        torch.randn(layout.total, 10, 7, requires_grad=True),
+        torch.randn(key_layout.total, 5, 7, requires_grad=True),
+        torch.randn(key_layout.total, 5, 3, requires_grad=True),
+    )
+    products = 2 * 10 * work(layout, key_layout, spec).pairs
+    with FlopCounterMode(display=False) as counter:
+        out = varlen_attention(*tensors, layout, key_layout, backend=backend, **options)
+    assert counter.get_total_flops() == products * (7 + 3)
+    with FlopCounterMode(display=False) as counter:
+        out.backward(torch.ones_like(out))
+    assert counter.get_total_flops() == products * (3 * 7 + 2 * 3)
