@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..layout import SequenceLayout
 from .masking import alibi_bias, visible
-from .spec import COMMON, AttentionSpec, Backend, Problem
+from .spec import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
 
 GATHER_UP_TO = 64  # rows and keys; from about 128 on, one call a tile is as fast and copies nothing
 MASKED_ROWS = 128  # queries in a masked tile: bounds the mask, and what a window computes in vain
@@ -180,18 +180,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     return out, lse
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert grad_lse is None
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+    grad, _, out, lse, _ = known
     layout, key_layout, alibi_slopes, spec, _ = problem
     # The kernel's own backward on slices: autograd through slices would fill a whole gradient with zeros for each.
     work = plan(layout, key_layout, spec)

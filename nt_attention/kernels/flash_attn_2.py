@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .flash import HALVES, heads_first, longest, tokens_first, window
-from .spec import COMMON, Backend, Problem
+from .spec import COMMON, Backend, Gradients, Known, Problem
 
 
 @functools.cache
@@ -38,20 +38,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     return (out, lse, rng_state) if spec.dropout_p else (out, lse)
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
     import flash_attn_2_cuda
 
-    assert grad_lse is None
+    grad, _, out, lse, rng_state = known
     layout, key_layout, slopes, spec, _ = problem
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     flash_attn_2_cuda.varlen_bwd(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import device
 from .flash import HALVES, window
-from .spec import COMMON, Backend, Problem
+from .spec import COMMON, Backend, Gradients, Known, Problem
 
 
 @functools.cache
@@ -55,19 +55,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     return out, lse.transpose(0, 1)
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
     from flash_attn.cute.interface import _flash_attn_bwd
 
+    grad, grad_lse, out, lse, _ = known
     lse = lse.transpose(0, 1).contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.transpose(0, 1).contiguous()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..layout import SequenceLayout
 from . import flops, passes
-from .spec import AttentionSpec, Backend, Problem
+from .spec import AttentionSpec, Backend, Gradients, Known, Problem
 
 LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")
 _CALL = (
@@ -39,22 +39,12 @@ def register(backend: Backend) -> None:
     """Define ``nt_attention::<name>_forward`` and ``_backward``: complete, whatever the kernel itself lacks."""
     assert backend.backward is not None
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(backend, passes.Inputs(query, key, value), _problem(query, key, value, *call))
+    def forward(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(backend, passes.Inputs(*call[:3]), _problem(*call))
 
-    def backward(
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        state: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *call: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, problem = passes.Inputs(query, key, value), _problem(query, key, value, *call)
-        return passes.backward(backend, grad, grad_lse, out, lse, state, inputs, problem)
+    def backward(*arguments: Any) -> Gradients:
+        known, call = Known(*arguments[:5]), arguments[5:]
+        return passes.backward(backend, known, passes.Inputs(*call[:3]), _problem(*call))
 
     fake = functools.partial(_fake_forward, backend.rng_on_host)
     random = "dropout" in backend.features
@@ -68,27 +58,18 @@ def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Bac
     ``choose`` gives a backend's place on a list, ``at`` the backend in that place. The place is a tensor on the host.
     """
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs, problem = passes.Inputs(query, key, value), _problem(query, key, value, *call[:-1])
-        place = choose(problem, call[-1])
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        *call, asked = arguments
+        inputs, problem = passes.Inputs(*call[:3]), _problem(*call)
+        place = choose(problem, asked)
         out, lse, state = _forward(at(place), inputs, problem)
-        return out, lse, state.to(query.device), torch.tensor(place, device="cpu")
+        return out, lse, state.to(inputs.query.device), torch.tensor(place, device="cpu")
 
-    def backward(
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        state: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *call: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, problem = passes.Inputs(query, key, value), _problem(query, key, value, *call[:-1])
-        backend = at(int(call[-1]))
-        state = state.cpu() if backend.rng_on_host else state
-        return passes.backward(backend, grad, grad_lse, out, lse, state, inputs, problem)
+    def backward(*arguments: Any) -> Gradients:
+        known, call, backend = Known(*arguments[:5]), arguments[5:-1], at(int(arguments[-1]))
+        if backend.rng_on_host:
+            known = known._replace(rng_state=arguments[4].cpu())
+        return passes.backward(backend, known, passes.Inputs(*call[:3]), _problem(*call))
 
     def fake(*call: Any) -> tuple[Tensor, ...]:
         return (*_fake_forward(False, *call), torch.empty((), dtype=torch.int64, device="cpu"))
@@ -122,31 +103,20 @@ class Operator:
     asked: str = "auto"
 
     def forward(self, inputs: passes.Inputs, problem: Problem) -> tuple[Any, ...]:
-        """out (T, H, Dv), lse (T, H), and what the backward wants to be told: tensors, or None."""
+        """out (T, H, Dv), lse (T, H), the random numbers' state or None, and what else the backward is to be told."""
         if self.backend is None:
             return self._operator("forward")(*inputs, *_call(problem), self.asked)
         if not _is_watched(*inputs):
             return passes.forward(self.backend, inputs, problem)
         return self._operator("forward")(*inputs, *_call(problem))
 
-    def backward(
-        self,
-        grad: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        told: tuple[Any, ...],
-        inputs: passes.Inputs,
-        problem: Problem,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value."""
-        state = told[0]
-        if self.backend is not None and not _is_watched(grad, *inputs):
-            return passes.backward(self.backend, grad, grad_lse, out, lse, state, inputs, problem)
-        if state is None:
-            state = out.new_empty(0, dtype=torch.int64)
-        operator = self._operator("backward")
-        return operator(grad, grad_lse, out, lse, state, *inputs, *_call(problem), *told[1:])
+    def backward(self, known: Known, told: tuple[Any, ...], inputs: passes.Inputs, problem: Problem) -> Gradients:
+        """The gradients. ``told``: what else the forward gave."""
+        if self.backend is not None and not _is_watched(known.grad, *inputs):
+            return passes.backward(self.backend, known, inputs, problem)
+        if known.rng_state is None:
+            known = known._replace(rng_state=known.out.new_empty(0, dtype=torch.int64))
+        return self._operator("backward")(*known, *inputs, *_call(problem), *told)
 
     def _operator(self, direction: str) -> Callable[..., Any]:
         name = "auto" if self.backend is None else self.backend.name
@@ -249,8 +219,6 @@ def _fake_forward(
     return out, lse, state
 
 
-def _fake_backward(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, state: Tensor, *call: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = passes.readable(*call[:3])
+def _fake_backward(*arguments: Any) -> Gradients:
+    query, key, value = passes.readable(*arguments[5:8])
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from .claims import head_dims
 from .rephrase import rephrased
-from .spec import AttentionSpec, Backend, Problem
+from .spec import AttentionSpec, Backend, Gradients, Known, Problem
 
 
 class Inputs(NamedTuple):
@@ -59,25 +59,17 @@ def forward(backend: Backend, inputs: Inputs, problem: Problem) -> tuple[Tensor,
     return out, lse, drawn[0] if drawn else None
 
 
-def backward(
-    backend: Backend,
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    state: Tensor | None,
-    inputs: Inputs,
-    problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(backend: Backend, known: Known, inputs: Inputs, problem: Problem) -> Gradients:
     """The gradients of query, key and value, laid out as these; 0 in rows past the layouts' totals."""
     assert backend.backward is not None
-    grad, out = readable(grad, out)
+    known = known._replace(grad=readable(known.grad)[0], out=readable(known.out)[0])
     query, key, value = inputs = Inputs(*readable(*inputs))
     if (said := rephrased(backend, query, key, value, problem)) is not None:
         take, give = said.queries.take, said.keys.give
+        grad, grad_lse, out, lse, state = known
         moved = Inputs(take(query), said.keys.take(key), said.keys.take(value))
-        towards_lse = None if grad_lse is None else take(grad_lse)
-        parts = backward(backend, take(grad), towards_lse, take(out), take(lse), state, moved, said.problem)
+        known = Known(take(grad), None if grad_lse is None else take(grad_lse), take(out), take(lse), state)
+        parts = backward(backend, known, moved, said.problem)
         return (
             _laid_out(said.queries.give(parts[0], query.shape[0], 0.0), query),
             _laid_out(give(parts[1], key.shape[0], 0.0), key),
@@ -87,19 +79,20 @@ def backward(
     if layout.total == 0 or key_layout.total == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     dims = _dims(backend, problem)
-    wide = _widened(inputs, dims)
-    tensors = (_widen(grad, dims[1]), _widen(out, dims[1]))
+    grad_lse = known.grad_lse
     if grad_lse is not None:
         # a row that sees nothing has no weights to pass a gradient to
-        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
+        grad_lse = grad_lse.masked_fill(known.lse == -torch.inf, 0.0)
+        known = known._replace(grad_lse=grad_lse)
     if grad_lse is None or backend.lse_gradient:
-        grads = backend.backward(tensors[0], grad_lse, tensors[1], lse, state, *wide, problem)
-    elif (widened := _with_lse_columns(backend, grad_lse, grad, out, inputs, spec)) is not None:
-        wide_grad, wide_out, wide = widened
-        grads = backend.backward(wide_grad, None, wide_out, lse, state, *wide, problem)
+        grads = backend.backward(_widened_to(known, dims), *_widened(inputs, dims), problem)
+    elif (with_columns := _with_lse_columns(backend, known, grad_lse, inputs, spec)) is not None:
+        known, wide = with_columns
+        grads = backend.backward(known, *wide, problem)
     else:
-        grads = backend.backward(tensors[0], None, tensors[1], lse, state, *wide, problem)
-        _add_lse_pass(backend, grads, grad_lse, lse, state, wide, problem)
+        wide = _widened(inputs, dims)
+        grads = backend.backward(_widened_to(known._replace(grad_lse=None), dims), *wide, problem)
+        _add_lse_pass(backend, grads, known, grad_lse, wide, problem)
     totals = (layout.total, key_layout.total, key_layout.total)
     grad_query, grad_key, grad_value = map(_cleared, grads, totals, inputs)
     return grad_query, grad_key, grad_value
@@ -144,32 +137,31 @@ def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(grad)
 
 
+def _widened_to(known: Known, dims: tuple[int, int]) -> Known:
+    return known._replace(grad=_widen(known.grad, dims[1]), out=_widen(known.out, dims[1]))
+
+
 def _with_lse_columns(
-    backend: Backend, grad_lse: Tensor, grad: Tensor, out: Tensor, inputs: Inputs, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Inputs] | None:
+    backend: Backend, known: Known, grad_lse: Tensor, inputs: Inputs, spec: AttentionSpec
+) -> tuple[Known, Inputs] | None:
     """The backward's inputs with columns that add −dlse to delta: q = k = v = 0, out = −dlse, dout = 1.
 
     In 16 bits dlse goes in two columns, its rounding and what that left over. None where the head dim has no room.
     """
+    grad, _, out, lse, state = known
     high = grad_lse.to(out.dtype)
     columns = [high] if out.dtype == grad_lse.dtype else [high, (grad_lse - high).to(out.dtype)]
     room = head_dims(backend, replace(spec, value_dim=spec.value_dim + len(columns)))
     if room is None:
         return None
     extra = torch.stack(columns, -1).neg()
-    out = _widen(torch.cat([out, extra], -1), room[1])
-    grad = _widen(torch.cat([grad, torch.ones_like(extra)], -1), room[1])
-    return grad, out, _widened(inputs, room)
+    out = torch.cat([out, extra], -1)
+    grad = torch.cat([grad, torch.ones_like(extra)], -1)
+    return _widened_to(Known(grad, None, out, lse, state), room), _widened(inputs, room)
 
 
 def _add_lse_pass(
-    backend: Backend,
-    grads: tuple[Tensor, Tensor, Tensor],
-    grad_lse: Tensor,
-    lse: Tensor,
-    state: Tensor | None,
-    inputs: Inputs,
-    problem: Problem,
+    backend: Backend, grads: Gradients, known: Known, grad_lse: Tensor, inputs: Inputs, problem: Problem
 ) -> None:
     """Add lse's share in a pass of its own: with weights P, dq += scale · dlse · P k and dk += scale · Pᵀ (dlse · q).
 
@@ -187,6 +179,7 @@ def _add_lse_pass(
     problem = problem._replace(spec=replace(spec, dropout_p=0.0))
     weighted_keys = backend.forward(query, key, key, problem)[0]
     weighted_queries = (query * grad_lse.unsqueeze(-1)).to(query.dtype)
-    share = backend.backward(weighted_queries, None, weighted_keys, lse, state, query, key, key, problem)[2]
+    known = Known(weighted_queries, None, weighted_keys, known.lse, known.rng_state)
+    share = backend.backward(known, query, key, key, problem)[2]
     grads[0].add_((weighted_keys * grad_lse.unsqueeze(-1)).to(query.dtype), alpha=spec.scale)
     grads[1].add_(share, alpha=spec.scale)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..layout import SequenceLayout
 from . import ops
 from .passes import Inputs
-from .spec import Backend, Problem
+from .spec import Backend, Known, Problem
 
 
 def run(
@@ -62,14 +62,12 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *told = ctx.saved_tensors
+        query, key, value, out, lse, state, *told = ctx.saved_tensors
         operator, problem = ctx.call
         if grad is None and grad_lse is None:
             return (None,) * 4
-        if grad is None:
-            grad = torch.zeros_like(out)
-        inputs = Inputs(query, key, value)
-        return (*operator.backward(grad, grad_lse, out, lse, tuple(told), inputs, problem), None)
+        known = Known(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
+        return (*operator.backward(known, tuple(told), Inputs(query, key, value), problem), None)
 
 
 class _EagerKernel(_Kernel):

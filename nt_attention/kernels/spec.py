@@ -131,8 +131,24 @@ class Problem(NamedTuple):
 # (query (T, H, D), key (S, G, D), value (S, G, Dv), problem) to out (T, H, Dv), lse (T, H) in at least float32 and, if
 # weights are dropped, what the random numbers began from, as two integers (2,)
 Forward = Callable[[Tensor, Tensor, Tensor, Problem], tuple[Tensor, ...]]
-# (grad, grad_lse or None, out, lse, rng_state, query, key, value, problem) to the gradients of query, key and value
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class Known(NamedTuple):
+    """What a backward is told beside the forward's inputs.
+
+    ``grad`` (T, H, Dv) and ``grad_lse`` (T, H) or None are the gradients of ``out`` and ``lse``, and ``rng_state`` what
+    the forward gave third, if anything.
+    """
+
+    grad: Tensor
+    grad_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    rng_state: Tensor | None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+Backward = Callable[[Known, Tensor, Tensor, Tensor, Problem], Gradients]
 
 # What a call may ask for beyond plain attention, and what to change where a backend does not have it.
 FEATURES = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
-from .spec import COMMON, AttentionSpec, Backend, Problem
+from .spec import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
 
 _NONE, _UPPER_LEFT, _LOWER_RIGHT = 0, 1, 2  # custom_mask_type
 _ROWS = 32  # its lse has a multiple of these for each sequence
@@ -67,24 +67,16 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     return (out[0], lse.T, torch.stack([seed, offset])) if spec.dropout_p else (out[0], lse.T)
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert grad_lse is None
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+    grad, _, out, lse, rng_state = known
     layout, _, _, spec, _ = problem
     places, length = _places(layout)
     padded = lse.new_full((spec.num_heads, layout.batch_size * length), torch.inf)
     padded[:, places] = lse.T[:, : layout.total]
     padded = padded.unflatten(1, (layout.batch_size, length)).transpose(0, 1).contiguous()
-    seed, offset = rng_state.unbind() if spec.dropout_p else torch.zeros(2, dtype=torch.int64, device="cpu").unbind()
+    if rng_state is None or not spec.dropout_p:
+        rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
+    seed, offset = rng_state.unbind()
     grads = torch.ops.aten._efficient_attention_backward(
         *(grad.unsqueeze(0), *_inputs(query, key, value, spec), None, out.unsqueeze(0), *_sequences(problem)),
         *(padded, spec.dropout_p, seed, offset, _mask_type(spec), False),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from .flash import HALVES, heads_first, longest, tokens_first, window
-from .spec import COMMON, AttentionSpec, Backend, Problem
+from .spec import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
 
 
 @functools.cache
@@ -57,20 +57,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     return (out, lse, rng_state.view(torch.int64)) if spec.dropout_p else (out, lse)
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert grad_lse is None
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+    grad, _, out, lse, rng_state = known
     spec = problem.spec
-    if not spec.dropout_p:
+    if rng_state is None or not spec.dropout_p:
         rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
     state, unused = rng_state.view(torch.uint64), torch.empty(0, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...layout import SequenceLayout
 from .. import device
-from ..spec import Problem
+from ..spec import Gradients, Known, Problem
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
 from .plan import Meeting, Plan
@@ -138,20 +138,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     return (out, lse) if seed is None else (out, lse, seed)
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    rng_state: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
     """The gradients of query, key and value."""
     from . import triton_kernels as kernels
 
+    grad, grad_lse, out, lse, rng_state = known
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     call = _Call.prepare(query, key, value, problem, rng_state if problem.spec.dropout_p else None)
     plan, config, shared, _ = call.recipe
