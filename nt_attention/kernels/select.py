@@ -142,7 +142,11 @@ def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
 def chosen_later(spec: AttentionSpec, backend: str) -> bool:
     """Whether some operator takes this call, so that in a graph the choice can wait until it runs."""
     able = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
-    return any(one.backward is not None and not one.unsupported(spec) for one in able)
+    return any(
+        # a compiler traces this: the quick questions first
+        one.backward is not None and one.device_type in (None, spec.device.type) and not one.unsupported(spec)
+        for one in able
+    )
 
 
 def _choose_in_graph(problem: Problem, asked: str) -> int:
