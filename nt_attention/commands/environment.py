@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
+from ..kernels import claims
 from ..kernels.select import BACKENDS, available_backends
 
 
@@ -24,10 +25,12 @@ def main(options: argparse.Namespace) -> int:
         print(f"  {package}: not installed" if version is None else f"  {package} {version}")
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
-        print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}")
+        print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}; claims: ", end="")
+        print(claims.basis(torch.device("cuda", i)))
     print("backends:")
+    width = max(map(len, BACKENDS))
     for name, missing in available_backends().items():
-        print(f"  {name:<12} {BACKENDS[name].about if missing is None else 'not here: ' + missing}")
+        print(f"  {name:<{width}}  {BACKENDS[name].about if missing is None else 'not here: ' + missing}")
     return 0
 
 
