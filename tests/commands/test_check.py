@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from nt_attention.__main__ import main
-from nt_attention.commands import check
-from nt_attention.commands.check import Case, Finding, Table, cases, look_at
+from nt_attention.commands import check, trial
+from nt_attention.commands.held import Table
+from nt_attention.commands.trial import Case, Finding, cases, look_at
 from nt_attention.kernels import claims, cpu, flash_attn_4, ops, reference, token_tiled, torch_flash
 from nt_attention.kernels.select import BACKENDS
 from nt_attention.kernels.spec import FEATURES, AttentionSpec
@@ -23,8 +24,8 @@ FEW_KEYS = [4, 13, 3, 0, 19]
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch):
-    monkeypatch.setattr(check, "LENGTHS", [1, 17, 0, 5, 31])
-    monkeypatch.setattr(check, "DETERMINISTIC_RUNS", 3)
+    monkeypatch.setattr(trial, "LENGTHS", [1, 17, 0, 5, 31])
+    monkeypatch.setattr(trial, "DETERMINISTIC_RUNS", 3)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ class TestTheCPU:
         found = look_at(case(backend="cpu", dtype=dtype, head_dim=dims[0], value_dim=dims[1]), CPU)
         assert found.held == "both", found.told
         assert found.told.endswith(" of PyTorch's own error")
-        assert 0 < float(found.told.split()[0]) <= check.SLACK
+        assert 0 < float(found.told.split()[0]) <= trial.SLACK
 
     @pytest.mark.parametrize("feature", sorted(cpu.BACKEND.features))
     def test_is_right_in_all_that_it_claims(self, feature):
@@ -86,7 +87,7 @@ def scaled(which, factor):
 def with_nan(x):
     """In the last number that belongs to a sequence."""
     x = x.clone()
-    x[sum(check.LENGTHS) - 1, -1, -1] = torch.nan
+    x[sum(trial.LENGTHS) - 1, -1, -1] = torch.nan
     return x
 
 
@@ -193,7 +194,7 @@ class TestDropout:
 
     @pytest.fixture(autouse=True)
     def _more_tokens(self, monkeypatch):
-        monkeypatch.setattr(check, "LENGTHS", [1, 129, 0, 17, 300])
+        monkeypatch.setattr(trial, "LENGTHS", [1, 129, 0, 17, 300])
 
     def test_that_is_right(self):
         assert look_at(case("dropout", "reference", **DROPPED), CPU).held == "both"
@@ -244,7 +245,7 @@ class TestCases:
         for c in (c for c in cases(backend) if c.which == feature):
             options = {name: x for name, x in c.options.items() if name in AttentionSpec.__dataclass_fields__}
             assert options == c.options
-            lengths, keys = check.LENGTHS, c.key_lengths
+            lengths, keys = trial.LENGTHS, c.key_lengths
             spec = AttentionSpec(
                 *(CPU, c.dtype, c.heads, c.kv_heads, c.head_dim, c.value_dim),
                 **{"scale": 0.3, "alibi": c.alibi, "needs_grad": True} | options,
