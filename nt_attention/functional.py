@@ -65,7 +65,7 @@ def varlen_attention(
         scale: of the scores; D^−0.5 if None.
         softcap: if not 0, scores become softcap · tanh(scores / softcap).
         sinks: (H,) a score for each head that takes part in the softmax and has no value; lse includes it.
-        alibi_slopes: (H,) or (B, H) float32; adds −slope · |distance| to the scores. Gets no gradient.
+        alibi_slopes: (H,) or (B, H) float32 or float64; adds −slope · |distance| to the scores. Gets no gradient.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as flex_attention's, b the sequence and both indices
             counted from its start. Applied after softcap and ALiBi.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, True where a query sees a key; on top of the other masks.
@@ -156,12 +156,15 @@ class _Call(NamedTuple):
         query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
         query, key, value = _autocast(query, key, value)
         check_window_size(window_size)
+        if torch.compiler.is_compiling():
+            # an argument of the graph as it came in does not tell a transform's gradients, and may not come twice
+            query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
         needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         compiling = torch.compiler.is_compiling()
 
         def decide() -> tuple[AttentionSpec, Backend | None, tuple[int, int] | None]:
             _check_tensors(query, key, value, layout, key_layout)
-            _check_options(causal_alignment, window_size, softcap, dropout_p, scale)
+            _check_options(causal_alignment, softcap, dropout_p, scale, score_mod, mask_mod)
             spec = AttentionSpec(
                 device=query.device,
                 dtype=query.dtype,
@@ -318,16 +321,22 @@ def _wrong_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> str 
 
 
 def _check_options(
-    causal_alignment: str, window_size: tuple[int, int], softcap: float, dropout_p: float, scale: float | None
+    causal_alignment: str, softcap: float, dropout_p: float, scale: float | None, score_mod: object, mask_mod: object
 ) -> None:
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is not None and not callable(mod):
+            raise ValueError(f"{name} must be a function as flex_attention takes it, got {mod!r}.")
     if causal_alignment not in ("lower_right", "upper_left"):
         raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
     if not (isinstance(softcap, (int, float)) and 0 <= softcap < math.inf):
         raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}.")
     if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be a finite number, or None for D^−0.5, got {scale}.")
+    if scale is not None and not (isinstance(scale, (int, float)) and -math.inf < scale < math.inf):
+        raise ValueError(
+            f"scale must be a finite number, or None for D^−0.5, got {scale!r}. It gets no gradient: to learn one, "
+            "multiply query by it."
+        )
 
 
 def check_window_size(window_size: object) -> None:

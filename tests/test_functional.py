@@ -104,6 +104,8 @@ REFUSED = {
     "window-infinite": ({"window_size": (float("inf"), 0)}, "window_size must be (left, right)"),
     "window-letters": ({"window_size": "ab"}, "window_size must be (left, right)"),
     "scale-nan": ({"scale": float("nan")}, "scale must be a finite number, or None for D^−0.5, got nan"),
+    "mod-number": ({"mask_mod": 3}, "mask_mod must be a function as flex_attention takes it, got 3"),
+    "scale-tensor": ({"scale": torch.tensor(0.5)}, "It gets no gradient: to learn one, multiply query by it"),
     "softcap-none": ({"softcap": None}, "softcap must be 0 (off) or a positive number, got None"),
     "softcap-below-0": ({"softcap": -1.0}, "softcap must be 0 (off) or a positive number, got -1.0"),
     "softcap-nan": ({"softcap": float("nan")}, "softcap must be 0 (off) or a positive number, got nan"),

@@ -45,12 +45,20 @@ def main(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     if options.save == Path() and device.type != "cuda":
         options.refuse("--save without a file is for a CUDA device: claims are kept for cards alone.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        options.refuse("torch sees no CUDA device: pass --device cpu.")
+    for name in options.backends or ():
+        if not _can_run(BACKENDS[name], device):
+            plain = _plain(BACKENDS[name], device)
+            why = BACKENDS[name].missing() or " ".join(BACKENDS[name].unsupported(plain)) or "it is the reference."
+            options.refuse(f"{name} can't be run on {device}: {why}")
     names = options.backends or [name for name, backend in BACKENDS.items() if _can_run(backend, device)]
     todo = [case for name in names for case in cases(BACKENDS[name])]
     if options.which:
         todo = [case for case in todo if case.which in options.which]
     if not todo:
-        options.refuse("nothing to run: no backend that can run here has these head dims or features.")
+        known = dict.fromkeys(case.which for name in names for case in cases(BACKENDS[name]))
+        options.refuse(f"nothing to run: --which takes some of {', '.join(map(repr, known))}.")
     jobs = options.jobs or (min(8, os.cpu_count() or 1) if device.type == "cuda" else 1)
     findings = list(_all(todo, device, jobs))
     table = Table.of(findings, device)
@@ -62,8 +70,11 @@ def main(options: argparse.Namespace) -> int:
 
 def _can_run(backend: Backend, device: torch.device) -> bool:
     """The reference is what others are held against."""
-    plain = AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)
-    return backend.name != "reference" and backend.missing() is None and not backend.unsupported(plain)
+    return not backend.is_reference and backend.missing() is None and not backend.unsupported(_plain(backend, device))
+
+
+def _plain(backend: Backend, device: torch.device) -> AttentionSpec:
+    return AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)
 
 
 def _all(todo: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from .. import __version__
 from ..kernels import claims
-from ..kernels.select import BACKENDS, available_backends
+from ..kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, available_backends
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,9 @@ def main(options: argparse.Namespace) -> int:
         major, minor = torch.cuda.get_device_capability(i)
         print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}; claims: ", end="")
         print(claims.basis(torch.device("cuda", i)))
+    if named := os.environ.get(ENVIRONMENT_VARIABLE):
+        known = "" if named in (*BACKENDS, "auto") else ", which is none"
+        print(f"  {ENVIRONMENT_VARIABLE} names {named!r}{known}")
     print("backends:")
     width = max(map(len, BACKENDS))
     for name, missing in available_backends().items():

@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cross": {"key_lengths": KEY_LENGTHS, "is_causal": True},
     "upper_left": {"key_lengths": KEY_LENGTHS, "is_causal": True, "causal_alignment": "upper_left"},
     "no keys": {"key_lengths": KEYLESS},
-    "scale ≤ 0": {"scale": -0.2},
+    "scale ≤ 0": {"scale": -0.2, "is_causal": True},
     "value dim": {"value_dim": 32},
 }
 

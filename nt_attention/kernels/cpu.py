@@ -85,7 +85,7 @@ class Plan:
 
 def plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
     """The calls for these lengths and this mask; kept with the layout, so a second layer does not plan again."""
-    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi)
+    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, spec.scale > 0)
     return layout.remember(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
@@ -123,7 +123,8 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     if not queries:
         return []
     shift = spec.shift(queries, keys)
-    kernel_causal = spec.window == (math.inf, 0) and shift == 0
+    # the kernel masks before it scales, so a scale of 0 or below turns its −inf into NaN or inf
+    kernel_causal = spec.window == (math.inf, 0) and shift == 0 and spec.scale > 0
     if not keys or (not spec.alibi and (spec.sees_all or kernel_causal)):
         return [(0, 0, Shape(queries, keys, 0, causal=not spec.sees_all))]
     left, right = spec.window

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from ..layout import SequenceLayout
 from . import ops
@@ -60,14 +59,35 @@ class _Kernel(torch.autograd.Function):
         _remember(ctx, inputs, output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, state, *told = ctx.saved_tensors
         operator, problem = ctx.call
         if grad is None and grad_lse is None:
             return (None,) * 4
         known = Known(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
+        if torch.is_grad_enabled():  # someone may differentiate the gradients
+            return (*_Gradients.apply((operator, problem), query, key, value, *known, *told), None)
         return (*operator.backward(known, tuple(told), Inputs(query, key, value), problem), None)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients as a node of their own, which refuses to be differentiated; torch would give 0 in silence."""
+
+    @staticmethod
+    def forward(rest: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
+        operator, problem = rest[:2]
+        return operator.backward(Known(*tensors[3:8]), tensors[8:], Inputs(*tensors[:3]), problem)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
+        raise RuntimeError(
+            "trying to differentiate twice what can be differentiated once: pass backend='reference', which is made of "
+            "differentiable operations."
+        )
 
 
 class _EagerKernel(_Kernel):

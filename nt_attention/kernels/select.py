@@ -141,6 +141,7 @@ def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
 
 def chosen_later(spec: AttentionSpec, backend: str) -> bool:
     """Whether some operator takes this call, so that in a graph the choice can wait until it runs."""
+    _check_name(backend)
     able = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(
         # a compiler traces this: the quick questions first

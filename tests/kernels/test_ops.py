@@ -480,3 +480,32 @@ def test_flops_are_counted(backend):
         out.sum().backward()
     assert counter.get_total_flops() == products * (3 * case.head_dim + 2 * case.value_dim)
     assert set(counter.get_flop_counts()["Global"]) == {torch.ops.nt_attention.cpu_backward}
+
+
+@NAMES
+def test_functional_gradients_in_a_graph(backend):
+    layout = SequenceLayout.from_lengths([5, 7])
+    tensors = torch.randn(3, 12, 3, 11).unbind()
+
+    def loss(q, k, v):
+        return varlen_attention(q, k, v, layout, is_causal=True, backend=backend).square().sum()
+
+    grad = torch.func.grad(loss, (0, 1, 2))
+    for one, two in zip(
+        torch.compile(grad, fullgraph=True, backend="aot_eager")(*tensors), grad(*tensors), strict=True
+    ):
+        assert one.any()
+        torch.testing.assert_close(one, two)
+
+
+@NAMES
+def test_one_tensor_may_be_query_key_and_value_of_a_graph(backend):
+    layout = SequenceLayout.from_lengths([5, 7])
+    x = torch.randn(12, 3, 11, requires_grad=True)
+
+    def attend(x):
+        return varlen_attention(x, x, x, layout, backend=backend)
+
+    (want,) = torch.autograd.grad(attend(x).square().sum(), x)
+    (got,) = torch.autograd.grad(torch.compile(attend, fullgraph=True, backend="aot_eager")(x).square().sum(), x)
+    torch.testing.assert_close(got, want)

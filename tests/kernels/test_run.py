@@ -249,3 +249,36 @@ def test_a_gradient_is_made_only_for_what_asks_for_one():
     out, lse = call(case, "cpu")(**case.inputs, **case.options)
     (grad,) = torch.autograd.grad((out, lse), key, case.grads)
     torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["torch.func", "autograd.grad"])
+def test_second_derivatives_are_never_zero_in_silence(how):
+    layout = SequenceLayout.from_lengths([5, 7])
+    q, k, v = torch.randn(3, 12, 3, 11).unbind()
+
+    def loss(q):
+        return varlen_attention(q, k, v, layout, backend="cpu").square().sum()
+
+    with pytest.raises(RuntimeError, match=r"differentiate twice .* backend='reference'"):
+        if how == "torch.func":
+            torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(q)
+        else:
+            q.requires_grad_()
+            (grad,) = torch.autograd.grad(loss(q), q, create_graph=True)
+            torch.autograd.grad(q.sum() + grad.square().sum(), q)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize(("lengths", "geometry"), CASES)
+def test_a_scale_that_is_not_above_zero(lengths, geometry, scale, backend):
+    case = problem(lengths, geometry, "gqa", options={"scale": scale})
+    assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_batch_of_no_sequences_is_differentiable(backend):
+    nothing = torch.zeros(0, 3, 11, requires_grad=True)
+    layout = SequenceLayout.from_lengths([])
+    varlen_attention(nothing, nothing, nothing, layout, backend=backend).sum().backward()
+    assert nothing.grad.shape == nothing.shape
