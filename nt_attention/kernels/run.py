@@ -49,6 +49,8 @@ def _run_operator(
 
 
 class _Kernel(torch.autograd.Function):
+    """A backend's forward and backward as one node, whichever backend it is."""
+
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, call: tuple[ops.Operator, Problem]) -> tuple[Any, ...]:
         operator, problem = call
@@ -74,8 +76,8 @@ class _Gradients(torch.autograd.Function):
     """The gradients as a node of their own, which refuses to be differentiated; torch would give 0 in silence."""
 
     @staticmethod
-    def forward(rest: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, ...]:
-        operator, problem = rest[:2]
+    def forward(call: tuple[ops.Operator, Problem], *tensors: Any) -> tuple[Tensor, ...]:
+        operator, problem = call
         return operator.backward(Known(*tensors[3:8]), tensors[8:], Inputs(*tensors[:3]), problem)
 
     @staticmethod
