@@ -22,12 +22,12 @@ import torch
 from scipy.optimize import nnls
 
 from nt_attention.commands.batches import Batch
-from nt_attention.commands.environment import version_of
+from nt_attention.commands.environment import versions
 from nt_attention.commands.lengths import Lengths
 from nt_attention.commands.problem import Problem
 from nt_attention.commands.rivals import backend
 from nt_attention.commands.timing import device_ms
-from nt_attention.functional import explain
+from nt_attention.functional import _Call
 from nt_attention.kernels.work import work
 
 TOKENS = 16384
@@ -57,27 +57,20 @@ def measure(dtype: torch.dtype, head_dim: int) -> dict[tuple[str, str, str], lis
     for batch in batches(head_dim):
         problem = Problem(batch, torch.device("cuda"), dtype)
         for name in RIVALS[dtype]:
-            if not _can_run(name, problem):
+            rival = backend(name)
+            if rival.reasons(problem, True):
                 continue
-            run = backend(name).prepare(problem)
+            run = rival.prepare(problem)
             size = work(problem.layout, problem.layout, _spec(problem))
             counts = (1.0, *(batch.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
             mask = "masked" if batch.is_causal else "full"
-            with torch.no_grad():
-                rows["forward", mask, name].append((1000 * device_ms(run.attention, repeats=3), *counts))
-            both = lambda run=run: torch.autograd.grad(run.attention(), run.leaves, run.grad)  # noqa: E731
-            rows["both", mask, name].append((1000 * device_ms(both, repeats=3), *counts))
+            for direction, function in (("forward", run.forward), ("both", run.both)):
+                rows[direction, mask, name].append((1000 * device_ms(function, repeats=3), *counts))
     return rows
 
 
 def _spec(problem: Problem):
-    from nt_attention.functional import _Call
-
     return _Call.check(*problem.qkv, problem.layout, None, **problem.masks, choosing=False).problem.spec
-
-
-def _can_run(name: str, problem: Problem) -> bool:
-    return not explain(*problem.qkv, problem.layout, **problem.masks, backend=name).reasons[name]
 
 
 def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
@@ -98,12 +91,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["16-bit", "float32"], help="likewise")
     parser.add_argument("--rows", type=Path, help="write the measured times to this file as well")
     options = parser.parse_args()
-    packages = ("torch", "triton", "flash-attn", "flash-attn-4")
     header = {
         "command": f"python benchmarks/fit_costs.py {' '.join(sys.argv[1:])}",
         "date": str(datetime.date.today()),
         "card": torch.cuda.get_device_name(),
-        "versions": {name: version for name in packages if (version := version_of(name)) is not None},
+        "versions": versions(),
     }
     before = json.loads(options.save.read_text()) if options.save and options.save.exists() else {}
     table, worst, kept = before.get("costs", {}), before.get("off (median, most)", {}), {}

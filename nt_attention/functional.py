@@ -156,11 +156,11 @@ class _Call(NamedTuple):
         query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
         query, key, value = _autocast(query, key, value)
         check_window_size(window_size)
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling:
             # an argument of the graph as it came in does not tell a transform's gradients, and may not come twice
             query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
         needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        compiling = torch.compiler.is_compiling()
 
         def decide() -> tuple[AttentionSpec, Backend | None, tuple[int, int] | None]:
             _check_tensors(query, key, value, layout, key_layout)
@@ -218,7 +218,7 @@ def _run(call: _Call, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     tensors = (call.query, call.key, call.value)
     if call.kernel is None:
         return run_later(call.backend, *tensors, sinks, call.problem)
-    if call.kernel.name == "reference":
+    if call.kernel.is_reference:
         warn_if_slow(call.problem, call.backend, stacklevel=4)
     return run(call.kernel, *tensors, sinks, call.problem)
 

@@ -1,5 +1,7 @@
 """Shared by all tests: fixed seeds, buffers that show what was not written, and no GPU tests without a GPU."""
 
+import dataclasses
+import itertools
 import os
 
 import pytest
@@ -15,6 +17,25 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+VARIANTS = itertools.count()
+
+
+@pytest.fixture
+def enlist(monkeypatch: pytest.MonkeyPatch):
+    """Puts a variant of a backend on the list for a test: ``enlist(backend, listed, **changes)``."""
+    from nt_attention.kernels import ops
+    from nt_attention.kernels.select import BACKENDS
+
+    def put(backend, listed, **changes):
+        variant = dataclasses.replace(backend, **changes)
+        if variant.backward is not None:  # its operator runs what it was made from, and its name is taken for good
+            variant = dataclasses.replace(variant, name=f"{listed}_{next(VARIANTS)}")
+            ops.register(variant)
+        monkeypatch.setitem(BACKENDS, listed, variant)
+
+    return put
 
 
 @pytest.fixture

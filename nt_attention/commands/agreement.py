@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..functional import varlen_attention
+from ..kernels.spec import open_window
+from ..kernels.work import visible_pairs
 from ..layout import SequenceLayout
 from .problem import Problem
 
@@ -60,7 +62,9 @@ def truth(p: Problem, backward: bool) -> Truth | None:
     index, key_index = (
         torch.cat([torch.arange(part.start, part.stop, device=p.grad.device) for part in of]) for of in (rows, key_rows)
     )
-    pairs = sum(seen(p, p.batch.lengths[b], p.batch.keys[b]) for b in sample)
+    left, right = open_window(*p.batch.window_size)
+    queries, keys = (torch.tensor([of[b] for b in sample]) for of in (p.batch.lengths, p.batch.keys))
+    pairs = int(visible_pairs(queries, keys, (left, 0 if p.batch.is_causal else right), lower_right=True).sum())
     where = {"out": index, "dq": index, "dk": key_index, "dv": key_index}
     return Truth(where, values, len(index) / max(1, pairs))
 
@@ -84,14 +88,6 @@ def sampled(p: Problem) -> list[int]:
             break
         chosen.add(b)
     return sorted(chosen | {max(fitting, key=scores.__getitem__)} if fitting else chosen)
-
-
-def seen(p: Problem, queries: int, keys: int) -> int:
-    """How many keys all queries of a sequence see together."""
-    left, right = (keys + queries if side < 0 else side for side in p.batch.window_size)
-    right = 0 if p.batch.is_causal else right
-    places = range(keys - queries, keys)
-    return sum(max(0, min(keys, place + right + 1) - max(0, place - left)) for place in places)
 
 
 def _exact(p: Problem, queries: slice, keys: slice, backward: bool, limit: int) -> dict[str, Tensor]:

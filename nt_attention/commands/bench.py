@@ -22,7 +22,7 @@ from . import picture
 from .agreement import truth
 from .batches import Batch
 from .described import add_batch_arguments, asked_batches
-from .environment import device_name, version_of
+from .environment import device_name, versions
 from .measure import Result, host_us, measure
 from .problem import Problem
 from .progress import Progress
@@ -159,11 +159,10 @@ def _backends(names: list[str] | None) -> list[str]:
 
 
 def _about(options: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    packages = {name: version_of(name) for name in ("torch", "triton", "flash-attn", "flash-attn-4")}
     return {
         "command": options.command_line,
         "device": device_name(device),
-        "versions": ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "python": f"Python {platform.python_version()}",
         "date": str(datetime.date.today()),
     }

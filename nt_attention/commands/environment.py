@@ -38,6 +38,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
+def versions() -> dict[str, str]:
+    """Of the packages whose kernels are run or timed, those that are installed."""
+    packages = ("torch", "triton", "flash-attn", "flash-attn-4")
+    return {name: version for name in packages if (version := version_of(name)) is not None}
+
+
 def version_of(package: str) -> str | None:
     """The version of an installed distribution, or None."""
     try:

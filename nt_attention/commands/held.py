@@ -12,7 +12,7 @@ import torch
 
 from ..kernels import claims
 from ..kernels.select import BACKENDS
-from .environment import device_name, version_of
+from .environment import device_name, versions
 from .trial import Case, Finding
 
 
@@ -40,10 +40,8 @@ class Table:
                 told.setdefault(case.backend, []).append(
                     f"{dtype}, {case.kind} {case.which} at {case.head_dim}/{case.value_dim}: {finding.told}"
                 )
-        packages = ("torch", "triton", "flash-attn", "flash-attn-4")
-        versions = {name: version for name in packages if (version := version_of(name)) is not None}
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(device_name(device), capability, versions, held, told)
+        return cls(device_name(device), capability, versions(), held, told)
 
     def __str__(self) -> str:
         lines = [f"{self.card}; {', '.join(f'{name} {version}' for name, version in self.versions.items())}"]

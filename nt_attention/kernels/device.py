@@ -1,4 +1,4 @@
-"""The current device: what kernels that torch does not launch itself run on, whatever their tensors are on."""
+"""The device: whether there is one, and which is the current one, that kernels run on which torch does not launch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import contextlib
 from typing import Any
 
 import torch
+
+
+def no_cuda() -> str | None:
+    """Why there is no CUDA device here, or None."""
+    if not torch.backends.cuda.is_built():
+        return "this build of torch has no CUDA: install one that has."
+    return None if torch.cuda.is_available() else "torch sees no CUDA device."
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -11,6 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from .device import no_cuda
 from .flash import HALVES, heads_first, longest, tokens_first, window
 from .spec import COMMON, Backend, Gradients, Known, Problem
 
@@ -19,9 +20,7 @@ from .spec import COMMON, Backend, Gradients, Known, Problem
 def missing() -> str | None:
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
         return "flash-attn 2 is not installed: pip install flash-attn --no-build-isolation (docs/backends.md)."
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device."
-    return None
+    return no_cuda()
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:

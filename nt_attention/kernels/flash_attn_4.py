@@ -12,10 +12,10 @@ import importlib.util
 import os
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import device
+from .device import no_cuda
 from .flash import HALVES, window
 from .spec import COMMON, Backend, Gradients, Known, Problem
 
@@ -26,9 +26,7 @@ def missing() -> str | None:
     folders = package.submodule_search_locations if package is not None else None
     if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders or ()):
         return "flash-attn-4 is not installed: pip install flash-attn-4."
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device."
-    return None
+    return no_cuda()
 
 
 def _options(problem: Problem) -> dict[str, Any]:

@@ -27,12 +27,10 @@ _CALL = (
     "float scale, bool is_causal, bool lower_right, int window_left, int window_right, float softcap, float dropout_p, "
     "bool deterministic, bool batch_invariant, bool needs_grad"
 )
+_GRADS = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
 # Lengths are read on the host, so compilers must not record these into CUDA graphs of their own accord. Whoever
 # captures one by hand warms up on the layout first, and keeps it.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-
-
-_GRADS = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
 
 
 def register(backend: Backend) -> None:

@@ -129,7 +129,7 @@ def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
     if _asked(backend) == "auto":
         order = fastest_first(problem.spec, work(problem.layout, problem.key_layout, problem.spec))
         here = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
-        fast = here[0] if here[0] is not reference.BACKEND else BACKENDS[order[0]]
+        fast = here[0] if not here[0].is_reference else BACKENDS[order[0]]
         why = " ".join(_reasons(fast, problem.spec))
         warnings.warn(
             f"attention runs on the reference backend, which is slow: {fast.name} {why} "
@@ -152,12 +152,12 @@ def chosen_later(spec: AttentionSpec, backend: str) -> bool:
 
 def _choose_in_graph(problem: Problem, asked: str) -> int:
     """The place of the chosen backend on the list, for its backward to find it again."""
-    chosen = choose(problem.spec, work(problem.layout, problem.key_layout, problem.spec), asked)
+    size = work(problem.layout, problem.key_layout, problem.spec)
+    chosen = choose(problem.spec, size, asked)
     if chosen.backward is None:
-        told = explain_spec(problem.spec, work(problem.layout, problem.key_layout, problem.spec), asked)
         raise ValueError(
             f"{chosen.name} is no operator, so a graph can't choose it when it runs: pass backend={chosen.name!r} to "
-            f"this call, or make it outside of the graph.\n{told}"
+            f"this call, or make it outside of the graph.\n{explain_spec(problem.spec, size, asked)}"
         )
     return list(BACKENDS.values()).index(chosen)
 

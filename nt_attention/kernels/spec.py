@@ -168,13 +168,13 @@ FEATURES = {
     "scale ≤ 0": "needs a scale above 0: negate query and pass -scale.",
     "value dim": "wants values with the head dim of the keys.",
 }
-# What every backend has, by itself or from ``kernels/run.py``.
+# What every backend has, by itself or from ``kernels/passes.py`` and ``rephrase.py``.
 COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys", "value dim"})
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel's name, what it has, and how to run it. ``kernels/run.py`` adds what it has not and can be given.
+    """A kernel's name, what it has, and how to run it. ``kernels/passes.py`` adds what it has not and can be given.
 
     Attributes:
         name: what ``backend=`` takes.

@@ -7,23 +7,15 @@ sequence, B · H · max_seqlen numbers for as long as the gradients are awaited.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
+from .device import no_cuda
 from .spec import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
 
 _NONE, _UPPER_LEFT, _LOWER_RIGHT = 0, 1, 2  # custom_mask_type
 _ROWS = 32  # its lse has a multiple of these for each sequence
-
-
-@functools.cache
-def missing() -> str | None:
-    if not torch.backends.cuda.is_built():
-        return "this build of torch has no CUDA: install one that has."
-    return None if torch.cuda.is_available() else "torch sees no CUDA device."
 
 
 def _mask_type(spec: AttentionSpec) -> int:
@@ -91,7 +83,7 @@ def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: P
 BACKEND = Backend(
     name="torch_efficient",
     about="torch's in-tree memory-efficient attention (CUDA, 16-bit and float32)",
-    missing=missing,
+    missing=no_cuda,
     forward=forward,
     backward=backward,
     features=COMMON | {"scale ≤ 0", "dropout"},

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from .device import no_cuda
 from .flash import HALVES, heads_first, longest, tokens_first, window
 from .spec import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
 
 
 @functools.cache
 def missing() -> str | None:
-    if not torch.backends.cuda.is_built():
-        return "this build of torch has no CUDA: install one that has."
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device."
+    if (reason := no_cuda()) is not None:
+        return reason
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no flash attention: install one that has."
     return None

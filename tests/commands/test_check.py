@@ -11,13 +11,12 @@ from nt_attention.__main__ import main
 from nt_attention.commands import check, trial
 from nt_attention.commands.held import Table
 from nt_attention.commands.trial import Case, Finding, cases, look_at
-from nt_attention.kernels import claims, cpu, flash_attn_4, ops, reference, token_tiled, torch_flash
+from nt_attention.kernels import claims, cpu, flash_attn_4, reference, token_tiled, torch_flash
 from nt_attention.kernels.select import BACKENDS
 from nt_attention.kernels.spec import FEATURES, AttentionSpec
 
 COMMAND = "python -m nt_attention check"
 CPU = torch.device("cpu")
-FAKES = itertools.count()
 CAUSAL = {"is_causal": True}
 FEW_KEYS = [4, 13, 3, 0, 19]
 
@@ -29,7 +28,7 @@ def _few_tokens(monkeypatch):
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(enlist):
     """Puts a backend with a fault on the list: what its kernel gives goes through ``out`` and ``grads``."""
 
     def make(out=None, grads=None, **changes):
@@ -41,12 +40,7 @@ def fake(monkeypatch):
             given = cpu.backward(*args)
             return given if grads is None else tuple(grads(*given))
 
-        # an operator's name is taken for good
-        kernel = {"name": f"checked_{next(FAKES)}", "forward": forward, "backward": backward}
-        backend = dataclasses.replace(cpu.BACKEND, **kernel | changes)
-        if backend.backward is not None:
-            ops.register(backend)
-        monkeypatch.setitem(BACKENDS, "fake", backend)
+        enlist(cpu.BACKEND, "fake", **{"forward": forward, "backward": backward} | changes)
 
     return make
 

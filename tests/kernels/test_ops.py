@@ -1,6 +1,5 @@
 """Backends as registered operators: what compilers, dispatch modes, transforms and checkpoints make of them."""
 
-import dataclasses
 import itertools
 from functools import partial
 
@@ -16,7 +15,6 @@ from nt_attention import SequenceLayout, use_backend, varlen_attention
 from nt_attention.kernels import cpu, ops
 from nt_attention.kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, SlowBackendWarning
 
-FAKES = itertools.count()
 NAMES = pytest.mark.parametrize("backend", ["cpu", "auto"])
 LENGTHS, KEY_LENGTHS = [5, 0, 1, 17, 3], [2, 3, 0, 19, 7]
 NAMED = {
@@ -42,7 +40,7 @@ def operator(name, direction):
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(enlist):
     """Puts a variant of the CPU backend on the list, as "fake" or by another name, and returns which of its two ran."""
 
     def make(listed="fake", **changes):
@@ -56,10 +54,7 @@ def fake(monkeypatch):
             ran.append("backward")
             return cpu.backward(*args)
 
-        name = f"operator_{next(FAKES)}"  # an operator's name is taken for good
-        backend = dataclasses.replace(cpu.BACKEND, name=name, forward=forward, backward=backward, **changes)
-        ops.register(backend)
-        monkeypatch.setitem(BACKENDS, listed, backend)
+        enlist(cpu.BACKEND, listed, forward=forward, backward=backward, **changes)
         return ran
 
     return make

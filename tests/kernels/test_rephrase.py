@@ -3,8 +3,6 @@
 The kernels here are the CPU's, which refuse with an assertion what they are not to get.
 """
 
-import dataclasses
-import itertools
 import math
 from functools import partial
 
@@ -13,11 +11,9 @@ import torch
 from oracle import Problem, assert_same, problem
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.kernels import cpu, ops
-from nt_attention.kernels.select import BACKENDS
+from nt_attention.kernels import cpu
 from nt_attention.kernels.spec import COMMON
 
-FAKES = itertools.count()
 LENGTHS = {
     # more queries than keys, fewer, as many, one of either, none of either
     "cross": {"lengths": [5, 0, 1, 31, 17, 13, 3, 0], "key_lengths": [11, 3, 0, 17, 29, 13, 1, 0]},
@@ -49,7 +45,7 @@ def never_blind(problem):
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(enlist):
     """Puts a variant of the CPU backend on the list; returns the problems that its kernel was handed, in order."""
 
     def make(*refusals, **changes):
@@ -74,10 +70,7 @@ def fake(monkeypatch):
             assert len(known.grad) == len(known.out) == len(known.lse) == len(query)
             return cpu.backward(known, query, key, value, problem)
 
-        name = f"rephrased_{next(FAKES)}"  # an operator's name is taken for good
-        backend = dataclasses.replace(cpu.BACKEND, name=name, forward=forward, backward=backward, **changes)
-        ops.register(backend)
-        monkeypatch.setitem(BACKENDS, "fake", backend)
+        enlist(cpu.BACKEND, "fake", forward=forward, backward=backward, **changes)
         return handed
 
     return make

@@ -1,7 +1,5 @@
 """What is written once above all kernels: the gradient of lse, head-dim padding, sinks, and what can't be derived."""
 
-import dataclasses
-import itertools
 from functools import partial
 
 import pytest
@@ -9,10 +7,7 @@ import torch
 from oracle import Problem, assert_same, attention, problem
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.kernels import cpu, ops
-from nt_attention.kernels.select import BACKENDS
-
-FAKES = itertools.count()
+from nt_attention.kernels import cpu
 
 
 def call(case: Problem, backend: str):
@@ -22,7 +17,7 @@ def call(case: Problem, backend: str):
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(enlist):
     """Puts a variant of the CPU backend on the list; ``seen`` gets its calls' head dims, and every delta."""
     seen = {"forward": [], "backward": [], "delta": []}
 
@@ -38,10 +33,7 @@ def fake(monkeypatch):
         return cpu.backward(known, query, key, value, problem)
 
     def make(**changes):
-        name = f"fake_{next(FAKES)}"  # an operator's name is taken for good
-        backend = dataclasses.replace(cpu.BACKEND, name=name, forward=forward, backward=backward, **changes)
-        ops.register(backend)
-        monkeypatch.setitem(BACKENDS, "fake", backend)
+        enlist(cpu.BACKEND, "fake", forward=forward, backward=backward, **changes)
         return seen
 
     return make

@@ -1,8 +1,6 @@
 """Which backend runs: auto, by name, inside use_backend; and what is said where none can."""
 
 import asyncio
-import dataclasses
-import itertools
 import threading
 import warnings
 from functools import partial
@@ -11,10 +9,8 @@ import pytest
 import torch
 
 import nt_attention as nta
-from nt_attention.kernels import cpu, ops, reference
+from nt_attention.kernels import cpu, reference
 from nt_attention.kernels.select import BACKENDS, SlowBackendWarning
-
-NOTING = itertools.count()
 
 
 @pytest.fixture
@@ -25,7 +21,7 @@ def inputs():
 
 
 @pytest.fixture
-def ran(monkeypatch):
+def ran(enlist):
     """The names of the backends that ran, in order."""
     names = []
     for backend in (cpu.BACKEND, reference.BACKEND):
@@ -34,11 +30,7 @@ def ran(monkeypatch):
             names.append(backend.name)
             return backend.forward(*args)
 
-        noting = dataclasses.replace(backend, forward=forward)
-        if backend.backward is not None:  # its operator runs what it was made from
-            noting = dataclasses.replace(noting, name=f"noting_{next(NOTING)}")
-            ops.register(noting)
-        monkeypatch.setitem(BACKENDS, backend.name, noting)
+        enlist(backend, backend.name, forward=forward)
     return names
 
 
