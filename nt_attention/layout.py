@@ -209,13 +209,16 @@ class SequenceLayout:
         if lengths.numel() and int(lengths.min()) < 0:
             at = int(lengths.argmin())
             raise ValueError(f"lengths[{at}] is {int(lengths[at])}: a sequence has zero or more tokens.")
-        host = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device="cpu")
-        torch.cumsum(lengths, 0, out=host[1:])
-        if int(host[-1]) > _INT32_MAX:
-            raise ValueError(f"the lengths add up to {int(host[-1])} tokens, past the kernels' limit of {_INT32_MAX}.")
-        # non_blocking: a pageable copy to the device is staged by the driver, so the host need not wait for it
-        offsets = host.to(device, non_blocking=True) if device.type != "cpu" else host.clone()
-        facts = _remember_facts(offsets, host, offsets.to(torch.int32))
+        with torch.inference_mode(False), torch.no_grad():  # offsets with a version, by which they are known again
+            host = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device="cpu")
+            torch.cumsum(lengths, 0, out=host[1:])
+            if int(host[-1]) > _INT32_MAX:
+                raise ValueError(
+                    f"the lengths add up to {int(host[-1])} tokens, past the kernels' limit of {_INT32_MAX}."
+                )
+            # non_blocking: a pageable copy to the device is staged by the driver, so the host need not wait for it
+            offsets = host.to(device, non_blocking=True) if device.type != "cpu" else host.clone()
+            facts = _remember_facts(offsets, host, offsets.to(torch.int32))
         return cls(
             *(offsets, facts.other, facts.total, facts.max_seqlen, facts.min_seqlen, facts.sum_of_squares),
             *(host, facts.memo),

@@ -1,10 +1,10 @@
-"""The attention function and the mask function that transformers calls by name.
+"""The attention function that transformers calls by name.
 
-Packed rows, which come with ``cu_seq_lens_q``, run through ``varlen_attention``. Every other call goes to the
-implementation that the name stands over, mask and all, and is exactly what it was: padded batches are packed at the
-model's entry (``nt_attention.patch``), not in every layer.
+Packed rows, known by ``cu_seq_lens_q`` or by their positions, run through ``varlen_attention``; so do whole rows under
+what the implementation that the name stands over can't do. Every other call goes to that implementation, mask and all:
+padded batches are packed at the model's entry (``nt_attention.patch``), not in every layer.
 
-Dimensions: T packed query tokens, S packed key tokens, H query heads, G key heads, D and Dv head dims.
+Dimensions: B rows, T query and S key tokens of a row, H query heads, G key heads, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..functional import varlen_attention
 from ..layout import SequenceLayout
+from . import masks
 
 # A plain word: transformers takes names with "flash", "sdpa", "/" or "|" in them for its own.
 NAME_OVER = {"sdpa": "nt_attention", "eager": "nt_attention_eager"}
@@ -40,7 +42,7 @@ def register(over: str = "sdpa") -> str:
         raise ValueError(f"over must be one of {', '.join(map(repr, NAME_OVER))}, got {over!r}.")
     name = NAME_OVER[over]
     AttentionInterface.register(name, functools.partial(attention, over=over))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[over])
+    AttentionMaskInterface.register(name, functools.partial(masks.mask, over=over))
     return name
 
 
@@ -53,56 +55,78 @@ def attention(
     *,
     over: str,
     cu_seq_lens_q: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: query (B, H, T, D), key (B, G, S, D), value (B, G, S, Dv) to (B, T, H, Dv).
-
-    With ``cu_seq_lens_q`` the batch is one packed row and ``attention_mask`` is not read. Recognised beside it:
-    ``cu_seq_lens_k``, ``scaling``, ``dropout``, ``is_causal``, ``sliding_window``, ``softcap``, ``s_aux``.
-
-    Raises:
-        NotImplementedError: a packed row with ``position_bias`` or with a cache.
-        ValueError: more rows than one, or lengths that do not cover the keys.
-    """
-    if cu_seq_lens_q is None:
-        return _not_packed(over, module)(module, query, key, value, attention_mask, **kwargs)
-    return _packed(module, query, key, value, cu_seq_lens_q, **kwargs), None
-
-
-def _packed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens_q: Tensor,
     cu_seq_lens_k: Tensor | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
+    position_ids: Tensor | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
-    **_: Any,
-) -> Tensor:
-    if position_bias is not None or cache is not None:
-        what = "position_bias" if position_bias is not None else "a cache"
-        raise NotImplementedError(f"a packed row with {what} is not there yet: pad the batch, or leave out {what}.")
-    if query.shape[0] != 1:
-        raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {query.shape[0]} rows.")
-    layout = SequenceLayout.from_offsets(cu_seq_lens_q)
-    same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
-    key_layout = layout if same else SequenceLayout.from_offsets(cast(Tensor, cu_seq_lens_k))
-    if key_layout.total != key.shape[2]:
-        raise ValueError(
-            f"cu_seq_lens_k ends at {key_layout.total}, but there are {key.shape[2]} keys: in cross-attention, pass "
-            "the lengths of the other side."
-        )
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: query (B, H, T, D), key (B, G, S, D), value (B, G, S, Dv) to (B, T, H, Dv).
+
+    Sequences are told apart by ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32, over the B rows laid end to end) or by
+    ``position_ids`` (B, T) or (1, T) that do not go on by one; a query never attends to another sequence's keys. Where
+    an ``attention_mask`` comes too, both hold. The device is read at most once for a tensor of lengths or positions.
+
+    Args:
+        scaling, dropout: as scaled_dot_product_attention's ``scale`` and ``dropout_p``.
+        is_causal: the module's own ``is_causal`` if None, and True where it has none.
+        sliding_window: w, keys less than w before the query, and after it where attention is not causal.
+        softcap, s_aux (H), position_bias (1 or B, H, T, S): of the scores; the sinks; added to the scores.
+
+    Raises:
+        ValueError: lengths that do not cover the queries or the keys.
+    """
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, "cache": cache}
+    given = {name: extra for name, extra in extras.items() if extra is not None}
+    dense = functools.partial(
+        _dense, over, module, is_causal=is_causal, sliding_window=sliding_window, position_ids=position_ids,
+        **given, **kwargs,
+    )  # fmt: skip
+    if cache is not None:  # continuous batching, whose mask and cache are the implementation's own
+        return dense(query, key, value, attention_mask, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+    if attention_mask is not None and _is_bypass(attention_mask, query):
+        attention_mask = None
+    layouts = _layouts(module, query, key, cu_seq_lens_q, cu_seq_lens_k, position_ids)
+    if layouts is None and _traced(query) and _may_be_packed(query, key, position_ids):
+        same = _same_sequence(cast(Tensor, position_ids), query.shape[0])
+        attention_mask = _both(_or_causal(attention_mask, is_causal, query, key), same)
+    if layouts is None and attention_mask is None and query.shape[2] == key.shape[2]:
+        windowed = sliding_window is not None and sliding_window < query.shape[2]
+        if over == "eager" or windowed or softcap is not None or s_aux is not None:
+            layouts = (rows := _rows(query.shape[0], query.shape[2], query.device)), rows
+    if layouts is None:
+        return dense(query, key, value, attention_mask)
+    if attention_mask is not None or position_bias is not None:
+        if attention_mask is None:
+            attention_mask = _or_causal(None, is_causal, query, key, sliding_window)
+        return dense(query, key, value, _both(attention_mask, _same_layout(query.shape[0], *layouts)))
+    return _packed(query, key, value, *layouts, is_causal, sliding_window, softcap, s_aux, **kwargs), None
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    is_causal: bool,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """Rows laid end to end through ``varlen_attention``; no copy where the model made them from (B, T, H·D)."""
+    rows = query.shape[0]
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = (-1, -1) if not sliding_window else (sliding_window - 1, 0 if is_causal else sliding_window - 1)
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attention(
         query,
         key,
@@ -113,16 +137,134 @@ def _packed(
         window_size=window,
         scale=scaling,
         softcap=softcap or 0.0,
-        sinks=s_aux,
+        sinks=sinks,
         dropout_p=dropout,
     )
-    return cast(Tensor, out).unsqueeze(0)
+    return cast(Tensor, out).unflatten(0, (rows, -1))
 
 
-def _not_packed(over: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    if over == "eager":  # each modeling file has its own
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[over]
+def _dense(
+    over: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    is_causal: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The implementation underneath; the model's own eager one for softcap and sinks, which scaled_dot_product_attention lacks."""
+    if over == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
+    if attention_mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:  # a static cache that was empty
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        attention_mask = _or_causal(None, True, query, key, kwargs.get("sliding_window"))
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
+    return _eager(type(module))(module, query, key, value, attention_mask, **kwargs)
+
+
+@functools.cache
+def _eager(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Each modeling file has its own; a class of somebody else's has its base class's."""
+    for base in kind.__mro__:
+        eager = getattr(sys.modules[base.__module__], "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise NotImplementedError(f"{kind.__name__} comes from no modeling file with an eager_attention_forward.")
+
+
+def _layouts(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    position_ids: Tensor | None,
+) -> tuple[SequenceLayout, SequenceLayout] | None:
+    """The layouts of the queries and the keys, where the rows hold more sequences than one."""
+    if cu_seq_lens_q is not None:
+        layout = SequenceLayout.from_offsets(cu_seq_lens_q)
+        same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
+        key_layout = layout if same else SequenceLayout.from_offsets(cast(Tensor, cu_seq_lens_k))
+        for which, what, lengths, tokens in (("q", "queries", layout, query), ("k", "keys", key_layout, key)):
+            there = tokens.shape[0] * tokens.shape[2]
+            if lengths.total != there:
+                raise ValueError(
+                    f"cu_seq_lens_{which} ends at {lengths.total}, but there are {there} {what}: pass the lengths of "
+                    f"all {what}{', in cross-attention those of the other side' if which == 'k' else ''}."
+                )
+        return layout, key_layout
+    if _traced(query) or not _may_be_packed(query, key, position_ids):
+        return None
+    found = _by_positions(cast(Tensor, position_ids), query.shape[0], getattr(module, "layer_idx", None))
+    return None if found is None else (found, found)
+
+
+def _may_be_packed(query: Tensor, key: Tensor, position_ids: Tensor | None) -> bool:
+    """Whether positions can tell: they are there, one for each token, and no cache stands before them."""
+    if position_ids is None or position_ids.dim() != 2:  # with three axes (M-RoPE), positions need not go on by one
+        return False
+    return position_ids.shape[1] == query.shape[2] == key.shape[2] > 1 and position_ids.shape[0] in (1, query.shape[0])
+
+
+# What positions were found to say, by the tensor that the layers of a model hand on, and its version.
+_found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _by_positions(position_ids: Tensor, rows: int, layer: int | None) -> SequenceLayout | None:
+    """The layout that ``position_ids`` describe if a row holds more sequences than one; read once for all layers."""
+    version = None if position_ids.is_inference() else position_ids._version
+    known = _found.get(position_ids)
+    # inference tensors have no version: the first layer of a model looks again
+    if known is not None and known[:2] == (version, rows) and (version is not None or layer not in (0, None)):
+        return known[2]
+    layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
+    found = layout if layout.batch_size > rows else None
+    _found[position_ids] = (version, rows, found)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(rows: int, length: int, device: torch.device) -> SequenceLayout:
+    """Rows that are a sequence each."""
+    return SequenceLayout.from_lengths([length] * rows, device=device)
+
+
+def _or_causal(
+    mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor, sliding_window: int | None = None
+) -> Tensor:
+    """The mask, or what no mask stands for: causality and a window, (1, 1, T, S) bool."""
+    if mask is not None:
+        return mask
+    ahead = torch.arange(key.shape[2], device=key.device) - torch.arange(query.shape[2], device=key.device)[:, None]
+    window = sliding_window or max(key.shape[2], query.shape[2])
+    return ((ahead > -window) & (ahead < (1 if is_causal else window))).view(1, 1, *ahead.shape)
+
+
+def _same_layout(rows: int, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+    """(B, 1, T, S) bool, where the query's sequence is the key's."""
+    ids, key_ids = (x.sequence_ids.view(rows, 1, -1) for x in (layout, key_layout))
+    return ids.unsqueeze(3) == key_ids.unsqueeze(2)
+
+
+def _same_sequence(position_ids: Tensor, rows: int) -> Tensor:
+    """(B or 1, 1, T, T) bool, without reading the device: sequences begin where positions do not go on by one."""
+    begins = torch.zeros_like(position_ids)
+    begins[:, 1:] = position_ids.diff(dim=1) != 1
+    ids = begins.cumsum(1)
+    return (ids[:, None, :, None] == ids[:, None, None, :]).expand(rows, -1, -1, -1)
+
+
+def _both(mask: Tensor, other: Tensor) -> Tensor:
+    """A bool or additive mask where ``other`` (bool) holds as well."""
+    return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, torch.finfo(mask.dtype).min)
+
+
+def _traced(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or isinstance(tensor, torch.fx.Proxy)
 
 
 def bypass_mask(device: torch.device) -> Tensor:
@@ -131,3 +273,7 @@ def bypass_mask(device: torch.device) -> Tensor:
     transformers' mask functions return a 4-D mask unread; without one they would build (T, T) for a packed row.
     """
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
+def _is_bypass(mask: Tensor, query: Tensor) -> bool:
+    return mask.shape == (1, 1, 1, 1) and query.shape[2] > 1

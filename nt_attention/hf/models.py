@@ -1,76 +1,185 @@
 """What differs between Hugging Face models, in one table.
 
-A model is known by its class name: a base model, or a listed head, which then runs packed from end to end.
+A model is known by its class name, which is a family's prefix and one of the endings in ``HEADS``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Head:
-    """What a model's labels and logits belong to.
+def _pool(base: Any, first: Tensor) -> Tensor | None:
+    """The pooled output (B, E) of each row's first token (B, E)."""
+    return base.pooler(first.unsqueeze(1)) if base.pooler is not None else None
 
-    Attributes:
-        per: "token"; "next token", where each sequence's first label is predicted by nothing; or "sequence".
-    """
 
-    per: Literal["token", "next token", "sequence"]
+def _pool_albert(base: Any, first: Tensor) -> Tensor | None:
+    return base.pooler_activation(base.pooler(first)) if base.pooler is not None else None
+
+
+def _embed_esm(base: Any, input_ids: Tensor, mask: Tensor) -> Tensor | None:
+    """The embeddings (B, L, E) of ids (B, L) where they depend on how many tokens of a row are masked (ESM-2)."""
+    embeddings = base.embeddings
+    if not embeddings.token_dropout:
+        return None
+    masked = input_ids == embeddings.mask_token_id
+    seen = 1 - masked.sum(1) / mask.sum(1)
+    in_training = 1 - 0.15 * 0.8  # the share of tokens that ESM-2 saw when it was trained
+    embeds = embeddings.word_embeddings(input_ids).masked_fill(masked.unsqueeze(2), 0.0)
+    return (embeds * (in_training / seen)[:, None, None]).to(embeds.dtype)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A base model, and the heads that may stand on it.
+    """What a family of models does in its own way.
 
     Attributes:
-        heads: by class name.
-        pooler: the attribute of the base model that reads the first token of each row, if there is one.
+        prefix: of its class names, "Bert" of BertModel and BertForMaskedLM.
+        counts: what its positions count if the caller passes none: "places" in the padded row; "tokens" that the
+            attention mask shows (OPT); or "ids" that are not the padding id, from that id on (RoBERTa).
+        position_ids_arrive: whether its attention is handed ``position_ids``.
+        pool: what its base model makes of each row's first token, if anything.
+        embed: the embeddings of padded ids, where those of a token depend on the rest of its row.
+        base: the ending of the base model's class name.
     """
 
-    heads: Mapping[str, Head] = field(default_factory=dict)
-    pooler: str | None = None
+    prefix: str
+    counts: Literal["places", "tokens", "ids"] = "places"
+    position_ids_arrive: bool = True
+    pool: Callable[[Any, Tensor], Tensor | None] | None = None
+    embed: Callable[[Any, Tensor, Tensor], Tensor | None] | None = None
+    base: str = "Model"
 
 
-FAMILIES: dict[str, Family] = {
-    "BertModel": Family(
-        heads={
-            "BertForMaskedLM": Head("token"),
-            "BertForNextSentencePrediction": Head("sequence"),
-            "BertForSequenceClassification": Head("sequence"),
-            "BertForTokenClassification": Head("token"),
-        },
-        pooler="pooler",
-    ),
-    "LlamaModel": Family(
-        heads={
-            "LlamaForCausalLM": Head("next token"),
-            "LlamaForTokenClassification": Head("token"),
-        },
-    ),
+# By config.model_type. Every one hands its attention sliding_window where a layer has one, and the cu_seq_lens keywords.
+FAMILIES = {
+    "albert": Family("Albert", pool=_pool_albert),
+    "bert": Family("Bert", pool=_pool),
+    "deepseek_v3": Family("DeepseekV3"),
+    "distilbert": Family("DistilBert", position_ids_arrive=False),
+    "electra": Family("Electra"),
+    "esm": Family("Esm", counts="ids", position_ids_arrive=False, pool=_pool, embed=_embed_esm),
+    "eurobert": Family("EuroBert"),
+    "gemma2": Family("Gemma2"),
+    "gemma3_text": Family("Gemma3", base="TextModel"),
+    "gpt2": Family("GPT2"),
+    "gpt_neox": Family("GPTNeoX"),
+    "gpt_oss": Family("GptOss"),
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral"),
+    "modernbert": Family("ModernBert", position_ids_arrive=False),
+    "opt": Family("OPT", counts="tokens"),
+    "phi3": Family("Phi3"),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3"),
+    "roberta": Family("Roberta", counts="ids", pool=_pool),
+    "xlm-roberta": Family("XLMRoberta", counts="ids", pool=_pool),
 }
 
-# Inputs with a place for every token, packed where they are given; labels only under a head per token.
-TOKEN_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "shift_labels")
-# Outputs with a place for every token, padded again; logits only under a head per token.
-TOKEN_OUTPUTS = ("last_hidden_state", "hidden_states")
+# What a head works on, by the ending of its class name: each "token", packed, its loss included; "next token", where
+# the first of a sequence follows none; a "span" of tokens, packed up to its logits, whose loss is over rows; or the
+# whole "sequence", padded as it was.
+Head = Literal["token", "next token", "sequence", "span"]
+HEADS: dict[str, Head] = {
+    "ForCausalLM": "next token",
+    "LMHeadModel": "next token",
+    "ForMaskedLM": "token",
+    "ForTokenClassification": "token",
+    "ForSequenceClassification": "sequence",
+    "ForNextSentencePrediction": "sequence",
+    "ForQuestionAnswering": "span",
+}
+
+# Their attention runs as it was asked for, but nothing is packed; why.
+NOT_PACKED = {
+    "bart": "one cu_seq_lens reaches self-attention and cross-attention alike, which have other lengths",
+    "clip": "its images have one length, and its text is pooled by place in the padded row",
+    "siglip": "its rows have one length",
+    "t5": "its position bias is made for whole rows, and cu_seq_lens reaches cross-attention as well",
+    "vit": "its images have one length",
+    "whisper": "its rows have one length, padding included",
+    "qwen2_vl": "its positions have three axes",
+    "qwen2_5_vl": "its positions have three axes",
+}
+# Parts of the above that configurations know by names of their own.
+PARTS = {
+    "clip_text_model": "clip",
+    "clip_vision_model": "clip",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen2_5_vl_vision": "qwen2_5_vl",
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen2_vl_vision": "qwen2_vl",
+    "siglip_text_model": "siglip",
+    "siglip_vision_model": "siglip",
+}
+
+# Why attention that does not go through transformers' interface can't be reached, and the way round where there is one.
+NOT_ROUTED = {
+    "big_bird": "its attention is block sparse",
+    "bloom": "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten",
+    "codegen": "its attention is its own",
+    "deberta": "its disentangled attention adds two terms that no flash kernel has",
+    "deberta-v2": "its disentangled attention adds two terms that no flash kernel has",
+    "falcon": "its attention is its own; varlen_attention takes alibi_slopes, so a layer can be rewritten",
+    "gptj": "its attention is its own",
+    "layoutlmv3": "its attention adds two position terms that no flash kernel has",
+    "led": "its attention is a sliding window in blocks of its own",
+    "longformer": "its attention is a sliding window in blocks of its own",
+    "luke": "its attention has queries of its own for words and entities",
+    "mpnet": "it adds a relative position bias inside its own attention; a model such as bert runs packed",
+    "mpt": "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten",
+    "wavlm": "it adds a gated position bias inside its own attention",
+    "xlnet": "its attention has two streams",
+}
+
+# Inputs with a place for every token, packed where they are given; labels only where the head is packed too.
+TOKEN_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "shift_labels", "labels")
+# Outputs with a place for every token, padded again, with what stands where there is none: 0, or a logit of no weight.
+TOKEN_OUTPUTS = {
+    "last_hidden_state": 0,
+    "hidden_states": 0,
+    "logits": 0,
+    "start_logits": "lowest",
+    "end_logits": "lowest",
+}
 
 
-def known(module: nn.Module) -> tuple[Family, Head | None] | None:
-    """The row for a module that is a listed base model (head None) or a listed head; None for all else."""
-    name = type(module).__name__
-    for base, family in FAMILIES.items():
-        if name == base:
-            return family, None
-        if name in family.heads:
-            return family, family.heads[name]
-    return None
+def family_of(module: nn.Module) -> Family | None:
+    """The row of a Hugging Face model, by its config, if its class is one of the family's."""
+    family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
+    return (
+        family if family is not None and re.match(f"{family.prefix}(Text)?(Model|For|LMHead)", _name(module)) else None
+    )
 
 
-def base_model(module: nn.Module) -> nn.Module:
-    """The base model of a known module: itself, or what its head stands on."""
-    return module if type(module).__name__ in FAMILIES else module.base_model  # type: ignore[return-value]
+def head_of(module: nn.Module, family: Family) -> Head | None:
+    """What the head of a family's model works on.
+
+    Returns:
+        None for the base model.
+
+    Raises:
+        KeyError: a head that is not in the table.
+    """
+    ending = _name(module).removeprefix(family.prefix)
+    return None if ending == family.base else HEADS[ending.removeprefix("Text")]
+
+
+def base_model(module: nn.Module, family: Family) -> nn.Module:
+    """The base model of a family's model: itself, or what its head stands on."""
+    return module if _name(module) == family.prefix + family.base else module.base_model  # type: ignore[return-value]
+
+
+def kind(module: nn.Module) -> str:
+    """The model type by which the tables know a model."""
+    model_type = getattr(getattr(module, "config", None), "model_type", "")
+    return PARTS.get(model_type, model_type)
+
+
+def _name(module: nn.Module) -> str:
+    return re.sub("^FSDP", "", type(module).__name__)

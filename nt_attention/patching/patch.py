@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import pickle
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from . import torch_modules
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 
 
-def patch(model: nn.Module, padding_free: bool = True) -> PatchHandle:
+def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padded"] | None = None) -> PatchHandle:
     """Make ``model`` run attention over its real tokens, in place.
 
     Reaches every ``nn.TransformerEncoder`` and every Hugging Face model of a family in ``nt_attention.hf.models``, as
@@ -32,7 +32,9 @@ def patch(model: nn.Module, padding_free: bool = True) -> PatchHandle:
     Args:
         model: any module. Its parameters, state_dict and optimizer stay as they are.
         padding_free: if False, only swap the attention: nn.TransformerEncoder layers take NestedTensors, and Hugging
-            Face models run packed rows that are passed with ``cu_seq_lens_q``.
+            Face models keep the sequences of packed rows apart.
+        logits: "padded" pads the logits of a Hugging Face head also where it is training with labels. Without it they
+            stay packed there, (1, T, V): the loss is what is wanted, and padding them costs the memory that was saved.
 
     Returns:
         A handle: ``remove()`` undoes everything, and so does leaving ``with patch(model):``, also by an exception.
@@ -45,9 +47,11 @@ def patch(model: nn.Module, padding_free: bool = True) -> PatchHandle:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+    if logits not in (None, "padded"):
+        raise ValueError(f'logits must be "padded", or left out, got {logits!r}.')
     handle = PatchHandle(type(model).__name__)
     try:
-        _reach("", model, handle, padding_free)
+        _reach("", model, handle, padding_free, logits)
         if not handle.changed:
             found = "".join(f"\n  {name}: {why}" for name, why in handle.left.items())
             raise ValueError(
@@ -60,7 +64,9 @@ def patch(model: nn.Module, padding_free: bool = True) -> PatchHandle:
     return handle
 
 
-def _reach(name: str, module: nn.Module, handle: PatchHandle, padding_free: bool) -> None:
+def _reach(
+    name: str, module: nn.Module, handle: PatchHandle, padding_free: bool, logits: Literal["padded"] | None
+) -> None:
     """Change ``module`` if it is one that we know; else look inside."""
     if isinstance(module, nn.TransformerEncoder):
         torch_modules.patch_encoder(name, module, handle, padding_free)
@@ -73,10 +79,10 @@ def _reach(name: str, module: nn.Module, handle: PatchHandle, padding_free: bool
     if "transformers" in sys.modules:  # without it, no module is one of its models
         from . import hugging_face
 
-        if hugging_face.patch_model(name, module, handle, padding_free):
+        if hugging_face.patch_model(name, module, handle, padding_free, logits):
             return
     for child_name, child in module.named_children():
-        _reach(f"{name}.{child_name}" if name else child_name, child, handle, padding_free)
+        _reach(f"{name}.{child_name}" if name else child_name, child, handle, padding_free, logits)
 
 
 class NotPackedWarning(UserWarning):
@@ -84,17 +90,20 @@ class NotPackedWarning(UserWarning):
 
 
 class PatchedForward:
-    """The ``forward`` of a patched instance. A deep copy of the module gets one that runs the copy's own weights."""
+    """The ``forward`` of a patched instance. A copy of the module gets one that runs the copy's own weights."""
 
     def __init__(
         self, module: nn.Module, forward: Forward, before: Callable[..., Any] | None, handle: PatchHandle
     ) -> None:
         self.module, self.forward, self.before, self.handle = module, forward, before, handle
-        self.__signature__ = inspect.signature(self.original)
 
     @property
     def original(self) -> Callable[..., Any]:
         return functools.partial(type(self.module).forward, self.module) if self.before is None else self.before
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.handle.active:
@@ -104,11 +113,21 @@ class PatchedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
         return PatchedForward(copy.deepcopy(self.module, memo), self.forward, self.before, self.handle)
 
-    def __reduce__(self) -> Any:
-        raise pickle.PicklingError(
-            f"this {type(self.module).__name__} is patched, and a patch can't be pickled: save its state_dict, which "
-            "is as it was, or remove() the patch first."
-        )
+
+class Replicate:
+    """``_replicate_for_data_parallel`` of a patched instance: DataParallel's replica runs its own weights."""
+
+    def __init__(self, patched: PatchedForward) -> None:
+        self.patched = patched
+
+    def __call__(self) -> nn.Module:
+        patched = self.patched
+        replica: Any = type(patched.module)._replicate_for_data_parallel(patched.module)  # type: ignore[no-untyped-call]
+        replica.forward = PatchedForward(replica, patched.forward, patched.before, patched.handle)
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicate:
+        return Replicate(copy.deepcopy(self.patched, memo))
 
 
 class PatchHandle:
@@ -116,12 +135,16 @@ class PatchHandle:
 
     Attributes:
         changed: by module name (the model itself is "model"), what was done.
-        left: by module name, why nothing was.
+        layers: by module name, the attention that runs through us.
+        left: by module name, why nothing was changed.
+        calls: how many calls ran packed (None), and how many did not, by the reason.
     """
 
     def __init__(self, model: str) -> None:
         self.changed: dict[str, str] = {}
+        self.layers: dict[str, str] = {}
         self.left: dict[str, str] = {}
+        self.calls: Counter[str | None] = Counter()
         self.active = True
         self._model = model
         self._undo: list[Callable[[], None]] = []
@@ -144,13 +167,21 @@ class PatchHandle:
     def __repr__(self) -> str:
         lines = [f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}:"]
         lines += [f"  {name}: {what}" for name, what in self.changed.items()]
+        lines += [f"    {name}: {what}" for name, what in self.layers.items()]
         lines += [f"  {name}: left alone, {why}" for name, why in self.left.items()]
+        lines += [
+            f"  {calls} call{'s' if calls > 1 else ''} ran {'packed' if why is None else f'as before: {why}'}"
+            for why, calls in self.calls.items()
+        ]
         return "\n".join(lines)
 
     # What follows is for the files that know models.
 
     def change(self, name: str, what: str) -> None:
         self.changed[name or "model"] = what
+
+    def change_layers(self, name: str, layers: dict[str, str]) -> None:
+        self.layers.update({f"{name}.{path}" if name else path: what for path, what in layers.items()})
 
     def leave(self, name: str, why: str) -> None:
         self.left[name or "model"] = why
@@ -175,19 +206,26 @@ class PatchHandle:
             before = before.before  # a copy of a model whose patch has been removed since
         patched = PatchedForward(module, forward, before, self)
         module.forward = patched
+        module._replicate_for_data_parallel = Replicate(patched)  # type: ignore[method-assign]
+        self.on_remove(functools.partial(_put_back_forward, module, patched))
 
-        def undo() -> None:
-            if module.__dict__.get("forward") is not patched:
-                return  # somebody wrapped it: our part just passes through from now on
-            if before is not None:
-                module.forward = before
-            else:
-                del module.__dict__["forward"]
-
-        self.on_remove(undo)
+    def count(self, why: str | None) -> None:
+        """Count a call that ran packed, or the reason for which it did not."""
+        self.calls[why] += 1
 
     def not_packed(self, why: str) -> None:
         """Tell, once for each reason, that a call runs unpacked."""
+        self.count(why)
         if why not in self._said:
             self._said.add(why)
             warnings.warn(f"this call runs padded, as before the patch: {why}", NotPackedWarning, stacklevel=5)
+
+
+def _put_back_forward(module: nn.Module, patched: PatchedForward) -> None:
+    module.__dict__.pop("_replicate_for_data_parallel", None)
+    if module.__dict__.get("forward") is not patched:
+        return  # somebody wrapped it: our part just passes through from now on
+    if patched.before is not None:
+        module.forward = patched.before
+    else:
+        del module.__dict__["forward"]

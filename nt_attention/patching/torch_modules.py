@@ -64,11 +64,15 @@ def _swap_attention(layer: nn.TransformerEncoderLayer, handle: PatchHandle) -> N
     ragged = VarlenMultiheadAttention.from_torch(stock)
     layer.self_attn = ragged
 
-    def undo() -> None:  # with the parameters that it has by now: load_state_dict(assign=True) puts new ones in
-        VarlenMultiheadAttention.share_parameters(ragged, stock)
-        layer.self_attn = stock.train(layer.training)
+    handle.on_remove(functools.partial(_put_back_attention, layer, ragged, stock))
 
-    handle.on_remove(undo)
+
+def _put_back_attention(
+    layer: nn.TransformerEncoderLayer, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention
+) -> None:
+    """With the parameters that it has by now: load_state_dict(assign=True) puts new ones in."""
+    VarlenMultiheadAttention.share_parameters(ragged, stock)
+    layer.self_attn = stock.train(layer.training)
 
 
 def _layer_forward(
@@ -124,6 +128,7 @@ def _encoder_forward(
             "mask is neither None nor causal." if causal is None else "src_key_padding_mask is an additive bias."
         )
         return original(*as_before)
+    handle.count(None)
     layout = SequenceLayout.from_attention_mask(~padding)
     out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
     return out if batch_first else out.transpose(0, 1)

@@ -195,11 +195,17 @@ def test_a_deep_copy_runs_its_own_weights():
         torch.testing.assert_close(copied[0](x, src_key_padding_mask=PADDING), want)
 
 
-def test_pickling_a_patched_model_says_what_to_do():
+def test_a_pickled_model_comes_back_patched_with_a_handle_of_its_own():
     encoder = make_encoder()
-    with nta.patch(encoder), pytest.raises(pickle.PicklingError, match="save its state_dict"):
-        pickle.dumps(encoder)
-    pickle.loads(pickle.dumps(encoder))
+    x = torch.randn(4, LENGTH, EMBED).double()
+    handle = nta.patch(encoder)
+    loaded = pickle.loads(pickle.dumps(encoder))
+    want = encoder(x, src_key_padding_mask=PADDING)
+    handle.remove()
+    torch.testing.assert_close(loaded(x, src_key_padding_mask=PADDING), want)
+    loaded.forward.handle.remove()
+    assert "forward" not in vars(loaded)
+    assert type(loaded.layers[0].self_attn) is nn.MultiheadAttention
 
 
 def test_what_is_no_mask_is_refused_as_before():
