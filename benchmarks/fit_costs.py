@@ -3,9 +3,9 @@
     python benchmarks/fit_costs.py [--save FILE]
 
 Times are the device's, of ``varlen_attention`` and its gradients. The sweep has equal lengths and lognormal ones, none
-of them the lengths that ``python -m nt_attention bench`` draws, full and causal. For each dtype, direction, mask and
-head dim the fit has four numbers that are not negative and minimises the relative error; how far it lies from the times
-is printed and kept.
+of them the lengths that ``python -m nt_attention bench`` draws, full, causal and under windows. For each dtype,
+direction, mask and head dim the fit has four numbers that are not negative and minimises the relative error; how far it
+lies from the times is printed and kept.
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ from nt_attention.commands.problem import Problem
 from nt_attention.commands.rivals import backend
 from nt_attention.commands.timing import device_ms
 from nt_attention.functional import _Call
+from nt_attention.kernels.costs import mask_kind
 from nt_attention.kernels.work import work
 
 TOKENS = 16384
 EQUAL = (1, 40, 150, 700, 4000)
 CAPS = (64, 300, 1200, 6000)
+# kind of mask → is_causal and window_size
+MASKS = {
+    "full": [(False, (-1, -1))],
+    "masked": [(True, (-1, -1))],
+    "windowed": [(False, (128, 128)), (True, (600, 0))],
+}
 HEADS = {32: 16, 64: 16, 96: 8, 128: 8, 192: 4, 256: 4}
 RIVALS = {
     torch.bfloat16: ("token_tiled", "flash_attn_4", "torch_flash"),
@@ -40,30 +47,32 @@ RIVALS = {
 }
 
 
-def batches(head_dim: int) -> list[Batch]:
+def batches(head_dim: int, kinds: list[str]) -> list[Batch]:
     lengths = [(n,) * (TOKENS // n) for n in EQUAL]
     lengths += [Lengths(kind="lognormal", number=cap).up_to(TOKENS, seed=9) for cap in CAPS]
+    masks = [mask for kind in kinds for mask in MASKS[kind]]
     heads = HEADS[head_dim]
     return [
-        Batch(f"{head_dim} {len(each)} {is_causal}", "", each, heads, heads, head_dim, is_causal)
+        Batch(f"{head_dim} {len(each)} {is_causal} {window}", "", each, heads, heads, head_dim, is_causal, window)
         for each in lengths
-        for is_causal in (False, True)
+        for is_causal, window in masks
     ]
 
 
-def measure(dtype: torch.dtype, head_dim: int) -> dict[tuple[str, str, str], list[tuple[float, ...]]]:
+def measure(dtype: torch.dtype, head_dim: int, kinds: list[str]) -> dict[tuple[str, str, str], list[tuple[float, ...]]]:
     """(direction, mask, backend) → rows of µs, 1, and thousands of a head's sequences, tokens and 1000 pairs."""
     rows = defaultdict(list)
-    for batch in batches(head_dim):
+    for batch in batches(head_dim, kinds):
         problem = Problem(batch, torch.device("cuda"), dtype)
         for name in RIVALS[dtype]:
             rival = backend(name)
             if rival.reasons(problem, True):
                 continue
             run = rival.prepare(problem)
-            size = work(problem.layout, problem.layout, _spec(problem))
+            spec = _spec(problem)
+            size = work(problem.layout, problem.layout, spec)
             counts = (1.0, *(batch.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
-            mask = "masked" if batch.is_causal else "full"
+            mask = mask_kind(spec)
             for direction, function in (("forward", run.forward), ("both", run.both)):
                 rows[direction, mask, name].append((1000 * device_ms(function, repeats=3), *counts))
     return rows
@@ -89,6 +98,7 @@ def main() -> None:
         "--head-dims", type=int, nargs="+", default=list(HEADS), choices=HEADS, help="the others are kept"
     )
     parser.add_argument("--dtypes", nargs="+", default=["16-bit", "float32"], help="likewise")
+    parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS, help="likewise")
     parser.add_argument("--rows", type=Path, help="write the measured times to this file as well")
     options = parser.parse_args()
     header = {
@@ -104,7 +114,7 @@ def main() -> None:
         if kind not in options.dtypes:
             continue
         for head_dim in options.head_dims:
-            rows = measure(dtype, head_dim)
+            rows = measure(dtype, head_dim, options.masks)
             for (direction, mask, name), each in rows.items():
                 numbers, median, largest = fit(each)
                 by_mask = table.setdefault(kind, {}).setdefault(direction, {})

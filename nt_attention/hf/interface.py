@@ -84,10 +84,8 @@ def attention(
         is_causal = bool(getattr(module, "is_causal", True))
     extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, "cache": cache}
     given = {name: extra for name, extra in extras.items() if extra is not None}
-    dense = functools.partial(
-        _dense, over, module, is_causal=is_causal, sliding_window=sliding_window, position_ids=position_ids,
-        **given, **kwargs,
-    )  # fmt: skip
+    given |= {"is_causal": is_causal, "sliding_window": sliding_window, "position_ids": position_ids, **kwargs}
+    dense: Any = functools.partial(_dense, over, module, **given)
     if cache is not None:  # continuous batching, whose mask and cache are the implementation's own
         return dense(query, key, value, attention_mask, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
     if attention_mask is not None and _is_bypass(attention_mask, query):
@@ -154,7 +152,7 @@ def _dense(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The implementation underneath; the model's own eager one for softcap and sinks, which scaled_dot_product_attention lacks."""
+    """The implementation underneath; for softcap and sinks, which sdpa lacks, the model's own eager one."""
     if over == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
     if attention_mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:  # a static cache that was empty
@@ -163,11 +161,11 @@ def _dense(
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         lowest = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
-    return _eager(type(module))(module, query, key, value, attention_mask, **kwargs)
+    return _eager(cast(Any, type(module)))(module, query, key, value, attention_mask, **kwargs)
 
 
 @functools.cache
-def _eager(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _eager(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Each modeling file has its own; a class of somebody else's has its base class's."""
     for base in kind.__mro__:
         eager = getattr(sys.modules[base.__module__], "eager_attention_forward", None)

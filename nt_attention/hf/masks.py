@@ -31,7 +31,11 @@ _PLAIN = {
     )
 }
 _AND = stock.and_masks().__code__
-_REMAP = stock.remap_positions_for_packed_sequence(stock.causal_mask_function, torch.empty(0)).__code__
+_REMAP = {  # older versions of transformers have none
+    remap(stock.causal_mask_function, torch.empty(0)).__code__
+    for name, remap in vars(stock).items()
+    if name == "remap_positions_for_packed_sequence"
+}
 
 
 def mask(
@@ -82,7 +86,7 @@ def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction | None]:
     if code is _AND:
         for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
             yield from _parts(part)
-    elif code is _REMAP:
+    elif code in _REMAP:
         yield from _parts(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
     else:
         yield mask_function if code is not None else None

@@ -56,7 +56,7 @@ class Family:
     base: str = "Model"
 
 
-# By config.model_type. Every one hands its attention sliding_window where a layer has one, and the cu_seq_lens keywords.
+# By config.model_type. All hand their attention cu_seq_lens, and sliding_window where a layer has one.
 FAMILIES = {
     "albert": Family("Albert", pool=_pool_albert),
     "bert": Family("Bert", pool=_pool),

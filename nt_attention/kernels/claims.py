@@ -47,18 +47,19 @@ class Checked:
         listed = self.held.get(backend.name, {}).get(_name(spec.dtype), {}).get("head dims", {})
         right = [_dims(which) for which in listed if self.holds(backend, spec, "head dims", which)]
         wanted = backend.padded(spec.head_dim, spec.value_dim)
-        if backend.head_dims is None and wanted is not None and self._is_right(wanted, listed, right):
+        if backend.head_dims is None and wanted is not None and self._is_right(backend, wanted, listed, right):
             return wanted
         enough = [(d, v) for d, v in right if d >= spec.head_dim and v >= spec.value_dim]
         return min(enough, key=sum, default=None)
 
     @staticmethod
-    def _is_right(dims: tuple[int, int], listed: Iterable[str], right: list[tuple[int, int]]) -> bool:
-        """Whether these held or, if they were not run, the next wider ones did: between, a kernel does nothing new."""
+    def _is_right(backend: Backend, dims: tuple[int, int], listed: Iterable[str], right: list[tuple[int, int]]) -> bool:
+        """Whether these held or, if they were not run, those whose kernel runs them: it does nothing new between."""
         run = [_dims(which) for which in listed]
         if dims in run:
             return dims in right
-        wider = min((d for d, v in run if d == v and d >= max(dims)), default=0)
+        kernels = backend.compiled_for or [d for d, v in run if d == v]
+        wider = min((d for d in kernels if d >= max(dims)), default=0)
         return (wider, wider) in right
 
     def reasons(self, backend: Backend, spec: AttentionSpec) -> list[str]:

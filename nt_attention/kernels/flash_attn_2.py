@@ -63,6 +63,7 @@ BACKEND = Backend(
     dtypes=HALVES,
     max_head_dim=256,
     head_dim_multiple=8,
+    compiled_for=(32, 64, 96, 128, 192, 256),
     one_head_dim=True,
     lower_right_only=True,
 )

@@ -191,6 +191,7 @@ class Backend:
         head_dim_multiple: head dims are padded with zeros to a multiple of it.
         one_head_dim: whether values are padded to the head dim of the keys, or these to theirs.
         head_dims: the only head dims (D, Dv) that it takes, if there are but a few; others are padded to one of them.
+        compiled_for: the head dims that its kernels are compiled for, if others run in the next wider one's.
         refuses: further reasons why it can't run a call, each a sentence that says what to change.
         lower_right_only: whether it has the lower right alignment alone; the other one is made of it.
         bears_blind_rows: whether it takes queries that see no key; where it does not, they are left out of its call.
@@ -213,6 +214,7 @@ class Backend:
     head_dim_multiple: int = 1
     one_head_dim: bool = False
     head_dims: tuple[tuple[int, int], ...] | None = None
+    compiled_for: tuple[int, ...] | None = None
     refuses: Callable[[AttentionSpec], list[str]] = lambda spec: []
     lower_right_only: bool = False
     bears_blind_rows: bool = True

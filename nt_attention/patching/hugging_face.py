@@ -224,9 +224,8 @@ def _why_not(given: dict[str, Any], model: PreTrainedModel) -> str | None:
 
 def _packing(given: dict[str, Any]) -> Packing | None:
     """None if neither mask nor positions tell of anything to pack."""
-    tokens, mask, positions = (
-        given.get(key) for key in ("input_ids" if "input_ids" in given else "inputs_embeds", "attention_mask", "position_ids")
-    )  # fmt: skip
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
     if tokens is None or (mask is None and positions is None):
         return None
     rows, length = tokens.shape[:2]
@@ -306,7 +305,7 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
         elif isinstance(packed, tuple):
             out[name] = tuple(packing.pad(part) for part in packed)
         else:
-            out[name] = packing.pad(packed, torch.finfo(packed.dtype).min if value == "lowest" else value)
+            out[name] = packing.pad(packed, 0.0 if value == 0 else torch.finfo(packed.dtype).min)
 
 
 def _redo_first_tokens(

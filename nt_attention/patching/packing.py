@@ -81,7 +81,7 @@ class Packing:
         return packed[0].index_select(0, found).masked_fill(~there.view(-1, *[1] * (packed.dim() - 2)), 0)
 
     def tokens_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens stand at these places (K,) of every row: (B, K) int64, 0 where none does, and whether one does."""
+        """Which tokens stand at these places (K,) of each row, (B, K) int64, 0 if none does; and whether one does."""
         flat = torch.arange(self.rows, device=places.device)[:, None] * self.length + places
         if self.index is None:
             return flat, torch.ones_like(flat, dtype=torch.bool)

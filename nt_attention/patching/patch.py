@@ -122,7 +122,7 @@ class Replicate:
 
     def __call__(self) -> nn.Module:
         patched = self.patched
-        replica: Any = type(patched.module)._replicate_for_data_parallel(patched.module)  # type: ignore[no-untyped-call]
+        replica: Any = type(patched.module)._replicate_for_data_parallel(patched.module)
         replica.forward = PatchedForward(replica, patched.forward, patched.before, patched.handle)
         return replica
 

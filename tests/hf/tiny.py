@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 VOCABULARY, PAD = 97, 1
+LENGTHS, LENGTH = [7, 1, 13, 11], 17
 TEXT = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 2,
     "num_attention_heads": 6, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3, "num_labels": 3,
@@ -108,3 +111,54 @@ def make(model_type, name, implementation="eager", **more):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
+
+
+@functools.cache
+def sequences():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(5, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def mask_of(side):
+    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    return mask if side == "right" else mask.flip(1)
+
+
+def pad(tokens, side, value=0):
+    """(T, …) to (B, L, …)."""
+    padded = tokens.new_full((len(LENGTHS), LENGTH, *tokens.shape[1:]), value)
+    padded[mask_of(side)] = tokens
+    return padded
+
+
+def batch_of(model_type, side):
+    """The sequences as a padded batch; with their positions where padding on the left would change what is learned."""
+    batch = {"input_ids": pad(torch.cat(sequences()), side, PAD), "attention_mask": mask_of(side).long()}
+    if side == "left" and model_type in LEARNED_BY_PLACE:
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return batch
+
+
+def per_sequence(name):
+    return name.endswith("ForSequenceClassification")
+
+
+def run_alone(model, rows):
+    """What each row gives by itself, by output: (T, …) where a token has something, (B, …) where a sequence has."""
+    with torch.no_grad():
+        outs = [model(**row, output_hidden_states=True) for row in rows]
+    found = {}
+    for key in outs[0].keys() - {"past_key_values"}:
+        if key == "hidden_states":
+            found[key] = [torch.cat(layer, 1)[0] for layer in zip(*(out[key] for out in outs), strict=True)]
+        elif key == "pooler_output" or (key == "logits" and per_sequence(type(model).__name__)):
+            found[key] = torch.cat([out[key] for out in outs])
+        else:
+            found[key] = torch.cat([out[key] for out in outs], 1)[0]
+    return found
+
+
+@functools.cache
+def alone(model_type, name):
+    """What each sequence gives by itself, under eager attention."""
+    return run_alone(make(model_type, name), [{"input_ids": ids[None]} for ids in sequences()])

@@ -209,7 +209,7 @@ class TestWhatWasMeasured:
         assert json.loads(self.FILE.read_text())["costs"].keys() <= {"16-bit", "float32"}
         for (dtype, direction, mask), by_head_dim in costs.costs().items():
             assert direction in ("forward", "both")
-            assert mask in ("full", "masked")
+            assert mask in ("full", "masked", "windowed")
             assert by_head_dim, (dtype, direction, mask)
             for head_dim, rows in by_head_dim.items():
                 at = (dtype, direction, mask, head_dim)

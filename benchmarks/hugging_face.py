@@ -1,0 +1,184 @@
+"""Hugging Face models on this GPU: ``nta.patch`` on padded batches, against sdpa on them and rows packed by hand.
+
+    python benchmarks/hugging_face.py [--models bert llama] [--save FILE]
+
+BERT-base (the base model, the mean of its output as the loss) and a Llama of 8 layers (2048 wide, 32 / 8 heads, with
+its head and labels), random weights, bf16, 16384 tokens of lognormal lengths. Wall-clock times, the host's part
+included: the median over rounds in which every way has its turn. By hand: one row, ``cu_seq_lens``, ``position_ids``,
+no mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import nt_attention as nta
+from nt_attention.commands.lengths import Lengths
+
+TOKENS = 16384
+MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "bert": (BertModel, BertConfig(), Lengths(kind="lognormal", number=512).up_to(TOKENS, seed=82)),
+    "llama": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=32,
+            num_key_value_heads=8, max_position_embeddings=8192,
+        ),
+        Lengths(kind="lognormal", number=4096).up_to(TOKENS, seed=276),
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Way:
+    """A model, what it is called with, and what that was found to take."""
+
+    model: Any
+    batch: dict[str, Any]
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    peak: float = 0.0
+
+    def infer(self) -> Any:
+        with torch.no_grad():
+            return self.model.eval()(**{**self.batch, "labels": None} if "labels" in self.batch else self.batch)
+
+    def train(self) -> None:
+        out = self.model.train()(**self.batch)
+        loss = out.loss if "labels" in self.batch else out.last_hidden_state.mean()
+        loss.backward()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def ways(name: str) -> dict[str, Way]:
+    kind, config, lengths = MODELS[name]
+    for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    layout = nta.SequenceLayout.from_lengths(lengths, device="cuda")
+    ids = torch.randint(5, config.vocab_size, (layout.total,), device="cuda")
+    mask = layout.pad(torch.ones_like(ids))
+    padded = {"input_ids": layout.pad(ids), "attention_mask": mask}
+    packed = {
+        "input_ids": ids[None], "position_ids": layout.position_ids[None],
+        "cu_seq_lens_q": layout.cu_seqlens, "cu_seq_lens_k": layout.cu_seqlens,
+        "max_length_q": layout.max_seqlen, "max_length_k": layout.max_seqlen,
+    }  # fmt: skip
+    if kind is LlamaForCausalLM:
+        padded["labels"] = padded["input_ids"].masked_fill(mask == 0, -100)
+        packed["labels"] = ids.masked_fill(layout.position_ids == 0, -100)[None]
+        packed["use_cache"] = False
+
+    def make(implementation: str) -> Any:
+        torch.manual_seed(0)
+        model = kind._from_config(config.__class__(**config.to_dict()), attn_implementation=implementation)
+        return model.to("cuda", torch.bfloat16)
+
+    patched = make("sdpa")
+    nta.patch(patched)
+    found = {
+        "nta.patch": Way(patched, padded),
+        "sdpa, padded": Way(make("sdpa"), padded),
+        "nt_attention, packed by hand": Way(make(nta.hf.register()), packed),
+    }
+    for implementation in ("flash_attention_4", "flash_attention_2"):
+        try:
+            found[f"{implementation}, packed by hand"] = Way(make(implementation), packed)
+        except (ImportError, ValueError) as error:
+            print(f"{implementation} is not here: {str(error)[:120]}", file=sys.stderr)
+    return found
+
+
+def timed(function: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def measure(found: dict[str, Way], rounds: int) -> None:
+    for what in ("infer", "train"):
+        for way in found.values():
+            for _ in range(3):
+                timed(getattr(way, what))
+        for _ in range(rounds):
+            for way in found.values():
+                way.ms.setdefault(what, []).append(timed(getattr(way, what)))
+    for way in found.values():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        way.train()
+        way.peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def hidden(way: Way, mask: Tensor) -> Tensor:
+    """(T, …), the output's real tokens."""
+    out = way.infer()
+    states = out.logits if "logits" in out else out.last_hidden_state
+    return states[mask.bool()] if states.shape[:2] == mask.shape else states[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, bf16; "
+        "ms of wall clock, times its over that of nta.patch",
+        "",
+        "| model | way | forward, no gradients | forward + backward | memory of training, GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for name in options.models:
+        found = ways(name)
+        ours = found["nta.patch"]
+        mask = ours.batch["attention_mask"]
+        want = hidden(found["sdpa, padded"], mask).float()
+        for way_name, way in found.items():
+            error = (hidden(way, mask).float() - want).norm() / want.norm()
+            if not error < 0.03:
+                raise SystemExit(f"{name}, {way_name}: differs from sdpa by {error:.3f} of its norm")
+        del want
+        measure(found, options.rounds)
+        lengths = MODELS[name][2]
+        ratio = len(lengths) * max(lengths) / sum(lengths)
+        for way_name, way in found.items():
+            cells = []
+            for what in ("infer", "train"):
+                ms, base = statistics.median(way.ms[what]), statistics.median(ours.ms[what])
+                cells.append(f"{ms:.2f} ({ms / base:.2f} ×)")
+            about = f"{name}, {len(lengths)} sequences, pad ratio {ratio:.2f}" if way is ours else ""
+            lines.append(
+                f"| {about} | {way_name} | {' | '.join(cells)} | {way.peak:.2f} ({way.peak / ours.peak:.2f} ×) |"
+            )
+            print(lines[-1], flush=True)
+        del found, ours
+        gc.collect()
+        torch.cuda.empty_cache()
+    print("\n".join(lines))
+    if options.save:
+        command = f"`python benchmarks/hugging_face.py {' '.join(sys.argv[1:])}`"
+        options.save.write_text("\n".join([command, "", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
