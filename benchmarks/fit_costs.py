@@ -37,8 +37,9 @@ CAPS = (64, 300, 1200, 6000)
 # kind of mask → is_causal and window_size
 MASKS = {
     "full": [(False, (-1, -1))],
-    "masked": [(True, (-1, -1))],
-    "windowed": [(False, (128, 128)), (True, (600, 0))],
+    "causal": [(True, (-1, -1))],
+    "window": [(False, (128, 128))],
+    "window behind": [(True, (600, 0))],
 }
 HEADS = {32: 16, 64: 16, 96: 8, 128: 8, 192: 4, 256: 4}
 RIVALS = {

@@ -82,12 +82,19 @@ def attention(
     """
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, "cache": cache}
-    given = {name: extra for name, extra in extras.items() if extra is not None}
-    given |= {"is_causal": is_causal, "sliding_window": sliding_window, "position_ids": position_ids, **kwargs}
-    dense: Any = functools.partial(_dense, over, module, **given)
+    if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
+        sliding_window += 1  # in a decoder that is told not to be causal, transformers' mask reaches w to both sides
+
+    def dense(mask: Tensor | None, **lengths: Any) -> tuple[Tensor, Tensor | None]:
+        extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, "cache": cache, **lengths}
+        given = {name: extra for name, extra in extras.items() if extra is not None}
+        given |= {"is_causal": is_causal, "sliding_window": sliding_window, "position_ids": position_ids, **kwargs}
+        return _dense(over, module, query, key, value, mask, **given)
+
     if cache is not None:  # continuous batching, whose mask and cache are the implementation's own
-        return dense(query, key, value, attention_mask, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+        return dense(attention_mask, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+    if query.shape[2] == 1 and cu_seq_lens_q is None:  # decoding
+        return dense(attention_mask)
     if attention_mask is not None and _is_bypass(attention_mask, query):
         attention_mask = None
     layouts = _layouts(module, query, key, cu_seq_lens_q, cu_seq_lens_k, position_ids)
@@ -96,14 +103,16 @@ def attention(
         attention_mask = _both(_or_causal(attention_mask, is_causal, query, key), same)
     if layouts is None and attention_mask is None and query.shape[2] == key.shape[2]:
         windowed = sliding_window is not None and sliding_window < query.shape[2]
-        if over == "eager" or windowed or softcap is not None or s_aux is not None:
+        if over == "eager" or (softcap is not None and query.device.type == "cpu"):  # which has no kernel with softcap
+            attention_mask = _or_causal(None, is_causal, query, key, sliding_window)
+        elif windowed or softcap is not None or s_aux is not None:
             layouts = (rows := _rows(query.shape[0], query.shape[2], query.device)), rows
     if layouts is None:
-        return dense(query, key, value, attention_mask)
+        return dense(attention_mask)
     if attention_mask is not None or position_bias is not None:
         if attention_mask is None:
             attention_mask = _or_causal(None, is_causal, query, key, sliding_window)
-        return dense(query, key, value, _both(attention_mask, _same_layout(query.shape[0], *layouts)))
+        return dense(_both(attention_mask, _same_layout(query.shape[0], *layouts)))
     return _packed(query, key, value, *layouts, is_causal, sliding_window, softcap, s_aux, **kwargs), None
 
 
@@ -216,12 +225,12 @@ def _by_positions(position_ids: Tensor, rows: int, layer: int | None) -> Sequenc
     """The layout that ``position_ids`` describe if a row holds more sequences than one; read once for all layers."""
     version = None if position_ids.is_inference() else position_ids._version
     known = _found.get(position_ids)
-    # inference tensors have no version: the first layer of a model looks again
-    if known is not None and known[:2] == (version, rows) and (version is not None or layer not in (0, None)):
+    # inference tensors have no version: the layer that looked, the first of a model, looks again
+    if known is not None and known[:2] == (version, rows) and (version is not None or layer not in (None, known[3])):
         return known[2]
     layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
     found = layout if layout.batch_size > rows else None
-    _found[position_ids] = (version, rows, found)
+    _found[position_ids] = (version, rows, found, layer)
     return found
 
 

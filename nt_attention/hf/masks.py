@@ -59,6 +59,7 @@ def mask(
     whole = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
     if (
         whole
+        and not kwargs.get("use_vmap")  # as where a caller laid a mask of its own, maybe a window, over the model's
         and _is_told(config, kwargs.get("device"))
         and is_plain(mask_function)
         and not _has_padding(attention_mask)
@@ -95,7 +96,9 @@ def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction | None]:
 def _is_told(config: Any, device: Any) -> bool:
     """Whether the model's attention is handed its window and positions; not known while a graph is traced."""
     traced = torch.compiler.is_compiling() or is_tracing(torch.empty(0, device=device))
-    return getattr(config, "model_type", None) in FAMILIES and not traced
+    # such a Gemma's attention is told that it is not causal, and its masks may be
+    told = not getattr(config, "use_bidirectional_attention", False)
+    return told and getattr(config, "model_type", None) in FAMILIES and not traced
 
 
 def _has_padding(attention_mask: Tensor | None) -> bool:

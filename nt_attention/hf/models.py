@@ -46,6 +46,7 @@ class Family:
         pool: what its base model makes of each row's first token, if anything.
         embed: the embeddings of padded ids, where those of a token depend on the rest of its row.
         base: the ending of the base model's class name.
+        apart_under: a flag of the config under which its attention is not told what its mask says.
     """
 
     prefix: str
@@ -54,6 +55,7 @@ class Family:
     pool: Callable[[Any, Tensor], Tensor | None] | None = None
     embed: Callable[[Any, Tensor, Tensor], Tensor | None] | None = None
     base: str = "Model"
+    apart_under: str = ""
 
 
 # By config.model_type. All hand their attention cu_seq_lens, and sliding_window where a layer has one.
@@ -65,7 +67,7 @@ FAMILIES = {
     "electra": Family("Electra"),
     "esm": Family("Esm", counts="ids", position_ids_arrive=False, pool=_pool, embed=_embed_esm),
     "eurobert": Family("EuroBert"),
-    "gemma2": Family("Gemma2"),
+    "gemma2": Family("Gemma2", apart_under="use_bidirectional_attention"),
     "gemma3_text": Family("Gemma3", base="TextModel"),
     "gpt2": Family("GPT2"),
     "gpt_neox": Family("GPTNeoX"),

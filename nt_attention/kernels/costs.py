@@ -19,8 +19,8 @@ from .work import Work
 
 # Below these the host's launches take as long, and the fits, to batches of 16384 tokens, tell nothing apart.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
-# of a call: ("float32" or "16-bit", "forward" or "both", "full", "masked" by causality or "windowed") → head dim →
-# backend → µs for a call, and ns for a head's sequence, token and 1000 pairs
+# of a call: ("float32" or "16-bit", "forward" or "both", a kind of mask) → head dim → backend → µs for a call, and ns
+# for a head's sequence, token and 1000 pairs
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
 
 
@@ -30,7 +30,7 @@ def expected_us(spec: AttentionSpec, size: Work) -> dict[str, float]:
         return {}
     dtype = "float32" if spec.dtype == torch.float32 else "16-bit"
     direction = "both" if spec.needs_grad else "forward"
-    kinds = (mask_kind(spec), "masked")  # where windows were not measured
+    kinds = (mask_kind(spec), "causal")  # where windows were not measured
     by_head_dim = next((found for kind in kinds if (found := costs().get((dtype, direction, kind)))), None)
     if not by_head_dim:
         return {}
@@ -48,7 +48,9 @@ def mask_kind(spec: AttentionSpec) -> str:
     """Which of the kinds of masks a kernel's time depends on, besides the pairs that it leaves."""
     if spec.sees_all:
         return "full"
-    return "windowed" if "window" in spec.features else "masked"
+    if "window" not in spec.features:
+        return "causal"
+    return "window behind" if spec.window[1] <= 0 else "window"
 
 
 @functools.cache

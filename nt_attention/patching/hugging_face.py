@@ -1,6 +1,7 @@
-"""``patch`` for Hugging Face models: one packed row from the model's entry to its exit, head and loss included.
+"""``patch`` for Hugging Face models: what is set on a model, and taken off again.
 
-Dimensions: B rows of a padded batch, L places in a row, T tokens.
+Every attention module is given our name through the model's configs; a model of a known family also gets a ``forward``
+that packs (``padding_free.py``), and a vision tower whose images come in one row makes one call of them.
 """
 
 from __future__ import annotations
@@ -8,37 +9,29 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.loss.loss_utils import ForQuestionAnsweringLoss
-from transformers.utils import ModelOutput
 
 from ..hf import models
-from ..hf.interface import NAME_OVER, attention, bypass_mask, register
-from ..hf.models import Family, Head
-from .packing import Packing
+from ..hf.interface import NAME_OVER, attention, register
+from ..hf.models import Family
+from . import padding_free as packed_call
 from .patch import PatchedForward, PatchHandle
 
-Logits = Literal["padded"] | None
-
-# What a caller may ask for that packing can't give; the call then runs as it did before.
-_STEPS_ASIDE = {
-    "past_key_values": "it continues from a cache.",
-    "use_cache": "it asks for a cache.",
-    "output_attentions": "it asks for attention weights.",
-    "output_router_logits": "it asks for router logits, which are counted with a padded mask.",
-    "encoder_hidden_states": "it attends across to another model's states.",
-    "cu_seq_lens_q": "it is packed already.",
-}
+# Which patch a config's attention implementation is from, by weak references to both.
+_handle_of = WeakIdKeyDictionary()
 # Vision towers that are handed all images in one row make one call of it under a name with "flash" in it alone.
 _VISION_NAME = "nt_attention_flash_for_packed_images"
 
 
-def patch_model(name: str, model: nn.Module, handle: PatchHandle, padding_free: bool, logits: Logits) -> bool:
+def patch_model(
+    name: str, model: nn.Module, handle: PatchHandle, padding_free: bool, logits: packed_call.Logits
+) -> bool:
     """Patch a model of the tables, or say why not. False if ``model`` is no Hugging Face model."""
     if not isinstance(model, PreTrainedModel):
         return False
@@ -88,19 +81,22 @@ def _refusal(model: PreTrainedModel, kind: str, family: Family | None, padding_f
 
 def _set_attention(model: PreTrainedModel, handle: PatchHandle) -> str:
     """Put our name into the model's configs, and on the handle what puts theirs back."""
+    configs = list(_configs(model))
+    forwards = [part.__dict__.get("forward") for part in model.modules()]
+    handles = [f.handle for f in forwards if isinstance(f, PatchedForward)]
+    handles_of_configs = [_handle_of[config]() for config in configs if config in _handle_of]
+    if any(h is not None and h.active for h in (*handles, *handles_of_configs)):
+        raise ValueError(f"{type(model).__name__} is patched already: remove() the handle of that patch first.")
     before = model.config._attn_implementation
-    if before in NAME_OVER.values():
-        patched = [m.__dict__.get("forward") for m in model.modules()]
-        handles = [p.handle for p in patched if isinstance(p, PatchedForward)]
-        if not handles or any(h.active for h in handles):
-            raise ValueError(
-                f"{type(model).__name__} runs {before!r} already: remove() the handle of that patch first."
-            )
-        before = next(over for over, name in NAME_OVER.items() if name == before)  # a copy that outlived its patch
-    kept = [(config, {k: v for k, v in vars(config).items() if k.startswith("_attn")}) for config in _configs(model)]
+    over = next((over for over, name in NAME_OVER.items() if name == before), None)
+    if over is not None and handles:
+        before = over  # a copy that outlived its patch
+    kept = [(c, {k: v for k, v in vars(c).items() if k.startswith("_attn")}) for c in configs]
     # what is not packed runs as before: on eager, which each model has its own of, or on sdpa
-    model.set_attn_implementation(register("eager" if before == "eager" else "sdpa"))
-    handle.on_remove(functools.partial(_put_back_configs, kept, before))
+    model.set_attn_implementation(register(over or ("eager" if before == "eager" else "sdpa")))
+    for config in configs:
+        _handle_of[config] = weakref.ref(handle)
+    handle.on_remove(functools.partial(_put_back_configs, kept, over and before))
     return before
 
 
@@ -115,13 +111,13 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
     yield from found.values()
 
 
-def _put_back_configs(kept: list[tuple[Any, dict[str, Any]]], before: str) -> None:
+def _put_back_configs(kept: list[tuple[Any, dict[str, Any]]], ours_becomes: str | None) -> None:
     for config, attributes in kept:
         for key in [key for key in vars(config) if key.startswith("_attn") and key not in attributes]:
             del config.__dict__[key]
         config.__dict__.update(attributes)
-        if config._attn_implementation_internal in NAME_OVER.values():
-            config._attn_implementation_internal = before
+        if ours_becomes and config._attn_implementation_internal in NAME_OVER.values():
+            config._attn_implementation_internal = ours_becomes
 
 
 def _attention_layers(model: nn.Module) -> dict[str, str]:
@@ -153,168 +149,10 @@ def _one_call_for_all_images(module: Any, handle: PatchHandle) -> None:
     module.config._attn_implementation_internal = _VISION_NAME
 
 
-def _make_padding_free(model: PreTrainedModel, family: Family, handle: PatchHandle, logits: Logits) -> None:
+def _make_padding_free(model: PreTrainedModel, family: Family, handle: PatchHandle, logits: packed_call.Logits) -> None:
     head = models.head_of(model, family)
     entry: Any = models.base_model(model, family) if head == "sequence" else model
-    handle.override_forward(entry, functools.partial(_padding_free, handle, family, head, logits))
-
-
-def _padding_free(
-    handle: PatchHandle,
-    family: Family,
-    head: Head | None,
-    logits: Logits,
-    model: PreTrainedModel,
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    signature = inspect.signature(original)
-    given = signature.bind(*args, **kwargs).arguments
-    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-    given = {name: value for name, value in {**given, **given.pop(rest, {})}.items() if value is not None}
-    why = _why_not(given, model)
-    if why is not None:
-        handle.not_packed(why)
-        return original(*args, **kwargs)
-    packing = _packing(given)
-    if packing is None or packing.saves_nothing:
-        handle.count("there is no padding to skip" if packing is None or packing.layout.total else "it has no token")
-        return original(*args, **kwargs)
-    handle.count(None)
-
-    as_dict = given.pop("return_dict", None)
-    spans = {key: given.pop(key) for key in ("start_positions", "end_positions") if head == "span" and key in given}
-    keep = given.pop("logits_to_keep", 0)
-    kept = _kept(packing, keep, given) if isinstance(keep, Tensor) or keep else None
-    loss_alone = logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
-
-    packed = _pack_inputs(model, family, head, packing, given)
-    if kept is not None:
-        packed["logits_to_keep"] = kept[0].flatten()
-    out = original(**packed)
-    first = packing.first_tokens(out["last_hidden_state"]) if head in (None, "sequence") else None
-    _pad_outputs(out, packing, kept, {"logits"} if loss_alone else set())
-    if first is not None:
-        _redo_first_tokens(model, family, head, packing, out, first)
-    if spans:
-        loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
-        out = out if loss is None else type(out)(**{**out, "loss": loss})
-    wants_dict = model.config.return_dict if as_dict is None else as_dict
-    return out if wants_dict else out.to_tuple()
-
-
-def _why_not(given: dict[str, Any], model: PreTrainedModel) -> str | None:
-    if model.config.output_attentions:
-        return "the config asks for attention weights."
-    if getattr(model.config, "output_router_logits", False):
-        return _STEPS_ASIDE["output_router_logits"]
-    for name, why in _STEPS_ASIDE.items():
-        value = given.get(name)
-        if isinstance(value, Tensor) or value:
-            return why
-    mask = given.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        return "its attention_mask is not (batch, length)."
-    positions = given.get("position_ids")
-    if positions is not None and positions.dim() != 2:
-        return "its position_ids are not (batch, length)."
-    return None
-
-
-def _packing(given: dict[str, Any]) -> Packing | None:
-    """None if neither mask nor positions tell of anything to pack."""
-    tokens = given.get("input_ids", given.get("inputs_embeds"))
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    if tokens is None or (mask is None and positions is None):
-        return None
-    rows, length = tokens.shape[:2]
-    for name, of in (("attention_mask", mask), ("position_ids", positions)):
-        if of is not None and of.shape != (rows, length) and (name == "attention_mask" or of.shape != (1, length)):
-            raise ValueError(
-                f"{name} is {tuple(of.shape)}, but the input is {(rows, length)} (batch, length). To decode on from a "
-                "cache, pass use_cache=True in the first call: a packed call returns none."
-            )
-    return Packing.of(mask, positions, rows, length)
-
-
-def _pack_inputs(
-    model: PreTrainedModel, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
-) -> dict[str, Any]:
-    """The keywords that make (1, T) tokens a packed row to transformers."""
-    layout, mask = packing.layout, given.pop("attention_mask", None)
-    base: Any = models.base_model(model, family)
-    if "position_ids" not in given:
-        given["position_ids"] = _positions(family, base, packing, given.get("input_ids"))
-    else:
-        given["position_ids"] = packing.pack(given["position_ids"])
-    if family.embed is not None and "input_ids" in given and "inputs_embeds" not in given:
-        here = torch.ones_like(given["input_ids"]) if mask is None else mask
-        embeds = family.embed(base, given["input_ids"], here)
-        if embeds is not None:
-            given["inputs_embeds"] = embeds
-            del given["input_ids"]
-    for key in TOKEN_INPUTS_BESIDE_POSITIONS & given.keys():
-        given[key] = packing.pack(given[key])
-    if head == "next token" and "labels" in given:  # the first token of a sequence follows no token of it
-        given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, -100)
-    return {
-        **given,
-        # a model whose embeddings read the mask is handed none
-        **({} if family.embed is not None else {"attention_mask": bypass_mask(layout.device)}),
-        "cu_seq_lens_q": layout.cu_seqlens,
-        "cu_seq_lens_k": layout.cu_seqlens,
-        "max_length_q": layout.max_seqlen,
-        "max_length_k": layout.max_seqlen,
-        "use_cache": False,
-        "return_dict": True,
-    }
-
-
-TOKEN_INPUTS_BESIDE_POSITIONS = {*models.TOKEN_INPUTS} - {"position_ids"}
-
-
-def _positions(family: Family, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
-    """(1, T): what the model would have counted in the padded row."""
-    if family.counts == "tokens":
-        return packing.layout.position_ids.unsqueeze(0)
-    if family.counts == "places":
-        return packing.places.unsqueeze(0)
-    padding = base.config.pad_token_id
-    if input_ids is None:
-        return packing.places.unsqueeze(0) + padding + 1
-    real = (input_ids != padding).long()
-    return packing.pack(real.cumsum(1) * real + padding)
-
-
-def _kept(packing: Packing, keep: int | Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The tokens whose logits are wanted, (B, K), and where there is one; ``keep`` is the last places, or places."""
-    places = torch.arange(packing.length, device=packing.layout.device)
-    return packing.tokens_at(places[-keep:] if isinstance(keep, int) else places[keep])
-
-
-def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, leave: set[str]) -> None:
-    """Give every output with a place for each token, (1, T, …), its padded form (B, L, …)."""
-    for name, value in models.TOKEN_OUTPUTS.items():
-        packed = out.get(name)
-        if packed is None or name in leave:
-            continue
-        if name == "logits" and kept is not None:
-            tokens, there = kept
-            out[name] = packed.view(*tokens.shape, -1).masked_fill(~there.unsqueeze(2), 0)
-        elif isinstance(packed, tuple):
-            out[name] = tuple(packing.pad(part) for part in packed)
-        else:
-            out[name] = packing.pad(packed, 0.0 if value == 0 else torch.finfo(packed.dtype).min)
-
-
-def _redo_first_tokens(
-    base: nn.Module, family: Family, head: Head | None, packing: Packing, out: ModelOutput, first: Tensor
-) -> None:
-    """Pool each row's first token; and, for a head that reads a row's first place, let it find that token there."""
-    if family.pool is not None and out.get("pooler_output") is not None:
-        out["pooler_output"] = family.pool(base, first)
-    if head == "sequence" and packing.index is not None:
-        hidden = out["last_hidden_state"]
-        _, there = packing.tokens_at(torch.zeros(1, dtype=torch.int64, device=hidden.device))
-        out["last_hidden_state"] = torch.cat([hidden[:, :1].where(there[..., None], first[:, None]), hidden[:, 1:]], 1)
+    names = tuple(
+        name for name, p in inspect.signature(entry.forward).parameters.items() if p.kind is not p.VAR_KEYWORD
+    )
+    handle.override_forward(entry, functools.partial(packed_call.run, handle, family, head, logits, names))

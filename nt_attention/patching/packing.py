@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layout import SequenceLayout
+from ..layout import SequenceLayout, places_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class Packing:
         if mask is None:
             return cls(SequenceLayout.from_position_ids(positions.view(rows, length)), None, rows, length)
         here = mask.flatten() != 0
-        index = torch.nonzero_static(here, size=here.numel(), fill_value=-1).squeeze(1)
+        index = places_of(here, here.numel())
+        there = index < here.numel()
+        places = index.where(there, 0)
         begins = torch.ones_like(here)
-        begins[1:] = (positions[index].diff() != 1) | (index.div(length, rounding_mode="floor").diff() != 0)
-        told = torch.where(index >= 0, 1 + begins.to(torch.uint8), 0) + 4 * (here & (mask.flatten() != 1))
+        begins[1:] = (positions[places].diff() != 1) | (places.div(length, rounding_mode="floor").diff() != 0)
+        told = torch.where(there, 1 + begins.to(torch.uint8), 0) + 4 * (here & (mask.flatten() != 1))
         on_host = told.to(torch.uint8).cpu()  # one copy tells it all
         if int(on_host.max() if on_host.numel() else 0) > 3:
             raise ValueError("attention_mask holds values other than 0 (padding) and 1 (a token).")
@@ -77,7 +79,9 @@ class Packing:
         if self.index is None:
             return packed[0].index_select(0, begin)
         found = torch.searchsorted(self.index, begin).clamp(max=self.layout.total - 1)
-        there = self.index[found] < begin + self.length
+        there = self.index[found].div(self.length, rounding_mode="floor") == torch.arange(
+            self.rows, device=packed.device
+        )
         return packed[0].index_select(0, found).masked_fill(~there.view(-1, *[1] * (packed.dim() - 2)), 0)
 
     def tokens_at(self, places: Tensor) -> tuple[Tensor, Tensor]:

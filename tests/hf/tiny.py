@@ -24,7 +24,7 @@ CONFIGS = {
         "DeepseekV3",
         {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
          "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-         "num_key_value_heads": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 16},
+         "num_key_value_heads": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "classifier_dropout": 0.0},
     ),
     "distilbert": (
         "DistilBert",
@@ -38,7 +38,7 @@ CONFIGS = {
          "emb_layer_norm_before": False},
     ),
     "eurobert": ("EuroBert", {**GROUPED, "mask_token_id": 4, "classifier_pooling": "mean"}),
-    "gemma2": ("Gemma2", {**GROUPED, "sliding_window": 5, "query_pre_attn_scalar": 16}),
+    "gemma2": ("Gemma2", {**GROUPED, "sliding_window": 5, "query_pre_attn_scalar": 16, "classifier_dropout": 0.0}),
     "gemma3_text": ("Gemma3", {**GROUPED, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt2": (
         "GPT2",
@@ -49,7 +49,7 @@ CONFIGS = {
     "gpt_oss": (
         "GptOss",
         {**GROUPED, "sliding_window": 5, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
-         "layer_types": ["sliding_attention", "full_attention"]},
+         "layer_types": ["sliding_attention", "full_attention"], "classifier_dropout": 0.0},
     ),
     "llama": ("Llama", {**GROUPED, "classifier_dropout": 0.0}),
     "mistral": ("Mistral", {**GROUPED, "sliding_window": 5, "classifier_dropout": 0.0}),
@@ -94,8 +94,7 @@ EVERY = [(model_type, name) for model_type in CONFIGS for name in classes(model_
 def config_of(model_type, **more):
     import transformers
 
-    config = transformers.CONFIG_MAPPING[model_type](**{**TEXT, **CONFIGS[model_type][1], **more})
-    return config
+    return transformers.CONFIG_MAPPING[model_type](**{**TEXT, **CONFIGS[model_type][1], **more})
 
 
 def make(model_type, name, implementation="eager", **more):
@@ -148,7 +147,7 @@ def run_alone(model, rows):
     with torch.no_grad():
         outs = [model(**row, output_hidden_states=True) for row in rows]
     found = {}
-    for key in outs[0].keys() - {"past_key_values"}:
+    for key in (key for key in outs[0] if key != "past_key_values"):
         if key == "hidden_states":
             found[key] = [torch.cat(layer, 1)[0] for layer in zip(*(out[key] for out in outs), strict=True)]
         elif key == "pooler_output" or (key == "logits" and per_sequence(type(model).__name__)):

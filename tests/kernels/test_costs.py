@@ -28,7 +28,7 @@ TABLE = {
         128: {"token_tiled": (23.0, 2.0, 3.0, 13.0), "torch_flash": (19.0, 0.0, 0.0, 0.0)},
     },
     ("16-bit", "both", "full"): {64: {"token_tiled": (1.0, 0, 0, 0), "torch_flash": (2.0, 0, 0, 0)}},
-    ("16-bit", "forward", "masked"): {64: {"token_tiled": (13.0, 0, 0, 0), "torch_flash": (17.0, 0, 0, 0)}},
+    ("16-bit", "forward", "causal"): {64: {"token_tiled": (13.0, 0, 0, 0), "torch_flash": (17.0, 0, 0, 0)}},
     ("float32", "forward", "full"): {64: {"torch_efficient": (3.0, 0, 0, 0), "token_tiled": (7.0, 0, 0, 0)}},
 }
 MASKS = {
@@ -189,7 +189,7 @@ class TestWhatWasMeasured:
         (tmp_path / "measured").mkdir()
         written = {
             "16-bit": {"both": {"full": {"64": {"token_tiled": [1009, 2, 3, 4]}, "128": {}}}},
-            "float32": {"forward": {"masked": {}}},
+            "float32": {"forward": {"causal": {}}},
         }
         (tmp_path / "measured" / "sm90.json").write_text(json.dumps({"card": "…", "costs": written}))
         monkeypatch.setattr(costs.resources, "files", lambda _: tmp_path)
@@ -197,7 +197,7 @@ class TestWhatWasMeasured:
         try:
             assert costs.costs() == {
                 ("16-bit", "both", "full"): {64: {"token_tiled": (1009, 2, 3, 4)}, 128: {}},
-                ("float32", "forward", "masked"): {},
+                ("float32", "forward", "causal"): {},
             }
             assert expected_us(call(needs_grad=True), Work(0, 0, 0)) == {"token_tiled": 1009}
             assert expected_us(call(dtype=torch.float32, is_causal=True), Work(0, 0, 0)) == {}
@@ -209,7 +209,7 @@ class TestWhatWasMeasured:
         assert json.loads(self.FILE.read_text())["costs"].keys() <= {"16-bit", "float32"}
         for (dtype, direction, mask), by_head_dim in costs.costs().items():
             assert direction in ("forward", "both")
-            assert mask in ("full", "masked", "windowed")
+            assert mask in ("full", "causal", "window", "window behind")
             assert by_head_dim, (dtype, direction, mask)
             for head_dim, rows in by_head_dim.items():
                 at = (dtype, direction, mask, head_dim)

@@ -1,0 +1,85 @@
+"""Patched Hugging Face models on a GPU: the device is read at most once a forward, and bf16 gives what eager gives."""
+
+import warnings
+
+import pytest
+import torch
+
+import nt_attention as nta
+from hf import tiny
+
+pytestmark = pytest.mark.gpu
+LENGTHS, LENGTH = [7, 1, 113, 91, 64], 117
+KINDS = {
+    "bert": "BertForMaskedLM",
+    "distilbert": "DistilBertModel",
+    "esm": "EsmModel",
+    "gemma2": "Gemma2ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "modernbert": "ModernBertModel",
+    "qwen3": "Qwen3ForSequenceClassification",
+    "roberta": "RobertaModel",
+}
+
+
+def make(model_type, implementation="eager"):
+    return tiny.make(model_type, KINDS[model_type], implementation).to("cuda", torch.bfloat16)
+
+
+def make_batch(labels):
+    mask = torch.arange(LENGTH, device="cuda") < torch.tensor(LENGTHS, device="cuda")[:, None]
+    ids = torch.randint(5, tiny.VOCABULARY, mask.shape, device="cuda").masked_fill(~mask, tiny.PAD)
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    return {**batch, "labels": ids.masked_fill(~mask, -100)} if labels else batch
+
+
+def syncs(function):
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [str(w.message) for w in said if "synchronizing" in str(w.message)]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "model_type", sorted({*KINDS} - {"gpt_oss", "qwen3"})
+)  # experts and a pooled head wait by themselves
+def test_a_forward_waits_for_the_device_once(model_type, mode):
+    model, batch = make(model_type), make_batch(labels=KINDS[model_type].endswith(("LM", "LMHeadModel")))
+    with nta.patch(model), mode():
+        model(**batch)
+        assert len(syncs(lambda: model(**batch))) <= 1
+        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        assert len(syncs(lambda: model(**batch, position_ids=positions))) <= 1
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_the_device_gives_what_eager_gives(model_type):
+    model, batch = make(model_type), make_batch(labels=False)
+    mask = batch["attention_mask"].bool()
+    exact, rows = model.float(), []
+
+    def first(out):
+        return out["logits"] if "logits" in out else out["last_hidden_state"]
+
+    def real(out):
+        states = first(out)
+        return states[mask] if states.shape[:2] == mask.shape else states
+
+    with torch.no_grad():
+        for i in range(len(LENGTHS)):
+            rows.append(first(exact(input_ids=batch["input_ids"][i : i + 1, mask[i]])))
+        want = torch.cat([row[0] if row.dim() == 3 else row for row in rows])
+        model.bfloat16()
+        own = (real(model(**batch)).float() - want).norm()
+        with nta.patch(model) as handle:
+            got = real(model(**batch))
+    assert handle.calls[None] == 1
+    assert (got.float() - want).norm() <= 2 * own
