@@ -53,10 +53,10 @@ class Way:
 
     def infer(self) -> Any:
         with torch.no_grad():
-            return self.model.eval()(**{**self.batch, "labels": None} if "labels" in self.batch else self.batch)
+            return self.model(**{**self.batch, "labels": None} if "labels" in self.batch else self.batch)
 
     def train(self) -> None:
-        out = self.model.train()(**self.batch)
+        out = self.model(**self.batch)
         loss = out.loss if "labels" in self.batch else out.last_hidden_state.mean()
         loss.backward()
         for parameter in self.model.parameters():
@@ -113,6 +113,7 @@ def timed(function: Callable[[], Any]) -> float:
 def measure(found: dict[str, Way], rounds: int) -> None:
     for what in ("infer", "train"):
         for way in found.values():
+            way.model.train(what == "train")
             for _ in range(3):
                 timed(getattr(way, what))
         for _ in range(rounds):
@@ -150,6 +151,8 @@ def main() -> None:
     ]
     for name in options.models:
         found = ways(name)
+        for way in found.values():
+            way.model.eval()
         ours = found["nta.patch"]
         mask = ours.batch["attention_mask"]
         want = hidden(found["sdpa, padded"], mask).float()

@@ -115,12 +115,12 @@ def source_of(offsets: Tensor) -> Tensor:
 def places_of(here: Tensor, count: int) -> Tensor:
     """Where the first ``count`` tokens of ``here`` (N,) bool are, (count,) int64, without a sync; N if there are fewer.
 
-    That is ``nonzero_static``, which takes 7 ms for 70,000 places on a CPU, and 3 on an H200.
+    On a CPU ``nonzero_static`` takes 7 ms for 70,000 places, a hundred times ``nonzero``.
     """
-    if here.device.type == "cpu":
-        found = here.nonzero().squeeze(1)
-        return torch.cat([found, found.new_full((max(0, count - len(found)),), len(here))])
-    return torch.searchsorted(here.cumsum(0), torch.arange(1, count + 1, device=here.device))
+    if here.device.type != "cpu":
+        return torch.nonzero_static(here, size=count, fill_value=len(here)).squeeze(1)
+    found = here.nonzero().squeeze(1)[:count]
+    return torch.cat([found, found.new_full((count - len(found),), len(here))]) if len(found) < count else found
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +140,7 @@ class SequenceLayout:
         host_offsets: ``offsets`` on the CPU.
         padded_length: L of the padded batch that this layout was read from, else None.
         padded_index: (T,) int64, where each token stands in the flattened (B·L) batch, else None.
+        has_holes: whether that batch has padding between the tokens of some row.
     """
 
     offsets: Tensor
@@ -152,6 +153,7 @@ class SequenceLayout:
     _memo: Memo = field(repr=False)
     padded_length: int | None = None
     padded_index: Tensor | None = field(default=None, repr=False)
+    has_holes: bool = field(default=False, repr=False)
 
     @classmethod
     def from_offsets(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
@@ -258,18 +260,19 @@ class SequenceLayout:
             raise ValueError(f"mask must be a (B, L) tensor with 1 where a token is, got {shape}.")
         batch, length = mask.shape
         here = mask if mask.dtype == torch.bool else mask != 0
-        lengths = here.sum(1)
-        if mask.dtype != torch.bool:  # the check rides on the one sync
-            strange = (here & (mask != 1)).sum().view(1)
-            lengths, strange = torch.cat([lengths, strange]).cpu().split([batch, 1])
-            if int(strange):
-                bad = mask[here & (mask != 1)][0].item()
-                raise ValueError(
-                    f"mask holds {bad}, and only 0 (padding) and 1 (a token) have a meaning here. "
-                    "For an additive mask, pass mask == 0."
-                )
-        layout = cls._from_host_lengths(lengths.cpu(), mask.device)
+        # all that is asked of the device rides on one copy
+        begins = here[:, 1:] & ~here[:, :-1]
+        strange = (here & (mask != 1)) if mask.dtype != torch.bool else torch.zeros_like(here)
+        told = torch.cat([here.sum(1), begins.sum(1) + here[:, :1].sum(1), strange.sum().view(1)]).cpu()
+        lengths, runs, strangers = told.split([batch, batch, 1])
+        if int(strangers):
+            raise ValueError(
+                f"mask holds {mask[strange][0].item()}, and only 0 (padding) and 1 (a token) have a meaning here. "
+                "For an additive mask, pass mask == 0."
+            )
+        layout = cls._from_host_lengths(lengths, mask.device)
         index = places_of(here.flatten(), layout.total)
+        object.__setattr__(layout, "has_holes", bool((runs > 1).any()))
         object.__setattr__(layout, "padded_length", length)
         object.__setattr__(layout, "padded_index", index)
         return layout
@@ -396,7 +399,7 @@ class SequenceLayout:
         self.check_rows(values, "values")
         length = self.padded_length if self.padded_length is not None else self.max_seqlen
         padded = values.new_full((self.batch_size * length, *values.shape[1:]), value)
-        padded = padded.index_copy(0, self._index(length), values[: self.total])
+        padded.index_copy_(0, self._index(length), values[: self.total])
         return padded.unflatten(0, (self.batch_size, length))
 
     def to_nested(self, values: Tensor) -> Tensor:

@@ -4,9 +4,15 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ARGUMENTS = {"embed_paragraphs": ["--limit", "12", "--batch-size", "4"]}
+ARGUMENTS = {
+    "embed_paragraphs": ["--limit", "12", "--batch-size", "4"],
+    "fine_tune_lora": ["--steps", "4", "--hidden-size", "32"],
+    "fine_tune_with_trainer": ["--steps", "5", "--hidden-size", "32"],
+    "sentence_embeddings": ["--limit", "24", "--batch-size", "8", "--repeats", "1"],
+}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
@@ -17,6 +23,20 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
     if path.stem == "embed_paragraphs":
         assert result["difference"] < 1e-5
         assert (tmp_path / "demo-output" / "embed_paragraphs.png").stat().st_size > 10_000
+    if path.stem == "fine_tune_with_trainer":
+        padded, *others = (torch.tensor(curve) for curve in result.values())
+        assert (len(padded), len(others)) == (5, 2)
+        assert padded[-1] < padded[0]
+        for curve in others:
+            torch.testing.assert_close(curve, padded, rtol=0, atol=1e-4)
+    if path.stem == "fine_tune_lora":
+        assert result["packed"] == 4
+        assert max(result["gradients"]) < 1e-5
+        torch.testing.assert_close(torch.tensor(result["patched"]), torch.tensor(result["padded"]), rtol=0, atol=1e-4)
+    if path.stem == "sentence_embeddings":
+        for found in result.values():
+            assert found["packed"] > 0
+            assert found["difference"] < 1e-5 < found["spread"]
 
 
 def test_the_ten_lines_are_ten_lines_that_run(capsys):

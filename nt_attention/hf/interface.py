@@ -203,7 +203,7 @@ def _layouts(
                     f"cu_seq_lens_{which} ends at {lengths.total}, but there are {there} {what}: pass the lengths of "
                     f"all {what}{', in cross-attention those of the other side' if which == 'k' else ''}."
                 )
-        return layout, key_layout
+        return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make a tensor for each
     if _traced(query) or not _may_be_packed(query, key, position_ids):
         return None
     found = _by_positions(cast(Tensor, position_ids), query.shape[0], getattr(module, "layer_idx", None))

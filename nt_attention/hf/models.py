@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+
+from ..layout import SequenceLayout
 
 
 def _pool(base: Any, first: Tensor) -> Tensor | None:
@@ -22,16 +25,19 @@ def _pool_albert(base: Any, first: Tensor) -> Tensor | None:
     return base.pooler_activation(base.pooler(first)) if base.pooler is not None else None
 
 
-def _embed_esm(base: Any, input_ids: Tensor, mask: Tensor) -> Tensor | None:
-    """The embeddings (B, L, E) of ids (B, L) where they depend on how many tokens of a row are masked (ESM-2)."""
+def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: SequenceLayout) -> Tensor | None:
+    """The embeddings (1, T, E) of a packed row, where they depend on a sequence's masked tokens (ESM-2)."""
     embeddings = base.embeddings
     if not embeddings.token_dropout:
         return None
     masked = input_ids == embeddings.mask_token_id
-    seen = 1 - masked.sum(1) / mask.sum(1)
+    count = torch.zeros(layout.batch_size, device=input_ids.device).index_add_(
+        0, layout.sequence_ids, masked[0].float()
+    )
     in_training = 1 - 0.15 * 0.8  # the share of tokens that ESM-2 saw when it was trained
+    scale = (in_training / (1 - count / layout.lengths))[layout.sequence_ids]
     embeds = embeddings.word_embeddings(input_ids).masked_fill(masked.unsqueeze(2), 0.0)
-    return (embeds * (in_training / seen)[:, None, None]).to(embeds.dtype)
+    return embeddings(inputs_embeds=(embeds * scale[:, None]).to(embeds.dtype), position_ids=position_ids)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Family:
             attention mask shows (OPT); or "ids" that are not the padding id, from that id on (RoBERTa).
         position_ids_arrive: whether its attention is handed ``position_ids``.
         pool: what its base model makes of each row's first token, if anything.
-        embed: the embeddings of padded ids, where those of a token depend on the rest of its row.
+        embed: the embeddings of a packed row, where those of a token depend on the rest of its sequence.
         base: the ending of the base model's class name.
         apart_under: a flag of the config under which its attention is not told what its mask says.
     """
@@ -53,7 +59,7 @@ class Family:
     counts: Literal["places", "tokens", "ids"] = "places"
     position_ids_arrive: bool = True
     pool: Callable[[Any, Tensor], Tensor | None] | None = None
-    embed: Callable[[Any, Tensor, Tensor], Tensor | None] | None = None
+    embed: Callable[[Any, Tensor, Tensor, SequenceLayout], Tensor | None] | None = None
     base: str = "Model"
     apart_under: str = ""
 

@@ -122,7 +122,11 @@ def _put_back_configs(kept: list[tuple[Any, dict[str, Any]]], ours_becomes: str 
 
 def _attention_layers(model: nn.Module) -> dict[str, str]:
     """Modules that look their attention function up, by name."""
-    wanted = {path: module for path, module in model.named_modules() if "Attention" in type(module).__name__}
+    wanted = {
+        path: module
+        for path, module in model.named_modules()
+        if "Attention" in type(module).__name__ and not isinstance(module, nn.MultiheadAttention)
+    }
     return {
         path: f"{type(module).__name__}{_window_of(module)}"
         for path, module in wanted.items()
@@ -143,7 +147,6 @@ def _takes_packed_images(module: nn.Module) -> bool:
 
 def _one_call_for_all_images(module: Any, handle: PatchHandle) -> None:
     """Give a vision tower's attention a config of its own, whose name says that lengths may come with one row."""
-    AttentionInterface.register(_VISION_NAME, functools.partial(attention, over="sdpa"))
     handle.on_remove(functools.partial(setattr, module, "config", module.config))
     module.config = copy.copy(module.config)
     module.config._attn_implementation_internal = _VISION_NAME
@@ -156,3 +159,8 @@ def _make_padding_free(model: PreTrainedModel, family: Family, handle: PatchHand
         name for name, p in inspect.signature(entry.forward).parameters.items() if p.kind is not p.VAR_KEYWORD
     )
     handle.override_forward(entry, functools.partial(packed_call.run, handle, family, head, logits, names))
+
+
+for _over in NAME_OVER:  # a model that was saved patched finds its name: loading its forward has imported this file
+    register(_over)
+AttentionInterface.register(_VISION_NAME, functools.partial(attention, over="sdpa"))

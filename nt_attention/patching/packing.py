@@ -21,12 +21,14 @@ class Packing:
         layout: the sequences, of which a row may hold several.
         index: (T,) int64, each token's place in the flattened batch; None if every place holds one.
         rows, length: B and L.
+        has_holes: whether there is padding between the tokens of some sequence.
     """
 
     layout: SequenceLayout
     index: Tensor | None
     rows: int
     length: int
+    has_holes: bool = False
 
     @classmethod
     def of(cls, mask: Tensor | None, position_ids: Tensor | None, rows: int, length: int) -> Packing:
@@ -40,7 +42,8 @@ class Packing:
         if position_ids is None:
             assert mask is not None
             layout = SequenceLayout.from_attention_mask(mask)
-            return cls(layout, layout.padded_index if layout.total < mask.numel() else None, rows, length)
+            index = layout.padded_index if layout.total < mask.numel() else None
+            return cls(layout, index, rows, length, layout.has_holes)
         positions = position_ids.expand(rows, -1).flatten()
         if mask is None:
             return cls(SequenceLayout.from_position_ids(positions.view(rows, length)), None, rows, length)
@@ -48,17 +51,20 @@ class Packing:
         index = places_of(here, here.numel())
         there = index < here.numel()
         places = index.where(there, 0)
-        begins = torch.ones_like(here)
+        begins, steps = torch.ones_like(here), places.diff() != 1
         begins[1:] = (positions[places].diff() != 1) | (places.div(length, rounding_mode="floor").diff() != 0)
-        told = torch.where(there, 1 + begins.to(torch.uint8), 0) + 4 * (here & (mask.flatten() != 1))
+        told = torch.where(there, 1 + begins.to(torch.uint8), 0)
+        told[1:] += 4 * (steps & (told[1:] == 1))
+        told += 8 * (here & (mask.flatten() != 1))
         on_host = told.to(torch.uint8).cpu()  # one copy tells it all
-        if int(on_host.max() if on_host.numel() else 0) > 3:
+        if bool((on_host >= 8).any()):
             raise ValueError("attention_mask holds values other than 0 (padding) and 1 (a token).")
         total = int((on_host > 0).sum())
         starts = (on_host == 2).nonzero().squeeze(1)
         lengths = torch.cat([starts, torch.tensor([total])]).diff()
         layout = SequenceLayout.from_lengths(lengths, device=mask.device)
-        return cls(layout, index[:total] if total < here.numel() else None, rows, length)
+        holes = bool((on_host == 5).any())
+        return cls(layout, index[:total] if total < here.numel() else None, rows, length, holes)
 
     @property
     def saves_nothing(self) -> bool:
@@ -106,5 +112,5 @@ class Packing:
         packed = packed.squeeze(0)
         if self.index is not None:
             padded = packed.new_full((self.rows * self.length, *packed.shape[1:]), value)
-            packed = padded.index_copy(0, self.index, packed)
+            packed = padded.index_copy_(0, self.index, packed)
         return packed.unflatten(0, (self.rows, self.length))

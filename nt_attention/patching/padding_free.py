@@ -29,7 +29,6 @@ _STEPS_ASIDE = {
     "output_attentions": "it asks for attention weights.",
     "output_router_logits": "it asks for router logits, which are counted with a padded mask.",
     "encoder_hidden_states": "it attends across to another model's states.",
-    "cu_seq_lens_q": "it is packed already.",
 }
 
 
@@ -48,11 +47,17 @@ def run(
     if len(args) > len(names) or by_place.keys() & kwargs.keys():
         return original(*args, **kwargs)  # which refuses it
     given = {name: value for name, value in {**by_place, **kwargs}.items() if value is not None}
+    if "cu_seq_lens_q" in given:
+        handle.count("it was packed already")
+        return original(*args, **kwargs)
     why = _why_not(given, model, family)
     if why is not None:
         handle.not_packed(why)
         return original(*args, **kwargs)
     packing = _packing(given)
+    if packing is not None and packing.has_holes and _window(model.config):
+        handle.not_packed("its rows hold padding between tokens, over which a window counts.")
+        return original(*args, **kwargs)
     if packing is None or packing.saves_nothing:
         handle.count("there is no padding to skip" if packing is None or packing.layout.total else "it has no token")
         return original(*args, **kwargs)
@@ -94,12 +99,19 @@ def _why_not(given: dict[str, Any], model: PreTrainedModel, family: Family) -> s
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)."
+    keep, labels = given.get("logits_to_keep", 0), given.get("labels", given.get("shift_labels"))
+    if isinstance(keep, Tensor) and keep.dtype == torch.bool:
+        return "its logits_to_keep is a mask."
+    if labels is not None and (isinstance(keep, Tensor) or keep):
+        return "it asks for a loss of the logits of some positions only."
     positions = given.get("position_ids")
     if positions is not None and positions.dim() != 2:
         return "its position_ids are not (batch, length)."
     return None
 
 
+# not compiled: lengths are read on the host, and dozens of small graphs would be made of these four
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _packing(given: dict[str, Any]) -> Packing | None:
     """None if neither mask nor positions tell of anything to pack."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
@@ -116,24 +128,25 @@ def _packing(given: dict[str, Any]) -> Packing | None:
     return Packing.of(mask, positions, rows, length)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pack_inputs(
     model: PreTrainedModel, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The keywords that make (1, T) tokens a packed row to transformers."""
-    layout, mask = packing.layout, given.pop("attention_mask", None)
+    layout = packing.layout
+    given.pop("attention_mask", None)
     base: Any = models.base_model(model, family)
     if "position_ids" not in given:
         given["position_ids"] = _positions(family, base, packing, given.get("input_ids"))
     else:
         given["position_ids"] = packing.pack(given["position_ids"])
+    for key in TOKEN_INPUTS_BESIDE_POSITIONS & given.keys():
+        given[key] = packing.pack(given[key])
     if family.embed is not None and "input_ids" in given and "inputs_embeds" not in given:
-        here = torch.ones_like(given["input_ids"]) if mask is None else mask
-        embeds = family.embed(base, given["input_ids"], here)
+        embeds = family.embed(base, given["input_ids"], given["position_ids"], layout)
         if embeds is not None:
             given["inputs_embeds"] = embeds
             del given["input_ids"]
-    for key in TOKEN_INPUTS_BESIDE_POSITIONS & given.keys():
-        given[key] = packing.pack(given[key])
     if head == "next token" and "labels" in given:  # the first token of a sequence follows no token of it
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, -100)
     return {
@@ -156,7 +169,8 @@ def _positions(family: Family, base: Any, packing: Packing, input_ids: Tensor | 
     """(1, T): what the model would have counted in the padded row."""
     if family.counts == "tokens":
         return packing.layout.position_ids.unsqueeze(0)
-    if family.counts == "places":
+    rotary = getattr(base.config, "position_embedding_type", None) == "rotary"
+    if family.counts == "places" or rotary:
         return packing.places.unsqueeze(0)
     padding = base.config.pad_token_id
     if input_ids is None:
@@ -171,6 +185,7 @@ def _kept(packing: Packing, keep: int | Tensor, given: dict[str, Any]) -> tuple[
     return packing.tokens_at(places[-keep:] if isinstance(keep, int) else places[keep])
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, leave: set[str]) -> None:
     """Give every output with a place for each token, (1, T, …), its padded form (B, L, …)."""
     for name, value in models.TOKEN_OUTPUTS.items():
@@ -186,6 +201,7 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
             out[name] = packing.pad(packed, 0.0 if value == 0 else torch.finfo(packed.dtype).min)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _redo_first_tokens(
     base: nn.Module, family: Family, head: Head | None, packing: Packing, out: ModelOutput, first: Tensor
 ) -> None:
@@ -196,3 +212,8 @@ def _redo_first_tokens(
         hidden = out["last_hidden_state"]
         _, there = packing.tokens_at(torch.zeros(1, dtype=torch.int64, device=hidden.device))
         out["last_hidden_state"] = torch.cat([hidden[:, :1].where(there[..., None], first[:, None]), hidden[:, 1:]], 1)
+
+
+def _window(config: Any) -> bool:
+    """Whether some layer attends in a window, which counts places of the padded row."""
+    return any(getattr(config, name, None) for name in ("sliding_window", "local_attention"))

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any, Literal
 
 from torch import nn
@@ -106,12 +106,35 @@ class PatchedForward:
         return inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], nn.Module):  # somebody has bound it once more, as accelerate does
+            return self._on(args[0])(*args[1:], **kwargs)
         if not self.handle.active:
             return self.original(*args, **kwargs)
         return self.forward(self.module, self.original, *args, **kwargs)
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """As a bound method has one: what wraps it and binds it again, accelerate say, can be copied with its model."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._on(module)(*args, **kwargs)
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = self.__signature__.replace(parameters=[own, *self.__signature__.parameters.values()])  # type: ignore[attr-defined]
+        return forward
+
+    def _on(self, module: nn.Module) -> PatchedForward:
+        if module is self.module:
+            return self
+        return PatchedForward(module, self.forward, _rebind(self.before, module), self.handle)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
-        return PatchedForward(copy.deepcopy(self.module, memo), self.forward, self.before, self.handle)
+        before = copy.deepcopy(self.before, memo)  # as a bound method goes with its module
+        return PatchedForward(copy.deepcopy(self.module, memo), self.forward, before, self.handle)
+
+
+def _rebind(before: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
+    return MethodType(before.__func__, module) if isinstance(before, MethodType) else before
 
 
 class Replicate:
@@ -123,7 +146,7 @@ class Replicate:
     def __call__(self) -> nn.Module:
         patched = self.patched
         replica: Any = type(patched.module)._replicate_for_data_parallel(patched.module)
-        replica.forward = PatchedForward(replica, patched.forward, patched.before, patched.handle)
+        replica.forward = patched._on(replica)
         return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicate:

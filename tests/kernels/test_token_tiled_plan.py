@@ -125,7 +125,7 @@ def test_closed_tiles_and_the_others_share_out_every_token(lengths, left, right,
     assert all(0 < end - begin <= rows for begin, end in queries)
     assert all(0 < end - begin <= key_rows for begin, end in keys)
 
-    corners = set(zip(plan.offsets, plan.key_offsets, strict=True))
+    corners = set(zip(*(side.offsets.tolist() for side in plan.sides), strict=True))
     for first, last, start, end in closed:
         assert {(first, start), (last, end)} <= corners  # whole sequences, the same on either side
         assert max(last - first, end - start) <= shared

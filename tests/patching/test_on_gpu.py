@@ -3,10 +3,10 @@
 import warnings
 
 import pytest
+import tiny
 import torch
 
 import nt_attention as nta
-from hf import tiny
 
 pytestmark = pytest.mark.gpu
 LENGTHS, LENGTH = [7, 1, 113, 91, 64], 117

@@ -5,7 +5,6 @@ Dimensions: B sequences, T tokens of one side, R runs, N tiles.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,19 +31,46 @@ class Meeting:
 
 
 @dataclass(frozen=True, eq=False)
+class Side:
+    """One side of a batch on the host, and what its tokens meet on the other: all that tiles are made of.
+
+    Attributes:
+        offsets, other: (B+1,) int64 on the CPU, of this side and of the other.
+        shift: (B,) int64, how far from the other sequence's begin the first token's place across from it is.
+        before, after: how many places around the one across are met, inf where that is open.
+    """
+
+    offsets: Tensor
+    other: Tensor
+    shift: Tensor
+    before: float
+    after: float
+
+    def work(self, tiles: Tensor) -> Tensor:
+        """(N,) how many rows of the other side each tile (N, 2) meets, from its first token's to its last one's."""
+        begins, ends = tiles.T.contiguous()
+        return self._interval(ends - 1)[1] - self._interval(begins)[0]
+
+    def _interval(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        sequence = torch.searchsorted(self.offsets, token, right=True) - 1
+        begins, ends = self.other[sequence], self.other[sequence + 1]
+        own = token - self.offsets[sequence] + begins + self.shift[sequence]
+        return _interval(own, begins, ends, self.before, self.after)
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A batch under a mask, as the kernels see it. Holds no reference to the layouts' own tensors.
 
     Attributes:
         queries: the keys that each query meets.
         keys: the queries that each key meets.
-        offsets, key_offsets: B + 1 ints each, where sequences begin on either side.
+        sides: queries and keys on the host.
     """
 
     queries: Meeting
     keys: Meeting
-    offsets: list[int]
-    key_offsets: list[int]
+    sides: tuple[Side, Side]
     _made: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -55,19 +81,22 @@ class Plan:
         window: tuple[float, float],
         upper_left: bool,
     ) -> Plan:
-        """The plan where a query sees (left, right) of its own place, inf where that is open. No sync."""
+        """The plan where a query sees (left, right) of its own place, inf where that is open. No sync.
+
+        What each token meets is worked out on the device, tiles on the host: a batch's first call waits for its plan,
+        and a launch costs the host more than a hundred numbers.
+        """
         left, right = window
-        shift = key_layout.lengths - layout.lengths
-        if upper_left:
-            shift = torch.zeros_like(shift)
+        offsets, key_offsets = layout.host_offsets, key_layout.host_offsets
+        shift = torch.zeros_like(offsets[1:]) if upper_left else key_offsets.diff() - offsets.diff()
+        sides = Side(offsets, key_offsets, shift, left, right), Side(key_offsets, offsets, -shift, right, left)
+        if layout is key_layout:
+            queries = _meeting(layout, layout, None, left, right)
+            keys = queries if left == right else _meeting(layout, layout, None, right, left)
+            return cls(queries, keys, sides)
+        shift = shift.to(layout.device, non_blocking=True)
         queries = _meeting(layout, key_layout, shift, left, right)
-        alike = layout is key_layout and left == right  # then what a query meets is what meets it as a key
-        return cls(
-            queries=queries,
-            keys=queries if alike else _meeting(key_layout, layout, -shift, right, left),
-            offsets=layout.host_offsets.tolist(),
-            key_offsets=key_layout.host_offsets.tolist(),
-        )
+        return cls(queries, _meeting(key_layout, layout, -shift, right, left), sides)
 
     def query_tiles(self, rows: int, shared: int, *, without_closed: bool = False) -> Tensor:
         """(N, 2) int32, begin and end of tiles of up to ``rows`` queries; where any sequence is cut, the longest first.
@@ -97,12 +126,10 @@ class Plan:
             runs = self._runs(shared)
             if without_closed:
                 runs = runs[~_is_closed(runs, shared)]
-            tiles = self._to_device(_split(runs[:, 2 * side], runs[:, 2 * side + 1], rows))
+            tiles = _split(runs[:, 2 * side], runs[:, 2 * side + 1], rows)
             if len(tiles) > len(runs):  # where all are about as long, their order is as good
-                met = (self.queries, self.keys)[side]
-                work = met.hi[tiles[:, 1] - 1] - met.lo[tiles[:, 0]]
-                tiles = tiles[work.argsort(descending=True, stable=True)]
-            return tiles
+                tiles = tiles[self.sides[side].work(tiles).argsort(descending=True, stable=True)]
+            return self._to_device(tiles)
 
         return self._remember((side, rows, shared, without_closed), build)
 
@@ -110,14 +137,17 @@ class Plan:
         """(R, 4) on the host, as closed tiles: as many neighbours as fit into ``shared`` tokens, or one sequence."""
 
         def build() -> Tensor:
-            sides = (self.offsets, self.key_offsets)
-            ends = [0]
-            while ends[-1] < len(self.offsets) - 1:
-                at = ends[-1]
-                fit = min(bisect.bisect_right(side, side[at] + shared) - 1 for side in sides) if shared else at
-                ends.append(max(fit, at + 1))
-            bounds = torch.tensor([[side[end] for end in ends] for side in sides], device="cpu")
-            return torch.stack([bounds[0, :-1], bounds[0, 1:], bounds[1, :-1], bounds[1, 1:]], 1)
+            offsets, key_offsets = (side.offsets for side in self.sides)
+            bounds = torch.stack([offsets, key_offsets], 1)
+            if shared:
+                after = torch.arange(1, len(offsets), device="cpu")  # at least one sequence
+                fit = _fit(offsets, shared)
+                fit = fit if key_offsets is offsets else torch.minimum(fit, _fit(key_offsets, shared))
+                following, ends = torch.maximum(fit, after).tolist(), [0]
+                while ends[-1] < len(following):
+                    ends.append(following[ends[-1]])
+                bounds = bounds[torch.tensor(ends, device="cpu")]
+            return torch.stack([bounds[:-1], bounds[1:]], 2).flatten(1)
 
         return self._remember(("runs", shared), build)
 
@@ -128,27 +158,41 @@ class Plan:
 
     def _to_device(self, tiles: Tensor) -> Tensor:
         # a pageable copy to the device is staged by the driver, so the host need not wait for it
-        return tiles.to(self.queries.lo.device, torch.int32, non_blocking=True)
+        return tiles.to(torch.int32).to(self.queries.lo.device, non_blocking=True)
 
 
-def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor, before: float, after: float) -> Meeting:
+def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor | None, before: float, after: float) -> Meeting:
     """``mine`` meet from ``before`` to ``after`` rows around the one that stands across, which is ``shift`` (B,) on."""
     begins, ends = other.offsets[:-1], other.offsets[1:]
     of_token = mine.sequence_ids
-    own = mine.position_ids + (begins + shift)[of_token]
-    begins, ends = begins[of_token], ends[of_token]
+    if shift is None:
+        own = torch.arange(mine.total, device=mine.device)
+    else:
+        own = mine.position_ids + (begins + shift)[of_token]
+    lo, hi = _interval(own, begins[of_token], ends[of_token], before, after)
+    return Meeting(lo.int(), hi.int(), own.int())
+
+
+def _interval(own: Tensor, begins: Tensor, ends: Tensor, before: float, after: float) -> tuple[Tensor, Tensor]:
+    """What tokens meet that stand across from ``own``, of a sequence from ``begins`` to ``ends``."""
     # no sequence is longer than 2^31, so neither is what a window of more can see
     lo = begins if math.isinf(before) else (own - int(min(before, 2**31))).clamp(begins, ends)
     hi = ends if math.isinf(after) else (own + int(min(after, 2**31)) + 1).clamp(begins, ends)
-    return Meeting(lo.int(), hi.int(), own.int())
+    return lo, hi
+
+
+def _fit(offsets: Tensor, shared: int) -> Tensor:
+    """(B,) the last of the offsets that lies within ``shared`` tokens of each sequence's begin."""
+    return torch.searchsorted(offsets, offsets[:-1] + shared, right=True) - 1
 
 
 def _split(begins: Tensor, ends: Tensor, rows: int) -> Tensor:
     """(N, 2): each run (R,) from its begin in pieces of ``rows``."""
     pieces = (ends - begins + rows - 1).div(rows, rounding_mode="floor")
-    run = torch.arange(len(begins), device="cpu").repeat_interleave(pieces)
-    piece = torch.arange(len(run), device="cpu") - (pieces.cumsum(0) - pieces)[run]
-    starts = begins[run] + rows * piece
+    upto = pieces.cumsum(0)
+    number = torch.arange(int(upto[-1]) if len(upto) else 0, device="cpu")
+    run = torch.searchsorted(upto, number, right=True)
+    starts = begins[run] + rows * (number - (upto - pieces)[run])
     return torch.stack([starts, torch.minimum(starts + rows, ends[run])], 1)
 
 

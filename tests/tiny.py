@@ -38,7 +38,11 @@ CONFIGS = {
          "emb_layer_norm_before": False},
     ),
     "eurobert": ("EuroBert", {**GROUPED, "mask_token_id": 4, "classifier_pooling": "mean"}),
-    "gemma2": ("Gemma2", {**GROUPED, "sliding_window": 5, "query_pre_attn_scalar": 16, "classifier_dropout": 0.0}),
+    "gemma2": (
+        "Gemma2",
+        {**GROUPED, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.7,
+         "classifier_dropout": 0.0},
+    ),
     "gemma3_text": ("Gemma3", {**GROUPED, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt2": (
         "GPT2",

@@ -1,0 +1,111 @@
+"""Train a Llama with Hugging Face's Trainer: padded, padded under ``nta.patch``, and as packed rows; the losses agree.
+
+A random model and Python's own documentation as bytes, so that nothing is downloaded. Two ways to train without padding
+in a program that has a Trainer: patch the model and change nothing else, or name our attention and let
+``DataCollatorWithFlattening`` lay each batch's sequences in one row. At full size, on a GPU:
+``python examples/fine_tune_with_trainer.py --device cuda --bf16 --hidden-size 1024 --layers 16 --length 2048``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+import nt_attention as nta
+
+PAD = 256
+Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+
+
+def paragraphs(length: int) -> list[dict[str, list[int]]]:
+    pieces = (" ".join(piece.split()).encode()[:length] for topic in topics.values() for piece in topic.split("\n\n"))
+    return [{"input_ids": list(piece), "labels": list(piece)} for piece in pieces if len(piece) > 2]
+
+
+def pad(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    rows = pad_sequence([torch.tensor(example["input_ids"]) for example in examples], True, PAD)
+    mask = rows != PAD
+    return {"input_ids": rows, "attention_mask": mask.long(), "labels": rows.masked_fill(~mask, -100)}
+
+
+def make_model(options: argparse.Namespace, attention: str) -> PreTrainedModel:
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=PAD + 1, hidden_size=options.hidden_size, intermediate_size=2 * options.hidden_size,
+        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads // 2,
+        pad_token_id=PAD, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def train(
+    model: PreTrainedModel, collate: Collate, options: argparse.Namespace, folder: str, steps: int
+) -> dict[str, Any]:
+    """The loss at every step, and the seconds that all took."""
+    arguments = TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=options.batch_size, learning_rate=1e-3,
+        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=0, use_cpu=options.device == "cpu",
+        bf16=options.bf16, log_level="error",
+    )  # fmt: skip
+    if options.checkpointing:
+        model.gradient_checkpointing_enable()
+    trainer = Trainer(model, arguments, train_dataset=paragraphs(options.length), data_collator=collate)
+    trainer.remove_callback(PrinterCallback)
+    seconds = trainer.train().metrics["train_runtime"]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "seconds": seconds}
+
+
+def main(argv: list[str] | None = None) -> dict[str, list[float]]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256, help="bytes that count of a paragraph")
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    options = parser.parse_args(argv)
+
+    packed_rows = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    ways = {
+        "padded": ("sdpa", pad, False),
+        "padded, nta.patch": ("sdpa", pad, True),
+        "packed rows, nta.hf.register": (nta.hf.register(), packed_rows, False),
+    }
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        train(make_model(options, "sdpa"), pad, options, folder, 1)  # warm up
+        for name, (attention, collate, patched) in ways.items():
+            model = make_model(options, attention)
+            with nta.patch(model) if patched else nullcontext() as handle:
+                result = train(model, collate, options, folder, options.steps)
+            curves[name] = result["losses"]
+            print(f"{name:>28}  {result['seconds']:7.2f} s  " + " ".join(f"{loss:.4f}" for loss in curves[name]))
+            if handle is not None:
+                print(f"{handle.calls[None]} batches ran packed")
+    return curves
+
+
+if __name__ == "__main__":
+    main()
