@@ -256,7 +256,7 @@ def test_unknown_heads_are_refused_with_the_way_round(kind, reason):
 
 def test_unknown_families_and_second_patches_are_refused():
     olmo = Olmo2Model(Olmo2Config(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=13))
-    with pytest.raises(ValueError, match="Olmo2Model is in no family .*padding_free=False swaps its attention alone"):
+    with pytest.raises(ValueError, match=r"Olmo2Model is in no family .*padding_free=False swaps its attention alone"):
         nta.patch(olmo)
     model = make(BertForMaskedLM)
     with nta.patch(model), pytest.raises(ValueError, match="already"):

@@ -5,6 +5,7 @@ Dimensions: B sequences, T tokens of one side, R runs, N tiles.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,13 +47,11 @@ class Side:
     before: float
     after: float
 
-    def work(self, tiles: Tensor) -> Tensor:
-        """(N,) how many rows of the other side each tile (N, 2) meets, from its first token's to its last one's."""
-        begins, ends = tiles.T.contiguous()
-        return self._interval(ends - 1)[1] - self._interval(begins)[0]
+    def work(self, tiles: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        """(N,) how many rows of the other side each tile (N, 2) meets at most, which lies in sequences first … last."""
+        return self._interval(tiles[:, 1] - 1, last)[1] - self._interval(tiles[:, 0], first)[0]
 
-    def _interval(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        sequence = torch.searchsorted(self.offsets, token, right=True) - 1
+    def _interval(self, token: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
         begins, ends = self.other[sequence], self.other[sequence + 1]
         own = token - self.offsets[sequence] + begins + self.shift[sequence]
         return _interval(own, begins, ends, self.before, self.after)
@@ -84,7 +83,8 @@ class Plan:
         """The plan where a query sees (left, right) of its own place, inf where that is open. No sync.
 
         What each token meets is worked out on the device, tiles on the host: a batch's first call waits for its plan,
-        and a launch costs the host more than a hundred numbers.
+        and a launch costs the host more than a hundred numbers. So does an operation that wakes threads, as torch's
+        searchsorted and repeat_interleave do on a CPU.
         """
         left, right = window
         offsets, key_offsets = layout.host_offsets, key_layout.host_offsets
@@ -117,7 +117,7 @@ class Plan:
 
         def build() -> Tensor:
             runs = self._runs(shared)
-            return self._to_device(runs[_is_closed(runs, shared)])
+            return self._to_device(runs[_is_closed(runs, shared), :4])
 
         return self._remember(("closed", shared), build)
 
@@ -126,28 +126,29 @@ class Plan:
             runs = self._runs(shared)
             if without_closed:
                 runs = runs[~_is_closed(runs, shared)]
-            tiles = _split(runs[:, 2 * side], runs[:, 2 * side + 1], rows)
+            tiles, run = _split(runs[:, 2 * side], runs[:, 2 * side + 1], rows)
             if len(tiles) > len(runs):  # where all are about as long, their order is as good
-                tiles = tiles[self.sides[side].work(tiles).argsort(descending=True, stable=True)]
+                work = self.sides[side].work(tiles, *runs[run, 4:].unbind(1))
+                tiles = tiles[work.argsort(descending=True, stable=True)]
             return self._to_device(tiles)
 
         return self._remember((side, rows, shared, without_closed), build)
 
     def _runs(self, shared: int) -> Tensor:
-        """(R, 4) on the host, as closed tiles: as many neighbours as fit into ``shared`` tokens, or one sequence."""
+        """(R, 6) on the host: as many neighbours as fit into ``shared`` tokens, or one sequence.
+
+        Begin and end among the queries, then among the keys, as closed tiles; then the first and the last sequence.
+        """
 
         def build() -> Tensor:
             offsets, key_offsets = (side.offsets for side in self.sides)
-            bounds = torch.stack([offsets, key_offsets], 1)
+            ends = torch.arange(len(offsets), device="cpu")
             if shared:
-                after = torch.arange(1, len(offsets), device="cpu")  # at least one sequence
-                fit = _fit(offsets, shared)
-                fit = fit if key_offsets is offsets else torch.minimum(fit, _fit(key_offsets, shared))
-                following, ends = torch.maximum(fit, after).tolist(), [0]
-                while ends[-1] < len(following):
-                    ends.append(following[ends[-1]])
-                bounds = bounds[torch.tensor(ends, device="cpu")]
-            return torch.stack([bounds[:-1], bounds[1:]], 2).flatten(1)
+                sides = [offsets.tolist()] if key_offsets is offsets else [offsets.tolist(), key_offsets.tolist()]
+                ends = torch.tensor(_neighbours(sides, shared), device="cpu")
+            bounds = [x[ends] for x in (offsets, key_offsets)]
+            columns = [column for bound in bounds for column in (bound[:-1], bound[1:])]
+            return torch.stack([*columns, ends[:-1], ends[1:] - 1], 1)
 
         return self._remember(("runs", shared), build)
 
@@ -181,19 +182,24 @@ def _interval(own: Tensor, begins: Tensor, ends: Tensor, before: float, after: f
     return lo, hi
 
 
-def _fit(offsets: Tensor, shared: int) -> Tensor:
-    """(B,) the last of the offsets that lies within ``shared`` tokens of each sequence's begin."""
-    return torch.searchsorted(offsets, offsets[:-1] + shared, right=True) - 1
+def _neighbours(sides: list[list[int]], shared: int) -> list[int]:
+    """Where runs end, by the offsets of either side: with the last sequence that fits, or with the first."""
+    ends, sequences = [0], len(sides[0]) - 1
+    while ends[-1] < sequences:
+        at = ends[-1]
+        fit = min([bisect.bisect_right(side, side[at] + shared, at) - 1 for side in sides])
+        ends.append(max(fit, at + 1))
+    return ends
 
 
-def _split(begins: Tensor, ends: Tensor, rows: int) -> Tensor:
-    """(N, 2): each run (R,) from its begin in pieces of ``rows``."""
+def _split(begins: Tensor, ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(N, 2), each run (R,) from its begin in pieces of ``rows``; and (N,), the run that each is of."""
     pieces = (ends - begins + rows - 1).div(rows, rounding_mode="floor")
     upto = pieces.cumsum(0)
     number = torch.arange(int(upto[-1]) if len(upto) else 0, device="cpu")
-    run = torch.searchsorted(upto, number, right=True)
+    run = upto[:-1].bincount(minlength=len(number))[: len(number)].cumsum(0)
     starts = begins[run] + rows * (number - (upto - pieces)[run])
-    return torch.stack([starts, torch.minimum(starts + rows, ends[run])], 1)
+    return torch.stack([starts, torch.minimum(starts + rows, ends[run])], 1), run
 
 
 def _is_closed(runs: Tensor, shared: int) -> Tensor:
