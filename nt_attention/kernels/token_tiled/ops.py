@@ -6,7 +6,7 @@ Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and V he
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from .. import device
 from ..spec import Gradients, Known, Problem
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
-from .plan import Meeting, Plan
+
+if TYPE_CHECKING:
+    from .plan import Meeting, Plan
 
 _INT32_MAX = 2**31 - 1
 
@@ -43,6 +45,8 @@ class _Recipe(NamedTuple):
         batch_invariant: bool,
     ) -> _Recipe:
         """``shape``: query heads for a key head, D, V. ``switches``: LINEAR, SOFTCAP, ALIBI, DROPOUT."""
+        from .plan import Plan  # NumPy comes in with the first plan
+
         plan = layout.remember(
             ("token_tiled plan", window, upper_left),
             lambda: Plan.make(layout, key_layout, window, upper_left),

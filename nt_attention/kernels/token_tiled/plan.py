@@ -5,15 +5,20 @@ Dimensions: B sequences, T tokens of one side, R runs, N tiles.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...layout import SequenceLayout
+
+T = TypeVar("T")
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,25 +41,29 @@ class Side:
     """One side of a batch on the host, and what its tokens meet on the other: all that tiles are made of.
 
     Attributes:
-        offsets, other: (B+1,) int64 on the CPU, of this side and of the other.
-        shift: (B,) int64, how far from the other sequence's begin the first token's place across from it is.
+        offsets, other: (B+1,) of this side and of the other.
+        shift: (B,) how far from the other sequence's begin the first token's place across from it is.
         before, after: how many places around the one across are met, inf where that is open.
     """
 
-    offsets: Tensor
-    other: Tensor
-    shift: Tensor
+    offsets: Ints
+    other: Ints
+    shift: Ints
     before: float
     after: float
 
-    def work(self, tiles: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        """(N,) how many rows of the other side each tile (N, 2) meets at most, which lies in sequences first … last."""
-        return self._interval(tiles[:, 1] - 1, last)[1] - self._interval(tiles[:, 0], first)[0]
+    def work(self, begins: Ints, ends: Ints, first: Ints, last: Ints) -> Ints:
+        """(N,) how many rows of the other side each tile meets at most, which lies in sequences first … last."""
+        lowest = self.other[first]
+        if not math.isinf(self.before):
+            lowest = (self._across(begins, first) - int(min(self.before, 2**31))).clip(lowest, self.other[first + 1])
+        highest = self.other[last + 1]
+        if not math.isinf(self.after):
+            highest = (self._across(ends, last) + int(min(self.after, 2**31))).clip(self.other[last], highest)
+        return highest - lowest
 
-    def _interval(self, token: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-        begins, ends = self.other[sequence], self.other[sequence + 1]
-        own = token - self.offsets[sequence] + begins + self.shift[sequence]
-        return _interval(own, begins, ends, self.before, self.after)
+    def _across(self, token: Ints, sequence: Ints) -> Ints:
+        return token - self.offsets[sequence] + self.other[sequence] + self.shift[sequence]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +79,7 @@ class Plan:
     queries: Meeting
     keys: Meeting
     sides: tuple[Side, Side]
-    _made: dict[object, Tensor] = field(default_factory=dict, repr=False)
+    _made: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def make(
@@ -82,21 +91,21 @@ class Plan:
     ) -> Plan:
         """The plan where a query sees (left, right) of its own place, inf where that is open. No sync.
 
-        What each token meets is worked out on the device, tiles on the host: a batch's first call waits for its plan,
-        and a launch costs the host more than a hundred numbers. So does an operation that wakes threads, as torch's
-        searchsorted and repeat_interleave do on a CPU.
+        What each token meets is worked out on the device, tiles on the host and in NumPy: a batch's first call waits
+        for its plan, and there are some forty operations on a few hundred numbers, on which torch takes several times
+        as long, and hundreds of µs where one of them wakes threads.
         """
         left, right = window
-        offsets, key_offsets = layout.host_offsets, key_layout.host_offsets
-        shift = torch.zeros_like(offsets[1:]) if upper_left else key_offsets.diff() - offsets.diff()
+        offsets, key_offsets = layout.host_offsets.numpy(), key_layout.host_offsets.numpy()
+        shift = np.zeros_like(offsets[1:]) if upper_left else np.diff(key_offsets) - np.diff(offsets)
         sides = Side(offsets, key_offsets, shift, left, right), Side(key_offsets, offsets, -shift, right, left)
         if layout is key_layout:
             queries = _meeting(layout, layout, None, left, right)
             keys = queries if left == right else _meeting(layout, layout, None, right, left)
             return cls(queries, keys, sides)
-        shift = shift.to(layout.device, non_blocking=True)
-        queries = _meeting(layout, key_layout, shift, left, right)
-        return cls(queries, _meeting(key_layout, layout, -shift, right, left), sides)
+        on_device = torch.from_numpy(shift).to(layout.device, non_blocking=True)
+        queries = _meeting(layout, key_layout, on_device, left, right)
+        return cls(queries, _meeting(key_layout, layout, -on_device, right, left), sides)
 
     def query_tiles(self, rows: int, shared: int, *, without_closed: bool = False) -> Tensor:
         """(N, 2) int32, begin and end of tiles of up to ``rows`` queries; where any sequence is cut, the longest first.
@@ -116,50 +125,59 @@ class Plan:
         """
 
         def build() -> Tensor:
-            runs = self._runs(shared)
-            return self._to_device(runs[_is_closed(runs, shared), :4])
+            ends = self._runs(shared)
+            closed = self._closed(ends, shared)
+            bounds = [x for side in self.sides for x in (side.offsets[ends[:-1]], side.offsets[ends[1:]])]
+            return self._to_device([x[closed] for x in bounds])
 
         return self._remember(("closed", shared), build)
 
     def _tiles(self, side: int, rows: int, shared: int, without_closed: bool) -> Tensor:
         def build() -> Tensor:
-            runs = self._runs(shared)
+            ends = self._runs(shared)
+            first, last = ends[:-1], ends[1:]
             if without_closed:
-                runs = runs[~_is_closed(runs, shared)]
-            tiles, run = _split(runs[:, 2 * side], runs[:, 2 * side + 1], rows)
-            if len(tiles) > len(runs):  # where all are about as long, their order is as good
-                work = self.sides[side].work(tiles, *runs[run, 4:].unbind(1))
-                tiles = tiles[work.argsort(descending=True, stable=True)]
-            return self._to_device(tiles)
+                open_ = ~self._closed(ends, shared)
+                first, last = first[open_], last[open_]
+            mine = self.sides[side]
+            begins, stops, run = _split(mine.offsets[first], mine.offsets[last], rows)
+            if len(run) > len(first):  # where all are about as long, their order is as good
+                order = (-mine.work(begins, stops, first[run], last[run] - 1)).argsort(kind="stable")
+                begins, stops = begins[order], stops[order]
+            return self._to_device([begins, stops])
 
         return self._remember((side, rows, shared, without_closed), build)
 
-    def _runs(self, shared: int) -> Tensor:
-        """(R, 6) on the host: as many neighbours as fit into ``shared`` tokens, or one sequence.
+    def _runs(self, shared: int) -> Ints:
+        """(R+1,) where runs begin and end: as many neighbours as fit into ``shared`` tokens, or one sequence."""
 
-        Begin and end among the queries, then among the keys, as closed tiles; then the first and the last sequence.
-        """
-
-        def build() -> Tensor:
-            offsets, key_offsets = (side.offsets for side in self.sides)
-            ends = torch.arange(len(offsets), device="cpu")
-            if shared:
-                sides = [offsets.tolist()] if key_offsets is offsets else [offsets.tolist(), key_offsets.tolist()]
-                ends = torch.tensor(_neighbours(sides, shared), device="cpu")
-            bounds = [x[ends] for x in (offsets, key_offsets)]
-            columns = [column for bound in bounds for column in (bound[:-1], bound[1:])]
-            return torch.stack([*columns, ends[:-1], ends[1:] - 1], 1)
+        def build() -> Ints:
+            sequences = np.arange(len(self.sides[0].offsets))
+            if not shared:
+                return sequences
+            fits = [side.offsets.searchsorted(side.offsets[:-1] + shared, "right") - 1 for side in self.sides]
+            following = np.maximum(np.minimum(*fits), sequences[1:]).tolist()
+            ends = [0]
+            while ends[-1] < len(following):
+                ends.append(following[ends[-1]])
+            return np.array(ends)
 
         return self._remember(("runs", shared), build)
 
-    def _remember(self, key: object, build: Callable[[], Tensor]) -> Tensor:
+    def _closed(self, ends: Ints, shared: int) -> NDArray[np.bool_]:
+        """(R,) whether a run fits into a tile with both sides, and so takes one kernel for all its gradients."""
+        lengths = [np.diff(side.offsets[ends]) for side in self.sides]
+        return np.maximum(*lengths) <= shared
+
+    def _remember(self, key: object, build: Callable[[], T]) -> T:
         if key not in self._made:
             self._made[key] = build()
         return self._made[key]
 
-    def _to_device(self, tiles: Tensor) -> Tensor:
+    def _to_device(self, columns: list[Ints]) -> Tensor:
+        tiles = torch.from_numpy(np.stack(columns, 1).astype(np.int32))
         # a pageable copy to the device is staged by the driver, so the host need not wait for it
-        return tiles.to(torch.int32).to(self.queries.lo.device, non_blocking=True)
+        return tiles.to(self.queries.lo.device, non_blocking=True)
 
 
 def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor | None, before: float, after: float) -> Meeting:
@@ -170,38 +188,17 @@ def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor | None, 
         own = torch.arange(mine.total, device=mine.device)
     else:
         own = mine.position_ids + (begins + shift)[of_token]
-    lo, hi = _interval(own, begins[of_token], ends[of_token], before, after)
-    return Meeting(lo.int(), hi.int(), own.int())
-
-
-def _interval(own: Tensor, begins: Tensor, ends: Tensor, before: float, after: float) -> tuple[Tensor, Tensor]:
-    """What tokens meet that stand across from ``own``, of a sequence from ``begins`` to ``ends``."""
+    begins, ends = begins[of_token], ends[of_token]
     # no sequence is longer than 2^31, so neither is what a window of more can see
     lo = begins if math.isinf(before) else (own - int(min(before, 2**31))).clamp(begins, ends)
     hi = ends if math.isinf(after) else (own + int(min(after, 2**31)) + 1).clamp(begins, ends)
-    return lo, hi
+    return Meeting(lo.int(), hi.int(), own.int())
 
 
-def _neighbours(sides: list[list[int]], shared: int) -> list[int]:
-    """Where runs end, by the offsets of either side: with the last sequence that fits, or with the first."""
-    ends, sequences = [0], len(sides[0]) - 1
-    while ends[-1] < sequences:
-        at = ends[-1]
-        fit = min([bisect.bisect_right(side, side[at] + shared, at) - 1 for side in sides])
-        ends.append(max(fit, at + 1))
-    return ends
-
-
-def _split(begins: Tensor, ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(N, 2), each run (R,) from its begin in pieces of ``rows``; and (N,), the run that each is of."""
-    pieces = (ends - begins + rows - 1).div(rows, rounding_mode="floor")
-    upto = pieces.cumsum(0)
-    number = torch.arange(int(upto[-1]) if len(upto) else 0, device="cpu")
-    run = upto[:-1].bincount(minlength=len(number))[: len(number)].cumsum(0)
-    starts = begins[run] + rows * (number - (upto - pieces)[run])
-    return torch.stack([starts, torch.minimum(starts + rows, ends[run])], 1), run
-
-
-def _is_closed(runs: Tensor, shared: int) -> Tensor:
-    """(R,) whether a run fits into a tile with both sides, and so takes one kernel for all its gradients."""
-    return torch.maximum(runs[:, 1] - runs[:, 0], runs[:, 3] - runs[:, 2]) <= shared
+def _split(begins: Ints, ends: Ints, rows: int) -> tuple[Ints, Ints, Ints]:
+    """Begins and ends (N,) of pieces of ``rows``, each run (R,) cut from its begin; and (N,) the run of each."""
+    pieces = (ends - begins + rows - 1) // rows
+    run = np.arange(len(pieces)).repeat(pieces)
+    number = np.arange(len(run)) - (pieces.cumsum() - pieces)[run]
+    starts = begins[run] + rows * number
+    return starts, np.minimum(starts + rows, ends[run]), run
