@@ -390,13 +390,14 @@ def test_memory_grows_with_the_tokens_alone(backend):
     def peak(lengths):
         tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
         function = claimed(backend, tensors, lengths, lengths, is_causal=True)
-        for _ in range(2):
-            gc.collect()  # what earlier tests left would be freed between the two readings
+        peaks = []
+        for _ in range(4):  # the first may leave something behind; what earlier tests left may go at any moment
+            gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             bits(function, tensors, grad)
-            peak = torch.cuda.max_memory_allocated() - before
-        return peak
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        return min(peaks[1:])
 
     once = peak([1024] * 16)
     assert peak([1024] * 32) < 2.2 * once
