@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ..hf import models
 from ..hf.interface import NAME_OVER, attention, register
 from ..hf.models import Family
-from . import padding_free as packed_call
+from .padding_free import Logits, PackedCall
 from .patch import PatchedForward, PatchHandle
 
 # Which patch a config's attention implementation is from, by weak references to both.
@@ -29,9 +29,7 @@ _handle_of = WeakIdKeyDictionary()
 _VISION_NAME = "nt_attention_flash_for_packed_images"
 
 
-def patch_model(
-    name: str, model: nn.Module, handle: PatchHandle, padding_free: bool, logits: packed_call.Logits
-) -> bool:
+def patch_model(name: str, model: nn.Module, handle: PatchHandle, padding_free: bool, logits: Logits) -> bool:
     """Patch a model of the tables, or say why not. False if ``model`` is no Hugging Face model."""
     if not isinstance(model, PreTrainedModel):
         return False
@@ -152,13 +150,13 @@ def _one_call_for_all_images(module: Any, handle: PatchHandle) -> None:
     module.config._attn_implementation_internal = _VISION_NAME
 
 
-def _make_padding_free(model: PreTrainedModel, family: Family, handle: PatchHandle, logits: packed_call.Logits) -> None:
+def _make_padding_free(model: PreTrainedModel, family: Family, handle: PatchHandle, logits: Logits) -> None:
     head = models.head_of(model, family)
     entry: Any = models.base_model(model, family) if head == "sequence" else model
     names = tuple(
         name for name, p in inspect.signature(entry.forward).parameters.items() if p.kind is not p.VAR_KEYWORD
     )
-    handle.override_forward(entry, functools.partial(packed_call.run, handle, family, head, logits, names))
+    handle.override_forward(entry, PackedCall(handle, family, head, logits, names))
 
 
 for _over in NAME_OVER:  # a model that was saved patched finds its name: loading its forward has imported this file

@@ -6,6 +6,7 @@ Dimensions: B rows of a padded batch, L places in a row, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,56 +33,71 @@ _STEPS_ASIDE = {
 }
 
 
-def run(
-    handle: PatchHandle,
-    family: Family,
-    head: Head | None,
-    logits: Logits,
-    names: tuple[str, ...],
-    model: PreTrainedModel,
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    by_place = dict(zip(names, args, strict=False))
-    if len(args) > len(names) or by_place.keys() & kwargs.keys():
-        return original(*args, **kwargs)  # which refuses it
-    given = {name: value for name, value in {**by_place, **kwargs}.items() if value is not None}
-    if "cu_seq_lens_q" in given:
-        handle.count("it was packed already")
-        return original(*args, **kwargs)
-    why = _why_not(given, model, family)
-    if why is not None:
-        handle.not_packed(why)
-        return original(*args, **kwargs)
-    packing = _packing(given)
-    if packing is not None and packing.has_holes and _window(model.config):
-        handle.not_packed("its rows hold padding between tokens, over which a window counts.")
-        return original(*args, **kwargs)
-    if packing is None or packing.saves_nothing:
-        handle.count("there is no padding to skip" if packing is None or packing.layout.total else "it has no token")
-        return original(*args, **kwargs)
-    handle.count(None)
+@dataclass(frozen=True, eq=False)
+class PackedCall:
+    """The ``forward`` of a patched model: a padded call as one packed row, or as it was before, and why.
 
-    as_dict = given.pop("return_dict", None)
-    spans = {key: given.pop(key) for key in ("start_positions", "end_positions") if head == "span" and key in given}
-    keep = given.pop("logits_to_keep", 0)
-    kept = _kept(packing, keep, given) if isinstance(keep, Tensor) or keep else None
-    loss_alone = logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
+    Attributes:
+        handle: of the patch; it counts and tells.
+        family, head: what the model is. Under a "sequence" head this is the base model's forward.
+        logits: "padded", or None to leave them packed in training with labels.
+        names: of the model's parameters that can be given by place.
+    """
 
-    packed = _pack_inputs(model, family, head, packing, given)
-    if kept is not None:
-        packed["logits_to_keep"] = kept[0].flatten()
-    out = original(**packed)
-    first = packing.first_tokens(out["last_hidden_state"]) if head in (None, "sequence") else None
-    _pad_outputs(out, packing, kept, {"logits"} if loss_alone else set())
-    if first is not None:
-        _redo_first_tokens(model, family, head, packing, out, first)
-    if spans:
-        loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
-        out = out if loss is None else type(out)(**{**out, "loss": loss})
-    wants_dict = model.config.return_dict if as_dict is None else as_dict
-    return out if wants_dict else out.to_tuple()
+    handle: PatchHandle
+    family: Family
+    head: Head | None
+    logits: Logits
+    names: tuple[str, ...]
+
+    def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        by_place = dict(zip(self.names, args, strict=False))
+        if len(args) > len(self.names) or by_place.keys() & kwargs.keys():
+            return original(*args, **kwargs)  # which refuses it
+        given = {name: value for name, value in {**by_place, **kwargs}.items() if value is not None}
+        packing = self._packing(model, given)
+        return original(*args, **kwargs) if packing is None else self._run(model, original, packing, given)
+
+    def _packing(self, model: PreTrainedModel, given: dict[str, Any]) -> Packing | None:
+        """Where the tokens stand; None, counted with the reason, if the call has to run as it did before."""
+        if "cu_seq_lens_q" in given:
+            self.handle.count("it was packed already")
+            return None
+        why = _why_not(given, model, self.family)
+        packing = _packing(given) if why is None else None
+        if packing is not None and packing.has_holes and _has_windows(model.config):
+            why = "its rows hold padding between tokens, over which a window counts."
+        if why is not None:
+            self.handle.not_packed(why)
+            return None
+        if packing is not None and packing.saves_nothing:
+            packing = None
+        self.handle.count("there is no padding to skip" if packing is None else None)
+        return packing
+
+    def _run(
+        self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
+    ) -> Any:
+        family, head = self.family, self.head
+        as_dict = given.pop("return_dict", None)
+        spans = {key: given.pop(key) for key in ("start_positions", "end_positions") if head == "span" and key in given}
+        keep = given.pop("logits_to_keep", 0)
+        kept = _kept(packing, keep) if isinstance(keep, Tensor) or keep else None
+        loss_alone = self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
+
+        packed = _pack_inputs(model, family, head, packing, given)
+        if kept is not None:
+            packed["logits_to_keep"] = kept[0].flatten()
+        out = original(**packed)
+        first = packing.first_tokens(out["last_hidden_state"]) if head in (None, "sequence") else None
+        _pad_outputs(out, packing, kept, {"logits"} if loss_alone else set())
+        if first is not None:
+            _redo_first_tokens(model, family, head, packing, out, first)
+        if spans:
+            loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
+            out = out if loss is None else type(out)(**{**out, "loss": loss})
+        wants_dict = model.config.return_dict if as_dict is None else as_dict
+        return out if wants_dict else out.to_tuple()
 
 
 def _why_not(given: dict[str, Any], model: PreTrainedModel, family: Family) -> str | None:
@@ -179,7 +195,7 @@ def _positions(family: Family, base: Any, packing: Packing, input_ids: Tensor | 
     return packing.pack(real.cumsum(1) * real + padding)
 
 
-def _kept(packing: Packing, keep: int | Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _kept(packing: Packing, keep: int | Tensor) -> tuple[Tensor, Tensor]:
     """The tokens whose logits are wanted, (B, K), and where there is one; ``keep`` is the last places, or places."""
     places = torch.arange(packing.length, device=packing.layout.device)
     return packing.tokens_at(places[-keep:] if isinstance(keep, int) else places[keep])
@@ -214,6 +230,6 @@ def _redo_first_tokens(
         out["last_hidden_state"] = torch.cat([hidden[:, :1].where(there[..., None], first[:, None]), hidden[:, 1:]], 1)
 
 
-def _window(config: Any) -> bool:
+def _has_windows(config: Any) -> bool:
     """Whether some layer attends in a window, which counts places of the padded row."""
     return any(getattr(config, name, None) for name in ("sliding_window", "local_attention"))
