@@ -4,10 +4,10 @@ Without a GPU only the reasons for refusing a call are tested.
 """
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
+from waiting import syncs
 
 import nt_attention as nta
 from nt_attention.kernels import torch_flash
@@ -31,18 +31,6 @@ def test_a_second_layer_on_the_same_nested_tensor_waits_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
     assert second.offsets() is x.offsets()
     assert x.grad.values().isfinite().all()
-
-
-def syncs(function):
-    """How often ``function`` waits for the device."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            function()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in said)
 
 
 @gpu
@@ -77,22 +65,6 @@ def test_a_layout_waits_once_and_its_use_never(make):
 
     assert syncs(use) == 0
     assert layout.total == 8
-
-
-@gpu
-def test_a_patched_model_waits_once_a_forward():
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=99)
-    model = BertModel(config).cuda().bfloat16().eval()
-    mask = (torch.arange(40, device="cuda") < torch.tensor([[40], [3], [17]], device="cuda")).long()
-    ids = torch.randint(99, (3, 40), device="cuda")
-    want = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-    with nta.patch(model):
-        model(ids, attention_mask=mask)
-        assert syncs(lambda: model(ids, attention_mask=mask)) == 1
-        got = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
 
 
 SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 4, 4, 64, 64, 0.125)

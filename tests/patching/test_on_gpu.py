@@ -1,10 +1,9 @@
 """Patched Hugging Face models on a GPU: the device is read at most once a forward, and bf16 gives what eager gives."""
 
-import warnings
-
 import pytest
 import tiny
 import torch
+from waiting import syncs
 
 import nt_attention as nta
 
@@ -36,17 +35,6 @@ def make_batch(labels):
     return {**batch, "labels": ids.masked_fill(~mask, -100)} if labels else batch
 
 
-def syncs(function):
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            function()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return [str(w.message) for w in said if "synchronizing" in str(w.message)]
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     "model_type", sorted({*KINDS} - {"gpt_oss", "qwen3"})
@@ -55,9 +43,9 @@ def test_a_forward_waits_for_the_device_once(model_type, mode):
     model, batch = make(model_type), make_batch(labels=KINDS[model_type].endswith(("LM", "LMHeadModel")))
     with nta.patch(model), mode():
         model(**batch)
-        assert len(syncs(lambda: model(**batch))) <= 1
+        assert syncs(lambda: model(**batch)) <= 1
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        assert len(syncs(lambda: model(**batch, position_ids=positions))) <= 1
+        assert syncs(lambda: model(**batch, position_ids=positions)) <= 1
 
 
 @pytest.mark.parametrize("model_type", KINDS)
