@@ -1,9 +1,9 @@
 """Hugging Face models on this GPU: ``nta.patch`` on padded batches, against sdpa on them and rows packed by hand.
 
-    python benchmarks/hugging_face.py [--models bert llama] [--save FILE]
+    python benchmarks/hugging_face.py [--models bert llama llama-base] [--save FILE]
 
-BERT-base (the base model, the mean of its output as the loss) and a Llama of 8 layers (2048 wide, 32 / 8 heads, with
-its head and labels), random weights, bf16, 16384 tokens of lognormal lengths. Wall-clock times, the host's part
+BERT-base and a Llama of 8 layers (2048 wide, 32 / 8 heads), by itself or with its head and labels; a base model's loss
+is the mean of its output. Random weights, bf16, 16384 tokens of lognormal lengths. Wall-clock times, the host's part
 included: the median over rounds in which every way has its turn. By hand: one row, ``cu_seq_lens``, ``position_ids``,
 no mask.
 """
@@ -23,23 +23,22 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import nt_attention as nta
 from nt_attention.commands.lengths import Lengths
 
 TOKENS = 16384
+LLAMA = LlamaConfig(
+    hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8,
+    max_position_embeddings=8192,
+)  # fmt: skip
+LONG = Lengths(kind="lognormal", number=4096).up_to(TOKENS, seed=276)
 MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "bert": (BertModel, BertConfig(), Lengths(kind="lognormal", number=512).up_to(TOKENS, seed=82)),
-    "llama": (
-        LlamaForCausalLM,
-        LlamaConfig(
-            hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=32,
-            num_key_value_heads=8, max_position_embeddings=8192,
-        ),
-        Lengths(kind="lognormal", number=4096).up_to(TOKENS, seed=276),
-    ),
-}  # fmt: skip
+    "llama": (LlamaForCausalLM, LLAMA, LONG),
+    "llama-base": (LlamaModel, LLAMA, LONG),
+}
 
 
 @dataclass
@@ -77,10 +76,11 @@ def ways(name: str) -> dict[str, Way]:
         "cu_seq_lens_q": layout.cu_seqlens, "cu_seq_lens_k": layout.cu_seqlens,
         "max_length_q": layout.max_seqlen, "max_length_k": layout.max_seqlen,
     }  # fmt: skip
+    if kind is not BertModel:
+        packed["use_cache"] = False
     if kind is LlamaForCausalLM:
         padded["labels"] = padded["input_ids"].masked_fill(mask == 0, -100)
         packed["labels"] = ids.masked_fill(layout.position_ids == 0, -100)[None]
-        packed["use_cache"] = False
 
     def make(implementation: str) -> Any:
         torch.manual_seed(0)
