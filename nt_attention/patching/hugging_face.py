@@ -11,6 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -23,8 +24,6 @@ from ..hf.models import Family
 from .padding_free import Logits, PackedCall
 from .patch import PatchedForward, PatchHandle
 
-# Which patch a config's attention implementation is from, by weak references to both.
-_handle_of = WeakIdKeyDictionary()
 # Vision towers that are handed all images in one row make one call of it under a name with "flash" in it alone.
 _VISION_NAME = "nt_attention_flash_for_packed_images"
 
@@ -82,20 +81,42 @@ def _set_attention(model: PreTrainedModel, handle: PatchHandle) -> str:
     configs = list(_configs(model))
     forwards = [part.__dict__.get("forward") for part in model.modules()]
     handles = [f.handle for f in forwards if isinstance(f, PatchedForward)]
-    handles_of_configs = [_handle_of[config]() for config in configs if config in _handle_of]
-    if any(h is not None and h.active for h in (*handles, *handles_of_configs)):
+    around = [other for config in configs for claim in _others(config, handle) if (other := claim.model()) is not None]
+    if any(h.active for h in handles) or any(part is model for other in around for part in other.modules()):
         raise ValueError(f"{type(model).__name__} is patched already: remove() the handle of that patch first.")
     before = model.config._attn_implementation
     over = next((over for over, name in NAME_OVER.items() if name == before), None)
     if over is not None and handles:
         before = over  # a copy that outlived its patch
-    kept = [(c, {k: v for k, v in vars(c).items() if k.startswith("_attn")}) for c in configs]
+    kept = []
+    for config in configs:
+        others = _others(config, handle)  # another model with this config: the name in it is ours already
+        own = {name: value for name, value in vars(config).items() if name.startswith("_attn")}
+        kept.append((config, others[0].before if others else own))
+        _claims_on[config] = [*others, _Claim(weakref.ref(handle), weakref.ref(model), kept[-1][1])]
     # what is not packed runs as before: on eager, which each model has its own of, or on sdpa
     model.set_attn_implementation(register(over or ("eager" if before == "eager" else "sdpa")))
-    for config in configs:
-        _handle_of[config] = weakref.ref(handle)
-    handle.on_remove(functools.partial(_put_back_configs, kept, over and before))
+    handle.on_remove(functools.partial(_put_back_configs, handle, kept, over and before))
     return before
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A patch that has put our name into a config, the model that it is of, and what the config held before."""
+
+    handle: weakref.ref[PatchHandle]
+    model: weakref.ref[nn.Module]
+    before: dict[str, Any]
+
+
+# By config; two models may have the same one.
+_claims_on = WeakIdKeyDictionary()
+
+
+def _others(config: Any, handle: PatchHandle) -> list[_Claim]:
+    """The claims on a config that are in force, but for this patch's own."""
+    found = [(claim, claim.handle()) for claim in _claims_on.get(config, ())]
+    return [claim for claim, other in found if other is not None and other.active and other is not handle]
 
 
 def _configs(model: PreTrainedModel) -> Iterator[Any]:
@@ -109,8 +130,10 @@ def _configs(model: PreTrainedModel) -> Iterator[Any]:
     yield from found.values()
 
 
-def _put_back_configs(kept: list[tuple[Any, dict[str, Any]]], ours_becomes: str | None) -> None:
+def _put_back_configs(handle: PatchHandle, kept: list[tuple[Any, dict[str, Any]]], ours_becomes: str | None) -> None:
     for config, attributes in kept:
+        if _others(config, handle):
+            continue  # the last patch of those that share it puts it back
         for key in [key for key in vars(config) if key.startswith("_attn") and key not in attributes]:
             del config.__dict__[key]
         config.__dict__.update(attributes)

@@ -264,3 +264,20 @@ def test_unknown_families_and_second_patches_are_refused():
     with nta.patch(model.bert), pytest.raises(ValueError, match="already"):
         nta.patch(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_two_models_may_share_a_config(first, padding_free):
+    config = BertConfig(**COMMON, **BERT)
+    models = [BertModel(config).double().eval() for _ in range(2)]
+    kept, batch = dict(vars(config)), make_batch()
+    want = [model(**batch) for model in models]
+    handles = [nta.patch(model, padding_free) for model in models]
+    with pytest.raises(ValueError, match="already"):
+        nta.patch(models[0])
+    for n in (first, 1 - first):
+        for model, before in zip(models, want, strict=True):
+            assert_same_outputs(model(**batch), before, batch["attention_mask"])
+        handles[n].remove()
+    assert vars(config) == kept
