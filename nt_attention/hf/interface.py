@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..functional import varlen_attention
 from ..layout import SequenceLayout
 from . import masks
+from .positions import begins
 
 # A plain word: transformers takes names with "flash", "sdpa", "/" or "|" in them for its own.
 NAME_OVER = {"sdpa": "nt_attention", "eager": "nt_attention_eager"}
@@ -88,7 +89,7 @@ def attention(
     def dense(mask: Tensor | None, **lengths: Any) -> tuple[Tensor, Tensor | None]:
         extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, "cache": cache, **lengths}
         given = {name: extra for name, extra in extras.items() if extra is not None}
-        given |= {"is_causal": is_causal, "sliding_window": sliding_window, "position_ids": position_ids, **kwargs}
+        given |= {"is_causal": is_causal, "sliding_window": sliding_window, **kwargs}
         return _dense(over, module, query, key, value, mask, **given)
 
     if cache is not None:  # continuous batching, whose mask and cache are the implementation's own
@@ -97,9 +98,10 @@ def attention(
         return dense(attention_mask)
     if attention_mask is not None and _is_bypass(attention_mask, query):
         attention_mask = None
-    layouts = _layouts(module, query, key, cu_seq_lens_q, cu_seq_lens_k, position_ids)
+    here = masks.made_from(attention_mask)
+    layouts = _layouts(module, query, key, cu_seq_lens_q, cu_seq_lens_k, position_ids, here)
     if layouts is None and _traced(query) and _may_be_packed(query, key, position_ids):
-        same = _same_sequence(cast(Tensor, position_ids), query.shape[0])
+        same = _same_sequence(cast(Tensor, position_ids), query.shape[0], here)
         attention_mask = _both(_or_causal(attention_mask, is_causal, query, key), same)
     if layouts is None and attention_mask is None and query.shape[2] == key.shape[2]:
         windowed = sliding_window is not None and sliding_window < query.shape[2]
@@ -190,6 +192,7 @@ def _layouts(
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
     position_ids: Tensor | None,
+    here: Tensor | None,
 ) -> tuple[SequenceLayout, SequenceLayout] | None:
     """The layouts of the queries and the keys, where the rows hold more sequences than one."""
     if cu_seq_lens_q is not None:
@@ -206,7 +209,8 @@ def _layouts(
         return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make a tensor for each
     if _traced(query) or not _may_be_packed(query, key, position_ids):
         return None
-    found = _by_positions(cast(Tensor, position_ids), query.shape[0], getattr(module, "layer_idx", None))
+    layer = getattr(module, "layer_idx", None)
+    found = _by_positions(cast(Tensor, position_ids), query.shape[0], layer, here)
     return None if found is None else (found, found)
 
 
@@ -221,16 +225,27 @@ def _may_be_packed(query: Tensor, key: Tensor, position_ids: Tensor | None) -> b
 _found: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _by_positions(position_ids: Tensor, rows: int, layer: int | None) -> SequenceLayout | None:
-    """The layout that ``position_ids`` describe if a row holds more sequences than one; read once for all layers."""
+def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tensor | None) -> SequenceLayout | None:
+    """The layout that ``position_ids`` describe if a row holds more sequences than one; read once for all layers.
+
+    Padding belongs to the sequence before it, or to the first.
+    """
     version = None if position_ids.is_inference() else position_ids._version
+    asked = (version, rows, None if here is None else id(here))
     known = _found.get(position_ids)
     # inference tensors have no version: the layer that looked, the first of a model, looks again
-    if known is not None and known[:2] == (version, rows) and (version is not None or layer not in (None, known[3])):
-        return known[2]
-    layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
+    if known is not None and known[0] == asked and (version is not None or layer not in (None, known[2])):
+        return known[1]
+    if here is None:
+        layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
+    else:
+        first = begins(position_ids, here)
+        first[:, :1] = True
+        starts = first.flatten().cpu().nonzero().squeeze(1)
+        lengths = torch.cat([starts, torch.tensor([first.numel()])]).diff()
+        layout = SequenceLayout.from_lengths(lengths, device=position_ids.device)
     found = layout if layout.batch_size > rows else None
-    _found[position_ids] = (version, rows, found, layer)
+    _found[position_ids] = (asked, found, layer)
     return found
 
 
@@ -257,11 +272,9 @@ def _same_layout(rows: int, layout: SequenceLayout, key_layout: SequenceLayout) 
     return ids.unsqueeze(3) == key_ids.unsqueeze(2)
 
 
-def _same_sequence(position_ids: Tensor, rows: int) -> Tensor:
-    """(B or 1, 1, T, T) bool, without reading the device: sequences begin where positions do not go on by one."""
-    begins = torch.zeros_like(position_ids)
-    begins[:, 1:] = position_ids.diff(dim=1) != 1
-    ids = begins.cumsum(1)
+def _same_sequence(position_ids: Tensor, rows: int, here: Tensor | None) -> Tensor:
+    """(B or 1, 1, T, T) bool, as ``_by_positions`` has it, without reading the device."""
+    ids = begins(position_ids, here).cumsum(1)
     return (ids[:, None, :, None] == ids[:, None, None, :]).expand(rows, -1, -1, -1)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
@@ -65,7 +66,7 @@ def mask(
         and not _has_padding(attention_mask)
     ):
         return None
-    return ALL_MASK_ATTENTION_FUNCTIONS[over](
+    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](
         q_length=q_length,
         kv_length=kv_length,
         q_offset=q_offset,
@@ -74,6 +75,18 @@ def mask(
         config=config,
         **kwargs,
     )
+    if whole and isinstance(made, Tensor):
+        _made_from[made] = attention_mask
+    return made
+
+
+# The masks (B, L) that our masks were made from, None where there is no padding.
+_made_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def made_from(attention_mask: Tensor | None) -> Tensor | None:
+    """(B, L) where tokens are, if a mask is ours and tells of it."""
+    return None if attention_mask is None else _made_from.get(attention_mask)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:
@@ -95,10 +108,13 @@ def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction | None]:
 
 def _is_told(config: Any, device: Any) -> bool:
     """Whether the model's attention is handed its window and positions; not known while a graph is traced."""
-    traced = torch.compiler.is_compiling() or is_tracing(torch.empty(0, device=device))
     # such a Gemma's attention is told that it is not causal, and its masks may be
     told = not getattr(config, "use_bidirectional_attention", False)
-    return told and getattr(config, "model_type", None) in FAMILIES and not traced
+    return told and getattr(config, "model_type", None) in FAMILIES and not _is_traced(torch.empty(0, device=device))
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or is_tracing(tensor)
 
 
 def _has_padding(attention_mask: Tensor | None) -> bool:

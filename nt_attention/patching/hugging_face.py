@@ -42,6 +42,8 @@ def patch_model(name: str, model: nn.Module, handle: PatchHandle, padding_free: 
     if padding_free and family is not None:
         _make_padding_free(model, family, handle, logits)
         how = "packed at the entry, padded at the exit"
+        if logits is None and models.head_of(model, family) in ("token", "next token"):
+            how += "; in training with labels its logits stay packed"
     elif padding_free:
         how = f"runs as it is called: {models.NOT_PACKED[kind]}"
     handle.change(name, f"{type(model).__name__}, attention {before!r} before, {how}")
@@ -60,6 +62,12 @@ def _refusal(model: PreTrainedModel, kind: str, family: Family | None, padding_f
         return f"{what} does not route its attention through transformers' interface{f': {why}' if why else ''}."
     if not padding_free or kind in models.NOT_PACKED:
         return None
+    inner = model.base_model
+    if family is None and inner is not model and models.family_of(inner) is not None:
+        return (
+            f"{what} is a class of its own over {type(inner).__name__}, and may read padded positions: patch that, "
+            f".{model.base_model_prefix}, by itself."
+        )
     if family is None:
         return (
             f"{what} is in no family of nt_attention.hf.models yet (there are {', '.join(models.FAMILIES)}): "
@@ -82,8 +90,13 @@ def _set_attention(model: PreTrainedModel, handle: PatchHandle) -> str:
     forwards = [part.__dict__.get("forward") for part in model.modules()]
     handles = [f.handle for f in forwards if isinstance(f, PatchedForward)]
     around = [other for config in configs for claim in _others(config, handle) if (other := claim.model()) is not None]
-    if any(h.active for h in handles) or any(part is model for other in around for part in other.modules()):
-        raise ValueError(f"{type(model).__name__} is patched already: remove() the handle of that patch first.")
+    if any(h.active and h is not handle for h in handles) or any(
+        part is model for other in around for part in other.modules()
+    ):
+        raise ValueError(
+            f"{type(model).__name__} is patched already, or a part of it: remove() the handle of that patch first "
+            "(a copy has its original's, and a loaded model one in .forward.handle)."
+        )
     before = model.config._attn_implementation
     over = next((over for over, name in NAME_OVER.items() if name == before), None)
     if over is not None and handles:
@@ -94,6 +107,8 @@ def _set_attention(model: PreTrainedModel, handle: PatchHandle) -> str:
         own = {name: value for name, value in vars(config).items() if name.startswith("_attn")}
         kept.append((config, others[0].before if others else own))
         _claims_on[config] = [*others, _Claim(weakref.ref(handle), weakref.ref(model), kept[-1][1])]
+    if _others(model.config, handle):
+        before = next(own for config, own in kept if config is model.config)["_attn_implementation_internal"]
     # what is not packed runs as before: on eager, which each model has its own of, or on sdpa
     model.set_attn_implementation(register(over or ("eager" if before == "eager" else "sdpa")))
     handle.on_remove(functools.partial(_put_back_configs, handle, kept, over and before))

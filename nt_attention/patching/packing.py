@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..hf.positions import begins, previous
 from ..layout import SequenceLayout, places_of
 
 
@@ -34,7 +35,7 @@ class Packing:
     def of(cls, mask: Tensor | None, position_ids: Tensor | None, rows: int, length: int) -> Packing:
         """From a mask (B, L) with 1 where a token is, and positions (B, L) or (1, L). Reads the device once.
 
-        Sequences are the rows; with ``position_ids``, one also begins where a token's position does not go on by one.
+        Sequences are the rows, cut where the positions of their tokens tell of more (``hf/positions.py``).
 
         Raises:
             ValueError: values other than 0 and 1 in the mask.
@@ -44,27 +45,23 @@ class Packing:
             layout = SequenceLayout.from_attention_mask(mask)
             index = layout.padded_index if layout.total < mask.numel() else None
             return cls(layout, index, rows, length, layout.has_holes)
-        positions = position_ids.expand(rows, -1).flatten()
         if mask is None:
-            return cls(SequenceLayout.from_position_ids(positions.view(rows, length)), None, rows, length)
-        here = mask.flatten() != 0
-        index = places_of(here, here.numel())
-        there = index < here.numel()
-        places = index.where(there, 0)
-        begins, steps = torch.ones_like(here), places.diff() != 1
-        begins[1:] = (positions[places].diff() != 1) | (places.div(length, rounding_mode="floor").diff() != 0)
-        told = torch.where(there, 1 + begins.to(torch.uint8), 0)
-        told[1:] += 4 * (steps & (told[1:] == 1))
-        told += 8 * (here & (mask.flatten() != 1))
-        on_host = told.to(torch.uint8).cpu()  # one copy tells it all
+            return cls(SequenceLayout.from_position_ids(position_ids.expand(rows, -1)), None, rows, length)
+        here = mask != 0
+        before = previous(here)
+        first = here & (begins(position_ids, here) | (before < 0))
+        hole = here & ~first & (torch.arange(length, device=mask.device) - before > 1)
+        told = here.to(torch.uint8) + 2 * first + 4 * hole + 8 * (here & (mask != 1))
+        on_host = told.to(torch.uint8).flatten().cpu()  # one copy tells it all
         if bool((on_host >= 8).any()):
             raise ValueError("attention_mask holds values other than 0 (padding) and 1 (a token).")
-        total = int((on_host > 0).sum())
-        starts = (on_host == 2).nonzero().squeeze(1)
-        lengths = torch.cat([starts, torch.tensor([total])]).diff()
-        layout = SequenceLayout.from_lengths(lengths, device=mask.device)
-        holes = bool((on_host == 5).any())
-        return cls(layout, index[:total] if total < here.numel() else None, rows, length, holes)
+        tokens = on_host[on_host > 0]
+        starts = ((tokens & 2) > 0).nonzero().squeeze(1)
+        layout = SequenceLayout.from_lengths(
+            torch.cat([starts, torch.tensor([len(tokens)])]).diff(), device=mask.device
+        )
+        index = places_of(here.flatten(), layout.total) if layout.total < mask.numel() else None
+        return cls(layout, index, rows, length, bool((tokens & 4).any()))
 
     @property
     def saves_nothing(self) -> bool:
@@ -81,24 +78,40 @@ class Packing:
 
     def first_tokens(self, packed: Tensor) -> Tensor:
         """(1, T, …) to (B, …): what the token says with which each row begins, 0 for a row without any."""
-        begin = torch.arange(self.rows, device=packed.device) * self.length
-        if self.index is None:
-            return packed[0].index_select(0, begin)
-        found = torch.searchsorted(self.index, begin).clamp(max=self.layout.total - 1)
-        there = self.index[found].div(self.length, rounding_mode="floor") == torch.arange(
-            self.rows, device=packed.device
-        )
-        return packed[0].index_select(0, found).masked_fill(~there.view(-1, *[1] * (packed.dim() - 2)), 0)
+        return self._at(packed, torch.zeros(1, dtype=torch.int64, device=packed.device), nearest=True).squeeze(1)
 
-    def tokens_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens stand at these places (K,) of each row, (B, K) int64, 0 if none does; and whether one does."""
-        flat = torch.arange(self.rows, device=places.device)[:, None] * self.length + places
+    def spread(self, packed: Tensor) -> Tensor:
+        """(1, T, …) to (B, L, …) as ``pad``, but padding shows the last token before it, else its row's first."""
+        if self.index is None:
+            return self.pad(packed)
+        return self._at(packed, torch.arange(self.length, device=packed.device), nearest=True)
+
+    def _at(self, packed: Tensor, places: Tensor, *, nearest: bool) -> Tensor:
+        token, there = self.tokens_at(places, nearest=nearest)
+        if not self.layout.total:
+            return packed.new_zeros(*token.shape, *packed.shape[2:])
+        found = packed[0].index_select(0, token.flatten()).unflatten(0, token.shape)
+        return found.masked_fill(~there.view(*there.shape, *[1] * (packed.dim() - 2)), 0)
+
+    def tokens_at(self, places: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        """Which tokens stand at these places (K,) of each row, (B, K) int64, 0 if none does; and whether one does.
+
+        With ``nearest``, at a place of padding stands the last token before it, else the row's first.
+        """
+        row = torch.arange(self.rows, device=places.device)[:, None]
+        flat = row * self.length + places
         if self.index is None:
             return flat, torch.ones_like(flat, dtype=torch.bool)
-        token = torch.full((self.rows * self.length,), -1, device=places.device, dtype=torch.int64)
-        token[self.index] = torch.arange(self.layout.total, device=places.device)
-        token = token[flat]
-        return token.clamp(min=0), token >= 0
+        if not self.layout.total:
+            return torch.zeros_like(flat), torch.zeros_like(flat, dtype=torch.bool)
+        token = torch.searchsorted(self.index, flat, right=nearest)
+        if nearest:
+            first = torch.searchsorted(self.index, row * self.length)
+            token = torch.maximum(token - 1, first)
+        token = token.clamp(max=self.layout.total - 1)
+        at = self.index[token]
+        there = at.div(self.length, rounding_mode="floor") == row if nearest else at == flat
+        return token.where(there, 0), there
 
     def pack(self, padded: Tensor) -> Tensor:
         """(B, L, …) or (1, L, …) to (1, T, …)."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
@@ -25,11 +25,11 @@ Logits = Literal["padded"] | None
 
 # What a caller may ask for that packing can't give; the call then runs as it did before.
 _STEPS_ASIDE = {
-    "past_key_values": "it continues from a cache.",
-    "use_cache": "it asks for a cache.",
-    "output_attentions": "it asks for attention weights.",
-    "output_router_logits": "it asks for router logits, which are counted with a padded mask.",
-    "encoder_hidden_states": "it attends across to another model's states.",
+    "past_key_values": "it continues from a cache",
+    "use_cache": "it asks for a cache",
+    "output_attentions": "it asks for attention weights",
+    "output_router_logits": "it asks for router logits, which are counted with a padded mask",
+    "encoder_hidden_states": "it attends across to another model's states",
 }
 
 
@@ -66,7 +66,7 @@ class PackedCall:
         why = _why_not(given, model, self.family)
         packing = _packing(given) if why is None else None
         if packing is not None and packing.has_holes and _has_windows(model.config):
-            why = "its rows hold padding between tokens, over which a window counts."
+            why = "its rows hold padding between tokens, over which a window counts"
         if why is not None:
             self.handle.not_packed(why)
             return None
@@ -89,10 +89,13 @@ class PackedCall:
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
         out = original(**packed)
-        first = packing.first_tokens(out["last_hidden_state"]) if head in (None, "sequence") else None
-        _pad_outputs(out, packing, kept, {"logits"} if loss_alone else set())
-        if first is not None:
-            _redo_first_tokens(model, family, head, packing, out, first)
+        if family.pool is not None and out.get("pooler_output") is not None:
+            out["pooler_output"] = family.pool(model, packing.first_tokens(out["last_hidden_state"]))
+        if head == "sequence":  # it may read the first or the last place of a row, where padding may stand
+            out["last_hidden_state"] = packing.spread(out["last_hidden_state"])
+        _pad_outputs(
+            out, packing, kept, {"logits"} if loss_alone else {"last_hidden_state"} if head == "sequence" else set()
+        )
         if spans:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
             out = out if loss is None else type(out)(**{**out, "loss": loss})
@@ -102,11 +105,16 @@ class PackedCall:
 
 def _why_not(given: dict[str, Any], model: PreTrainedModel, family: Family) -> str | None:
     if model.config._attn_implementation not in NAME_OVER.values():
-        return f"its attention has been set to {model.config._attn_implementation!r} since."
+        return f"its attention has been set to {model.config._attn_implementation!r} since"
+    loss = vars(model).get("_loss_function")
+    if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
+        return "its loss_function has been set, and may read rows"
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        return "NEFTune scales its noise by the length of a row"
     if family.apart_under and getattr(model.config, family.apart_under, None):
-        return f"under {family.apart_under} its attention is not told what its mask says."
+        return f"under {family.apart_under} its attention is not told what its mask says"
     if model.config.output_attentions:
-        return "the config asks for attention weights."
+        return "the config asks for attention weights"
     if getattr(model.config, "output_router_logits", False):
         return _STEPS_ASIDE["output_router_logits"]
     for name, why in _STEPS_ASIDE.items():
@@ -114,19 +122,19 @@ def _why_not(given: dict[str, Any], model: PreTrainedModel, family: Family) -> s
             return why
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-        return "its attention_mask is not (batch, length)."
+        return "its attention_mask is not (batch, length)"
     keep, labels = given.get("logits_to_keep", 0), given.get("labels", given.get("shift_labels"))
     if isinstance(keep, Tensor) and keep.dtype == torch.bool:
-        return "its logits_to_keep is a mask."
+        return "its logits_to_keep is a mask"
     if labels is not None and (isinstance(keep, Tensor) or keep):
-        return "it asks for a loss of the logits of some positions only."
+        return "it asks for a loss of the logits of some positions only"
     positions = given.get("position_ids")
     if positions is not None and positions.dim() != 2:
-        return "its position_ids are not (batch, length)."
+        return "its position_ids are not (batch, length)"
     return None
 
 
-# not compiled: lengths are read on the host, and dozens of small graphs would be made of these four
+# not compiled: lengths are read on the host, and dozens of small graphs would be made of these three
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _packing(given: dict[str, Any]) -> Packing | None:
     """None if neither mask nor positions tell of anything to pack."""
@@ -137,11 +145,13 @@ def _packing(given: dict[str, Any]) -> Packing | None:
     rows, length = tokens.shape[:2]
     for name, of in (("attention_mask", mask), ("position_ids", positions)):
         if of is not None and of.shape != (rows, length) and (name == "attention_mask" or of.shape != (1, length)):
+            hint = " To decode on from a cache, pass use_cache=True in the first call: a packed call returns none."
             raise ValueError(
-                f"{name} is {tuple(of.shape)}, but the input is {(rows, length)} (batch, length). To decode on from a "
-                "cache, pass use_cache=True in the first call: a packed call returns none."
+                f"{name} is {tuple(of.shape)}, but the input is {(rows, length)} (batch, length)."
+                f"{hint if length < of.shape[1] else ''}"
             )
-    return Packing.of(mask, positions, rows, length)
+    # as transformers reads a mask
+    return Packing.of(None if mask is None else mask != 0, positions, rows, length)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -215,19 +225,6 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
             out[name] = tuple(packing.pad(part) for part in packed)
         else:
             out[name] = packing.pad(packed, 0.0 if value == 0 else torch.finfo(packed.dtype).min)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _redo_first_tokens(
-    base: nn.Module, family: Family, head: Head | None, packing: Packing, out: ModelOutput, first: Tensor
-) -> None:
-    """Pool each row's first token; and, for a head that reads a row's first place, let it find that token there."""
-    if family.pool is not None and out.get("pooler_output") is not None:
-        out["pooler_output"] = family.pool(base, first)
-    if head == "sequence" and packing.index is not None:
-        hidden = out["last_hidden_state"]
-        _, there = packing.tokens_at(torch.zeros(1, dtype=torch.int64, device=hidden.device))
-        out["last_hidden_state"] = torch.cat([hidden[:, :1].where(there[..., None], first[:, None]), hidden[:, 1:]], 1)
 
 
 def _has_windows(config: Any) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType, TracebackType
 from typing import Any, Literal
 
@@ -130,6 +131,7 @@ class PatchedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
         before = copy.deepcopy(self.before, memo)  # as a bound method goes with its module
+        # of the same handle: what undoes it holds the whole model, of which this may be a part
         return PatchedForward(copy.deepcopy(self.module, memo), self.forward, before, self.handle)
 
 
@@ -190,12 +192,12 @@ class PatchHandle:
     def __repr__(self) -> str:
         lines = [f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}:"]
         lines += [f"  {name}: {what}" for name, what in self.changed.items()]
-        lines += [f"    {name}: {what}" for name, what in self.layers.items()]
+        lines += [f"    {names}: {what}" for names, what in _in_ranges(self.layers)]
         lines += [f"  {name}: left alone, {why}" for name, why in self.left.items()]
         lines += [
             f"  {calls} call{'s' if calls > 1 else ''} ran {'packed' if why is None else f'as before: {why}'}"
             for why, calls in self.calls.items()
-        ]
+        ] or ["  no call has come through yet"]
         return "\n".join(lines)
 
     # What follows is for the files that know models.
@@ -222,6 +224,8 @@ class PatchHandle:
         """
         before = module.__dict__.get("forward")
         if isinstance(before, PatchedForward):
+            if before.handle is self:
+                return  # as what two models share
             if before.handle.active:
                 raise ValueError(
                     f"{type(module).__name__} is patched already: remove() the handle of that patch first."
@@ -241,7 +245,16 @@ class PatchHandle:
         self.count(why)
         if why not in self._said:
             self._said.add(why)
-            warnings.warn(f"this call runs padded, as before the patch: {why}", NotPackedWarning, stacklevel=5)
+            warnings.warn(f"this call runs padded, as before the patch: {why}.", NotPackedWarning, stacklevel=7)
+
+
+def _in_ranges(layers: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Layers that differ in their number alone, together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, what in layers.items():
+        groups.setdefault((re.sub(r"\d+", "…", name), what), []).append(name)
+    for (_, what), names in groups.items():
+        yield (f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0]), what
 
 
 def _put_back_forward(module: nn.Module, patched: PatchedForward) -> None:

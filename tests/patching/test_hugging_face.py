@@ -4,6 +4,7 @@ import copy
 import inspect
 
 import pytest
+import tiny
 import torch
 from torch import nn
 from transformers import (
@@ -281,3 +282,76 @@ def test_two_models_may_share_a_config(first, padding_free):
             assert_same_outputs(model(**batch), before, batch["attention_mask"])
         handles[n].remove()
     assert vars(config) == kept
+
+
+def test_a_head_that_reads_a_row_s_last_place_finds_its_last_token_there():
+    model = tiny.make("llama", "LlamaForSequenceClassification", "sdpa").double()
+    batch = make_batch()
+    embeds = torch.randn(4, LENGTH, 48, dtype=torch.float64, requires_grad=True)
+    want = torch.cat([model(inputs_embeds=embeds[b : b + 1, :n]).logits for b, n in enumerate(LENGTHS)])
+    with nta.patch(model):
+        got = model(inputs_embeds=embeds, attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(got.sum(), embeds)
+    assert all(grad[b, n - 1].abs().max() > 0 for b, n in enumerate(LENGTHS))
+
+
+def test_heads_that_share_a_base_model_are_patched_together():
+    kinds = (BertForSequenceClassification, BertForTokenClassification, BertForSequenceClassification)
+    first, second, third = map(make, kinds)
+    second.bert = third.bert = first.bert
+    batches = [make_batch(labels=HEADS[type(model)]) for model in (first, second, third)]
+    want = [model(**batch) for model, batch in zip((first, second, third), batches, strict=True)]
+    with nta.patch(nn.ModuleList([first, second, third])):
+        for model, batch, before in zip((first, second, third), batches, want, strict=True):
+            assert_same_outputs(model(**batch), before, batch["attention_mask"])
+    assert "forward" not in vars(first.bert)
+
+
+def test_a_class_of_one_s_own_is_refused_with_the_way_round():
+    class MyBert(BertForTokenClassification):
+        pass
+
+    model = MyBert._from_config(BertConfig(**COMMON, **BERT), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"MyBert is a class of its own over BertModel, .* patch that, \.bert"):
+        nta.patch(model)
+    with nta.patch(model.bert):
+        model(**make_batch())
+
+
+def test_what_goes_by_the_length_of_a_row_steps_aside():
+    model, batch = make(LlamaForCausalLM).train(), make_batch(labels="token")
+    want = model(**batch).loss
+    with nta.patch(model), pytest.warns(NotPackedWarning, match="NEFTune") as said:
+        model.get_input_embeddings().neftune_noise_alpha = 5.0
+        model(**batch)
+        assert said[0].filename == __file__
+    del model.get_input_embeddings().neftune_noise_alpha
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.new_tensor(float(logits.shape[0]))
+    with nta.patch(model), pytest.warns(NotPackedWarning, match="loss_function has been set"):
+        assert model(**batch).loss == 4
+    del model._loss_function
+    with nta.patch(model):
+        torch.testing.assert_close(model(**batch).loss, want)
+
+
+def test_the_handle_tells_what_happened():
+    model, batch = make(LlamaForCausalLM), make_batch(labels="token")
+    with nta.patch(model) as handle:
+        told = str(handle)
+        assert "model.layers.0.self_attn … model.layers.1.self_attn: LlamaAttention" in told
+        assert "in training with labels its logits stay packed" in told
+        assert "no call has come through yet" in told
+        model(**batch)
+        model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
+        model(**batch)
+        assert "2 calls ran packed\n  1 call ran as before: there is no padding to skip" in str(handle)
+
+
+def test_a_mask_of_any_numbers_is_read_as_transformers_reads_it():
+    model, batch = make(BertModel), make_batch()
+    want = model(**batch)
+    with nta.patch(model):
+        assert_same_outputs(
+            model(**{**batch, "attention_mask": 3 * batch["attention_mask"]}), want, batch["attention_mask"]
+        )

@@ -45,9 +45,11 @@ def loop(mask, position_ids, rows, length):
             if position_ids is None:
                 begins = False
             else:
-                position = int(position_ids[row if position_ids.shape[0] > 1 else 0, place])
-                begins = last is not None and position != last + 1
-                last = position
+                positions = position_ids[row if position_ids.shape[0] > 1 else 0].tolist()
+                goes_on = last is None or positions[place] == positions[last] + 1
+                if mask is not None and last is not None:  # some count padding; and all alike tell of nothing
+                    goes_on |= positions[place] - positions[last] == place - last or len({*positions}) == 1
+                begins, last = not goes_on, place
             if begins:
                 sequences.append(members)
                 members = []
