@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +222,23 @@ def _may_be_packed(query: Tensor, key: Tensor, position_ids: Tensor | None) -> b
     return position_ids.shape[1] == query.shape[2] == key.shape[2] > 1 and position_ids.shape[0] in (1, query.shape[0])
 
 
-# What positions were found to say, by the tensor that the layers of a model hand on, and its version.
+class _Found(NamedTuple):
+    """What positions were found to say, beside which mask, and the layer that looked."""
+
+    version: int | None
+    rows: int
+    layer: int | None
+    here: weakref.ref[Tensor] | None
+    layout: SequenceLayout | None
+
+    def holds(self, version: int | None, rows: int, layer: int | None, here: Tensor | None) -> bool:
+        """Inference tensors have no version: the layer that looked, the first of a model, looks again."""
+        same_mask = here is None if self.here is None else self.here() is here and here is not None
+        looks_again = version is None and layer in (None, self.layer)
+        return (self.version, self.rows) == (version, rows) and same_mask and not looks_again
+
+
+# By the tensor that the layers of a model hand on.
 _found: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -231,11 +248,9 @@ def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tens
     Padding belongs to the sequence before it, or to the first.
     """
     version = None if position_ids.is_inference() else position_ids._version
-    asked = (version, rows, None if here is None else id(here))
     known = _found.get(position_ids)
-    # inference tensors have no version: the layer that looked, the first of a model, looks again
-    if known is not None and known[0] == asked and (version is not None or layer not in (None, known[2])):
-        return known[1]
+    if known is not None and known.holds(version, rows, layer, here):
+        return known.layout
     if here is None:
         layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
     else:
@@ -245,7 +260,7 @@ def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tens
         lengths = torch.cat([starts, torch.tensor([first.numel()])]).diff()
         layout = SequenceLayout.from_lengths(lengths, device=position_ids.device)
     found = layout if layout.batch_size > rows else None
-    _found[position_ids] = (asked, found, layer)
+    _found[position_ids] = _Found(version, rows, layer, None if here is None else weakref.ref(here), found)
     return found
 
 

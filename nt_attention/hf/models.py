@@ -145,8 +145,8 @@ NOT_ROUTED = {
     "xlnet": "its attention has two streams",
 }
 
-# Inputs with a place for every token, packed where they are given; labels only where the head is packed too.
-TOKEN_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "shift_labels", "labels")
+# Inputs with a place for every token, besides position_ids, packed where they are given.
+TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
 # Outputs with a place for every token, padded again, with what stands where there is none: 0, or a logit of no weight.
 TOKEN_OUTPUTS = {
     "last_hidden_state": 0,

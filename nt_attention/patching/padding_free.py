@@ -65,8 +65,11 @@ class PackedCall:
             return None
         why = _why_not(given, model, self.family)
         packing = _packing(given) if why is None else None
-        if packing is not None and packing.has_holes and _has_windows(model.config):
-            why = "its rows hold padding between tokens, over which a window counts"
+        if packing is not None and packing.has_holes:
+            if _has_windows(model.config):
+                why = "its rows hold padding between tokens, over which a window counts"
+            elif self.head == "next token" and "labels" in given:
+                why = "its rows hold padding between tokens, over which labels are shifted"
         if why is not None:
             self.handle.not_packed(why)
             return None
@@ -91,11 +94,11 @@ class PackedCall:
         out = original(**packed)
         if family.pool is not None and out.get("pooler_output") is not None:
             out["pooler_output"] = family.pool(model, packing.first_tokens(out["last_hidden_state"]))
+        done = {"logits"} if loss_alone else set()
         if head == "sequence":  # it may read the first or the last place of a row, where padding may stand
             out["last_hidden_state"] = packing.spread(out["last_hidden_state"])
-        _pad_outputs(
-            out, packing, kept, {"logits"} if loss_alone else {"last_hidden_state"} if head == "sequence" else set()
-        )
+            done.add("last_hidden_state")
+        _pad_outputs(out, packing, kept, done)
         if spans:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
             out = out if loss is None else type(out)(**{**out, "loss": loss})
@@ -166,7 +169,7 @@ def _pack_inputs(
         given["position_ids"] = _positions(family, base, packing, given.get("input_ids"))
     else:
         given["position_ids"] = packing.pack(given["position_ids"])
-    for key in TOKEN_INPUTS_BESIDE_POSITIONS & given.keys():
+    for key in models.TOKEN_INPUTS & given.keys():
         given[key] = packing.pack(given[key])
     if family.embed is not None and "input_ids" in given and "inputs_embeds" not in given:
         embeds = family.embed(base, given["input_ids"], given["position_ids"], layout)
@@ -186,9 +189,6 @@ def _pack_inputs(
         "use_cache": False,
         "return_dict": True,
     }
-
-
-TOKEN_INPUTS_BESIDE_POSITIONS = {*models.TOKEN_INPUTS} - {"position_ids"}
 
 
 def _positions(family: Family, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
@@ -212,11 +212,11 @@ def _kept(packing: Packing, keep: int | Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, leave: set[str]) -> None:
+def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, done: set[str]) -> None:
     """Give every output with a place for each token, (1, T, …), its padded form (B, L, …)."""
     for name, value in models.TOKEN_OUTPUTS.items():
         packed = out.get(name)
-        if packed is None or name in leave:
+        if packed is None or name in done:
             continue
         if name == "logits" and kept is not None:
             tokens, there = kept

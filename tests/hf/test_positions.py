@@ -68,3 +68,13 @@ def test_positions_that_are_all_alike_tell_of_nothing_beside_a_mask(model):
     want, patched, registered = both(model, **call, position_ids=torch.zeros(2, 11, dtype=torch.int64))
     for got in (patched, registered):
         torch.testing.assert_close(got[mask], want[mask], rtol=0, atol=5e-5)
+
+
+def test_labels_over_a_gap_are_shifted_as_before(model):
+    mask = torch.ones(2, 9).long()
+    mask[0, 3:5] = 0
+    ids = torch.randint(5, 97, (2, 9))
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    want = model(**call).loss
+    with nta.patch(model), pytest.warns(UserWarning, match="over which labels are shifted"):
+        assert torch.equal(model(**call).loss, want)
