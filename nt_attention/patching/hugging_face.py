@@ -21,8 +21,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from ..hf import models
 from ..hf.interface import NAME_OVER, attention, register
 from ..hf.models import Family
+from .forward import PatchedForward
 from .padding_free import Logits, PackedCall
-from .patch import PatchedForward, PatchHandle
+from .patch import PatchHandle
 
 # Vision towers that are handed all images in one row make one call of it under a name with "flash" in it alone.
 _VISION_NAME = "nt_attention_flash_for_packed_images"

@@ -71,7 +71,7 @@ class PackedCall:
             elif self.head == "next token" and "labels" in given:
                 why = "its rows hold padding between tokens, over which labels are shifted"
         if why is not None:
-            self.handle.not_packed(why)
+            self.handle.not_packed(why, frames=7)
             return None
         if packing is not None and packing.saves_nothing:
             packing = None

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import MethodType, TracebackType
-from typing import Any, Literal
+from types import TracebackType
+from typing import Literal
 
 from torch import nn
 
 from ..modules.multihead import VarlenMultiheadAttention
 from . import torch_modules
-
-Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
+from .forward import Forward, PatchedForward, Replicate
 
 
 def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padded"] | None = None) -> PatchHandle:
@@ -88,71 +85,6 @@ def _reach(
 
 class NotPackedWarning(UserWarning):
     """A patched model ran a call as it did before it was patched."""
-
-
-class PatchedForward:
-    """The ``forward`` of a patched instance. A copy of the module gets one that runs the copy's own weights."""
-
-    def __init__(
-        self, module: nn.Module, forward: Forward, before: Callable[..., Any] | None, handle: PatchHandle
-    ) -> None:
-        self.module, self.forward, self.before, self.handle = module, forward, before, handle
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        return functools.partial(type(self.module).forward, self.module) if self.before is None else self.before
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], nn.Module):  # somebody has bound it once more, as accelerate does
-            return self._on(args[0])(*args[1:], **kwargs)
-        if not self.handle.active:
-            return self.original(*args, **kwargs)
-        return self.forward(self.module, self.original, *args, **kwargs)
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """As a bound method has one: what wraps it and binds it again, accelerate say, can be copied with its model."""
-
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._on(module)(*args, **kwargs)
-
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = self.__signature__.replace(parameters=[own, *self.__signature__.parameters.values()])  # type: ignore[attr-defined]
-        return forward
-
-    def _on(self, module: nn.Module) -> PatchedForward:
-        if module is self.module:
-            return self
-        return PatchedForward(module, self.forward, _rebind(self.before, module), self.handle)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
-        before = copy.deepcopy(self.before, memo)  # as a bound method goes with its module
-        # of the same handle: what undoes it holds the whole model, of which this may be a part
-        return PatchedForward(copy.deepcopy(self.module, memo), self.forward, before, self.handle)
-
-
-def _rebind(before: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
-    return MethodType(before.__func__, module) if isinstance(before, MethodType) else before
-
-
-class Replicate:
-    """``_replicate_for_data_parallel`` of a patched instance: DataParallel's replica runs its own weights."""
-
-    def __init__(self, patched: PatchedForward) -> None:
-        self.patched = patched
-
-    def __call__(self) -> nn.Module:
-        patched = self.patched
-        replica: Any = type(patched.module)._replicate_for_data_parallel(patched.module)
-        replica.forward = patched._on(replica)
-        return replica
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replicate:
-        return Replicate(copy.deepcopy(self.patched, memo))
 
 
 class PatchHandle:
@@ -240,12 +172,12 @@ class PatchHandle:
         """Count a call that ran packed, or the reason for which it did not."""
         self.calls[why] += 1
 
-    def not_packed(self, why: str) -> None:
-        """Tell, once for each reason, that a call runs unpacked."""
+    def not_packed(self, why: str, frames: int) -> None:
+        """Tell, once for each reason, that a call runs unpacked; the caller's line is so many ``frames`` up."""
         self.count(why)
         if why not in self._said:
             self._said.add(why)
-            warnings.warn(f"this call runs padded, as before the patch: {why}.", NotPackedWarning, stacklevel=7)
+            warnings.warn(f"this call runs padded, as before the patch: {why}.", NotPackedWarning, stacklevel=frames)
 
 
 def _in_ranges(layers: dict[str, str]) -> Iterator[tuple[str, str]]:

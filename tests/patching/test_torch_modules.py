@@ -236,3 +236,13 @@ def test_without_padding_free_only_the_attention_changes():
         for other in encoder.layers[1:]:
             x = other(x)
         torch.testing.assert_close(encoder.norm(x).values(), want.values())
+
+
+def test_a_call_that_is_not_packed_is_told_at_the_caller_s_line():
+    encoder = make_encoder()
+    x, mask = torch.randn(4, LENGTH, EMBED).double(), torch.zeros(LENGTH, LENGTH).double()
+    mask[0, 3] = 1.0
+    with nta.patch(encoder) as handle, pytest.warns(NotPackedWarning) as said:
+        encoder(x, mask, PADDING)
+    assert [w.filename for w in said if w.category is NotPackedWarning] == [__file__]
+    assert "1 call ran as before: mask is neither None nor causal" in str(handle)
