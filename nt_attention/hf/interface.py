@@ -99,7 +99,7 @@ def attention(
         return dense(attention_mask)
     if attention_mask is not None and _is_bypass(attention_mask, query):
         attention_mask = None
-    here = masks.made_from(attention_mask)
+    here = None if _traced(query) else masks.made_from(attention_mask)
     layouts = _layouts(module, query, key, cu_seq_lens_q, cu_seq_lens_k, position_ids, here)
     if layouts is None and _traced(query) and _may_be_packed(query, key, position_ids):
         same = _same_sequence(cast(Tensor, position_ids), query.shape[0], here)

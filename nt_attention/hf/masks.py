@@ -75,7 +75,7 @@ def mask(
         config=config,
         **kwargs,
     )
-    if whole and isinstance(made, Tensor):
+    if whole and isinstance(made, Tensor) and not _is_traced(made):
         _made_from[made] = attention_mask
     return made
 
