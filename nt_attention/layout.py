@@ -271,7 +271,8 @@ class SequenceLayout:
                 "For an additive mask, pass mask == 0."
             )
         layout = cls._from_host_lengths(lengths, mask.device)
-        index = places_of(here.flatten(), layout.total)
+        with torch.inference_mode(False), torch.no_grad():  # an evaluation's layout serves training as well
+            index = places_of(here.flatten().clone() if here.is_inference() else here.flatten(), layout.total)
         object.__setattr__(layout, "has_holes", bool((runs > 1).any()))
         object.__setattr__(layout, "padded_length", length)
         object.__setattr__(layout, "padded_index", index)

@@ -548,3 +548,11 @@ def test_the_host_s_part_stays_there_under_a_default_device():
         packed = SequenceLayout.from_position_ids(torch.tensor([0, 1, 0, 1, 2], device="cpu"))
     assert layout.host_offsets.tolist() == [0, 5, 5, 8]
     assert packed.host_offsets.tolist() == [0, 2, 5]
+
+
+def test_a_layout_of_an_evaluation_s_mask_serves_training():
+    with torch.inference_mode():
+        layout = SequenceLayout.from_attention_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    x = torch.randn(2, 3, 5, requires_grad=True)
+    layout.pad(layout.pack(x)).sum().backward()
+    assert x.grad.sum() == 25

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -75,7 +74,7 @@ def attention(
 
     Args:
         scaling, dropout: as scaled_dot_product_attention's ``scale`` and ``dropout_p``.
-        is_causal: the module's own ``is_causal`` if None, and True where it has none.
+        is_causal: the module's own ``is_causal`` if None; where it has none, True over sdpa if the model supports that.
         sliding_window: w, keys less than w before the query, and after it where attention is not causal.
         softcap, s_aux (H), position_bias (1 or B, H, T, S): of the scores; the sinks; added to the scores.
 
@@ -83,7 +82,7 @@ def attention(
         ValueError: lengths that do not cover the queries or the keys.
     """
     if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
+        is_causal = bool(getattr(module, "is_causal", over == "sdpa" and _has_sdpa(cast(Any, type(module)))))
     if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
         sliding_window += 1  # in a decoder that is told not to be causal, transformers' mask reaches w to both sides
 
@@ -97,9 +96,11 @@ def attention(
         return dense(attention_mask, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
     if query.shape[2] == 1 and cu_seq_lens_q is None:  # decoding
         return dense(attention_mask)
-    if attention_mask is not None and _is_bypass(attention_mask, query):
+    if attention_mask is not None and cu_seq_lens_q is not None and _is_bypass(attention_mask, query):
         attention_mask = None
-    here = None if _traced(query) else masks.made_from(attention_mask)
+    ours, here = (True, None) if _traced(query) else masks.made_from(attention_mask)
+    if not ours or _is_cross(module):  # a mask of the caller's says all; another side's keys have other positions
+        position_ids = None
     layouts = _layouts(module, query, key, cu_seq_lens_q, cu_seq_lens_k, position_ids, here)
     if layouts is None and _traced(query) and _may_be_packed(query, key, position_ids):
         same = _same_sequence(cast(Tensor, position_ids), query.shape[0], here)
@@ -186,6 +187,18 @@ def _eager(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     raise NotImplementedError(f"{kind.__name__} comes from no modeling file with an eager_attention_forward.")
 
 
+@functools.cache
+def _has_sdpa(kind: Any) -> bool:
+    """Whether models of an attention module's file support sdpa, which takes modules without is_causal for causal."""
+    found = [x for x in vars(sys.modules[kind.__module__]).values() if isinstance(x, type)]
+    models: list[Any] = [x for x in found if issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__]
+    return not models or any(x._supports_sdpa for x in models)
+
+
+def _is_cross(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
+
+
 def _layouts(
     module: nn.Module,
     query: Tensor,
@@ -223,23 +236,17 @@ def _may_be_packed(query: Tensor, key: Tensor, position_ids: Tensor | None) -> b
 
 
 class _Found(NamedTuple):
-    """What positions were found to say, beside which mask, and the layer that looked."""
+    """What positions were found to say, and the layer that looked."""
 
     version: int | None
     rows: int
     layer: int | None
-    here: weakref.ref[Tensor] | None
     layout: SequenceLayout | None
 
-    def holds(self, version: int | None, rows: int, layer: int | None, here: Tensor | None) -> bool:
-        """Inference tensors have no version: the layer that looked, the first of a model, looks again."""
-        same_mask = here is None if self.here is None else self.here() is here and here is not None
-        looks_again = version is None and layer in (None, self.layer)
-        return (self.version, self.rows) == (version, rows) and same_mask and not looks_again
 
-
-# By the tensor that the layers of a model hand on.
+# By the tensor that the layers of a model hand on, then by the mask (B, L) beside it.
 _found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_NO_MASK = torch.empty(0)
 
 
 def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tensor | None) -> SequenceLayout | None:
@@ -248,8 +255,11 @@ def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tens
     Padding belongs to the sequence before it, or to the first.
     """
     version = None if position_ids.is_inference() else position_ids._version
-    known = _found.get(position_ids)
-    if known is not None and known.holds(version, rows, layer, here):
+    by_mask = _found.setdefault(position_ids, WeakIdKeyDictionary())
+    known = by_mask.get(_NO_MASK if here is None else here)
+    # inference tensors have no version: the layer that looked, the first of a model, looks again
+    looks_again = version is None and (layer is None or known is None or layer == known.layer)
+    if known is not None and (known.version, known.rows) == (version, rows) and not looks_again:
         return known.layout
     if here is None:
         layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
@@ -260,7 +270,7 @@ def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tens
         lengths = torch.cat([starts, torch.tensor([first.numel()])]).diff()
         layout = SequenceLayout.from_lengths(lengths, device=position_ids.device)
     found = layout if layout.batch_size > rows else None
-    _found[position_ids] = _Found(version, rows, layer, None if here is None else weakref.ref(here), found)
+    by_mask[_NO_MASK if here is None else here] = _Found(version, rows, layer, found)
     return found
 
 

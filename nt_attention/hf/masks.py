@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
@@ -76,17 +76,22 @@ def mask(
         **kwargs,
     )
     if whole and isinstance(made, Tensor) and not _is_traced(made):
-        _made_from[made] = attention_mask
+        for gone in [storage for storage in _made_from if storage.expired()]:
+            del _made_from[gone]
+        _made_from[StorageWeakRef(made.untyped_storage())] = attention_mask
     return made
 
 
-# The masks (B, L) that our masks were made from, None where there is no padding.
-_made_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The masks (B, L) that our masks were made from, None where there is no padding. By storage: checkpoints detach masks.
+_made_from: dict[StorageWeakRef, Tensor | None] = {}
 
 
-def made_from(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, L) where tokens are, if a mask is ours and tells of it."""
-    return None if attention_mask is None else _made_from.get(attention_mask)
+def made_from(attention_mask: Tensor | None) -> tuple[bool, Tensor | None]:
+    """Whether a mask is ours, or none at all; and (B, L) where tokens are, if that is not everywhere."""
+    if attention_mask is None:
+        return True, None
+    storage = StorageWeakRef(attention_mask.untyped_storage())
+    return storage in _made_from, _made_from.get(storage)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:

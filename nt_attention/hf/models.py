@@ -158,11 +158,11 @@ TOKEN_OUTPUTS = {
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The row of a Hugging Face model, by its config, if its class is one of the family's."""
+    """The row of a Hugging Face model, by its config, if its class is transformers' own and one of the family's."""
     family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
-    return (
-        family if family is not None and re.match(f"{family.prefix}(Text)?(Model|For|LMHead)", _name(module)) else None
-    )
+    if family is None or not _kind(module).__module__.startswith("transformers."):
+        return None
+    return family if re.match(f"{family.prefix}(Text)?(Model|For|LMHead)", _name(module)) else None
 
 
 def head_of(module: nn.Module, family: Family) -> Head | None:
@@ -189,5 +189,10 @@ def kind(module: nn.Module) -> str:
     return PARTS.get(model_type, model_type)
 
 
+def _kind(module: nn.Module) -> type:
+    """Its class; that beneath FSDP2's, which stands in for it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
 def _name(module: nn.Module) -> str:
-    return re.sub("^FSDP", "", type(module).__name__)
+    return _kind(module).__name__

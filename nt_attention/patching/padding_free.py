@@ -153,6 +153,9 @@ def _packing(given: dict[str, Any]) -> Packing | None:
                 f"{name} is {tuple(of.shape)}, but the input is {(rows, length)} (batch, length)."
                 f"{hint if length < of.shape[1] else ''}"
             )
+    widths = [given[key].shape[:2] for key in models.TOKEN_INPUTS & given.keys()]
+    if any(shape not in ((rows, length), (1, length)) for shape in widths):
+        return None  # for the model to refuse
     # as transformers reads a mask
     return Packing.of(None if mask is None else mask != 0, positions, rows, length)
 

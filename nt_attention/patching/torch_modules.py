@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle, padding_free: bool) -> None:
     """Swap the attention of every layer, with the parameters shared; and pack at the entry, if ``padding_free``."""
+    if type(encoder).forward is not nn.TransformerEncoder.forward or not len(encoder.layers):
+        what = "a forward of its own" if len(encoder.layers) else "no layers"
+        handle.leave(name, f"{type(encoder).__name__} has {what}.")
+        return
     layers = [layer for layer in encoder.layers if isinstance(layer, nn.TransformerEncoderLayer)]
     for i, layer in enumerate(encoder.layers):
         why = _why_not(layer)
@@ -57,13 +62,20 @@ def _why_not(layer: nn.Module) -> str | None:
     return None
 
 
+# Attention that a patch put into a layer, and that patch.
+_swapped_by: WeakKeyDictionary[nn.Module, ref[PatchHandle]] = WeakKeyDictionary()
+
+
 def _swap_attention(layer: nn.TransformerEncoderLayer, handle: PatchHandle) -> None:
     stock = layer.self_attn
     if isinstance(stock, VarlenMultiheadAttention):
+        other = _swapped_by[stock]() if stock in _swapped_by else None
+        if other is not None and other.active:
+            raise ValueError(f"{type(layer).__name__} is patched already: remove() the handle of that patch first.")
         return
     ragged = VarlenMultiheadAttention.from_torch(stock)
+    _swapped_by[ragged] = ref(handle)
     layer.self_attn = ragged
-
     handle.on_remove(functools.partial(_put_back_attention, layer, ragged, stock))
 
 

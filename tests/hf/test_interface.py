@@ -289,15 +289,12 @@ def test_a_cache_before_the_tokens_puts_positions_aside():
 
 
 @pytest.mark.parametrize("over", ["sdpa", "eager"])
-@pytest.mark.parametrize("told", ["lengths", "positions"])
-def test_a_mask_beside_packed_rows_holds_as_well(told, over):
+def test_a_mask_beside_packed_rows_holds_as_well(over):
     q, k, v = states(rows=2, length=7)
     module = make("llama").model.layers[0].self_attn
     each = [3, 4], [2, 5]
     lengths = [n for row in each for n in row]
-    where = (
-        {"cu_seq_lens_q": layout_of(lengths).cu_seqlens} if told == "lengths" else {"position_ids": positions_of(*each)}
-    )
+    where = {"cu_seq_lens_q": layout_of(lengths).cu_seqlens}
     ones = torch.ones(2, 1, 7, 7, dtype=torch.bool)
     some = (torch.rand(2, 1, 7, 7) < 0.6) | torch.eye(7, dtype=torch.bool)
 
@@ -433,9 +430,8 @@ def test_what_stands_for_a_mask_without_being_read_is_no_mask():
     from nt_attention.hf.interface import bypass_mask
 
     q, k, v = states()
-    for where in ({"cu_seq_lens_q": layout_of(LENGTHS).cu_seqlens}, {"position_ids": positions_of(LENGTHS)}):
-        got = call(q, k, v, bypass_mask(q.device), **where)
-        torch.testing.assert_close(got, truth(q, k, v, LENGTHS, is_causal=True))
+    got = call(q, k, v, bypass_mask(q.device), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)
+    torch.testing.assert_close(got, truth(q, k, v, LENGTHS, is_causal=True))
     q, k, v = states(length=1)
     torch.testing.assert_close(call(q, k, v, bypass_mask(q.device), module=Grouped()), truth(q, k, v, [1]))
 

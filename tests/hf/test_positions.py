@@ -78,3 +78,77 @@ def test_labels_over_a_gap_are_shifted_as_before(model):
     want = model(**call).loss
     with nta.patch(model), pytest.warns(UserWarning, match="over which labels are shifted"):
         assert torch.equal(model(**call).loss, want)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_of_the_caller_s_says_all(additive):
+    """Two branches that share a prefix: the second one's positions go back to where the first began."""
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa")
+    mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
+    mask[..., 5:, 3:5] = False
+    mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
+    call = {"input_ids": torch.randint(5, 97, (1, 7)), "attention_mask": mask}
+    for got in both(model, **call, position_ids=torch.tensor([[0, 1, 2, 3, 4, 3, 4]]))[1:]:
+        model.set_attn_implementation("sdpa")
+        want = model(**call, position_ids=torch.tensor([[0, 1, 2, 3, 4, 3, 4]])).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("keys", [6, 7])
+def test_cross_attention_goes_by_no_positions(keys):
+    model = tiny.make("bert", "BertModel", "sdpa", is_decoder=True, add_cross_attention=True)
+    call = {
+        "input_ids": torch.randint(5, 97, (1, 6)), "encoder_hidden_states": torch.randn(1, keys, 48),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]), "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3]]),
+        "use_cache": False,
+    }  # fmt: skip
+    want = model(**call).last_hidden_state[:, 2:]
+    model.set_attn_implementation(nta.hf.register())
+    torch.testing.assert_close(model(**call).last_hidden_state[:, 2:], want, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_reentrant_checkpoints_find_the_mask_again(kind):
+    model = tiny.make(kind, {"bert": "BertModel", "gpt2": "GPT2LMHeadModel"}[kind], "sdpa")
+    call = {
+        "input_ids": torch.randint(5, 97, (1, 8)), "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]]),
+        "position_ids": torch.tensor([[0, 1, 2, 1, 1, 3, 4, 5]]), "use_cache": False,
+    }  # fmt: skip
+    here = call["attention_mask"][0].bool()
+
+    def gradients():
+        return torch.autograd.grad(
+            model(**call)[0][:, here].square().sum(), list(model.parameters()), allow_unused=True
+        )
+
+    want = gradients()
+    model.set_attn_implementation(nta.hf.register())
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    model(**call)[0][:, here].square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), want, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("over", ["sdpa", "eager"])
+def test_an_encoder_that_does_not_say_so_is_not_causal(over):
+    from transformers import SplinterConfig, SplinterModel
+
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 53}
+    config = SplinterConfig(**sizes, vocab_size=97)
+    model = SplinterModel._from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(5, 97, (2, 9))
+    want = model(ids).last_hidden_state
+    model.set_attn_implementation(nta.hf.register(over))
+    torch.testing.assert_close(model(ids).last_hidden_state, want, rtol=0, atol=5e-5)
+
+
+def test_positions_are_read_once_for_all_kinds_of_masks(monkeypatch):
+    from nt_attention.hf import interface
+
+    model = tiny.make("gemma2", "Gemma2Model", nta.hf.register(), num_hidden_layers=6)
+    asked, begins = [], interface.begins
+    monkeypatch.setattr(interface, "begins", lambda *given: asked.append(1) or begins(*given))
+    mask = (torch.arange(11) < torch.tensor([[11], [4]])).long()
+    model(torch.randint(5, 97, (2, 11)), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    assert len(asked) <= 2  # of full and of sliding layers

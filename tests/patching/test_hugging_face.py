@@ -355,3 +355,18 @@ def test_a_mask_of_any_numbers_is_read_as_transformers_reads_it():
         assert_same_outputs(
             model(**{**batch, "attention_mask": 3 * batch["attention_mask"]}), want, batch["attention_mask"]
         )
+
+
+def test_a_class_with_a_name_of_transformers_is_not_taken_for_it():
+    class BertForTokenClassification(BertModel):
+        pass
+
+    model = BertForTokenClassification._from_config(BertConfig(**COMMON, **BERT), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="in no family"):
+        nta.patch(model)
+
+
+def test_labels_of_another_width_are_refused_as_before():
+    model, batch = make(BertForTokenClassification), make_batch(labels="class")
+    with nta.patch(model), pytest.raises(ValueError, match="batch_size"):
+        model(**{**batch, "labels": batch["labels"][:, 1:].contiguous()})

@@ -246,3 +246,22 @@ def test_a_call_that_is_not_packed_is_told_at_the_caller_s_line():
         encoder(x, mask, PADDING)
     assert [w.filename for w in said if w.category is NotPackedWarning] == [__file__]
     assert "1 call ran as before: mask is neither None nor causal" in str(handle)
+
+
+def test_an_encoder_with_a_forward_of_its_own_is_left_alone():
+    class Louder(nn.TransformerEncoder):
+        def forward(self, src, *args, **kwargs):
+            return super().forward(2 * src, *args, **kwargs)
+
+    with pytest.raises(ValueError, match="Louder has a forward of its own"):
+        nta.patch(Louder(make_encoder().layers[0], 2, enable_nested_tensor=False))
+
+
+def test_an_encoder_whose_attention_is_swapped_already_is_refused():
+    encoder = make_encoder()
+    with nta.patch(encoder, padding_free=False):
+        for padding_free in (True, False):
+            with pytest.raises(ValueError, match="already"):
+                nta.patch(encoder, padding_free=padding_free)
+    with nta.patch(encoder):
+        encoder(torch.randn(4, LENGTH, EMBED).double(), src_key_padding_mask=PADDING)
