@@ -262,10 +262,12 @@ class SequenceLayout:
         here = mask if mask.dtype == torch.bool else mask != 0
         # all that is asked of the device rides on one copy
         begins = here[:, 1:] & ~here[:, :-1]
-        strange = (here & (mask != 1)) if mask.dtype != torch.bool else torch.zeros_like(here)
-        told = torch.cat([here.sum(1), begins.sum(1) + here[:, :1].sum(1), strange.sum().view(1)]).cpu()
-        lengths, runs, strangers = told.split([batch, batch, 1])
-        if int(strangers):
+        asked = [here.sum(1), begins.sum(1) + here[:, :1].sum(1)]
+        if mask.dtype != torch.bool:
+            strange = here & (mask != 1)
+            asked.append(strange.sum().view(1))
+        lengths, runs, strangers = torch.cat(asked).cpu().tensor_split([batch, 2 * batch])
+        if strangers.any():
             raise ValueError(
                 f"mask holds {mask[strange][0].item()}, and only 0 (padding) and 1 (a token) have a meaning here. "
                 "For an additive mask, pass mask == 0."
@@ -298,9 +300,7 @@ class SequenceLayout:
         rows = position_ids.unsqueeze(0) if position_ids.dim() == 1 else position_ids
         begins = torch.ones_like(rows, dtype=torch.bool)
         begins[:, 1:] = rows.diff(dim=1) != 1
-        starts = begins.flatten().cpu().nonzero().squeeze(1)
-        lengths = torch.cat([starts, torch.tensor([rows.numel()], device="cpu")]).diff() if starts.numel() else starts
-        return cls._from_host_lengths(lengths, position_ids.device)
+        return layout_where(begins.flatten(), position_ids.device)
 
     @property
     def batch_size(self) -> int:
@@ -455,3 +455,13 @@ class SequenceLayout:
         if self.padded_index is not None:
             return self.padded_index
         return self.remember(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
+
+
+def layout_where(begins: Tensor, device: torch.device) -> SequenceLayout:
+    """The layout on ``device`` of tokens (N,) of which those begin a sequence where ``begins`` is True, the first too.
+
+    Syncs once if ``begins`` is on a device.
+    """
+    starts = begins.cpu().nonzero().squeeze(1)
+    lengths = torch.cat([starts, torch.tensor([len(begins)], device="cpu")]).diff()
+    return SequenceLayout.from_lengths(lengths, device=device)

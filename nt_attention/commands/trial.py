@@ -24,7 +24,6 @@ HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 160, 192, 256)
 PAIRS = ((64, 128), (192, 128))
 SLACK, SOFTCAP_SLACK = 2.0, 3.0
 DETERMINISTIC_RUNS = 50
-# what a kernel's library may raise, and what is raised here of its results
 
 
 def leaning(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

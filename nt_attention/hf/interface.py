@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..functional import varlen_attention
-from ..layout import SequenceLayout
+from ..layout import SequenceLayout, layout_where
 from . import masks
 from .positions import begins
 
@@ -266,9 +266,7 @@ def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tens
     else:
         first = begins(position_ids, here)
         first[:, :1] = True
-        starts = first.flatten().cpu().nonzero().squeeze(1)
-        lengths = torch.cat([starts, torch.tensor([first.numel()])]).diff()
-        layout = SequenceLayout.from_lengths(lengths, device=position_ids.device)
+        layout = layout_where(first.flatten(), position_ids.device)
     found = layout if layout.batch_size > rows else None
     by_mask[_NO_MASK if here is None else here] = _Found(version, rows, layer, found)
     return found

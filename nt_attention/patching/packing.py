@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hf.positions import begins, previous
-from ..layout import SequenceLayout, places_of
+from ..layout import SequenceLayout, layout_where, places_of
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,7 @@ class Packing:
         if bool((on_host >= 8).any()):
             raise ValueError("attention_mask holds values other than 0 (padding) and 1 (a token).")
         tokens = on_host[on_host > 0]
-        starts = ((tokens & 2) > 0).nonzero().squeeze(1)
-        layout = SequenceLayout.from_lengths(
-            torch.cat([starts, torch.tensor([len(tokens)])]).diff(), device=mask.device
-        )
+        layout = layout_where((tokens & 2) > 0, mask.device)
         index = places_of(here.flatten(), layout.total) if layout.total < mask.numel() else None
         return cls(layout, index, rows, length, bool((tokens & 4).any()))
 
@@ -78,16 +75,16 @@ class Packing:
 
     def first_tokens(self, packed: Tensor) -> Tensor:
         """(1, T, …) to (B, …): what the token says with which each row begins, 0 for a row without any."""
-        return self._at(packed, torch.zeros(1, dtype=torch.int64, device=packed.device), nearest=True).squeeze(1)
+        return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
 
     def spread(self, packed: Tensor) -> Tensor:
         """(1, T, …) to (B, L, …) as ``pad``, but padding shows the last token before it, else its row's first."""
         if self.index is None:
             return self.pad(packed)
-        return self._at(packed, torch.arange(self.length, device=packed.device), nearest=True)
+        return self._nearest(packed, torch.arange(self.length, device=packed.device))
 
-    def _at(self, packed: Tensor, places: Tensor, *, nearest: bool) -> Tensor:
-        token, there = self.tokens_at(places, nearest=nearest)
+    def _nearest(self, packed: Tensor, places: Tensor) -> Tensor:
+        token, there = self.tokens_at(places, nearest=True)
         if not self.layout.total:
             return packed.new_zeros(*token.shape, *packed.shape[2:])
         found = packed[0].index_select(0, token.flatten()).unflatten(0, token.shape)

@@ -312,18 +312,20 @@ WITHOUT_CAUSALITY = {
 }  # fmt: skip
 
 
+def assert_as_eager_also_patched(model, there, ids):
+    there = None if there is None else there.long()
+    want = assert_what_eager_gives(model, there, input_ids=ids, tolerance=1e-5)
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), nta.patch(model):
+        torch.testing.assert_close(run(model, there, input_ids=ids), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("padding", ["no mask", "right", "left"])
 @pytest.mark.parametrize("model_type", WITHOUT_CAUSALITY)
 def test_decoders_whose_config_is_not_causal_do_as_under_eager(model_type, padding):
     """transformers' window of w reaches w tokens to both sides there, not w - 1."""
     model = make(model_type, WITHOUT_CAUSALITY[model_type], is_causal=False)
-    there = PADDINGS[padding]
-    there = None if there is None else there.long()
-    ids = torch.randint(8, 97, (3, LENGTH))
-    want = assert_what_eager_gives(model, there, input_ids=ids, tolerance=1e-5)
-    model.set_attn_implementation("eager")
-    with torch.no_grad(), nta.patch(model):
-        torch.testing.assert_close(run(model, there, input_ids=ids), want, rtol=1e-5, atol=1e-5)
+    assert_as_eager_also_patched(model, PADDINGS[padding], torch.randint(8, 97, (3, LENGTH)))
 
 
 @pytest.mark.parametrize("padding", ["no mask", "right", "left"])
@@ -331,13 +333,7 @@ def test_decoders_whose_config_is_not_causal_do_as_under_eager(model_type, paddi
 def test_encoders_that_are_decoders_do_as_under_eager(model_type, padding):
     kind = {"bert": "Bert", "roberta": "Roberta", "electra": "Electra", "esm": "Esm"}[model_type]
     model = make(model_type, f"{kind}Model", is_decoder=True)
-    there = PADDINGS[padding]
-    there = None if there is None else there.long()
-    ids = torch.randint(8, 90, (3, LENGTH))
-    want = assert_what_eager_gives(model, there, input_ids=ids, tolerance=1e-5)
-    model.set_attn_implementation("eager")
-    with torch.no_grad(), nta.patch(model):
-        torch.testing.assert_close(run(model, there, input_ids=ids), want, rtol=1e-5, atol=1e-5)
+    assert_as_eager_also_patched(model, PADDINGS[padding], torch.randint(8, 90, (3, LENGTH)))
 
 
 @pytest.mark.parametrize("padding", ["no mask", "right", "left"])
