@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from importlib import resources
 
 import torch
@@ -46,11 +47,12 @@ def expected_us(spec: AttentionSpec, size: Work) -> dict[str, float]:
 
 def mask_kind(spec: AttentionSpec) -> str:
     """Which of the kinds of masks a kernel's time depends on, besides the pairs that it leaves."""
-    if spec.sees_all:
+    left, right = spec.window
+    if left == right == math.inf:
         return "full"
-    if "window" not in spec.features:
+    if (left, right) == (math.inf, 0):
         return "causal"
-    return "window behind" if spec.window[1] <= 0 else "window"
+    return "window behind" if right <= 0 else "window"
 
 
 @functools.cache
