@@ -186,7 +186,7 @@ class _Call(NamedTuple):
                 needs_grad=needs_grad,
                 # a graph may run with other lengths: what runs in it looks at them
                 equal_lengths=layout is key_layout or (not compiling and layout.same_lengths(key_layout)),
-                min_keys=0 if compiling and layout is not key_layout else key_layout.min_seqlen,
+                keyless=(compiling and layout is not key_layout) or key_layout.min_seqlen == 0,
             )
             if not choosing or (compiling and chosen_later(spec, backend)):
                 return spec, None, None

@@ -158,7 +158,7 @@ def _problem(
     layout = SequenceLayout.from_offsets(cu_seqlens)
     key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
     shape = (*query.shape[1:], *value.shape[1:])
-    keys = (layout is key_layout or layout.same_lengths(key_layout), key_layout.min_seqlen)
+    keys = (layout is key_layout or layout.same_lengths(key_layout), key_layout.min_seqlen == 0)
     spec = _spec(query.device, query.dtype, shape, slopes is not None, keys, *call)
     return Problem(layout, key_layout, slopes, spec)
 
@@ -169,7 +169,7 @@ def _spec(
     dtype: torch.dtype,
     shape: tuple[int, int, int, int],
     alibi: bool,
-    keys: tuple[bool, int],
+    keys: tuple[bool, bool],
     scale: float,
     is_causal: bool,
     lower_right: bool,
@@ -182,7 +182,7 @@ def _spec(
     needs_grad: bool,
 ) -> AttentionSpec:
     num_heads, head_dim, num_kv_heads, value_dim = shape
-    equal_lengths, min_keys = keys
+    equal_lengths, keyless = keys
     return AttentionSpec(
         device=device,
         dtype=dtype,
@@ -201,7 +201,7 @@ def _spec(
         batch_invariant=batch_invariant,
         needs_grad=needs_grad,
         equal_lengths=equal_lengths,
-        min_keys=min_keys,
+        keyless=keyless,
     )
 
 

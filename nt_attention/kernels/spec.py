@@ -39,7 +39,7 @@ class AttentionSpec:
         alibi: whether there are slopes.
         needs_grad: whether anything will ask for gradients of query, key or value.
         equal_lengths: whether every sequence has as many keys as queries, so that both alignments are one.
-        min_keys: the fewest keys of a sequence.
+        keyless: whether some sequence has no key.
     """
 
     device: torch.device
@@ -61,7 +61,7 @@ class AttentionSpec:
     batch_invariant: bool = False
     needs_grad: bool = False
     equal_lengths: bool = True
-    min_keys: int = 0
+    keyless: bool = True
 
     @property
     def window(self) -> tuple[float, float]:
@@ -76,7 +76,7 @@ class AttentionSpec:
     @property
     def may_be_blind(self) -> bool:
         """Whether a query may see no key at all: never where lengths are equal, since each sees its own place."""
-        return not self.equal_lengths and (self.min_keys == 0 or not self.sees_all)
+        return not self.equal_lengths and (self.keyless or not self.sees_all)
 
     @property
     def features(self) -> frozenset[str]:
@@ -94,7 +94,7 @@ class AttentionSpec:
             "grouped heads": self.num_heads != self.num_kv_heads,
             "cross": not self.equal_lengths,
             "upper_left": self.is_upper_left,
-            "no keys": not self.equal_lengths and self.min_keys == 0,
+            "no keys": not self.equal_lengths and self.keyless,
             "scale ≤ 0": self.scale <= 0,
             "value dim": self.head_dim != self.value_dim,
         }

@@ -244,7 +244,7 @@ class TestCases:
                 *(CPU, c.dtype, c.heads, c.kv_heads, c.head_dim, c.value_dim),
                 **{"scale": 0.3, "alibi": c.alibi, "needs_grad": True} | options,
                 equal_lengths=keys is None,
-                min_keys=min(keys or lengths),
+                keyless=not min(keys or lengths),
             )
             assert feature in spec.features
 

@@ -17,7 +17,7 @@ from nt_attention.kernels.work import Work
 CUDA = torch.device("cuda")
 SIZE = Work(3, 17.0, 101.0)
 SPEC = AttentionSpec(CUDA, torch.bfloat16, 4, 4, 64, 64, 0.125)
-CROSS = {"equal_lengths": False, "min_keys": 1}
+CROSS = {"equal_lengths": False, "keyless": False}
 BOTH = dict.fromkeys(FEATURES, "both")
 STATES = ("both", "forward", "no")
 

@@ -34,7 +34,8 @@ def of_lengths(queries, keys, *, equal=False, **options):
     """Two layouts and the spec that goes with them."""
     layout = SequenceLayout.from_lengths(queries)
     key_layout = layout if equal else SequenceLayout.from_lengths(keys)
-    return layout, key_layout, dataclasses.replace(SPEC, equal_lengths=equal, min_keys=key_layout.min_seqlen, **options)
+    about = {"equal_lengths": equal, "keyless": not key_layout.min_seqlen}
+    return layout, key_layout, dataclasses.replace(SPEC, **about, **options)
 
 
 @ALIGNMENTS

@@ -182,17 +182,16 @@ class Plan:
 
 def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor | None, before: float, after: float) -> Meeting:
     """``mine`` meet from ``before`` to ``after`` rows around the one that stands across, which is ``shift`` (B,) on."""
-    begins, ends = other.offsets[:-1], other.offsets[1:]
     of_token = mine.sequence_ids
+    begins, ends = (x.index_select(0, of_token) for x in (other.cu_seqlens[:-1], other.cu_seqlens[1:]))
     if shift is None:
-        own = torch.arange(mine.total, device=mine.device)
+        own = torch.arange(mine.total, dtype=torch.int32, device=mine.device)
     else:
-        own = mine.position_ids + (begins + shift)[of_token]
-    begins, ends = begins[of_token], ends[of_token]
+        own = (mine.position_ids + begins + shift[of_token]).int()
     # no sequence is longer than 2^31, so neither is what a window of more can see
-    lo = begins if math.isinf(before) else (own - int(min(before, 2**31))).clamp(begins, ends)
-    hi = ends if math.isinf(after) else (own + int(min(after, 2**31)) + 1).clamp(begins, ends)
-    return Meeting(lo.int(), hi.int(), own.int())
+    lo = begins if math.isinf(before) else (own.long() - int(min(before, 2**31))).clamp(begins, ends).int()
+    hi = ends if math.isinf(after) else (own.long() + int(min(after, 2**31)) + 1).clamp(begins, ends).int()
+    return Meeting(lo, hi, own)
 
 
 def _split(begins: Ints, ends: Ints, rows: int) -> tuple[Ints, Ints, Ints]:

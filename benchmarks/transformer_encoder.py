@@ -1,0 +1,106 @@
+"""nn.TransformerEncoder on this GPU, patched and as it is, and one encoder layer compiled and not.
+
+    python benchmarks/transformer_encoder.py [--batches A E] [--save FILE]
+
+4 layers, E=1024, 16 heads, feed-forward 4096, no dropout, bf16, padded batches with their src_key_padding_mask, padded
+outputs. Wall-clock times, the host's part included: the median over rounds in which every way has its turn. In eval
+the stock encoder takes its fast path, which skips padding too. The layer, a patched one with VarlenMultiheadAttention
+inside, gets packed tokens; compiled by torch.compile(fullgraph=True, dynamic=True).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nt_attention as nta
+from nt_attention.commands.batches import BATCHES
+from nt_attention.commands.timing import once
+
+CUDA = torch.device("cuda")
+LAYERS, WIDTH, HEADS = 4, 1024, 16
+
+
+def by_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Each one's time in ms."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(rounds + 3):
+        for name, way in ways.items():
+            seconds = once(way, CUDA)
+            if i >= 3:
+                times[name].append(1e3 * seconds)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def with_gradients(run: Callable[[], Tensor], grad: Tensor, inputs: list[Tensor]) -> Callable[[], Any]:
+    return lambda: torch.autograd.grad(run(), inputs, grad)
+
+
+def make_layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, device=CUDA, dtype=torch.bfloat16
+    )
+
+
+def encoders(name: str, rounds: int) -> list[str]:
+    lengths = BATCHES[name].lengths
+    layout = nta.SequenceLayout.from_lengths(lengths, device=CUDA)
+    torch.manual_seed(0)
+    stock = nn.TransformerEncoder(make_layer(), LAYERS, enable_nested_tensor=True)
+    patched = copy.deepcopy(stock)
+    nta.patch(patched)
+    padded = layout.pad(torch.randn(layout.total, WIDTH, device=CUDA, dtype=torch.bfloat16)).requires_grad_()
+    padding = layout.pad(torch.ones(layout.total, device=CUDA)) == 0
+    grad = torch.randn_like(padded).masked_fill(padding.unsqueeze(2), 0.0)
+    models = {"patched": patched, "stock": stock}
+
+    def call(model: nn.Module) -> Callable[[], Tensor]:
+        return lambda: model(padded, src_key_padding_mask=padding)
+
+    for model in models.values():
+        model.train()
+    outs = [layout.pack(call(model)().detach()) for model in models.values()]
+    torch.testing.assert_close(*outs, rtol=0.05, atol=0.05)
+    train = by_turns(
+        {k: with_gradients(call(m), grad, [padded, *m.parameters()]) for k, m in models.items()}, max(5, rounds // 3)
+    )
+    for model in models.values():
+        model.eval()
+    with torch.inference_mode():
+        infer = by_turns({k: call(m) for k, m in models.items()}, rounds)
+    return [
+        f"| {name}, {len(lengths)} sequences | {what} | {t['patched']:.2f} | {t['stock']:.2f} | "
+        f"{t['stock'] / t['patched']:.2f} |"
+        for what, t in (("training", train), ("eval", infer))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", nargs="+", default=["A", "E"], choices=BATCHES)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {LAYERS} layers, E={WIDTH}; ms by the clock",
+        "",
+        "| batch | | patched | nn.TransformerEncoder | ratio |",
+        "|---|---|---|---|---|",
+        *(line for name in options.batches for line in encoders(name, options.rounds)),
+    ]
+    print("\n".join(lines))
+    if options.save:
+        command = " ".join(["python benchmarks/transformer_encoder.py", *sys.argv[1:]])
+        options.save.write_text("\n".join([f"`{command}`", "", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
