@@ -81,6 +81,12 @@ def attention(
     Raises:
         ValueError: lengths that do not cover the queries or the keys.
     """
+    plain = cu_seq_lens_q is None and softcap is None and s_aux is None and cache is None
+    if plain and query.shape[2] == 1 and over == "sdpa":  # decoding, a token in each layer: no time to lose
+        extra = {} if position_bias is None else {"position_bias": position_bias}
+        return ALL_ATTENTION_FUNCTIONS[over](
+            module, query, key, value, attention_mask, is_causal=is_causal, **extra, **kwargs
+        )
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", over == "sdpa" and _has_sdpa(cast(Any, type(module)))))
     if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
