@@ -163,11 +163,16 @@ class SequenceLayout:
             offsets: kept as this layout's ``offsets`` (int64) or ``cu_seqlens`` (int32), not copied.
             max_seqlen: a bound on the longest sequence to use in its place, so that shapes stay fixed over batches.
 
-        Syncs with the device once, the first time that it sees this tensor.
+        Syncs with the device once, the first time that it sees this tensor. In a graph of torch.compile or torch.export
+        that is left to the operators in it, and the layout has no lengths to tell.
 
         Raises:
             ValueError: malformed offsets, or a ``max_seqlen`` that is below the longest sequence.
         """
+        if torch.compiler.is_compiling():
+            from .traced import TracedLayout  # which builds on this file
+
+            return TracedLayout(offsets)
         offsets = source_of(offsets)
         facts = host_facts(offsets)
         if facts.first:
@@ -335,6 +340,13 @@ class SequenceLayout:
             return torch.arange(self.total, device=self.device) - self.offsets[self.sequence_ids]
 
         return self.remember("position_ids", build)
+
+    def whereabouts(self, rows: int) -> tuple[Tensor, Tensor]:
+        """(N,) int64 each: the sequence of every row and its position there; of rows past the end, any."""
+        ids, positions = self.sequence_ids, self.position_ids
+        if rows > self.total:
+            ids, positions = (torch.nn.functional.pad(x, (0, rows - self.total)) for x in (ids, positions))
+        return ids, positions
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_memo": Memo()}  # what it remembers is made again, and holds what can't be pickled

@@ -48,6 +48,8 @@ def is_nested(tensor: object) -> bool:
 
 def unwrap_each(**named: Tensor) -> tuple[Unwrapped, ...]:
     """``unwrap`` for each argument by its name; one that is given twice is taken apart once."""
+    if torch.compiler.is_compiling():
+        return _unwrap_traced(named)
     with _past_torch_function():
         distinct = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
         values = dict(zip(distinct, _values(*distinct.values()), strict=True))
@@ -122,10 +124,38 @@ def _unwrap_jagged(nested: Tensor, values: Tensor, name: str, layouts: dict[int,
     return Unwrapped(values.index_select(0, index), layout, spread)
 
 
+def _unwrap_traced(named: dict[str, Tensor]) -> tuple[Unwrapped, ...]:
+    """In a graph, by NestedTensor's own operations alone; those of one ragged size share a layout."""
+    done: list[tuple[Any, Unwrapped]] = []
+    for name, x in named.items():
+        if not is_nested(x) or x.layout != torch.jagged:
+            raise TypeError(f"{name} must be a jagged NestedTensor under torch.compile.")
+        dim: int = x._ragged_idx  # type: ignore[attr-defined]
+        if x._lengths is not None:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} has holes between its sequences: make it contiguous() outside of the graph.")
+        twin = next((u for y, u in done if y is x), None)
+        layout = next((u.layout for y, u in done if y.size(y._ragged_idx) == x.size(dim)), None)
+        done.append((x, twin if twin is not None else _traced(x, dim, layout)))
+    return tuple([u for _, u in done])
+
+
+def _traced(nested: Any, ragged_dim: int, layout: SequenceLayout | None) -> Unwrapped:
+    values, offsets = nested.values(), nested.offsets()
+    least, most = nested._maybe_min_seqlen, nested._maybe_max_seqlen
+
+    def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
+        dim = 1 if tokens_first else ragged_dim
+        result = result if dim == 1 else result.movedim(0, dim - 1)
+        return torch.nested.nested_tensor_from_jagged(
+            result, offsets, jagged_dim=dim, min_seqlen=least, max_seqlen=most
+        )
+
+    values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
+    return Unwrapped(values, SequenceLayout.from_offsets(offsets) if layout is None else layout, rewrap)
+
+
 def _values(*nested: Tensor) -> tuple[Tensor, ...]:
     """``x.values()`` of each, for a third of its host time and as one autograd node."""
-    if torch.compiler.is_compiling():
-        return tuple([x.values() for x in nested])
     if not torch.is_grad_enabled():
         return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
     wanting = [x for x in nested if x.requires_grad]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .masking import alibi_bias, visible
+from .masking import alibi_bias, for_each_score, visible
 from .spec import FEATURES, AttentionSpec, Backend, Problem
 
 
@@ -48,10 +48,10 @@ def _attend(
         scores = scores + alibi_bias(queries, keys, diagonal, slopes.to(scores.dtype))
     some = scores.numel() > 0  # vmap refuses an empty dimension
     if spec.score_mod is not None and some:
-        scores = _for_each_score(spec.score_mod, scores, b)
+        scores = for_each_score(spec.score_mod, scores, b)
     mask = visible(queries, keys, diagonal, spec.window, q.device)
     if spec.mask_mod is not None and some:
-        wanted = _for_each_score(lambda _, *where: spec.mask_mod(*where), scores, b)
+        wanted = for_each_score(lambda _, *where: spec.mask_mod(*where), scores, b)  # type: ignore[misc]
         mask = wanted if mask is None else mask & wanted
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -61,15 +61,6 @@ def _attend(
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(blind.unsqueeze(-1), 0.0)
     return F.dropout(weights, spec.dropout_p) @ v, lse.masked_fill(blind, -torch.inf)
-
-
-def _for_each_score(mod, scores: Tensor, b: int) -> Tensor:  # type: ignore[no-untyped-def]
-    """Call ``mod(score, b, h, q_idx, kv_idx)`` on scalars, as flex_attention does, for every score (H, Lq, Lk)."""
-    heads, queries, keys = (torch.arange(n, device=scores.device) for n in scores.shape)
-    over_keys = torch.vmap(mod, in_dims=(0, None, None, None, 0))
-    over_queries = torch.vmap(over_keys, in_dims=(0, None, None, 0, None))
-    over_heads = torch.vmap(over_queries, in_dims=(0, None, 0, None, None))
-    return over_heads(scores, torch.tensor(b, device=scores.device), heads, queries, keys)
 
 
 BACKEND = Backend(

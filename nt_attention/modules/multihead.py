@@ -6,10 +6,8 @@ query heads, G key heads, D head dim.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import nested
 from ..functional import check_window_size, varlen_attention
+from ..kernels.spec import MaskMod, ScoreMod
 from ..layout import SequenceLayout
+from . import dense, padded
+from .alibi import alibi_slopes
+from .rotary import Rotary
+
+QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 
 
 class VarlenMultiheadAttention(nn.MultiheadAttention):
@@ -35,7 +39,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         scale: of the scores; D^−0.5 if None.
         sinks: learn a score (H,) for each head that takes part in the softmax and has no value.
         alibi: add −slope · |distance| to the scores, with the slopes of Press et al. 2022.
-        qk_norm, rotary: not there yet.
+        qk_norm: normalise each head of queries and keys over D before anything else: "rms" (RMSNorm, as in Qwen3),
+            "layer" (LayerNorm, as in ViT-22B), or what makes a module from D. They are ``q_norm`` and ``k_norm``.
+        rotary: a ``Rotary``, which turns queries and keys by their positions in their sequences.
         backend: "auto", or a name from ``available_backends()``.
     """
 
@@ -62,8 +68,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         scale: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
-        qk_norm: object = None,
-        rotary: object = None,
+        qk_norm: QkNorm | None = None,
+        rotary: Rotary | None = None,
         backend: str = "auto",
     ) -> None:
         nn.Module.__init__(self)  # not the parent's: the shapes below are more general, in the same order of creation
@@ -77,11 +83,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
                 f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}; or pass head_dim."
             )
         check_window_size(window_size)
-        for name, value in (("qk_norm", qk_norm), ("rotary", rotary)):
-            if value is not None:
-                raise NotImplementedError(
-                    f"{name} is not there yet: leave it out, or apply it around varlen_attention."
-                )
+        if rotary is not None and not isinstance(rotary, Rotary):
+            raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}.")
         if (add_bias_kv or add_zero_attn) and (alibi or tuple(window_size) != (-1, -1)):
             raise ValueError(
                 "add_bias_kv and add_zero_attn add keys that stand at no position, which window_size and alibi need: "
@@ -103,15 +106,17 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.backend = backend
         # What stock attention computes too; where it does not, the name below also keeps nn.TransformerEncoderLayer
         # from its fast path, which would read our weights and never call forward.
-        self._is_stock = (
+        self.is_stock = (
             num_kv_heads == num_heads
             and self.head_dim * num_heads == embed_dim
             and self.window_size == (-1, -1)
             and not (softcap or sinks or alibi)
             and scale is None
+            and rotary is None
+            and qk_norm is None
         )
         same_dims = self.kdim == embed_dim and self.vdim == embed_dim
-        self._qkv_same_embed_dim = same_dims and self._is_stock
+        self._qkv_same_embed_dim = same_dims and self.is_stock
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         q_dim, kv_dim = num_heads * self.head_dim, num_kv_heads * self.head_dim
@@ -128,6 +133,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.register_parameter("bias_k", parameter(add_bias_kv, 1, 1, kv_dim))
         self.register_parameter("bias_v", parameter(add_bias_kv, 1, 1, kv_dim))
         self.register_parameter("sinks", parameter(sinks, num_heads))
+        self.q_norm, self.k_norm = (_norm(qk_norm, self.head_dim, factory) for _ in range(2))
+        self.rotation = None if rotary is None else rotary.of_head_dim(self.head_dim)
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
@@ -140,7 +147,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, backend: str = "auto") -> VarlenMultiheadAttention:
-        """A stand-in that shares the parameters of ``module``: training one trains the other."""
+        """A stand-in that shares the parameters of ``module``: training one trains the other. Hooks are not taken over.
+
+        Raises:
+            ValueError: parameters that are made of others (parametrized, pruned, weight-normed), which it can't share.
+        """
         new = cls(
             module.embed_dim,
             module.num_heads,
@@ -154,8 +165,37 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             device="meta",
             backend=backend,
         )
+        there, wanted = set(module._parameters), {name for name, x in new._parameters.items() if x is not None}
+        if made := (wanted - there) | (there - set(new._parameters)):
+            raise ValueError(
+                f"{', '.join(sorted(made))} of {type(module).__name__} are made of other parameters, or not stock's: "
+                "take that out before (parametrize.remove_parametrizations, prune.remove) and put it on the stand-in."
+            )
         cls.share_parameters(module, new)
         return new.train(module.training)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """The stock module that shares these parameters.
+
+        Raises:
+            ValueError: with options that stock attention does not have.
+        """
+        if not self.is_stock:
+            raise ValueError(f"nn.MultiheadAttention has no {self._beyond_stock()}.")
+        stock = nn.MultiheadAttention(
+            self.embed_dim,
+            self.num_heads,
+            self.dropout,
+            self.in_proj_bias is not None,
+            self.bias_k is not None,
+            self.add_zero_attn,
+            self.kdim,
+            self.vdim,
+            self.batch_first,
+            device="meta",
+        )
+        self.share_parameters(self, stock)
+        return stock.train(self.training)
 
     @staticmethod
     def share_parameters(of: nn.MultiheadAttention, to: nn.MultiheadAttention) -> None:
@@ -172,151 +212,113 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool | None = None,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Sequence[Tensor] | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
         layout: SequenceLayout | None = None,
         key_layout: SequenceLayout | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        mask_mod: MaskMod | None = None,
+        score_mod: ScoreMod | None = None,
+    ) -> tuple[Any, Tensor | None]:
         """Attend from ``query`` to ``key`` and ``value``.
 
         On ragged inputs, and on padded ones for which only ``key_padding_mask`` and ``is_causal`` are asked, padding is
-        never computed; a padded batch in self-attention then gives 0 where ``key_padding_mask`` is True. Where a dense
-        input asks for weights or another mask, nn.MultiheadAttention's own path runs.
+        never computed; a padded batch in self-attention then gives 0 where ``key_padding_mask`` is True. Weights and
+        ``attn_mask`` take every score of the padded batch, and so does a padded batch in a torch.compile graph.
 
         Args:
-            query: NestedTensor (B, j, E), whatever ``batch_first`` says; packed (T, E) with ``layout``; or dense as for
-                nn.MultiheadAttention, where (L, E) without ``layout`` is one sequence.
+            query: NestedTensor (B, j, E), whatever ``batch_first`` says; packed (T, E) with ``layout``; a list of B
+                tensors (Li, E); or dense as for nn.MultiheadAttention, where (L, E) without ``layout`` is one sequence.
             key, value: of the same kind; the same object as ``query`` for self-attention, which is then one product.
-            key_padding_mask: (B, S), True at padding. Dense inputs only.
+            key_padding_mask: (B, S), True at padding, or numbers to add to the scores. Dense inputs only.
             need_weights: True if None on dense inputs, as in nn.MultiheadAttention, False on ragged ones.
-            attn_mask, average_attn_weights: nn.MultiheadAttention's. Dense inputs only.
+            attn_mask: (L, S) or (B·H, L, S), True where a query may not see a key, or numbers to add to the scores. For
+                ragged inputs L and S are at least the longest lengths, or it is a list of B masks (Li, Si) or
+                (H, Li, Si).
+            average_attn_weights: whether weights are the mean over heads.
             is_causal: alone, query i sees keys 0 … i (with need_weights=False, where the input is dense); beside
-                ``attn_mask``, nn.MultiheadAttention's hint.
+                ``attn_mask``, nn.MultiheadAttention's hint that the mask says just this.
             layout: the sequences of a packed query, and of key and value unless ``key_layout`` says otherwise.
             key_layout: those of a packed key and value.
+            mask_mod, score_mod: as for ``varlen_attention``. Ragged inputs only.
 
         Returns:
-            The output, of query's kind and with query's own offsets; and the weights, or None.
+            The output, of query's kind and with query's own offsets. And the weights after dropout, or None: (B, L, S),
+            or (B, H, L, S) by head, for ragged inputs padded with 0 to the longest lengths; the keys that
+            ``add_bias_kv`` and ``add_zero_attn`` add come last. A query that sees no key gets 0 from attention.
 
         Raises:
-            ValueError: inputs that do not fit each other.
-            NotImplementedError: weights or ``attn_mask`` where only stock attention has them.
+            ValueError: inputs that do not fit each other. Where they are dense it is an ``InputError``, which is also
+                each of the types that nn.MultiheadAttention raises.
         """
-        inputs = (query, key, value)
         if layout is None and key_layout is not None:
             raise ValueError("key_layout describes packed keys, whose queries need layout= too.")
-        if layout is None and not any(map(nested.is_nested, inputs)):
-            return self._dense(*inputs, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if (mask_mod or score_mod) and (self.bias_k is not None or self.add_zero_attn):
+            raise ValueError("mask_mod and score_mod count keys, to which add_bias_kv and add_zero_attn add some.")
+        inputs = (query, key, value)
+        in_lists = isinstance(query, (list, tuple))
+        if not in_lists and layout is None and not any(map(nested.is_nested, inputs)):
+            if mask_mod or score_mod:
+                raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")
+            asked = (key_padding_mask, need_weights is not False, attn_mask, average_attn_weights, is_causal)
+            return dense.forward(self, *inputs, *asked)  # type: ignore[arg-type]
         if key_padding_mask is not None:
             raise ValueError("a ragged batch has no padding: leave out key_padding_mask, whose tokens are not there.")
-        if attn_mask is not None or need_weights:
-            raise NotImplementedError(
-                "attn_mask and need_weights=True are not there yet for ragged inputs: pass is_causal=True, or a "
-                "mask_mod to varlen_attention, and need_weights=False."
-            )
-        return self._ragged(*inputs, layout, key_layout, is_causal), None
-
-    def _ragged(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: SequenceLayout | None,
-        key_layout: SequenceLayout | None,
-        is_causal: bool,
-    ) -> Tensor:
-        rewrap: Callable[[Tensor], Tensor] | None = None
-        if layout is None:
-            named = {"query": query, "key": key, "value": value}
-            for name, x in named.items():
-                if not nested.is_nested(x):
-                    raise ValueError(
-                        f"query, key and value must be NestedTensors (B, j, E) here; {name} is a plain tensor "
-                        f"{tuple(x.shape)}."
-                    )
-            q, k, v = nested.unwrap_each(**named)
-            for name, rows in zip(named, (q.values, k.values, v.values), strict=True):
-                if rows.dim() != 2:
-                    raise ValueError(
-                        f"query, key and value must be NestedTensors (B, j, E) here; {name} has {rows.dim() + 1} dims."
-                    )
-            if not k.layout.same_lengths(v.layout):
-                raise ValueError("key and value must have the same lengths.")
-            query, key, value, layout, key_layout, rewrap = q.values, k.values, v.values, q.layout, k.layout, q.rewrap
-        elif any(map(nested.is_nested, (query, key, value))):
+        weights: Tensor | None
+        rewrap: Callable[[Tensor], Any] | None = None
+        if in_lists or layout is None:
+            if in_lists and layout is not None:
+                raise ValueError("lists of tensors bring their own layout: leave out layout= and key_layout=.")
+            ragged: Callable[..., _Packed] = _from_lists if in_lists else _from_nested
+            query, key, value, layout, key_layout, rewrap = ragged(*inputs)
+        elif any(map(nested.is_nested, inputs)):
             raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
         key_layout = layout if key_layout is None else key_layout
         SequenceLayout.require(layout, "layout")
         SequenceLayout.require(key_layout, "key_layout")
-        self._check_embedding(query, key, value)
-        out = self._attend(query, key, value, layout, key_layout, is_causal)
-        return out if rewrap is None else rewrap(out)
+        self.check_widths(query, key, value)
+        for name, x, rows in (("query", query, layout), ("key", key, key_layout), ("value", value, key_layout)):
+            rows.check_rows(x, name)
+        if attn_mask is not None and is_causal and not need_weights:
+            attn_mask = None  # the hint says the same
+        if need_weights or attn_mask is not None or self.drops_all:
+            out, weights = padded.attend(
+                *(self, query, key, value, layout, key_layout, attn_mask, is_causal, mask_mod, score_mod),
+                need_weights=bool(need_weights),
+            )
+            weights = weights.mean(1) if weights is not None and average_attn_weights else weights
+        else:
+            out = self.attend(query, key, value, layout, key_layout, is_causal, mask_mod, score_mod)
+            weights = None
+        return out if rewrap is None else rewrap(out), weights
 
-    def _dense(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool | None,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        need_weights = True if need_weights is None else need_weights
-        only_padding = key_padding_mask is None or key_padding_mask.dtype == torch.bool
-        worth_it = key_padding_mask is not None or is_causal or not self._is_stock or self.backend != "auto"
-        if not need_weights and attn_mask is None and only_padding and worth_it and query.dim() in (2, 3):
-            return self._padded(query, key, value, key_padding_mask, is_causal), None
-        if not self._is_stock:
-            raise NotImplementedError(
-                "weights, attn_mask and floating-point padding masks are there for stock attention only, not beside "
-                f"{self._beyond_stock()}: pass need_weights=False, a boolean key_padding_mask, and is_causal in "
-                "place of attn_mask."
-            )
-        return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
+    # What follows is for the files of this folder.
 
-    def _padded(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, is_causal: bool
-    ) -> Tensor:
-        """Dense (B, L, E), (L, B, E) or unbatched (L, E): packed, attended, and padded again."""
-        is_self = key is query and value is query
-        batched = query.dim() == 3
-        if key.dim() != query.dim() or value.dim() != query.dim():
-            raise ValueError(
-                "query, key and value must have as many dimensions each, got "
-                f"{query.dim()}, {key.dim()} and {value.dim()}."
-            )
-        if batched and not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        elif not batched:
-            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        self._check_embedding(query, key, value)
-        if query.shape[0] != key.shape[0] or key.shape[:2] != value.shape[:2]:
-            raise ValueError(
-                f"query, key and value must share their batch, and key and value their length, got "
-                f"{tuple(query.shape[:2])}, {tuple(key.shape[:2])} and {tuple(value.shape[:2])} (batch, length)."
-            )
-        if key_padding_mask is not None and key_padding_mask.shape != key.shape[:2]:
-            raise ValueError(
-                f"key_padding_mask must be {tuple(key.shape[:2])} (batch, keys), got {tuple(key_padding_mask.shape)}."
-            )
-        key_layout = _full(key) if key_padding_mask is None else SequenceLayout.from_attention_mask(~key_padding_mask)
-        layout = key_layout if is_self else _full(query)
-        packed_query = layout.pack(query)
-        packed_key = packed_query if is_self else key_layout.pack(key)
-        packed_value = packed_key if value is key or is_self else key_layout.pack(value)
-        out = layout.pad(self._attend(packed_query, packed_key, packed_value, layout, key_layout, is_causal))
-        if not batched:
-            return out.squeeze(0)
-        return out if self.batch_first else out.transpose(0, 1)
+    @property
+    def dropout_p(self) -> float:
+        return self.dropout if self.training else 0.0
 
-    def _attend(
+    @property
+    def counts_places(self) -> bool:
+        """Whether scores go by where tokens stand, causality aside."""
+        return self.window_size != (-1, -1) or self.alibi or self.rotation is not None
+
+    @property
+    def drops_all(self) -> bool:
+        """Whether dropout leaves nothing, which kernels do not take."""
+        return self.dropout_p == 1
+
+    @property
+    def added_keys(self) -> int:
+        """How many keys every sequence has beside its own."""
+        return (self.bias_k is not None) + self.add_zero_attn
+
+    @property
+    def slopes(self) -> Tensor | None:
+        return alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None
+
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -324,19 +326,19 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         layout: SequenceLayout,
         key_layout: SequenceLayout,
         is_causal: bool,
+        mask_mod: MaskMod | None = None,
+        score_mod: ScoreMod | None = None,
     ) -> Tensor:
-        """Packed (T, E), (S, Ek), (S, Ev) to (T, E)."""
-        for name, x, rows in (("query", query, layout), ("key", key, key_layout), ("value", value, key_layout)):
-            rows.check_rows(x, name)
-        q, k, v = self._project(query, key, value)
+        """Packed (T, E), (S, Ek), (S, Ev) to (T, E), through ``varlen_attention``."""
+        q, k, v = self.project(query, key, value, layout, key_layout)
         window_size, alignment = self.window_size, "upper_left"
-        if self.bias_k is not None or self.add_zero_attn:
-            extra, equal = (self.bias_k is not None) + self.add_zero_attn, layout.same_lengths(key_layout)
+        if self.added_keys:
+            equal = layout.same_lengths(key_layout)
             k, v, key_layout = self._prepend_keys(k, v, key_layout)
             if is_causal and equal:
                 alignment = "lower_right"  # which, with the added keys in front, leaves them visible to all
             elif is_causal:
-                is_causal, window_size = False, (-1, extra)
+                is_causal, window_size = False, (-1, self.added_keys)
         out = varlen_attention(
             q,
             k,
@@ -349,55 +351,79 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
-            alibi_slopes=alibi_slopes(self.num_heads, query.device) if self.alibi else None,
-            dropout_p=self.dropout if self.training else 0.0,
+            alibi_slopes=self.slopes,
+            mask_mod=mask_mod,
+            score_mod=score_mod,
+            dropout_p=self.dropout_p,
             backend=self.backend,
         )
         return layout.fill_past_end(self.out_proj(cast(Tensor, out).flatten(1)), 0.0)
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """(T, H, D), (S, G, D), (S, G, D): views of one product where the inputs are one."""
+    def project(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        places: SequenceLayout | Tensor,
+        key_places: SequenceLayout | Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(…, H, D), (…, G, D), (…, G, D) of inputs (…, E): views of one product where the inputs are one.
+
+        ``places`` tell the positions of packed rows, or are those of padded ones (B or 1, L).
+        """
         weight, bias = self.in_proj_weight, self.in_proj_bias
-        if weight is not None and key is query and value is query:
-            heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-            return list(F.linear(query, weight, bias).view(-1, sum(heads), self.head_dim).split(heads, 1))
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = [q_dim, kv_dim, kv_dim]
-        weights = (
-            (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.split(widths)
-        )
-        biases = (None,) * 3 if bias is None else bias.split(widths)
-        if weight is not None and value is key:
-            both = F.linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
-            projected = (F.linear(query, weights[0], biases[0]), *both.split(kv_dim, -1))
+        if weight is not None and key is query and value is query:
+            heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+            q, k, v = F.linear(query, weight, bias).unflatten(-1, (sum(heads), self.head_dim)).split(heads, -2)
         else:
-            projected = tuple(map(F.linear, (query, key, value), weights, biases))
-        return [x.unflatten(-1, (-1, self.head_dim)) for x in projected]
+            biases = (None,) * 3 if bias is None else bias.split(widths)
+            if weight is not None and value is key:
+                both = F.linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
+                parts = (F.linear(query, weight[:q_dim], biases[0]), *both.split(kv_dim, -1))
+            else:
+                each = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+                parts = tuple(
+                    map(F.linear, (query, key, value), each if weight is None else weight.split(widths), biases)
+                )
+            q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotation is not None:
+            q, k = self.rotation.turn_at(q, places), self.rotation.turn_at(k, key_places)
+        return q, k, v
 
     def _prepend_keys(self, k: Tensor, v: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor, SequenceLayout]:
-        """Every sequence with bias_k, bias_v and the zero key before its own (attention asks for no order of keys)."""
-        ks, vs = [k], [v]
-        if self.bias_k is not None:
-            ks.append(self.bias_k.to(k.dtype).view(1, *k.shape[1:]))
-            vs.append(self.bias_v.to(v.dtype).view(1, *v.shape[1:]))  # type: ignore[union-attr]
-        if self.add_zero_attn:
-            ks.append(k.new_zeros(1, *k.shape[1:]))
-            vs.append(v.new_zeros(1, *v.shape[1:]))
+        """Every sequence with the added keys before its own (attention asks for no order of keys)."""
+        ks, vs = ([x, *more] for x, more in zip((k, v), self.keys_to_add(k, v), strict=True))
         added, rows = len(ks) - 1, k.shape[0]
         longer = layout.extended(added)
 
         def build() -> Tensor:
-            own = longer.position_ids - added
-            return torch.where(own < 0, rows + own + added, layout.offsets[longer.sequence_ids] + own)
+            sequence, position = longer.whereabouts(rows + added * layout.batch_size)
+            own = position - added
+            return torch.where(own < 0, rows + position, layout.offsets[sequence] + own)
 
         index = layout.remember(("prepended", added, rows), build)
         return torch.cat(ks).index_select(0, index), torch.cat(vs).index_select(0, index), longer
 
-    def _check_embedding(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def keys_to_add(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """``bias_k`` and the zero key, those that there are, and their values: (1, G, D) each."""
+        ks, vs = [], []
+        if self.bias_k is not None:
+            ks.append(self.bias_k.to(k.dtype).view(1, *k.shape[-2:]))
+            vs.append(self.bias_v.to(v.dtype).view(1, *v.shape[-2:]))  # type: ignore[union-attr]
+        if self.add_zero_attn:
+            ks.append(k.new_zeros(1, *k.shape[-2:]))
+            vs.append(v.new_zeros(1, *v.shape[-2:]))
+        return ks, vs
+
+    def check_widths(self, query: Tensor, key: Tensor, value: Tensor, error: type[ValueError] = ValueError) -> None:
         wanted = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
         for name, x, dim in wanted:
             if x.dim() < 2 or x.shape[-1] != dim:
-                raise ValueError(f"{name} must have {dim} features in its last dimension, got {tuple(x.shape)}.")
+                raise error(f"{name} must have {dim} features in its last dimension, got {tuple(x.shape)}.")
 
     def _beyond_stock(self) -> str:
         options = {
@@ -408,6 +434,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             "scale": self.scale is not None,
             "sinks": self.sinks is not None,
             "alibi": self.alibi,
+            "qk_norm": self.q_norm is not None,
+            "rotary": self.rotation is not None,
         }
         return ", ".join(name for name, used in options.items() if used)
 
@@ -416,19 +444,51 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         return f"{self.embed_dim}, {self.num_heads}" + (f", beyond stock: {beyond}" if beyond else "")
 
 
-def _full(padded: Tensor) -> SequenceLayout:
-    """The layout of a batch (B, L, E) without padding."""
-    return SequenceLayout.from_lengths([padded.shape[1]] * padded.shape[0], device=padded.device)
+def _norm(kind: QkNorm | None, head_dim: int, factory: dict[str, Any]) -> nn.Module | None:
+    make = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}.get(kind) if isinstance(kind, str) else kind
+    if kind is not None and not callable(make):
+        raise ValueError(f'qk_norm must be "rms", "layer" or what makes a module from head_dim, got {kind!r}.')
+    return make(head_dim).to(**factory) if callable(make) else None
 
 
-@functools.cache
-def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """(H,) float32: the geometric sequence that starts at and has the ratio 2^(−8/n), for n the power of 2 up to H.
+_Packed = tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[[Tensor], Any]]
 
-    Where H is no power of 2, every second slope of the sequence for 2n fills up, as in Press et al. 2022's code.
-    """
-    n = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
-    slopes += [2 ** (-4 * (i + 1) / n) for i in range(0, 2 * (num_heads - n), 2)]
-    with torch.inference_mode(False):  # kept for all calls, so not made as an inference tensor by the first one
-        return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+def _from_nested(query: Tensor, key: Tensor, value: Tensor) -> _Packed:
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not nested.is_nested(x):
+            raise ValueError(
+                f"query, key and value must be NestedTensors (B, j, E) here; {name} is a plain tensor {tuple(x.shape)}."
+            )
+    q, k, v = nested.unwrap_each(**named)
+    for name, rows in zip(named, (q.values, k.values, v.values), strict=True):
+        if rows.dim() != 2:
+            raise ValueError(
+                f"query, key and value must be NestedTensors (B, j, E) here; {name} has {rows.dim() + 1} dims."
+            )
+    _check_values(k.layout, v.layout)
+    return q.values, k.values, v.values, q.layout, k.layout, q.rewrap
+
+
+def _from_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> _Packed:
+    packed: dict[int, tuple[Tensor, SequenceLayout]] = {}
+    for name, xs in (("query", query), ("key", key), ("value", value)):
+        fits = isinstance(xs, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 2 for x in xs)
+        if not fits or len(xs) != len(query) or not len(xs):
+            told = f"{len(xs)} of them" if isinstance(xs, (list, tuple)) else type(xs).__name__
+            raise ValueError(
+                f"query, key and value must be lists of as many tensors (Li, E), one or more; {name} is {told}."
+            )
+        if id(xs) not in packed:
+            lengths = [len(x) for x in xs]
+            packed[id(xs)] = torch.cat(list(xs)), SequenceLayout.from_lengths(lengths, device=xs[0].device)
+    (q, own), (k, other), (v, others) = (packed[id(xs)] for xs in (query, key, value))
+    _check_values(other, others)
+    other = own if own.same_lengths(other) else other
+    return q, k, v, own, other, lambda out: list(out.split(own.host_offsets.diff().tolist()))
+
+
+def _check_values(key_layout: SequenceLayout, value_layout: SequenceLayout) -> None:
+    if not key_layout.same_lengths(value_layout):
+        raise ValueError("key and value must have the same lengths.")

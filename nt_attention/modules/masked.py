@@ -1,0 +1,193 @@
+"""Attention on padded tensors, under any mask, and the weights where they are asked for.
+
+What has no ragged form runs here: weights that somebody wants to see, masks of numbers, whole graphs over padded
+batches. Every score of the padded batch is computed.
+
+Dimensions: B sequences, L and S padded lengths of queries and keys, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..kernels.masking import for_each_score
+from ..kernels.spec import MaskMod, ScoreMod, open_window
+
+if TYPE_CHECKING:
+    from .multihead import VarlenMultiheadAttention
+
+
+class InputError(ValueError, AssertionError, RuntimeError):
+    """Dense inputs that do not fit; nn.MultiheadAttention raises any of these types."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is done to the scores, each part None or 0 where it is not wanted.
+
+    Attributes:
+        scale: D^−0.5 if None.
+        seen: which keys a query sees, bool, broadcast to (B, H, L, S).
+        bias: added to the scores, broadcast to (B, H, L, S); −inf hides a key.
+        softcap: applied before the bias.
+        sinks: (H,) a score for each head that takes part in the softmax and has no value.
+        score_mod, mask_mod: as for ``varlen_attention``; applied after the bias.
+    """
+
+    scale: float | None = None
+    seen: Tensor | None = None
+    bias: Tensor | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether scaled_dot_product_attention has all that is asked."""
+        return not self.softcap and self.sinks is None and self.score_mod is None and self.mask_mod is None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    *,
+    dropout_p: float = 0.0,
+    need_weights: bool = False,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(B, L, H, D), (B, S, G, D), (B, S, G, Dv) to (B, L, H, Dv) and the weights (B, H, L, S) after dropout, or None.
+
+    A query that sees no key gives 0 and weights of 0, and passes no gradient. ``is_causal`` is upper left, over all S
+    keys.
+    """
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if is_causal:
+        earlier = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        scores = replace(scores, seen=earlier if scores.seen is None else scores.seen & earlier)
+    if need_weights or dropout_p == 1 or not scores.are_plain:
+        out, weights = _written_out(query, key, value, scores, dropout_p)
+    else:
+        out, weights = _fused(query, key, value, scores, dropout_p), None
+    return out.transpose(1, 2), weights if need_weights else None
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout_p: float) -> Tensor:
+    """By scaled_dot_product_attention, of whose kernels not all give 0 in a row that sees nothing."""
+    mask, blind = scores.seen, None
+    if scores.bias is not None:
+        mask = scores.bias if mask is None else scores.bias.masked_fill(~mask, -torch.inf)
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask == -torch.inf
+        blind = hidden.all(-1, keepdim=True)
+        mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0.0)
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace makes tensors of these
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout_p, scale=scores.scale, enable_gqa=grouped
+    )
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, how: Scores, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Each step as it is written down; what stock attention lacks in at least float32."""
+    dtype = query.dtype
+    if not how.are_plain:
+        query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if how.scale is None else how.scale
+    scores = (query * scale) @ key.transpose(2, 3)
+    if how.softcap:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    if how.bias is not None:
+        scores = scores + how.bias
+    hidden = None if how.seen is None else ~how.seen
+    if scores.numel():  # vmap refuses an empty dimension
+        if how.score_mod is not None:
+            scores = torch.stack([for_each_score(how.score_mod, x, b) for b, x in enumerate(scores)])
+        if how.mask_mod is not None:
+            mod = how.mask_mod
+            wanted = torch.stack([for_each_score(lambda _, *at: mod(*at), x, b) for b, x in enumerate(scores)])
+            hidden = ~wanted if hidden is None else hidden | ~wanted
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # −inf from −inf is taken nowhere, forward or backward
+    scores = scores.masked_fill(blind, 0.0)
+    if how.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    weights = F.dropout(weights.masked_fill(blind, 0.0), dropout_p)
+    return (weights @ value).to(dtype), weights.to(dtype)
+
+
+def attend_with(
+    module: VarlenMultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    bias: Tensor | None,
+    places: Tensor,
+    key_places: Tensor,
+    is_causal: bool,
+    need_weights: bool,
+    mask_mod: MaskMod | None = None,
+    score_mod: ScoreMod | None = None,
+    over_added_keys: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``attend`` with all that a module does to scores, and its added keys, which every query sees.
+
+    ``places`` (B or 1, L) and ``key_places`` are where causality, windows and ALiBi take tokens to be. With
+    ``over_added_keys`` causality goes by the order of all keys, added ones last.
+    """
+    if bias is not None and bias.dtype != query.dtype:
+        if not torch.is_autocast_enabled(query.device.type):
+            raise InputError(f"a mask of numbers must be {query.dtype} as query is, got {bias.dtype}: cast it.")
+        bias = bias.to(query.dtype)
+    inside = within(places, key_places, module.window_size, is_causal and not over_added_keys)
+    if inside is not None:
+        seen = inside if seen is None else seen & inside
+    if module.slopes is not None:
+        slanted = alibi_bias(places, key_places, module.slopes)
+        bias = slanted if bias is None else bias + slanted
+    if module.added_keys:
+        added = (x.unsqueeze(0).expand(len(key), *[-1] * 3) for x in map(torch.cat, module.keys_to_add(key, value)))
+        key, value = (torch.cat(pair, 1) for pair in zip((key, value), added, strict=True))
+        seen = None if seen is None else F.pad(seen, (0, module.added_keys), value=True)
+        bias = None if bias is None else F.pad(bias, (0, module.added_keys))
+    scores = Scores(module.scale, seen, bias, module.softcap, module.sinks, score_mod, mask_mod)
+    return attend(
+        *(query, key, value, scores),
+        dropout_p=module.dropout_p,
+        need_weights=need_weights,
+        is_causal=is_causal and over_added_keys,
+    )
+
+
+def within(places: Tensor, key_places: Tensor, window_size: tuple[int, int], is_causal: bool) -> Tensor | None:
+    """Which keys are in a query's window, (B or 1, 1, L, S) bool, for places (B or 1, L), (B or 1, S); None if all."""
+    left, right = open_window(*window_size)
+    right = 0 if is_causal else right
+    ahead = _ahead(places, key_places)
+    parts = [ahead >= -left] if left != float("inf") else []
+    parts += [ahead <= right] if right != float("inf") else []
+    return parts[0] & parts[-1] if parts else None
+
+
+def alibi_bias(places: Tensor, key_places: Tensor, slopes: Tensor) -> Tensor:
+    """(B or 1, H, L, S), −slope · |distance| for slopes (H,)."""
+    return -slopes[:, None, None] * _ahead(places, key_places).abs()
+
+
+def _ahead(places: Tensor, key_places: Tensor) -> Tensor:
+    """(B or 1, 1, L, S): how far a key is ahead of a query."""
+    return (key_places[:, None, :] - places[:, :, None]).unsqueeze(1)

@@ -1,0 +1,53 @@
+"""Layouts inside a graph.
+
+Dimensions: B sequences, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .layout import SequenceLayout
+
+_T = TypeVar("_T")
+
+
+class TracedLayout(SequenceLayout):
+    """What stands for a layout that is made in a graph of torch.compile or torch.export: offsets, and no lengths.
+
+    The operators below read and check the lengths when the graph runs, once for each offsets tensor.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        for name in ("offsets", "cu_seqlens"):  # operators take both widths
+            object.__setattr__(self, name, offsets)
+        object.__setattr__(self, "min_seqlen", 0)
+
+    @property
+    def batch_size(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def remember(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
+        return build()
+
+    def same_lengths(self, other: SequenceLayout) -> bool:
+        return self is other
+
+    def extended(self, extra: int) -> SequenceLayout:
+        return TracedLayout(self.offsets + extra * torch.arange(self.batch_size + 1, device=self.device))
+
+    def whereabouts(self, rows: int) -> tuple[Tensor, Tensor]:
+        row = torch.arange(rows, device=self.device)
+        sequence = torch.searchsorted(self.offsets[1:], row, right=True).clamp(max=self.batch_size - 1)
+        return sequence, row - self.offsets[sequence]
+
+    def check_rows(self, values: Tensor, name: str) -> None:
+        self._check_device(values, name)
+
+    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
+        past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
+        return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
