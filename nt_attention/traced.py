@@ -6,7 +6,8 @@ Dimensions: B sequences, N rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +17,18 @@ from .layout import SequenceLayout
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, eq=False)
 class TracedLayout(SequenceLayout):
     """What stands for a layout that is made in a graph of torch.compile or torch.export: offsets, and no lengths.
 
     The operators below read and check the lengths when the graph runs, once for each offsets tensor.
     """
 
-    def __init__(self, offsets: Tensor) -> None:
-        for name in ("offsets", "cu_seqlens"):  # operators take both widths
-            object.__setattr__(self, name, offsets)
-        object.__setattr__(self, "min_seqlen", 0)
+    @classmethod
+    def of(cls, offsets: Tensor) -> TracedLayout:
+        unknown: Any = None
+        # operators take offsets of both widths
+        return cls(offsets, offsets, unknown, unknown, 0, unknown, unknown, unknown, None, None, False)
 
     @property
     def batch_size(self) -> int:
@@ -38,7 +41,7 @@ class TracedLayout(SequenceLayout):
         return self is other
 
     def extended(self, extra: int) -> SequenceLayout:
-        return TracedLayout(self.offsets + extra * torch.arange(self.batch_size + 1, device=self.device))
+        return TracedLayout.of(self.offsets + extra * torch.arange(self.batch_size + 1, device=self.device))
 
     def whereabouts(self, rows: int) -> tuple[Tensor, Tensor]:
         row = torch.arange(rows, device=self.device)

@@ -556,3 +556,18 @@ def test_a_layout_of_an_evaluation_s_mask_serves_training():
     x = torch.randn(2, 3, 5, requires_grad=True)
     layout.pad(layout.pack(x)).sum().backward()
     assert x.grad.sum() == 25
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_packing_and_padding_are_each_other_s_gradient(mask):
+    layout = SequenceLayout.from_attention_mask(mask)
+    padded = torch.randn(*mask.shape, 3, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(layout.total, 3, dtype=torch.float64, requires_grad=True)
+    (back,) = torch.autograd.grad(layout.pack(padded), padded, grad, create_graph=True)
+    assert torch.equal(back, layout.pad(grad))
+    torch.autograd.gradcheck(layout.pack, (padded,))
+    torch.autograd.gradgradcheck(layout.pack, (padded,))
+    tangent = torch.randn_like(padded)
+    pushed = torch.func.jvp(layout.pack, (padded.detach(),), (tangent,))[1]
+    assert torch.equal(pushed, layout.pack(tangent))
+    assert torch.equal(torch.func.vjp(layout.pack, padded.detach())[1](grad.detach())[0], back)

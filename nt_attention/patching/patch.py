@@ -25,7 +25,8 @@ def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padde
     the model itself or anywhere inside it. With ``padding_free`` a padded batch is packed once at the entry of each,
     every layer of it sees real tokens only, and the result is padded again at its exit, with 0 where there is no token.
     The device is read at most once a forward. A call that packing can't serve runs as it did before, and says so once
-    in a ``NotPackedWarning``.
+    in a ``NotPackedWarning``. Any other ``nn.MultiheadAttention`` inside is swapped, layer by layer, for one that takes
+    NestedTensors as well and skips the padding that its ``key_padding_mask`` tells of.
 
     Args:
         model: any module. Its parameters, state_dict and optimizer stay as they are.
@@ -50,11 +51,11 @@ def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padde
     handle = PatchHandle(type(model).__name__)
     try:
         _reach("", model, handle, padding_free, logits)
-        if not handle.changed:
+        if not (handle.changed or handle.layers):
             found = "".join(f"\n  {name}: {why}" for name, why in handle.left.items())
             raise ValueError(
                 f"there is nothing in {type(model).__name__} that patch can reach:"
-                f"{found or ' it holds no nn.TransformerEncoder and no Hugging Face model.'}"
+                f"{found or ' it holds no nn.MultiheadAttention and no Hugging Face model.'}"
             )
     except BaseException:
         handle.remove()
@@ -66,21 +67,27 @@ def _reach(
     name: str, module: nn.Module, handle: PatchHandle, padding_free: bool, logits: Literal["padded"] | None
 ) -> None:
     """Change ``module`` if it is one that we know; else look inside."""
-    if isinstance(module, nn.TransformerEncoder):
-        torch_modules.patch_encoder(name, module, handle, padding_free)
-        return
-    if isinstance(module, VarlenMultiheadAttention):
+    if isinstance(module, nn.TransformerEncoder) and torch_modules.patch_encoder(name, module, handle, padding_free):
         return
     if isinstance(module, nn.MultiheadAttention):
-        handle.leave(name, "an attention module outside of nn.TransformerEncoder: not reached yet; replace it by hand.")
+        if not isinstance(module, VarlenMultiheadAttention):
+            handle.leave(name, "it is attention itself: use VarlenMultiheadAttention.from_torch(module) in its place.")
         return
     if "transformers" in sys.modules:  # without it, no module is one of its models
         from . import hugging_face
 
         if hugging_face.patch_model(name, module, handle, padding_free, logits):
             return
-    for child_name, child in module.named_children():
-        _reach(f"{name}.{child_name}" if name else child_name, child, handle, padding_free, logits)
+    for child_name, child in list(module._modules.items()):  # with what stands under two names
+        path = f"{name}.{child_name}" if name else child_name
+        if child is None:
+            continue
+        if not isinstance(child, nn.MultiheadAttention):
+            _reach(path, child, handle, padding_free, logits)
+        elif (why := torch_modules.swap_attention(module, child_name, handle)) is not None:
+            handle.leave(path, why)
+        elif not isinstance(child, VarlenMultiheadAttention):
+            handle.change_layers("", {path: "takes NestedTensors, and skips padding where its mask tells of it"})
 
 
 class NotPackedWarning(UserWarning):

@@ -3,7 +3,8 @@
 Dimensions: B sequences, L positions of a padded row, T tokens, E embed dim.
 
 A patched ``nn.TransformerEncoder`` packs at its entry and hands the layout to its layers in ``src_mask``'s place. A
-patched layer that finds one there runs on packed tokens (T, E); without one it runs as it did.
+patched layer that finds one there runs on packed tokens (T, E); without one it runs as it did. Attention anywhere else
+is swapped where it stands, and the modules around it stay as they are.
 """
 
 from __future__ import annotations
@@ -24,26 +25,30 @@ if TYPE_CHECKING:
     from .patch import PatchHandle
 
 
-def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle, padding_free: bool) -> None:
-    """Swap the attention of every layer, with the parameters shared; and pack at the entry, if ``padding_free``."""
+def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle, padding_free: bool) -> bool:
+    """Swap the attention of every layer, with the parameters shared; and pack at the entry, if ``padding_free``.
+
+    False, with the reason in the handle, if its forward or its layers are not the ones that are known.
+    """
     if type(encoder).forward is not nn.TransformerEncoder.forward or not len(encoder.layers):
         what = "a forward of its own" if len(encoder.layers) else "no layers"
         handle.leave(name, f"{type(encoder).__name__} has {what}.")
-        return
+        return False
     layers = [layer for layer in encoder.layers if isinstance(layer, nn.TransformerEncoderLayer)]
     for i, layer in enumerate(encoder.layers):
         why = _why_not(layer)
         if why is not None:
             handle.leave(f"{name}.layers.{i}" if name else f"layers.{i}", why)
-            return
+            return False
     for layer in layers:
-        _swap_attention(layer, handle)
+        swap_attention(layer, "self_attn", handle)
         if padding_free:
             handle.override_forward(layer, _layer_forward)
     if padding_free:
         handle.override_forward(encoder, functools.partial(_encoder_forward, handle))
     done = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
     handle.change(name, f"nn.TransformerEncoder of {len(layers)} layers, {done}")
+    return True
 
 
 def _why_not(layer: nn.Module) -> str | None:
@@ -62,29 +67,50 @@ def _why_not(layer: nn.Module) -> str | None:
     return None
 
 
-# Attention that a patch put into a layer, and that patch.
+# Attention that a patch put into a module, and that patch.
 _swapped_by: WeakKeyDictionary[nn.Module, ref[PatchHandle]] = WeakKeyDictionary()
 
 
-def _swap_attention(layer: nn.TransformerEncoderLayer, handle: PatchHandle) -> None:
-    stock = layer.self_attn
+def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | None:
+    """Put a ``VarlenMultiheadAttention`` with the same parameters and hooks in the place of ``parent.name``.
+
+    Returns:
+        Why not, if it can't be done.
+
+    Raises:
+        ValueError: another patch has done it already.
+    """
+    stock = parent._modules[name]
     if isinstance(stock, VarlenMultiheadAttention):
         other = _swapped_by[stock]() if stock in _swapped_by else None
-        if other is not None and other.active:
-            raise ValueError(f"{type(layer).__name__} is patched already: remove() the handle of that patch first.")
-        return
-    ragged = VarlenMultiheadAttention.from_torch(stock)
+        if other is not None and other is not handle and other.active:
+            raise ValueError(f"{type(parent).__name__} is patched already: remove() the handle of that patch first.")
+        return None
+    if type(stock) is not nn.MultiheadAttention or "forward" in stock.__dict__:
+        what = "has a forward of its own" if type(stock) is nn.MultiheadAttention else "is not nn.MultiheadAttention"
+        return f"{type(stock).__name__} {what}."
+    try:
+        ragged = VarlenMultiheadAttention.from_torch(stock)
+    except ValueError as made_of_others:
+        return str(made_of_others)
+    for hooks in _HOOKS & stock.__dict__.keys():  # the very dictionaries, so that handles take hooks out of both
+        ragged.__dict__[hooks] = stock.__dict__[hooks]
     _swapped_by[ragged] = ref(handle)
-    layer.self_attn = ragged
-    handle.on_remove(functools.partial(_put_back_attention, layer, ragged, stock))
+    parent._modules[name] = ragged
+    handle.on_remove(functools.partial(_put_back_attention, parent, name, ragged, stock))
+    return None
+
+
+_HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name}
 
 
 def _put_back_attention(
-    layer: nn.TransformerEncoderLayer, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention
+    parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention
 ) -> None:
     """With the parameters that it has by now: load_state_dict(assign=True) puts new ones in."""
     VarlenMultiheadAttention.share_parameters(ragged, stock)
-    layer.self_attn = stock.train(layer.training)
+    if parent._modules.get(name) is ragged:
+        parent._modules[name] = stock.train(ragged.training)
 
 
 def _layer_forward(
@@ -103,9 +129,25 @@ def _layer_forward(
 
     if layer.norm_first:
         src = src + attend(layer.norm1(src))
-        return src + layer._ff_block(layer.norm2(src))
+        return src + _feed_forward(layer, layer.norm2(src))
     src = layer.norm1(src + attend(src))
-    return layer.norm2(src + layer._ff_block(src))
+    return layer.norm2(src + _feed_forward(layer, src))
+
+
+def _feed_forward(layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
+    """``layer._ff_block``; on a GPU without gradients with ReLU inside of the product, as stock's fast path has it."""
+    first, second = layer.linear1, layer.linear2
+    fused = (
+        x.is_cuda
+        and not (torch.is_grad_enabled() or layer.training or torch.is_autocast_enabled("cuda"))
+        and layer.activation_relu_or_gelu == 1
+        and type(first) is nn.Linear
+        and first.bias is not None
+        and not (first._forward_hooks or first._forward_pre_hooks or "forward" in first.__dict__)
+    )
+    if not fused:
+        return layer._ff_block(x)
+    return second(torch._addmm_activation(first.bias, x, first.weight.t()))
 
 
 def _encoder_forward(

@@ -72,3 +72,20 @@ def test_the_device_gives_what_eager_gives(model_type):
     assert handle.calls[None] == 1
     slack = 4 if model_type == "gpt_oss" else 2  # a token near the edge of two experts goes to another in 16 bits
     assert (got.float() - want).norm() <= slack * own
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_infers_what_it_gives_in_training(norm_first, activation):
+    """Without gradients ReLU runs inside of its product."""
+    layer = torch.nn.TransformerEncoderLayer(
+        64, 4, 96, 0.0, activation, batch_first=True, norm_first=norm_first, device="cuda", dtype=torch.bfloat16
+    )
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(3, 37, 64, device="cuda", dtype=torch.bfloat16)
+    padding = torch.arange(37, device="cuda") >= torch.tensor([37, 5, 20], device="cuda")[:, None]
+    nta.patch(encoder)
+    want = encoder(x, src_key_padding_mask=padding)
+    encoder.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=padding), want, rtol=0.02, atol=0.02)

@@ -160,23 +160,43 @@ class OwnForward(nn.TransformerEncoderLayer):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (nn.Linear(2, 3), "holds no nn.TransformerEncoder"),
-        (nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2), 1), "layers.0.multihead_attn: an attention module"),
-        (nn.TransformerEncoder(OwnForward(4, 2), 1, enable_nested_tensor=False), "OwnForward has a forward of its own"),
+        (nn.Linear(2, 3), "holds no nn.MultiheadAttention"),
+        (nn.MultiheadAttention(4, 2), "model: it is attention itself"),
     ],
-    ids=["nothing", "decoder", "own-forward"],
+    ids=["nothing", "attention"],
 )
 def test_a_model_that_it_can_not_reach_is_refused_with_the_reason(model, reason):
     with pytest.raises(ValueError, match=reason):
         nta.patch(model)
 
 
-def test_the_rest_of_a_model_is_left_alone_and_told():
+@pytest.mark.parametrize("kind", ["forward", "layers"])
+def test_an_encoder_that_is_not_known_whole_is_patched_layer_by_layer(kind):
+    class Louder(nn.TransformerEncoder):
+        def forward(self, src, *args, **kwargs):
+            return super().forward(2 * src, *args, **kwargs)
+
+    encoder = make_encoder()
+    if kind == "forward":
+        encoder = Louder(encoder.layers[0], 2, enable_nested_tensor=False)
+    else:
+        encoder.layers[1].__class__ = OwnForward
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    want = encoder(x, src_key_padding_mask=PADDING)
+    with nta.patch(encoder) as handle:
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
+        assert "a forward of its own" in str(handle)
+        assert not handle.changed
+        assert list(handle.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+def test_a_whole_transformer_is_told_part_by_part():
     model = nn.Transformer(EMBED, 4, 1, 1, 50, batch_first=True)
     with nta.patch(model) as handle:
         assert list(handle.changed) == ["encoder"]
-        assert list(handle.left) == ["decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
+        assert list(handle.layers) == ["decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
         assert "encoder: nn.TransformerEncoder of 1 layers" in str(handle)
+        assert "decoder.layers.0.self_attn: takes NestedTensors" in str(handle)
 
 
 def test_a_deep_copy_runs_its_own_weights():
@@ -246,15 +266,6 @@ def test_a_call_that_is_not_packed_is_told_at_the_caller_s_line():
         encoder(x, mask, PADDING)
     assert [w.filename for w in said if w.category is NotPackedWarning] == [__file__]
     assert "1 call ran as before: mask is neither None nor causal" in str(handle)
-
-
-def test_an_encoder_with_a_forward_of_its_own_is_left_alone():
-    class Louder(nn.TransformerEncoder):
-        def forward(self, src, *args, **kwargs):
-            return super().forward(2 * src, *args, **kwargs)
-
-    with pytest.raises(ValueError, match="Louder has a forward of its own"):
-        nta.patch(Louder(make_encoder().layers[0], 2, enable_nested_tensor=False))
 
 
 def test_an_encoder_whose_attention_is_swapped_already_is_refused():
