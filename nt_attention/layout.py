@@ -8,11 +8,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
 _T = TypeVar("_T")
@@ -401,7 +400,7 @@ class SequenceLayout:
                 f"padded must be ({self.batch_size}, {wanted}{'' if exact else ' or more'}, …) for this layout, "
                 f"got {tuple(padded.shape)}."
             )
-        return _taken(padded.flatten(0, 1), self._index(length))
+        return padded.flatten(0, 1).index_select(0, self._index(length))
 
     def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
         """The padded batch (B, L, …) of tokens (T, …), with ``value`` where there is none.
@@ -469,29 +468,6 @@ class SequenceLayout:
         if self.padded_index is not None:
             return self.padded_index
         return self.remember(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
-
-
-def _taken(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows.index_select(0, index)`` for an index that names no row twice."""
-    special = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if special or forward_ad._current_level >= 0 or not (torch.is_grad_enabled() and rows.requires_grad):
-        return rows.index_select(0, index)
-    return cast(Tensor, _Taken.apply(rows, index))
-
-
-class _Taken(torch.autograd.Function):
-    """Its gradients are put back where index_select's are added up, which takes several times as long on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.count = rows.shape[0]
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy(0, index, grad), None
 
 
 def layout_where(begins: Tensor, device: torch.device) -> SequenceLayout:
