@@ -272,7 +272,7 @@ def _by_positions(position_ids: Tensor, rows: int, layer: int | None, here: Tens
     else:
         first = begins(position_ids, here)
         first[:, :1] = True
-        layout = layout_where(first.flatten(), position_ids.device)
+        layout = layout_where(first.flatten().cpu().numpy(), position_ids.device)
     found = layout if layout.batch_size > rows else None
     by_mask[_NO_MASK if here is None else here] = _Found(version, rows, layer, found)
     return found

@@ -91,7 +91,7 @@ def _seeing(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionS
         seeing = torch.where(keys > 0, queries, 0)
     else:
         seeing = torch.minimum(queries, keys)
-    narrowed = SequenceLayout._from_host_lengths(seeing, layout.device)
+    narrowed = SequenceLayout.from_lengths(seeing, device=layout.device)
     # rows of a sequence are left out at its start alone, so each row left moves by as many as were left out until then
     moved = layout.offsets[1:] - narrowed.offsets[1:]
     return narrowed.position_ids + (narrowed.offsets[:-1] + moved)[narrowed.sequence_ids], narrowed

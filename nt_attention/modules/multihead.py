@@ -104,8 +104,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.scale = scale
         self.alibi = alibi
         self.backend = backend
-        # What stock attention computes too; where it does not, the name below also keeps nn.TransformerEncoderLayer
-        # from its fast path, which would read our weights and never call forward.
+        # what stock attention computes too
         self.is_stock = (
             num_kv_heads == num_heads
             and self.head_dim * num_heads == embed_dim
@@ -116,7 +115,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             and qk_norm is None
         )
         same_dims = self.kdim == embed_dim and self.vdim == embed_dim
-        self._qkv_same_embed_dim = same_dims and self.is_stock
+        self._has_stock_weights = same_dims and self.is_stock
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         q_dim, kv_dim = num_heads * self.head_dim, num_kv_heads * self.head_dim
@@ -138,12 +137,20 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
-        # the parent asks this name which of its two sets of weights to fill
-        flag, self._qkv_same_embed_dim = self._qkv_same_embed_dim, self.in_proj_weight is not None
+        # the parent asks _qkv_same_embed_dim which of its two sets of weights to fill
+        flag, self._has_stock_weights = self._has_stock_weights, self.in_proj_weight is not None
         super()._reset_parameters()
-        self._qkv_same_embed_dim = flag
+        self._has_stock_weights = flag
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """Whether nn.TransformerEncoderLayer's fast path may read the weights and never call ``forward``.
+
+        That is right for what stock attention computes too, and not in a graph: it knows no jagged NestedTensors.
+        """
+        return self._has_stock_weights and not torch.compiler.is_compiling()
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, backend: str = "auto") -> VarlenMultiheadAttention:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hf.positions import begins, previous
-from ..layout import SequenceLayout, layout_where, places_of
+from ..layout import SequenceLayout, layout_where, to_device
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Packing:
         first = here & (begins(position_ids, here) | (before < 0))
         hole = here & ~first & (torch.arange(length, device=mask.device) - before > 1)
         told = here.to(torch.uint8) + 2 * first + 4 * hole + 8 * (here & (mask != 1))
-        on_host = told.to(torch.uint8).flatten().cpu()  # one copy tells it all
-        if bool((on_host >= 8).any()):
+        on_host = told.to(torch.uint8).flatten().cpu().numpy()  # one copy tells it all
+        if (on_host >= 8).any():
             raise ValueError("attention_mask holds values other than 0 (padding) and 1 (a token).")
         tokens = on_host[on_host > 0]
-        layout = layout_where((tokens & 2) > 0, mask.device)
-        index = places_of(here.flatten(), layout.total) if layout.total < mask.numel() else None
+        layout = layout_where(tokens & 2, mask.device)
+        index = to_device((on_host > 0).nonzero()[0], mask.device) if layout.total < mask.numel() else None
         return cls(layout, index, rows, length, bool((tokens & 4).any()))
 
     @property

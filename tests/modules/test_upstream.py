@@ -1049,18 +1049,6 @@ def test_copies_are_whole_and_their_own(mode, again):
             assert repr(copied) == repr(made)
 
 
-def test_checkpoints_of_before_the_flag_load():
-    """Modules that were pickled before kdim and vdim had no ``_qkv_same_embed_dim``."""
-    _, ours = pair()
-    state = dict(vars(ours))
-    del state["_qkv_same_embed_dim"]
-    old = VarlenMultiheadAttention.__new__(VarlenMultiheadAttention)
-    old.__setstate__(state)
-    assert old._qkv_same_embed_dim
-    x = double(LENGTH, BATCH, EMBED)
-    close(old(x, x, x), ours(x, x, x))
-
-
 def test_hooks_see_the_arguments_and_results_of_stock():
     x, memory = double(BATCH, LENGTH, EMBED), double(BATCH, KEYS, EMBED)
     masks = {"tgt_mask": causal(LENGTH), "memory_key_padding_mask": MEMORY_PADDED}

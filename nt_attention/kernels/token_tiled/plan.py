@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...layout import SequenceLayout
+from ...layout import SequenceLayout, to_device
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -96,14 +96,15 @@ class Plan:
         as long, and hundreds of µs where one of them wakes threads.
         """
         left, right = window
-        offsets, key_offsets = layout.host_offsets.numpy(), key_layout.host_offsets.numpy()
+        offsets = layout.host_offsets.numpy()
+        key_offsets = offsets if layout is key_layout else key_layout.host_offsets.numpy()
         shift = np.zeros_like(offsets[1:]) if upper_left else np.diff(key_offsets) - np.diff(offsets)
         sides = Side(offsets, key_offsets, shift, left, right), Side(key_offsets, offsets, -shift, right, left)
         if layout is key_layout:
             queries = _meeting(layout, layout, None, left, right)
             keys = queries if left == right else _meeting(layout, layout, None, right, left)
             return cls(queries, keys, sides)
-        on_device = torch.from_numpy(shift).to(layout.device, non_blocking=True)
+        on_device = to_device(shift, layout.device)
         queries = _meeting(layout, key_layout, on_device, left, right)
         return cls(queries, _meeting(key_layout, layout, -on_device, right, left), sides)
 
@@ -155,8 +156,11 @@ class Plan:
             sequences = np.arange(len(self.sides[0].offsets))
             if not shared:
                 return sequences
-            fits = [side.offsets.searchsorted(side.offsets[:-1] + shared, "right") - 1 for side in self.sides]
-            following = np.maximum(np.minimum(*fits), sequences[1:]).tolist()
+            queries, keys = (side.offsets for side in self.sides)
+            fits = queries.searchsorted(queries[:-1] + shared, "right") - 1
+            if keys is not queries:
+                fits = np.minimum(fits, keys.searchsorted(keys[:-1] + shared, "right") - 1)
+            following = np.maximum(fits, sequences[1:]).tolist()
             ends = [0]
             while ends[-1] < len(following):
                 ends.append(following[ends[-1]])
@@ -175,9 +179,7 @@ class Plan:
         return self._made[key]
 
     def _to_device(self, columns: list[Ints]) -> Tensor:
-        tiles = torch.from_numpy(np.stack(columns, 1).astype(np.int32))
-        # a pageable copy to the device is staged by the driver, so the host need not wait for it
-        return tiles.to(self.queries.lo.device, non_blocking=True)
+        return to_device(np.stack(columns, 1).astype(np.int32), self.queries.lo.device)
 
 
 def _meeting(mine: SequenceLayout, other: SequenceLayout, shift: Tensor | None, before: float, after: float) -> Meeting:
