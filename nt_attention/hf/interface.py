@@ -122,7 +122,7 @@ def attention(
     if attention_mask is not None or position_bias is not None:
         if attention_mask is None:
             attention_mask = _or_causal(None, is_causal, query, key, sliding_window)
-        return dense(_both(attention_mask, _same_layout(query.shape[0], *layouts)))
+        return dense(_both(attention_mask, _same_layout(query, key, *layouts)))
     return _packed(query, key, value, *layouts, is_causal, sliding_window, softcap, s_aux, **kwargs), None
 
 
@@ -221,7 +221,7 @@ def _layouts(
         key_layout = layout if same else SequenceLayout.from_offsets(cast(Tensor, cu_seq_lens_k))
         for which, what, lengths, tokens in (("q", "queries", layout, query), ("k", "keys", key_layout, key)):
             there = tokens.shape[0] * tokens.shape[2]
-            if lengths.total != there:
+            if not _traced(query) and lengths.total != there:  # in a graph the operator looks
                 raise ValueError(
                     f"cu_seq_lens_{which} ends at {lengths.total}, but there are {there} {what}: pass the lengths of "
                     f"all {what}{', in cross-attention those of the other side' if which == 'k' else ''}."
@@ -295,9 +295,12 @@ def _or_causal(
     return ((ahead > -window) & (ahead < (1 if is_causal else window))).view(1, 1, *ahead.shape)
 
 
-def _same_layout(rows: int, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
     """(B, 1, T, S) bool, where the query's sequence is the key's."""
-    ids, key_ids = (x.sequence_ids.view(rows, 1, -1) for x in (layout, key_layout))
+    rows = query.shape[0]
+    ids, key_ids = (
+        x.whereabouts(rows * tokens.shape[2])[0].view(rows, 1, -1) for x, tokens in ((layout, query), (key_layout, key))
+    )
     return ids.unsqueeze(3) == key_ids.unsqueeze(2)
 
 
