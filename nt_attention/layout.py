@@ -6,7 +6,8 @@ Dimensions: B sequences, T tokens in all of them, L positions in a padded row.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,7 +72,7 @@ def host_facts(offsets: Tensor) -> HostFacts:
         )
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so an empty batch is torch.tensor([0]).")
-    with torch.inference_mode(offsets.is_inference()):  # what is kept must serve whoever asks next
+    with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         other = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
     lengths = host.diff()
@@ -85,6 +86,20 @@ def host_facts(offsets: Tensor) -> HostFacts:
         bad = int(host[0]) if int(host[0]) < 0 else int(host[-1])
         raise ValueError(f"offsets must lie in 0 … {_INT32_MAX}, which is what the kernels can address; got {bad}.")
     return _remember_facts(offsets, host, other)
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """Tensors made here serve whoever asks next: they belong to no evaluation, graph or function transform."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
+        yield
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor without the wrappers of function transforms, which the host can't look into."""
+    while isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _is_integer(tensor: Tensor) -> bool:
@@ -168,7 +183,7 @@ class SequenceLayout:
             from .traced import TracedLayout  # which builds on this file
 
             return TracedLayout.of(offsets)
-        offsets = source_of(offsets)
+        offsets = source_of(_plain(offsets))
         facts = host_facts(offsets)
         if facts.first:
             raise ValueError(
@@ -206,16 +221,15 @@ class SequenceLayout:
         Raises:
             ValueError: lengths that are negative, not integers, or not one-dimensional.
         """
-        given = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
-        if given.numel() == 0:
-            given = given.to(torch.int64)
-        if given.dim() != 1 or not _is_integer(given):
-            raise ValueError(
-                f"lengths must be one integer for each sequence, got shape {tuple(given.shape)} and {given.dtype}: "
-                "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
-            )
-        device = given.device if device is None else torch.device(device)
-        return cls._from_host_lengths(given.detach().to("cpu", torch.int64).numpy(), device)
+        with _lasting():
+            given = _plain(lengths) if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
+            if given.dim() != 1 or not (_is_integer(given) or given.numel() == 0):
+                raise ValueError(
+                    f"lengths must be one integer for each sequence, got shape {tuple(given.shape)} and {given.dtype}: "
+                    "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
+                )
+            device = given.device if device is None else torch.device(device)
+            return cls._from_host_lengths(given.detach().to("cpu", torch.int64).numpy(), device)
 
     @classmethod
     def _from_host_lengths(cls, lengths: Ints, device: torch.device) -> SequenceLayout:
@@ -226,7 +240,7 @@ class SequenceLayout:
         lengths.cumsum(out=ends[1:])
         if ends[-1] > _INT32_MAX:
             raise ValueError(f"the lengths add up to {ends[-1]} tokens, past the kernels' limit of {_INT32_MAX}.")
-        with torch.inference_mode(False), torch.no_grad():  # offsets with a version, by which they are known again
+        with _lasting():  # offsets with a version, by which they are known again
             host = torch.from_numpy(ends)
             offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
             facts = _remember_facts(offsets, host, offsets.to(torch.int32))
@@ -257,6 +271,7 @@ class SequenceLayout:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) and not mask.is_nested else type(mask).__name__
             raise ValueError(f"mask must be a (B, L) tensor with 1 where a token is, got {shape}.")
         batch, length = mask.shape
+        mask = _plain(mask.detach())
         # one copy tells the host all, and what is left to do is little for a batch that fits a device
         if mask.dtype == torch.bool:
             here = mask.cpu().numpy()
@@ -352,11 +367,13 @@ class SequenceLayout:
         Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
         must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
         """
+        if torch.compiler.is_compiling():
+            return build()
         memo: MutableMapping[object, Any] = self._memo
         if other is not None:
             memo, key = self._memo.setdefault((key, "with"), WeakIdKeyDictionary()), other._memo  # type: ignore[assignment]
         if key not in memo:
-            with torch.inference_mode(False), torch.no_grad():  # an evaluation's indices serve training as well
+            with _lasting():
                 memo[key] = build()
         return memo[key]
 
@@ -475,5 +492,5 @@ def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
 
 def to_device(numbers: Ints, device: torch.device) -> Tensor:
     """A tensor of ``numbers``; the host need not wait, as the driver stages what is not pinned."""
-    with torch.inference_mode(False):  # an evaluation's layout serves training as well
+    with _lasting():
         return torch.from_numpy(numbers).to(device, non_blocking=True)

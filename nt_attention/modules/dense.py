@@ -111,8 +111,9 @@ def _every_score(
 ) -> tuple[Tensor, Tensor | None]:
     """(B, L, E) to (B, L, E) and weights (B, H, L, S)."""
     places, key_places = (torch.arange(x.shape[1], device=x.device).unsqueeze(0) for x in (query, key))
-    if is_self and module.counts_places and padding is not None and padding.dtype == torch.bool:
-        places = key_places = (~padding).cumsum(1) - 1  # as packed tokens are counted
+    if is_self and module.counts_places and padding is not None:  # as packed tokens are counted
+        hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
+        places = key_places = (~hidden).cumsum(1) - 1
     q, k, v = module.project(query, key, value, places, key_places)
     seen = bias = None
     for mask in (padding, attn_mask):

@@ -8,6 +8,7 @@ Dimensions: B sequences, L and S padded lengths of queries and keys, H query hea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Scores:
         softcap: applied before the bias.
         sinks: (H,) a score for each head that takes part in the softmax and has no value.
         score_mod, mask_mod: as for ``varlen_attention``; applied after the bias.
+        lengths: of each sequence's queries and keys, beyond which the mods are not asked.
     """
 
     scale: float | None = None
@@ -46,6 +48,7 @@ class Scores:
     sinks: Tensor | None = None
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
+    lengths: Sequence[tuple[int, int]] = ()
 
     @property
     def are_plain(self) -> bool:
@@ -109,13 +112,11 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, how: Scores, dropout
     if how.bias is not None:
         scores = scores + how.bias
     hidden = None if how.seen is None else ~how.seen
-    if scores.numel():  # vmap refuses an empty dimension
-        if how.score_mod is not None:
-            scores = torch.stack([for_each_score(how.score_mod, x, b) for b, x in enumerate(scores)])
-        if how.mask_mod is not None:
-            mod = how.mask_mod
-            wanted = torch.stack([for_each_score(lambda _, *at: mod(*at), x, b) for b, x in enumerate(scores)])
-            hidden = ~wanted if hidden is None else hidden | ~wanted
+    if how.score_mod is not None:
+        scores = _modified(how.score_mod, scores, how.lengths)
+    if (mod := how.mask_mod) is not None:
+        unwanted = _modified(lambda _, *at: ~mod(*at), scores, how.lengths).to(torch.bool)
+        hidden = unwanted if hidden is None else hidden | unwanted
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     blind = (scores == -torch.inf).all(-1, keepdim=True)  # −inf from −inf is taken nowhere, forward or backward
@@ -126,7 +127,17 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, how: Scores, dropout
         sinks = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     weights = F.dropout(weights.masked_fill(blind, 0.0), dropout_p)
-    return (weights @ value).to(dtype), weights.to(dtype)
+    return (weights.to(value.dtype) @ value).to(dtype), weights.to(dtype)
+
+
+def _modified(mod: Callable[..., Tensor], scores: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
+    """What ``mod`` makes of each sequence's own scores; 0 beyond."""
+    made = []
+    for b, (rows, columns) in enumerate(lengths):
+        inside = scores[b, :, :rows, :columns]
+        inside = for_each_score(mod, inside, b).to(scores.dtype) if inside.numel() else inside
+        made.append(F.pad(inside, (0, scores.shape[3] - columns, 0, scores.shape[2] - rows)))
+    return torch.stack(made)
 
 
 def attend_with(
@@ -143,6 +154,7 @@ def attend_with(
     mask_mod: MaskMod | None = None,
     score_mod: ScoreMod | None = None,
     over_added_keys: bool = False,
+    lengths: Sequence[tuple[int, int]] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """``attend`` with all that a module does to scores, and its added keys, which every query sees.
 
@@ -164,7 +176,7 @@ def attend_with(
         key, value = (torch.cat(pair, 1) for pair in zip((key, value), added, strict=True))
         seen = None if seen is None else F.pad(seen, (0, module.added_keys), value=True)
         bias = None if bias is None else F.pad(bias, (0, module.added_keys))
-    scores = Scores(module.scale, seen, bias, module.softcap, module.sinks, score_mod, mask_mod)
+    scores = Scores(module.scale, seen, bias, module.softcap, module.sinks, score_mod, mask_mod, lengths)
     return attend(
         *(query, key, value, scores),
         dropout_p=module.dropout_p,

@@ -157,8 +157,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """A stand-in that shares the parameters of ``module``: training one trains the other. Hooks are not taken over.
 
         Raises:
-            ValueError: parameters that are made of others (parametrized, pruned, weight-normed), which it can't share.
+            ValueError: options beyond stock, or parameters that are made of others (parametrized, pruned).
         """
+        if isinstance(module, VarlenMultiheadAttention) and not module.is_stock:
+            raise ValueError(f"{module._beyond_stock()} would be lost: copy.copy(module) shares parameters as well.")
         new = cls(
             module.embed_dim,
             module.num_heads,
@@ -172,12 +174,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             device="meta",
             backend=backend,
         )
-        there, wanted = set(module._parameters), {name for name, x in new._parameters.items() if x is not None}
-        if made := (wanted - there) | (there - set(new._parameters)):
-            raise ValueError(
-                f"{', '.join(sorted(made))} of {type(module).__name__} are made of other parameters, or not stock's: "
-                "take that out before (parametrize.remove_parametrizations, prune.remove) and put it on the stand-in."
-            )
+        _check_parameters(module, new)
         cls.share_parameters(module, new)
         return new.train(module.training)
 
@@ -185,7 +182,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """The stock module that shares these parameters.
 
         Raises:
-            ValueError: with options that stock attention does not have.
+            ValueError: as ``from_torch``.
         """
         if not self.is_stock:
             raise ValueError(f"nn.MultiheadAttention has no {self._beyond_stock()}.")
@@ -201,6 +198,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             self.batch_first,
             device="meta",
         )
+        _check_parameters(self, stock)
         self.share_parameters(self, stock)
         return stock.train(self.training)
 
@@ -287,8 +285,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.check_widths(query, key, value)
         for name, x, rows in (("query", query, layout), ("key", key, key_layout), ("value", value, key_layout)):
             rows.check_rows(x, name)
-        if attn_mask is not None and is_causal and not need_weights:
-            attn_mask = None  # the hint says the same
+        if attn_mask is not None and is_causal:  # the hint says what the mask says
+            attn_mask, is_causal = (attn_mask, False) if need_weights else (None, True)
         if need_weights or attn_mask is not None or self.drops_all:
             out, weights = padded.attend(
                 *(self, query, key, value, layout, key_layout, attn_mask, is_causal, mask_mod, score_mod),
@@ -451,6 +449,15 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         return f"{self.embed_dim}, {self.num_heads}" + (f", beyond stock: {beyond}" if beyond else "")
 
 
+def _check_parameters(of: nn.Module, to: nn.Module) -> None:
+    there, wanted = ({name for name, x in module._parameters.items() if x is not None} for module in (of, to))
+    if there != wanted:
+        raise ValueError(
+            f"{', '.join(sorted(there ^ wanted))} of {type(of).__name__} are made of other parameters, or not stock's: "
+            "take that out before (parametrize.remove_parametrizations, prune.remove) and put it on the other one."
+        )
+
+
 def _norm(kind: QkNorm | None, head_dim: int, factory: dict[str, Any]) -> nn.Module | None:
     make = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}.get(kind) if isinstance(kind, str) else kind
     if kind is not None and not callable(make):
@@ -487,6 +494,10 @@ def _from_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
             raise ValueError(
                 f"query, key and value must be lists of as many tensors (Li, E), one or more; {name} is {told}."
             )
+        kinds = {(x.shape[1], x.dtype, x.device) for x in xs}
+        if len(kinds) > 1:
+            told = "; ".join(f"{width}, {dtype}, {device}" for width, dtype, device in kinds)
+            raise ValueError(f"the tensors of {name} must share their width, dtype and device, got {told}.")
         if id(xs) not in packed:
             lengths = [len(x) for x in xs]
             packed[id(xs)] = torch.cat(list(xs)), SequenceLayout.from_lengths(lengths, device=xs[0].device)

@@ -40,6 +40,8 @@ def attend(
             "weights, attn_mask and a dropout of 1 want lengths, which a graph does not know: pass mask_mod or "
             "is_causal=True, or call this outside of the graph."
         )
+    if layout.batch_size != key_layout.batch_size:
+        raise ValueError(f"query has {layout.batch_size} sequences, and key and value have {key_layout.batch_size}.")
     rows = query.shape[0]
     tokens = module.project(query, key, value, layout, key_layout)
     # tokens first in each row, wherever the layout's own mask had them
@@ -53,8 +55,11 @@ def attend(
         mask = _batched(attn_mask, own, other, module.num_heads)
         seen, bias = (seen & ~mask, None) if mask.dtype == torch.bool else (seen, mask)
     out, weights = masked.attend_with(
-        module, q, k, v, seen, bias, places, key_places, is_causal, need_weights, mask_mod, score_mod
+        *(module, q, k, v, seen, bias, places, key_places, is_causal, need_weights, mask_mod, score_mod),
+        lengths=_lengths(own, other),
     )
+    if weights is not None and module.added_keys:  # which are seen from beyond a sequence's end as well
+        weights = weights.masked_fill(~here[:, None, :, None], 0.0)
     out = module.out_proj(own.pack(out.flatten(2)))
     return F.pad(out, (0, 0, 0, rows - own.total)), weights
 
@@ -62,6 +67,10 @@ def attend(
 def _here(layout: SequenceLayout, padded: Tensor) -> Tensor:
     """(B, L) bool, where tokens are."""
     return torch.arange(padded.shape[1], device=padded.device) < layout.lengths.unsqueeze(1)
+
+
+def _lengths(layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, int]]:
+    return list(zip(*(x.host_offsets.diff().tolist() for x in (layout, key_layout)), strict=True))
 
 
 def _batched(mask: Tensor | Sequence[Tensor], layout: SequenceLayout, key_layout: SequenceLayout, heads: int) -> Tensor:
@@ -80,12 +89,15 @@ def _batched(mask: Tensor | Sequence[Tensor], layout: SequenceLayout, key_layout
             )
         mask = mask[..., :queries, :keys]
         return mask.view(1, 1, queries, keys) if mask.dim() == 2 else mask.unflatten(0, (batch, heads))
-    lengths = list(zip(layout.host_offsets.diff().tolist(), key_layout.host_offsets.diff().tolist(), strict=True))
+    lengths = _lengths(layout, key_layout)
+    if not isinstance(mask, (list, tuple)) or len(mask) != batch or not all(isinstance(x, Tensor) for x in mask):
+        told = f"{len(mask)} of them" if isinstance(mask, (list, tuple)) else type(mask).__name__
+        raise ValueError(f"attn_mask must be a tensor, or a list of {batch} masks, one a sequence; got {told}.")
     for i, one in enumerate(mask):
-        if len(mask) != batch or one.shape not in (lengths[i], (heads, *lengths[i])) or one.dtype != mask[0].dtype:
+        if one.shape not in (lengths[i], (heads, *lengths[i])) or one.dtype != mask[0].dtype:
             raise ValueError(
                 f"attn_mask must be a list of {batch} masks of one dtype, (Li, Si) or ({heads}, Li, Si); number {i} of "
-                f"{len(mask)} is {tuple(one.shape)}{f' for lengths {lengths[i]}' if i < batch else ''}."
+                f"{batch} is {tuple(one.shape)} for lengths {lengths[i]}, of {one.dtype}."
             )
     by_head = [one if one.dim() == 3 else one.unsqueeze(0).expand(heads, -1, -1) for one in mask]
     return torch.stack([F.pad(x, (0, keys - x.shape[2], 0, queries - x.shape[1])) for x in by_head])

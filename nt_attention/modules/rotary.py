@@ -57,7 +57,7 @@ class Rotary:
                 f"rotary turns pairs of dims: head_dim is {head_dim}, so pass an even one, or Rotary(dims=...) with an "
                 f"even number up to it; dims is {self.dims}."
             )
-        plain = self.base ** -(torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims)
+        plain = self.base ** -(torch.arange(0, dims, 2, dtype=torch.float64, device="cpu") / dims)
         scaled = plain if self.scaling is None else self.scaling(plain)
         scaled, factor = scaled if isinstance(scaled, tuple) else (scaled, 1.0)
         if scaled.shape != plain.shape:
@@ -78,29 +78,30 @@ class Rotation:
     factor: float
     interleaved: bool
 
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (…, 1, R/2) float32 of the angles at ``positions`` (…), times the factor."""
-        frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=positions.device)
-        angles = (positions.to(torch.float32).unsqueeze(-1) * frequencies).unsqueeze(-2)
-        return angles.cos() * self.factor, angles.sin() * self.factor
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin (…, 1, R/2) of the angles at ``positions`` (…), times the factor; computed in float64."""
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
+        angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
+        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
     def turn_at(self, x: Tensor, places: SequenceLayout | Tensor) -> Tensor:
         """Packed (N, H, D) at the positions that a layout gives its rows, or (B, L, H, D) at positions (B or 1, L)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(places, Tensor):
-            return self.turn(x, self.tables(places))
+            return self.turn(x, self.tables(places, dtype))
         rows = x.shape[0]
-        build = functools.partial(self._tables_of, places, rows)
-        return self.turn(x, places.remember(("rotary", self, rows), build))
+        build = functools.partial(self._tables_of, places, rows, dtype)
+        return self.turn(x, places.remember(("rotary", self, rows, dtype), build))
 
-    def _tables_of(self, layout: SequenceLayout, rows: int) -> tuple[Tensor, Tensor]:
-        return self.tables(layout.whereabouts(rows)[1])
+    def _tables_of(self, layout: SequenceLayout, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.tables(layout.whereabouts(rows)[1], dtype)
 
     def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """(…, H, D) by the angles in ``tables``; computed in at least float32 and given back in x's dtype."""
+        """(…, H, D) by the angles in ``tables``; computed in their dtype and given back in x's."""
         cos, sin = tables
         dims = 2 * len(self.frequencies)
         turning, rest = x[..., :dims], x[..., dims:]
-        turning = turning.to(torch.promote_types(x.dtype, torch.float32))
+        turning = turning.to(cos.dtype)
         if self.interleaved:
             first, second = turning[..., 0::2], turning[..., 1::2]
         else:
