@@ -31,6 +31,7 @@ stage bench_float32 python -W ignore -m nt_attention bench --save "$out/bench_fl
 stage host_time python -W ignore benchmarks/host_time.py
 stage multihead_A python -W ignore benchmarks/multihead.py --batch A --embed-dim 1024 --heads 16
 stage multihead_E python -W ignore benchmarks/multihead.py --batch E
+stage transformer_encoder python -W ignore benchmarks/transformer_encoder.py
 stage hugging_face python -W ignore benchmarks/hugging_face.py
 stage decoding python -W ignore benchmarks/decoding.py
 stage pytest_gpu python -W ignore -m pytest -m gpu -v -n "$jobs" -p no:cacheprovider tests

@@ -4,10 +4,12 @@ from .functional import explain, varlen_attention
 from .kernels.select import available_backends, use_backend
 from .layout import SequenceLayout
 from .modules.multihead import VarlenMultiheadAttention
+from .modules.rotary import Rotary
 from .patching.patch import patch
 
 __version__ = "0.1.0"
 __all__ = [
+    "Rotary",
     "SequenceLayout",
     "VarlenMultiheadAttention",
     "available_backends",
