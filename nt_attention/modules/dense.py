@@ -37,6 +37,10 @@ def forward(
         raise InputError("is_causal=True alone gives no weights: pass attn_mask with it, or need_weights=False.")
     batched, is_self = query.dim() == 3, _is_self(query, key, value)
     hint = is_causal and attn_mask is not None
+    if hint and (need_weights or key_padding_mask is not None):
+        is_causal = False  # the mask says it
+    elif hint:
+        attn_mask = None  # stock goes by the hint then, over the keys that it adds as well
     if batched and not module.batch_first:
         query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)
     elif not batched:
@@ -51,12 +55,9 @@ def forward(
     ):
         out, weights = _packed(module, query, key, value, padding, is_self, is_causal), None
     else:
-        if hint and (need_weights or key_padding_mask is not None):
-            is_causal = False  # the mask says it
-        elif hint:
-            attn_mask = None  # stock goes by the hint then, over the added keys as well
         out, weights = _every_score(
-            module, query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, hint and is_causal, is_self
+            *(module, query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, is_self),
+            over_added_keys=hint,
         )
     if weights is not None:
         weights = weights.mean(1) if average_attn_weights else weights
@@ -106,8 +107,9 @@ def _every_score(
     need_weights: bool,
     attn_mask: Tensor | None,
     is_causal: bool,
-    over_added_keys: bool,
     is_self: bool,
+    *,
+    over_added_keys: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(B, L, E) to (B, L, E) and weights (B, H, L, S)."""
     places, key_places = (torch.arange(x.shape[1], device=x.device).unsqueeze(0) for x in (query, key))

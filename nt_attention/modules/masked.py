@@ -72,17 +72,18 @@ def attend(
     keys.
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    if is_causal:
+    fused = not need_weights and dropout_p != 1 and scores.are_plain
+    if is_causal and not (fused and scores.seen is scores.bias is None):
         earlier = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         scores = replace(scores, seen=earlier if scores.seen is None else scores.seen & earlier)
-    if need_weights or dropout_p == 1 or not scores.are_plain:
-        out, weights = _written_out(query, key, value, scores, dropout_p)
-    else:
-        out, weights = _fused(query, key, value, scores, dropout_p), None
+        is_causal = False
+    if fused:
+        return _fused(query, key, value, scores, dropout_p, is_causal).transpose(1, 2), None
+    out, weights = _written_out(query, key, value, scores, dropout_p)
     return out.transpose(1, 2), weights if need_weights else None
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout_p: float) -> Tensor:
+def _fused(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout_p: float, is_causal: bool) -> Tensor:
     """By scaled_dot_product_attention, of whose kernels not all give 0 in a row that sees nothing."""
     mask, blind = scores.seen, None
     if scores.bias is not None:
@@ -94,7 +95,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout_p:
         mask = mask.expand(*query.shape[:3], key.shape[2])
     grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace makes tensors of these
     out = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p=dropout_p, scale=scores.scale, enable_gqa=grouped
+        query, key, value, mask, dropout_p, is_causal, scale=scores.scale, enable_gqa=grouped
     )
     return out if blind is None else out.masked_fill(blind, 0.0)
 
@@ -165,6 +166,8 @@ def attend_with(
         if not torch.is_autocast_enabled(query.device.type):
             raise InputError(f"a mask of numbers must be {query.dtype} as query is, got {bias.dtype}: cast it.")
         bias = bias.to(query.dtype)
+    # with nothing else in the way, causality is a word to the kernel
+    over_added_keys |= not module.added_keys and module.window_size == (-1, -1) and seen is bias is None
     inside = within(places, key_places, module.window_size, is_causal and not over_added_keys)
     if inside is not None:
         seen = inside if seen is None else seen & inside
