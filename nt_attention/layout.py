@@ -89,7 +89,7 @@ def host_facts(offsets: Tensor) -> HostFacts:
 
 
 @contextmanager
-def _lasting() -> Iterator[None]:
+def lasting() -> Iterator[None]:
     """Tensors made here serve whoever asks next: they belong to no evaluation, graph or function transform."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
         yield
@@ -221,7 +221,7 @@ class SequenceLayout:
         Raises:
             ValueError: lengths that are negative, not integers, or not one-dimensional.
         """
-        with _lasting():
+        with lasting():
             given = _plain(lengths) if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
             if given.dim() != 1 or not (_is_integer(given) or given.numel() == 0):
                 raise ValueError(
@@ -240,7 +240,7 @@ class SequenceLayout:
         lengths.cumsum(out=ends[1:])
         if ends[-1] > _INT32_MAX:
             raise ValueError(f"the lengths add up to {ends[-1]} tokens, past the kernels' limit of {_INT32_MAX}.")
-        with _lasting():  # offsets with a version, by which they are known again
+        with lasting():  # offsets with a version, by which they are known again
             host = torch.from_numpy(ends)
             offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
             facts = _remember_facts(offsets, host, offsets.to(torch.int32))
@@ -367,13 +367,13 @@ class SequenceLayout:
         Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
         must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
         """
-        if torch.compiler.is_compiling():
-            return build()
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return build()  # what a graph or a mode makes of it is not to be kept
         memo: MutableMapping[object, Any] = self._memo
         if other is not None:
             memo, key = self._memo.setdefault((key, "with"), WeakIdKeyDictionary()), other._memo  # type: ignore[assignment]
         if key not in memo:
-            with _lasting():
+            with lasting():
                 memo[key] = build()
         return memo[key]
 
@@ -492,5 +492,5 @@ def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
 
 def to_device(numbers: Ints, device: torch.device) -> Tensor:
     """A tensor of ``numbers``; the host need not wait, as the driver stages what is not pinned."""
-    with _lasting():
+    with lasting():
         return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -70,7 +70,7 @@ def forward(
 def _is_for_packing(
     module: VarlenMultiheadAttention, query: Tensor, padding: Tensor | None, is_self: bool, is_causal: bool
 ) -> bool:
-    if module.drops_all or not _can_be_read(query):
+    if module.drops_all or not can_be_read(query):
         return False
     if padding is None:
         return module.backend != "auto" or not module.is_stock
@@ -181,14 +181,14 @@ def _check(
 
 def _is_self(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the three are one tensor; module hooks hand in views of it."""
-    return all(x is query or (_can_be_read(x) and _in_memory(x) == _in_memory(query)) for x in (key, value))
+    return all(x is query or (can_be_read(x) and _in_memory(x) == _in_memory(query)) for x in (key, value))
 
 
 def _in_memory(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _can_be_read(tensor: Tensor) -> bool:
+def can_be_read(tensor: Tensor) -> bool:
     """Whether there are values that the host may look at: not in a graph that is being made, or under vmap."""
     return not (
         torch.compiler.is_compiling()

@@ -163,7 +163,7 @@ def attend_with(
     ``over_added_keys`` causality goes by the order of all keys, added ones last.
     """
     if bias is not None and bias.dtype != query.dtype:
-        if not torch.is_autocast_enabled(query.device.type):
+        if need_weights and not torch.is_autocast_enabled(query.device.type):  # without, stock casts too
             raise InputError(f"a mask of numbers must be {query.dtype} as query is, got {bias.dtype}: cast it.")
         bias = bias.to(query.dtype)
     # with nothing else in the way, causality is a word to the kernel

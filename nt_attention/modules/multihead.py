@@ -82,6 +82,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             raise AssertionError(
                 f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}; or pass head_dim."
             )
+        if head_dim is not None and head_dim <= 0:
+            raise ValueError(f"head_dim must be greater than 0, got {head_dim}.")
         check_window_size(window_size)
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}.")
@@ -263,6 +265,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             raise ValueError("mask_mod and score_mod count keys, to which add_bias_kv and add_zero_attn add some.")
         inputs = (query, key, value)
         in_lists = isinstance(query, (list, tuple))
+        for name, x in zip(("query", "key", "value"), inputs, strict=True):
+            if not isinstance(x, (list, tuple) if in_lists else Tensor):
+                raise TypeError(
+                    f"{name} must be a tensor, or query, key and value lists of them; got {type(x).__name__}."
+                )
         if not in_lists and layout is None and not any(map(nested.is_nested, inputs)):
             if mask_mod or score_mod:
                 raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")

@@ -60,6 +60,7 @@ def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padde
     except BaseException:
         handle.remove()
         raise
+    handle.stand_ins.clear()
     return handle
 
 
@@ -110,6 +111,7 @@ class PatchHandle:
         self.left: dict[str, str] = {}
         self.calls: Counter[str | None] = Counter()
         self.active = True
+        self.stand_ins: dict[nn.Module, VarlenMultiheadAttention] = {}  # while patching: one for each attention
         self._model = model
         self._undo: list[Callable[[], None]] = []
         self._said: set[str] = set()
@@ -117,6 +119,7 @@ class PatchHandle:
     def remove(self) -> None:
         """Give the model back as it was. Does nothing the second time."""
         self.active = False
+        self.stand_ins.clear()
         while self._undo:
             self._undo.pop()()
 

@@ -10,8 +10,9 @@ is swapped where it stands, and the modules around it stay as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from .. import nested
 from ..layout import SequenceLayout
+from ..modules import dense
 from ..modules.multihead import VarlenMultiheadAttention
+from .forward import PatchedForward
 
 if TYPE_CHECKING:
     from .patch import PatchHandle
@@ -30,7 +33,9 @@ def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle
 
     False, with the reason in the handle, if its forward or its layers are not the ones that are known.
     """
-    if type(encoder).forward is not nn.TransformerEncoder.forward or not len(encoder.layers):
+    own = encoder.__dict__.get("forward", None)
+    known = type(encoder).forward is nn.TransformerEncoder.forward and isinstance(own, (PatchedForward, type(None)))
+    if not known or not len(encoder.layers):
         what = "a forward of its own" if len(encoder.layers) else "no layers"
         handle.leave(name, f"{type(encoder).__name__} has {what}.")
         return False
@@ -55,15 +60,43 @@ def _why_not(layer: nn.Module) -> str | None:
     stock = nn.TransformerEncoderLayer
     if not isinstance(layer, stock):
         return f"{type(layer).__name__} is not an nn.TransformerEncoderLayer, so its forward is unknown."
-    if any(getattr(type(layer), part) is not getattr(stock, part) for part in ("forward", "_sa_block", "_ff_block")):
+    parts = ("forward", "_sa_block", "_ff_block")
+    own = [x for part in parts if (x := layer.__dict__.get(part)) is not None and not isinstance(x, PatchedForward)]
+    if own or any(getattr(type(layer), part) is not getattr(stock, part) for part in parts):
         return f"{type(layer).__name__} has a forward of its own."
+    for name, kinds in _TOKEN_BY_TOKEN.items():
+        part = getattr(layer, name)
+        if not isinstance(getattr(part, "base_layer", part), kinds):  # an adapter's
+            return f"its {name} is a {type(part).__name__}, which may look at more than one token."
+    if not layer.activation_relu_or_gelu and type(layer.activation) not in _ACTIVATIONS:
+        return "its activation may look at more than one token."
     attention = layer.self_attn
-    if type(attention) not in (nn.MultiheadAttention, VarlenMultiheadAttention):
-        return f"its self_attn is a {type(attention).__name__}, not an nn.MultiheadAttention."
-    if attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__:
-        return "its self_attn carries hooks or a forward of its own, which would see packed tokens."
-    if "in_proj_weight" not in attention._parameters:
-        return "its self_attn's weights are parametrized."
+    if attention._forward_hooks or attention._forward_pre_hooks:
+        return "its self_attn carries hooks, which would see packed tokens."
+    return None if type(attention) is VarlenMultiheadAttention else _why_not_stock(attention)
+
+
+_TOKEN_BY_TOKEN: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("linear1", "linear2"), (nn.Linear,)),
+    **dict.fromkeys(("norm1", "norm2"), (nn.LayerNorm, nn.RMSNorm)),
+}
+_ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6)
+
+
+def _why_not_stock(attention: nn.Module) -> str | None:
+    """Why something can't be swapped for a module with the same parameters and nothing else."""
+    kind = type(attention).__name__
+    if type(attention) is not nn.MultiheadAttention:
+        return f"{kind} is not nn.MultiheadAttention."
+    if "forward" in attention.__dict__:
+        return f"{kind} has a forward of its own."
+    if attention._buffers or attention._modules.keys() != {"out_proj"}:
+        more = [*attention._buffers, *(attention._modules.keys() - {"out_proj"})]
+        return f"{kind} holds {', '.join(more)}, which would be lost."
+    try:
+        VarlenMultiheadAttention.from_torch(attention)
+    except ValueError as made_of_others:
+        return str(made_of_others)
     return None
 
 
@@ -80,37 +113,54 @@ def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | N
     Raises:
         ValueError: another patch has done it already.
     """
-    stock = parent._modules[name]
+    stock = cast(nn.MultiheadAttention, parent._modules[name])
     if isinstance(stock, VarlenMultiheadAttention):
         other = _swapped_by[stock]() if stock in _swapped_by else None
         if other is not None and other is not handle and other.active:
             raise ValueError(f"{type(parent).__name__} is patched already: remove() the handle of that patch first.")
-        return None
-    if type(stock) is not nn.MultiheadAttention or "forward" in stock.__dict__:
-        what = "has a forward of its own" if type(stock) is nn.MultiheadAttention else "is not nn.MultiheadAttention"
-        return f"{type(stock).__name__} {what}."
-    try:
-        ragged = VarlenMultiheadAttention.from_torch(stock)
-    except ValueError as made_of_others:
-        return str(made_of_others)
-    for hooks in _HOOKS & stock.__dict__.keys():  # the very dictionaries, so that handles take hooks out of both
-        ragged.__dict__[hooks] = stock.__dict__[hooks]
+        return "it is a VarlenMultiheadAttention already."
+    ragged = handle.stand_ins.get(stock)
+    if ragged is None:
+        why = _why_not_stock(stock)
+        if why is not None:
+            return why
+        ragged = handle.stand_ins[stock] = VarlenMultiheadAttention.from_torch(stock)
+        _share(_HOOKS, stock, ragged)
+        _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_OURS, stock, ragged)
     _swapped_by[ragged] = ref(handle)
     parent._modules[name] = ragged
     handle.on_remove(functools.partial(_put_back_attention, parent, name, ragged, stock))
     return None
 
 
-_HOOKS = {name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name}
+# the very dictionaries are shared, so that handles take hooks out of both
+_HOOKS = {name for name in vars(nn.Module()) if "_hook" in name}
+_NOT_OURS = {"_qkv_same_embed_dim"}  # a property there
+_SETTINGS = {"dropout", "batch_first", "_is_full_backward_hook"}
+
+
+def _share(names: Iterable[str], of: nn.Module, to: nn.Module) -> None:
+    to.__dict__.update({name: of.__dict__[name] for name in names if name in of.__dict__})
 
 
 def _put_back_attention(
     parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention
 ) -> None:
     """With the parameters that it has by now: load_state_dict(assign=True) puts new ones in."""
+    if parent._modules.get(name) is not ragged:
+        return
+    names = [{key for key, x in module._parameters.items() if x is not None} for module in (ragged, stock)]
+    is_plain = type(ragged) is VarlenMultiheadAttention and ragged._modules.keys() == {"out_proj"}
+    if not is_plain or ragged._buffers or names[0] != names[1]:
+        warnings.warn(
+            f"{name} of {type(parent).__name__} was parametrized or extended while it was patched, and stays a "
+            "VarlenMultiheadAttention.",
+            stacklevel=4,
+        )
+        return
     VarlenMultiheadAttention.share_parameters(ragged, stock)
-    if parent._modules.get(name) is ragged:
-        parent._modules[name] = stock.train(ragged.training)
+    _share(_SETTINGS, ragged, stock)
+    parent._modules[name] = stock.train(ragged.training)
 
 
 def _layer_forward(
@@ -168,8 +218,9 @@ def _encoder_forward(
             )
         unwrapped = nested.unwrap(src, "src")
         return unwrapped.rewrap(_run_layers(encoder, unwrapped.values, unwrapped.layout, bool(is_causal)))
-    if src_key_padding_mask is None or src.dim() != 3:
-        return original(*as_before)  # no padding to skip
+    readable = torch.compiler.is_compiling() or dense.can_be_read(src)  # a compiler breaks its graph for it
+    if src_key_padding_mask is None or src.dim() != 3 or not readable:
+        return original(*as_before)  # no padding to skip, or none that the host can see
     batch_first = encoder.layers[0].self_attn.batch_first
     padded = src if batch_first else src.transpose(0, 1)
     a_mask = src_key_padding_mask.dtype == torch.bool or src_key_padding_mask.is_floating_point()
@@ -184,9 +235,14 @@ def _encoder_forward(
         )
         return original(*as_before)
     handle.count(None)
-    layout = SequenceLayout.from_attention_mask(~padding)
+    layout = _read(padding)
     out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
     return out if batch_first else out.transpose(0, 1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read(padding: Tensor) -> SequenceLayout:
+    return SequenceLayout.from_attention_mask(~padding)
 
 
 def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayout, causal: bool) -> Tensor:
@@ -197,7 +253,7 @@ def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayou
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool | None:
-    """Whether a mask says just causal; None where it says something else. A hint is trusted, as upstream does."""
+    """Whether a mask says just causal; None where it says something else. A hint is trusted, and saves a sync."""
     if is_causal or mask is None:
         return bool(is_causal)
     if is_causal is not None or mask.shape != (length, length):

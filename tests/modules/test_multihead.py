@@ -7,6 +7,7 @@ import oracle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nt_attention as nta
 
@@ -320,3 +321,28 @@ def test_embed_dim_that_does_not_divide_raises_what_stock_raises():
     for kind, (dim, heads) in itertools.product((nn.MultiheadAttention, nta.VarlenMultiheadAttention), [(7, 2)]):
         with pytest.raises(AssertionError):
             kind(dim, heads)
+
+
+def test_what_a_graph_was_made_of_is_not_kept():
+    """Exporting or imagining a call leaves nothing behind that a later call would compute with."""
+    fresh = [nta.VarlenMultiheadAttention(34, 17, alibi=True, rotary=nta.Rotary(), batch_first=True) for _ in range(2)]
+    fresh[1].load_state_dict(fresh[0].state_dict())
+    x, layout = torch.randn(2, 5, 34), nta.SequenceLayout.from_lengths([5, 5])
+    packed = x.flatten(0, 1)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = fresh[0]
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    exported = torch.export.export(Whole(), (x,)).module()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(packed)
+        fresh[0](fake, fake, fake, layout=layout)
+    want = fresh[1](packed, packed, packed, layout=nta.SequenceLayout.from_lengths([5, 5]))[0].unflatten(0, (2, 5))
+    torch.testing.assert_close(fresh[0](packed, packed, packed, layout=layout)[0].unflatten(0, (2, 5)), want)
+    torch.testing.assert_close(exported(x), want)
+    assert want.abs().max() < 100

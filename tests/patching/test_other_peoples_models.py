@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import nt_attention as nta
 
@@ -153,7 +153,7 @@ def test_what_can_not_be_swapped_is_told_and_the_rest_is():
         assert list(handle.layers) == ["plain"]
         assert handle.left["own"] == "Own is not nn.MultiheadAttention."
         assert handle.left["parametrized"] == "ParametrizedMultiheadAttention is not nn.MultiheadAttention."
-        assert "in_proj_weight_orig" in handle.left["pruned"]
+        assert "in_proj_weight_mask" in handle.left["pruned"]
         with pytest.raises(ValueError, match="patched already"):
             nta.patch(model)
 
@@ -179,3 +179,72 @@ def test_a_copy_is_whole_and_its_own(way):
             parameter.zero_()
     torch.testing.assert_close(run(copied, x), want)
     handle.remove()
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_backward_and_state_dict_hooks_stay(when):
+    model, seen = make("vision"), []
+    attention = model[0].self_attention
+
+    def hook(attention):
+        attention.register_full_backward_hook(lambda *_: seen.append("backward"))
+        attention.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({prefix + "more": 1}))
+
+    if when == "before":
+        hook(attention)
+    handle = nta.patch(model)
+    if when == "while":
+        hook(model[0].self_attention)
+    for active in (True, False):
+        model[0](torch.randn(3, LENGTH, EMBED, dtype=torch.float64, requires_grad=True), None).sum().backward()
+        assert seen == ["backward"]
+        assert "0.self_attention.more" in model.state_dict()
+        seen.clear()
+        if active:
+            handle.remove()
+
+
+def test_one_attention_under_two_names_stays_one():
+    shared = nn.MultiheadAttention(EMBED, HEADS)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with nta.patch(model):
+        assert model["a"] is model["b"]
+        model.load_state_dict(kept, assign=True)
+        assert len(list(model.parameters())) == 4
+    assert model["a"] is model["b"] is shared
+
+
+def test_what_an_attention_holds_besides_is_not_lost():
+    model = make("vision")
+    model[0].self_attention.tag = "mine"
+    with nta.patch(model):
+        assert model[0].self_attention.tag == "mine"
+        model[0].self_attention.dropout = 0.25
+    assert model[0].self_attention.dropout == 0.25
+    model[0].self_attention.register_buffer("steps", torch.tensor(3))
+    with pytest.raises(ValueError, match=r"self_attention: MultiheadAttention holds steps, which would be lost"):
+        nta.patch(model)
+
+
+def test_what_was_parametrized_while_patched_stays():
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model, x = make("vision").eval(), torch.randn(3, LENGTH, EMBED, dtype=torch.float64)
+    handle = nta.patch(model)
+    parametrize.register_parametrization(model[0].self_attention, "in_proj_weight", Twice())
+    want = model[0](x, None)
+    with pytest.warns(UserWarning, match="parametrized or extended while it was patched"):
+        handle.remove()
+    assert torch.equal(model[0](x, None), want)
+
+
+def test_a_copy_of_a_patched_model_is_told_to_be_one():
+    model = make("vision")
+    handle = nta.patch(model)
+    copied = copy.deepcopy(model)
+    handle.remove()
+    with pytest.raises(ValueError, match="it is a VarlenMultiheadAttention already"):
+        nta.patch(copied)

@@ -276,3 +276,40 @@ def test_an_encoder_whose_attention_is_swapped_already_is_refused():
                 nta.patch(encoder, padding_free=padding_free)
     with nta.patch(encoder):
         encoder(torch.randn(4, LENGTH, EMBED).double(), src_key_padding_mask=PADDING)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: setattr(layer, "forward", lambda *a, **k: type(layer).forward(layer, *a, **k) * 2), "forward"),
+        (lambda layer: setattr(layer, "_ff_block", lambda x: 2 * x), "forward of its own"),
+        (lambda layer: setattr(layer, "linear2", nn.Sequential(layer.linear2, nn.Softmax(1))), "its linear2 is a"),
+        (lambda layer: setattr(layer, "norm1", nn.Sequential(nn.Softmax(1))), "its norm1 is a"),
+        (lambda layer: vars(layer).update(activation=lambda t: t.softmax(1), activation_relu_or_gelu=0), "activation"),
+        (lambda layer: layer.self_attn.register_parameter("gate", nn.Parameter(torch.ones(1))), "gate"),
+    ],
+    ids=["forward", "block", "linear", "norm", "activation", "parameter"],
+)
+def test_layers_that_may_mix_tokens_are_not_packed(change, reason):
+    encoder = make_encoder()
+    change(encoder.layers[1])
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    want = encoder(x, src_key_padding_mask=PADDING)
+    with nta.patch(encoder) as handle:
+        assert not handle.changed
+        assert reason in handle.left["layers.1"]
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
+
+
+def test_where_no_value_can_be_read_an_encoder_runs_as_before():
+    encoder = make_encoder()
+    x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
+    want = encoder(x, src_key_padding_mask=PADDING)
+
+    def one(x, padding):
+        return encoder(x[None], src_key_padding_mask=padding[None])[0]
+
+    with nta.patch(encoder):
+        got = torch.vmap(one)(x, PADDING)
+        torch.testing.assert_close(got[~PADDING], want[~PADDING])
+        assert encoder.to("meta")(x.to("meta"), src_key_padding_mask=PADDING.to("meta")).shape == x.shape
