@@ -128,6 +128,7 @@ def _every_score(
         if mask.dtype == torch.bool:
             seen = ~mask if seen is None else seen & ~mask
         else:
+            mask = mask if need_weights else mask.to(q.dtype)  # as stock does
             bias = mask if bias is None else bias + mask
     out, weights = masked.attend_with(
         module, q, k, v, seen, bias, places, key_places, is_causal, need_weights, over_added_keys=over_added_keys

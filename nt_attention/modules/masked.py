@@ -163,8 +163,10 @@ def attend_with(
     ``over_added_keys`` causality goes by the order of all keys, added ones last.
     """
     if bias is not None and bias.dtype != query.dtype:
-        if need_weights and not torch.is_autocast_enabled(query.device.type):  # without, stock casts too
-            raise InputError(f"a mask of numbers must be {query.dtype} as query is, got {bias.dtype}: cast it.")
+        if not (bias.is_floating_point() and torch.is_autocast_enabled(query.device.type)):
+            raise InputError(
+                f"a mask of numbers must be {query.dtype} as query is, got {bias.dtype}: cast it, or pass a bool one."
+            )
         bias = bias.to(query.dtype)
     # with nothing else in the way, causality is a word to the kernel
     over_added_keys |= not module.added_keys and module.window_size == (-1, -1) and seen is bias is None

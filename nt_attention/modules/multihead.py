@@ -266,9 +266,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         inputs = (query, key, value)
         in_lists = isinstance(query, (list, tuple))
         for name, x in zip(("query", "key", "value"), inputs, strict=True):
-            if not isinstance(x, (list, tuple) if in_lists else Tensor):
+            if not in_lists and not isinstance(x, Tensor):
                 raise TypeError(
-                    f"{name} must be a tensor, or query, key and value lists of them; got {type(x).__name__}."
+                    f"query, key and value must be tensors, or lists of them; {name} is {type(x).__name__}."
                 )
         if not in_lists and layout is None and not any(map(nested.is_nested, inputs)):
             if mask_mod or score_mod:
