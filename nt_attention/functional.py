@@ -190,6 +190,11 @@ class _Call(NamedTuple):
             )
             if not choosing or (compiling and chosen_later(spec, backend)):
                 return spec, None, None
+            if compiling:
+                torch._dynamo.graph_break(
+                    msg="no operator takes this call (mask_mod and score_mod, and on a CPU dropout and softcap), "
+                    "and what is no operator runs outside of a graph"
+                )
             kernel = choose(spec, work(layout, key_layout, spec), backend)
             return spec, kernel, head_dims(kernel, spec)
 
@@ -238,9 +243,9 @@ def _packed(
                 "SequenceLayout.from_lengths([...]), .from_offsets(cu_seqlens), or NestedTensors in their place. "
                 "A padded batch is packed with SequenceLayout.from_attention_mask(mask).pack(padded)."
             )
-        key_layout = layout if key_layout is None else key_layout
-        for name, given in (("layout", layout), ("key_layout", key_layout)):
-            SequenceLayout.require(given, name)
+        is_self = key_layout is None or key_layout is layout
+        layout = SequenceLayout.require(layout, "layout")
+        key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
         return query, key, value, layout, key_layout, None
     if not all(kinds):
         told = ", ".join(

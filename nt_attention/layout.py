@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class SequenceLayout:
         if torch.compiler.is_compiling():
             from .traced import TracedLayout  # which builds on this file
 
-            return TracedLayout.of(offsets)
+            return cast(SequenceLayout, TracedLayout(offsets))
         offsets = source_of(_plain(offsets))
         facts = host_facts(offsets)
         if facts.first:
@@ -367,13 +368,14 @@ class SequenceLayout:
         Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
         must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
         """
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return build()  # what a graph or a mode makes of it is not to be kept
+        if torch.compiler.is_compiling():
+            return build()  # what a graph makes of it is not to be kept
         memo: MutableMapping[object, Any] = self._memo
         if other is not None:
             memo, key = self._memo.setdefault((key, "with"), WeakIdKeyDictionary()), other._memo  # type: ignore[assignment]
         if key not in memo:
-            with lasting():
+            modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+            with lasting(), modes:  # which may make tensors without numbers
                 memo[key] = build()
         return memo[key]
 
@@ -445,17 +447,21 @@ class SequenceLayout:
         return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
 
     @staticmethod
-    def require(given: object, name: str) -> None:
-        """Refuse what is not a layout.
+    def require(given: object, name: str) -> SequenceLayout:
+        """Refuse what is not a layout; in a graph, what stands for it there, so that one graph serves all lengths.
 
         Raises:
             TypeError: anything but a SequenceLayout.
         """
-        if not isinstance(given, SequenceLayout):
+        from .traced import TracedLayout
+
+        if not isinstance(given, (SequenceLayout, TracedLayout)):
             raise TypeError(
                 f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths), or .from_attention_mask(mask) and pack."
             )
+        layout = cast(SequenceLayout, given)
+        return SequenceLayout.from_offsets(layout.offsets) if torch.compiler.is_compiling() else layout
 
     def check_rows(self, values: Tensor, name: str) -> None:
         """Refuse a tensor that this layout can't describe: on another device, or shorter than ``total``."""

@@ -5,52 +5,69 @@ Dimensions: B sequences, N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .layout import SequenceLayout
 
-_T = TypeVar("_T")
 
+class TracedLayout:
+    """What stands for a layout inside a graph of torch.compile or torch.export: offsets, and no lengths.
 
-@dataclass(frozen=True, eq=False)
-class TracedLayout(SequenceLayout):
-    """What stands for a layout that is made in a graph of torch.compile or torch.export: offsets, and no lengths.
-
-    The operators below read and check the lengths when the graph runs, once for each offsets tensor.
+    The operators below read and check the lengths when the graph runs, once for each offsets tensor. Where a graph
+    breaks and eager code finds one of these in its hands, it is read there, and is as good as any layout.
     """
 
-    @classmethod
-    def of(cls, offsets: Tensor) -> TracedLayout:
-        unknown: Any = None
-        # operators take offsets of both widths
-        return cls(offsets, offsets, unknown, unknown, 0, unknown, unknown, unknown, None, None, False)
+    def __init__(self, offsets: Tensor) -> None:
+        self.offsets = offsets
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or torch.compiler.is_compiling():
+            raise AttributeError(f"{name} wants lengths, which a graph does not know: ask for it outside of the graph.")
+        return getattr(_read(self.offsets), name)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return self.offsets  # operators take both widths
+
+    @property
+    def min_seqlen(self) -> int:
+        return 0 if torch.compiler.is_compiling() else _read(self.offsets).min_seqlen
 
     @property
     def batch_size(self) -> int:
         return self.offsets.shape[0] - 1
 
-    def remember(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
+    @property
+    def device(self) -> torch.device:
+        return self.offsets.device
+
+    def remember(self, key: object, build: Any, other: object = None) -> Any:
         return build()
 
-    def same_lengths(self, other: SequenceLayout) -> bool:
+    def same_lengths(self, other: object) -> bool:
         return self is other
 
-    def extended(self, extra: int) -> SequenceLayout:
-        return TracedLayout.of(self.offsets + extra * torch.arange(self.batch_size + 1, device=self.device))
+    def extended(self, extra: int) -> TracedLayout:
+        return TracedLayout(self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device))
 
     def whereabouts(self, rows: int) -> tuple[Tensor, Tensor]:
         row = torch.arange(rows, device=self.device)
-        sequence = torch.searchsorted(self.offsets[1:], row, right=True).clamp(max=self.batch_size - 1)
+        found = torch.searchsorted(self.offsets, row, right=True) - 1
+        sequence = found.clamp(max=self.offsets.shape[0] - 2)
         return sequence, row - self.offsets[sequence]
 
     def check_rows(self, values: Tensor, name: str) -> None:
-        self._check_device(values, name)
+        if values.device != self.device:
+            raise ValueError(f"{name} is on {values.device} and the layout on {self.device}.")
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
         return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read(offsets: Tensor) -> SequenceLayout:
+    return SequenceLayout.from_offsets(offsets)

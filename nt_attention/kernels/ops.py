@@ -157,6 +157,8 @@ def _problem(
     """What ``_call`` was made from."""
     layout = SequenceLayout.from_offsets(cu_seqlens)
     key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
+    layout.check_rows(query, "query")
+    key_layout.check_rows(key, "key")
     shape = (*query.shape[1:], *value.shape[1:])
     keys = (layout is key_layout or layout.same_lengths(key_layout), key_layout.min_seqlen == 0)
     spec = _spec(query.device, query.dtype, shape, slopes is not None, keys, *call)

@@ -286,9 +286,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             query, key, value, layout, key_layout, rewrap = ragged(*inputs)
         elif any(map(nested.is_nested, inputs)):
             raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
-        key_layout = layout if key_layout is None else key_layout
-        SequenceLayout.require(layout, "layout")
-        SequenceLayout.require(key_layout, "key_layout")
+        is_self = key_layout is None or key_layout is layout
+        layout = SequenceLayout.require(layout, "layout")
+        key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
         self.check_widths(query, key, value)
         for name, x, rows in (("query", query, layout), ("key", key, key_layout), ("value", value, key_layout)):
             rows.check_rows(x, name)

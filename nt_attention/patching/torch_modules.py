@@ -171,7 +171,7 @@ def _layer_forward(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    if not isinstance(src_mask, SequenceLayout):
+    if src_mask is None or isinstance(src_mask, Tensor):
         return original(src, src_mask, src_key_padding_mask, is_causal)
 
     def attend(x: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def _encoder_forward(
                 "a NestedTensor has no padding and takes no dense mask: pass is_causal=True for a causal encoder, "
                 "and leave out src_key_padding_mask."
             )
-        unwrapped = nested.unwrap(src, "src")
+        (unwrapped,) = nested.unwrap_each(src=src)
         return unwrapped.rewrap(_run_layers(encoder, unwrapped.values, unwrapped.layout, bool(is_causal)))
     readable = torch.compiler.is_compiling() or dense.can_be_read(src)  # a compiler breaks its graph for it
     if src_key_padding_mask is None or src.dim() != 3 or not readable:
