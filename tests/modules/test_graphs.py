@@ -180,6 +180,7 @@ def test_a_graph_gives_what_eager_gives_and_reads_no_number(options, form, cross
     close(got, batch.results(model, form, model.parameters()))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its guards on NestedTensors made in a graph fail")
 def test_nested_tensors_of_other_widths_made_and_taken_apart_in_the_graph():
     module = make(kdim=22, vdim=26)
     leaves = [
