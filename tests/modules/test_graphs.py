@@ -180,25 +180,6 @@ def test_a_graph_gives_what_eager_gives_and_reads_no_number(options, form, cross
     close(got, batch.results(model, form, model.parameters()))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="its guards on NestedTensors made in a graph fail")
-def test_nested_tensors_of_other_widths_made_and_taken_apart_in_the_graph():
-    module = make(kdim=22, vdim=26)
-    leaves = [
-        torch.randn(sum(lengths), width, dtype=torch.float64, requires_grad=True)
-        for lengths, width in ((LENGTHS, EMBED), (KEY_LENGTHS, 22), (KEY_LENGTHS, 26))
-    ]
-
-    def call(rows, places):
-        query, key, value = map(torch.nested.nested_tensor_from_jagged, rows, places)
-        return module(query, key, value, is_causal=True)[0].values()
-
-    def results(function):
-        key_offsets = offsets_of(KEY_LENGTHS)
-        return [out := function(leaves, [offsets_of(LENGTHS), key_offsets, key_offsets]), *gradients(out, leaves)]
-
-    close(results(compiled(call)), results(call))
-
-
 @pytest.mark.parametrize("form", ["nested", "offsets"])
 def test_autocast_decides_the_precision(form):
     module, batch = make(torch.float32, add_bias_kv=True), Batch(LENGTHS, dtype=torch.float32)
