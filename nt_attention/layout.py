@@ -268,11 +268,12 @@ class SequenceLayout:
         Raises:
             ValueError: not two-dimensional, or a value other than 0 and 1 (an additive mask of 0 and −inf, say).
         """
+        mask = _plain(mask)
         if not isinstance(mask, Tensor) or mask.is_nested or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) and not mask.is_nested else type(mask).__name__
             raise ValueError(f"mask must be a (B, L) tensor with 1 where a token is, got {shape}.")
         batch, length = mask.shape
-        mask = _plain(mask.detach())
+        mask = mask.detach()
         # one copy tells the host all, and what is left to do is little for a batch that fits a device
         if mask.dtype == torch.bool:
             here = mask.cpu().numpy()

@@ -197,7 +197,8 @@ def _feed_forward(layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
     )
     if not fused:
         return layer._ff_block(x)
-    return second(torch._addmm_activation(first.bias, x, first.weight.t()))
+    hidden = torch._addmm_activation(first.bias, x, first.weight.t())
+    return layer.dropout2(second(layer.dropout(hidden)))  # which somebody may have left in training
 
 
 def _encoder_forward(
