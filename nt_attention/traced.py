@@ -5,7 +5,7 @@ Dimensions: B sequences, N rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,12 @@ class TracedLayout:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or torch.compiler.is_compiling():
             raise AttributeError(f"{name} wants lengths, which a graph does not know: ask for it outside of the graph.")
-        return getattr(_read(self.offsets), name)
+        return getattr(self._read(), name)
+
+    def _read(self) -> SequenceLayout:
+        from .breaks import read_offsets
+
+        return cast(SequenceLayout, read_offsets(self.offsets))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -34,7 +39,7 @@ class TracedLayout:
 
     @property
     def min_seqlen(self) -> int:
-        return 0 if torch.compiler.is_compiling() else _read(self.offsets).min_seqlen
+        return 0 if torch.compiler.is_compiling() else self._read().min_seqlen
 
     @property
     def batch_size(self) -> int:
@@ -66,8 +71,3 @@ class TracedLayout:
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
         return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _read(offsets: Tensor) -> SequenceLayout:
-    return SequenceLayout.from_offsets(offsets)

@@ -236,14 +236,17 @@ def _encoder_forward(
         )
         return original(*as_before)
     handle.count(None)
-    layout = _read(padding)
+    layout = _layout(~padding)
     out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
     return out if batch_first else out.transpose(0, 1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _read(padding: Tensor) -> SequenceLayout:
-    return SequenceLayout.from_attention_mask(~padding)
+def _layout(mask: Tensor) -> SequenceLayout:
+    if not torch.compiler.is_compiling():
+        return SequenceLayout.from_attention_mask(mask)
+    from ..breaks import read_mask  # which a compiler is needed for
+
+    return cast(SequenceLayout, read_mask(mask))
 
 
 def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayout, causal: bool) -> Tensor:

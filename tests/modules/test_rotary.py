@@ -5,15 +5,16 @@ Dimensions: L tokens of a sequence, E embed dim, H heads, D head dim, R of its d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPTNeoXConfig, LlamaConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
@@ -22,7 +23,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 import nt_attention as nta
-from nt_attention.modules.rotary import Rotary, ntk, yarn
+from nt_attention.modules.rotary import Rotary, Rotation, ntk, yarn
 
 LENGTHS = [5, 0, 1, 127, 13]
 HEADS, HEAD_DIM, EMBED = 3, 14, 35
@@ -429,21 +430,18 @@ def test_queries_and_keys_stand_at_their_own_positions():
         torch.testing.assert_close(out, want, **CLOSE)
 
 
-class _Tables(TorchDispatchMode):
-    """Counts sines and cosines."""
+@contextlib.contextmanager
+def counted_tables() -> Iterator[list[int]]:
+    """How many positions each table was made for."""
+    made: list[int] = []
+    original = Rotation.tables
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
+    def tables(rotation: Rotation, positions: Tensor, dtype: torch.dtype) -> Any:
+        made.append(positions.numel())
+        return original(rotation, positions, dtype)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        self.counts[name] += name in ("cos", "sin", "polar")
-        return function(*args, **(kwargs or {}))
-
-    @property
-    def made(self) -> int:
-        return sum(self.counts.values())
+    with mock.patch.object(Rotation, "tables", tables):
+        yield made
 
 
 @pytest.mark.parametrize("form", ["packed", "jagged", "weights"])
@@ -455,23 +453,23 @@ def test_layers_of_equal_settings_share_their_tables(form):
     rows = torch.randn(layout.total, EMBED, dtype=torch.float64)
 
     def run(attention: nta.VarlenMultiheadAttention) -> int:
-        with _Tables() as tables:
+        with counted_tables() as made:
             if form == "jagged":
                 x = layout.to_nested(rows)
                 attention(x, x, x)
             else:
                 attention(rows, rows, rows, layout=layout, need_weights=form == "weights")
-        return tables.made
+        return len(made)
 
-    assert run(layer()) == 2  # one cosine and one sine, for queries and keys together
+    assert run(layer()) == 1  # for queries and keys together
     assert run(layer()) == run(layer(num_kv_heads=1, head_dim=9, qk_norm="rms")) == 0
-    assert run(layer(factor=5.0)) == 2
+    assert run(layer(factor=5.0)) == 1
     with torch.inference_mode():
         assert run(layer()) == 0
     again = nta.SequenceLayout.from_offsets(layout.offsets)
-    with _Tables() as tables:
+    with counted_tables() as made:
         layer()(rows, rows, rows, layout=again)
-    assert tables.made == 0
+    assert not made
 
 
 def test_what_a_layout_remembers_of_a_padded_batch_is_by_its_rows():
