@@ -14,12 +14,27 @@ import torch
 from torch import Tensor
 
 from . import nested
+from ._tracing import is_traced, refuse_jit_trace
 from .kernels.claims import head_dims
 from .kernels.run import run, run_later
 from .kernels.select import Explanation, choose, chosen_later, circumstances, explain_spec, warn_if_slow
-from .kernels.spec import AttentionSpec, Backend, CausalAlignment, MaskMod, Problem, ScoreMod
+from .kernels.spec import (
+    DTYPES,
+    AttentionSpec,
+    Backend,
+    CausalAlignment,
+    MaskMod,
+    Problem,
+    ScoreMod,
+    check_shapes,
+    check_slopes,
+    describe,
+)
 from .kernels.work import work
 from .layout import SequenceLayout
+
+
+_NO_OPERATOR = "no operator takes this call (mask_mod and score_mod, and on a CPU dropout and softcap)"
 
 
 def varlen_attention(
@@ -153,10 +168,12 @@ class _Call(NamedTuple):
         backend: str = "auto",
         choosing: bool = True,
     ) -> _Call:
+        refuse_jit_trace()
         query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
         query, key, value = _autocast(query, key, value)
         check_window_size(window_size)
-        compiling = torch.compiler.is_compiling()
+        check_bools(is_causal=is_causal, deterministic=deterministic, batch_invariant=batch_invariant)
+        compiling = is_traced(query)
         if compiling:
             # an argument of the graph as it came in does not tell a transform's gradients, and may not come twice
             query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
@@ -164,7 +181,8 @@ class _Call(NamedTuple):
 
         def decide() -> tuple[AttentionSpec, Backend | None, tuple[int, int] | None]:
             _check_tensors(query, key, value, layout, key_layout)
-            _check_options(causal_alignment, softcap, dropout_p, scale, score_mod, mask_mod)
+            _check_options(causal_alignment, dropout_p)
+            check_score_options(scale, softcap, score_mod, mask_mod)
             spec = AttentionSpec(
                 device=query.device,
                 dtype=query.dtype,
@@ -173,7 +191,7 @@ class _Call(NamedTuple):
                 head_dim=query.shape[2],
                 value_dim=value.shape[2],
                 scale=query.shape[2] ** -0.5 if scale is None else float(scale),
-                is_causal=bool(is_causal),
+                is_causal=is_causal,
                 causal_alignment=causal_alignment,
                 window_size=(int(window_size[0]), int(window_size[1])),
                 softcap=float(softcap),
@@ -181,8 +199,8 @@ class _Call(NamedTuple):
                 score_mod=score_mod,
                 mask_mod=mask_mod,
                 dropout_p=float(dropout_p),
-                deterministic=bool(deterministic),
-                batch_invariant=bool(batch_invariant),
+                deterministic=deterministic,
+                batch_invariant=batch_invariant,
                 needs_grad=needs_grad,
                 # a graph may run with other lengths: what runs in it looks at them
                 equal_lengths=layout is key_layout or (not compiling and layout.same_lengths(key_layout)),
@@ -190,11 +208,10 @@ class _Call(NamedTuple):
             )
             if not choosing or (compiling and chosen_later(spec, backend)):
                 return spec, None, None
-            if compiling:
-                torch._dynamo.graph_break(
-                    msg="no operator takes this call (mask_mod and score_mod, and on a CPU dropout and softcap), "
-                    "and what is no operator runs outside of a graph"
-                )
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, and what is no operator runs outside of a graph")
+            elif compiling:
+                raise ValueError(f"{_NO_OPERATOR}, so make_fx can't record it: make the call outside of the function.")
             kernel = choose(spec, work(layout, key_layout, spec), backend)
             return spec, kernel, head_dims(kernel, spec)
 
@@ -209,11 +226,12 @@ class _Call(NamedTuple):
                 *circumstances(backend),
             )
             spec, kernel, dims = layout.remember(asked, decide, None if key_layout is layout else key_layout)
-        _check_rows(query, key, value, layout, key_layout)
+        layout.check_rows(query, "query")
+        key_layout.check_keys(key, value)
         if sinks is not None:
             _check_sinks(sinks, query)
         if alibi_slopes is not None:
-            _check_slopes(alibi_slopes, query.shape[1], layout.batch_size, query.device)
+            check_slopes(alibi_slopes, query.shape[1], layout.batch_size, query.device)
         problem = Problem(layout, key_layout, alibi_slopes, spec, dims)
         return cls(query, key, value, problem, kernel, backend, rewrap)
 
@@ -285,18 +303,16 @@ def _check_tensors(
                 f"{name} must be (tokens, heads, head dim), got {tuple(x.shape)}: pack a padded "
                 "batch with layout.pack, and split E with unflatten(-1, (heads, -1))."
             )
-        if x.dtype != query.dtype or not x.is_floating_point():
+        if x.dtype != query.dtype or x.dtype not in DTYPES:
             raise ValueError(
                 f"query, key and value must share one floating-point dtype, got {query.dtype}, {key.dtype} and "
-                f"{value.dtype}: cast them, or use torch.autocast."
+                f"{value.dtype}: cast them to float16, bfloat16, float32 or float64, or use torch.autocast."
             )
         if x.device != query.device:
             raise ValueError(
                 f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
             )
-    wrong = _wrong_shapes(query.shape, key.shape, value.shape)
-    if wrong is not None:
-        raise ValueError(f"{wrong}: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}.")
+    check_shapes(query.shape, key.shape, value.shape)
     if layout.batch_size != key_layout.batch_size:
         raise ValueError(
             f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
@@ -304,39 +320,20 @@ def _check_tensors(
         )
 
 
-def _check_rows(query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> None:
-    layout.check_rows(query, "query")
-    for name, x in (("key", key), ("value", value)):
-        key_layout.check_rows(x, name)
-    if key.shape[0] != value.shape[0] and key_layout.total != min(key.shape[0], value.shape[0]):
-        raise ValueError(f"key and value must have the same tokens, got {tuple(key.shape)} and {tuple(value.shape)}.")
+def check_bools(**options: object) -> None:
+    """Refuse what is not True or False: a tensor, for example, may change after the call."""
+    for name, option in options.items():
+        if not isinstance(option, bool):
+            raise ValueError(f"{name} must be True or False, got {option!r}.")
 
 
-def _wrong_shapes(query: torch.Size, key: torch.Size, value: torch.Size) -> str | None:
-    """What is wrong with (T, H, D), (S, G, D) and (S, G, Dv), if anything."""
-    if key[2] != query[2]:
-        return "query and key must have the same head dim"
-    if key[1] != value[1]:
-        return "key and value must have the same heads"
-    if not key[1] or not query[1] or query[1] % key[1]:
-        return "query's heads must be a multiple of key's"
-    if not query[2] or not value[2]:
-        return "a head dim is 0"
-    return None
-
-
-def _check_options(
-    causal_alignment: str, softcap: float, dropout_p: float, scale: float | None, score_mod: object, mask_mod: object
-) -> None:
+def check_score_options(scale: object, softcap: object, score_mod: object = None, mask_mod: object = None) -> None:
+    """Refuse options of the scores that no kernel can run."""
     for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not callable(mod):
             raise ValueError(f"{name} must be a function as flex_attention takes it, got {mod!r}.")
-    if causal_alignment not in ("lower_right", "upper_left"):
-        raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
     if not (isinstance(softcap, (int, float)) and 0 <= softcap < math.inf):
         raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}.")
-    if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
     if scale is not None and not (isinstance(scale, (int, float)) and -math.inf < scale < math.inf):
         raise ValueError(
             f"scale must be a finite number, or None for D^−0.5, got {scale!r}. It gets no gradient: to learn one, "
@@ -344,12 +341,20 @@ def _check_options(
         )
 
 
+def _check_options(causal_alignment: str, dropout_p: float) -> None:
+    if causal_alignment not in ("lower_right", "upper_left"):
+        raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
+    if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+
+
 def check_window_size(window_size: object) -> None:
     """Refuse what is not (left, right)."""
     sides = window_size if isinstance(window_size, Sequence) else ()
-    if len(sides) != 2 or any(not isinstance(side, int) or side < -1 for side in sides):
+    if len(sides) != 2 or any(not isinstance(side, int) or not -1 <= side < 2**63 for side in sides):
         raise ValueError(
-            f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size!r}: two integers."
+            f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size!r}: two integers "
+            "of up to 63 bits."
         )
 
 
@@ -358,23 +363,10 @@ def _check_sinks(sinks: Tensor, query: Tensor) -> None:
     if not isinstance(sinks, Tensor) or sinks.shape != (heads,) or sinks.device != query.device:
         raise ValueError(
             f"sinks must be a tensor of one score for each of the {heads} query heads, on {query.device}, "
-            f"got {_told(sinks)}."
+            f"got {describe(sinks)}."
         )
-
-
-def _check_slopes(slopes: Tensor, heads: int, batch: int, device: torch.device) -> None:
-    if not isinstance(slopes, Tensor) or slopes.shape not in ((heads,), (batch, heads)) or slopes.device != device:
-        raise ValueError(
-            f"alibi_slopes must be a tensor ({heads},) or ({batch}, {heads}) on {device}, got {_told(slopes)}."
-        )
-    if slopes.dtype != torch.float32 and slopes.dtype != torch.float64:
-        raise ValueError(f"alibi_slopes must be float32 (flash kernels read nothing else), got {slopes.dtype}.")
-    if slopes.requires_grad:
-        raise ValueError("alibi_slopes get no gradient: pass slopes.detach(), or learn the bias in a score_mod.")
-
-
-def _told(x: object) -> str:
-    return f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+    if not sinks.is_floating_point():
+        raise ValueError(f"sinks must be floating-point numbers, got {sinks.dtype}: cast them.")
 
 
 def _some(layout: SequenceLayout) -> str:

@@ -5,9 +5,11 @@ Dimensions: B sequences, T tokens in all of them, L positions in a padded row.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ._tracing import check_readable, is_traced, is_tracing, refuse_jit_trace
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -24,61 +28,147 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
+MISSING: Any = object()
 
 
-class Memo(dict[object, object]):
-    """A dict to which weak references can be made."""
+class Cache:
+    """What was derived from some offsets, by key: at most ``MOST_ENTRIES``, of which the oldest goes first.
+
+    What is used while a CUDA graph is captured stays, because replaying the graph reads it.
+    """
+
+    MOST_ENTRIES = 64
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._entries: dict[object, Any] = {}
+        self._captured: dict[object, Any] = {}
+
+    def find(self, key: object) -> Any:
+        """The value of ``key``, or ``MISSING``."""
+        value = self._entries.get(key, MISSING)
+        if value is MISSING:
+            return self._captured.get(key, MISSING)
+        if _is_capturing():
+            self._captured[key] = value
+        return value
+
+    def add(self, key: object, value: Any) -> None:
+        with self._lock:
+            self._entries[key] = value
+            if len(self._entries) > self.MOST_ENTRIES:
+                del self._entries[next(iter(self._entries))]
+        if _is_capturing():
+            self._captured[key] = value
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured. Builds for the CPU have no such question."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
 class HostFacts:
     """What one device sync told about an offsets tensor. Holds no reference to it, or neither would ever be freed."""
 
-    version: int | None
+    at: Snapshot  # the offsets as they were read
     host: Tensor  # (B+1,) int64, a copy on the CPU
     other: Tensor  # (B+1,) the offsets in the other of int32 and int64, on their own device
+    other_at: Snapshot  # ``other`` as it was made
     first: int
     total: int
     max_seqlen: int
     min_seqlen: int
     sum_of_squares: int  # of the lengths
-    memo: Memo = field(default_factory=Memo)  # whatever else was derived; see SequenceLayout.remember
+    cache: Cache = field(default_factory=Cache)  # whatever else was derived; see SequenceLayout.remember
 
 
-# By weak reference and version: an offsets tensor that is changed in place, or freed, is not mistaken for the old one.
+class Snapshot:
+    """A tensor as it was when it was read: tells whether it was changed in place since.
+
+    On a CPU the memory itself is compared, so changes through NumPy or ``.data`` are seen. On other devices they are
+    not, because they raise no version counter.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = None if tensor.is_inference() else tensor._version
+        self.data_ptr, self.numel = tensor.data_ptr(), tensor.numel()
+        self.content = _content(tensor)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, the one that was read, has the same content still."""
+        return (
+            self.version is not None  # an inference tensor has no version counter
+            and self.version == tensor._version
+            and self.data_ptr == tensor.data_ptr()
+            and self.numel == tensor.numel()
+            and self.content == _content(tensor)
+        )
+
+
+def _content(tensor: Tensor) -> object:
+    """What a tensor on the CPU holds, to compare; None for one on another device."""
+    if not tensor.is_cpu:
+        return None
+    if tensor.is_contiguous():  # a sixth of the time of tolist for few numbers, and less for many
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    with _no_modes():
+        return tensor.tolist()
+
+
+# By weak reference: an offsets tensor that is freed is not mistaken for another one.
 _facts_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The int32 tensor made from an int64 one (or the other way), to what it was made from: layers are handed either.
 _source_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def host_facts(offsets: Tensor) -> HostFacts:
-    """Read ``offsets`` (B+1,) once: a device sync the first time this tensor object is seen, nothing after that.
+def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
+    """Read ``offsets`` (B+1,) once: a device sync the first time this tensor object is seen, and after each change.
 
-    Inference tensors have no version counter, so what they say is read anew each time.
+    Inference tensors have no version counter, so they are read each time.
+
+    Returns:
+        ``offsets``, or the tensor that they were converted from where neither was changed since; and what it says.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: not one-dimensional int32 or int64, empty, falling anywhere, negative, or past the int32 range.
+        ValueError: not one-dimensional int32 or int64, empty, falling anywhere, negative, or past the int32 range; or
+            on the meta device.
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
     known: HostFacts | None = _facts_of.get(offsets)
-    if known is not None and known.version == offsets._version:
-        return known
+    if known is not None and known.at.holds(offsets):
+        return offsets, known
+    made_from = _source_of.get(offsets)
+    source = None if made_from is None else made_from()
+    if source is not None:
+        known = _facts_of.get(source)
+        if known is not None and known.other is offsets and known.at.holds(source) and known.other_at.holds(offsets):
+            return source, known
+    return offsets, _read(offsets)
+
+
+def _read(offsets: Tensor) -> HostFacts:
     if offsets.is_nested or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
         shape = "nested" if offsets.is_nested else tuple(offsets.shape)
         raise ValueError(
             f"offsets must be a (B+1,) tensor of int32 or int64, got shape {shape} and {offsets.dtype}: "
             "pass the running sum of the lengths with a leading 0, or use SequenceLayout.from_lengths."
         )
+    check_readable(offsets, "offsets")
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so an empty batch is torch.tensor([0]).")
-    with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch():
+    at = Snapshot(offsets)
+    with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch(), _no_modes():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         other = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
-    lengths = host.diff()
-    if lengths.numel() and int(lengths.min()) < 0:
-        fall = int((lengths < 0).nonzero()[0])
+    falls = host.numpy()[1:] < host.numpy()[:-1]  # a difference may overflow
+    if falls.any():
+        fall = int(falls.argmax())
         raise ValueError(
             f"offsets fall from {int(host[fall])} to {int(host[fall + 1])} at index {fall + 1}: they must never "
             "decrease. If these are lengths, pass them to SequenceLayout.from_lengths."
@@ -86,7 +176,12 @@ def host_facts(offsets: Tensor) -> HostFacts:
     if int(host[0]) < 0 or int(host[-1]) > _INT32_MAX:
         bad = int(host[0]) if int(host[0]) < 0 else int(host[-1])
         raise ValueError(f"offsets must lie in 0 … {_INT32_MAX}, which is what the kernels can address; got {bad}.")
-    return _remember_facts(offsets, host, other)
+    return _remember_facts(offsets, at, host, other)
+
+
+def _no_modes() -> AbstractContextManager[Any]:
+    """Within the block, no dispatch mode sees operators or makes their results."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager
@@ -107,31 +202,23 @@ def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _remember_facts(offsets: Tensor, host: Tensor, other: Tensor) -> HostFacts:
+def _remember_facts(offsets: Tensor, at: Snapshot, host: Tensor, other: Tensor) -> HostFacts:
     lengths = np.diff(host.numpy())
     facts = HostFacts(
-        version=None if offsets.is_inference() else offsets._version,
+        at=at,
         host=host,
         other=other,
+        other_at=Snapshot(other),
         first=int(host[0]),
         total=int(host[-1] - host[0]),
         max_seqlen=int(lengths.max(initial=0)),
         min_seqlen=int(lengths.min()) if lengths.size else 0,
         sum_of_squares=int(lengths.dot(lengths)),
     )
-    if facts.version is not None:
+    if facts.at.version is not None:
         _facts_of[offsets] = facts
-        _source_of[other] = (weakref.ref(offsets), other._version)
+        _source_of[other] = weakref.ref(offsets)
     return facts
-
-
-def source_of(offsets: Tensor) -> Tensor:
-    """What these offsets were converted from, if that is still there and they are as they were made."""
-    if not isinstance(offsets, Tensor):
-        return offsets  # for host_facts to refuse
-    source, version = _source_of.get(offsets, (None, None))
-    known = source() if source is not None else None
-    return known if known is not None and version == offsets._version else offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +248,7 @@ class SequenceLayout:
     min_seqlen: int
     sum_of_squares: int = field(repr=False)
     host_offsets: Tensor = field(repr=False)
-    _memo: Memo = field(repr=False)
+    _facts: HostFacts = field(repr=False)
     padded_length: int | None = None
     padded_index: Tensor | None = field(default=None, repr=False)
     has_holes: bool = field(default=False, repr=False)
@@ -174,18 +261,26 @@ class SequenceLayout:
             offsets: kept as this layout's ``offsets`` (int64) or ``cu_seqlens`` (int32), not copied.
             max_seqlen: a bound on the longest sequence to use in its place, so that shapes stay fixed over batches.
 
-        Syncs with the device once, the first time that it sees this tensor. In a graph of torch.compile or torch.export
-        that is left to the operators in it, and the layout has no lengths to tell.
+        Syncs with the device once, the first time that it sees this tensor. A change of ``offsets`` in place is seen
+        when they are passed again, and a layout that was made before the change can't be used any more. What PyTorch
+        does not record is not seen on a GPU: writing to ``offsets.data``.
+
+        In a graph of torch.compile, torch.export or make_fx the lengths are left to the operators in it, and the layout
+        has no lengths to tell.
 
         Raises:
             ValueError: malformed offsets, or a ``max_seqlen`` that is below the longest sequence.
         """
-        if torch.compiler.is_compiling():
+        refuse_jit_trace()
+        if is_traced(offsets):
             from .traced import TracedLayout  # which builds on this file
 
             return cast(SequenceLayout, TracedLayout(offsets))
-        offsets = source_of(_plain(offsets))
-        facts = host_facts(offsets)
+        return cls.from_facts(*read_offsets(_plain(offsets)), max_seqlen)
+
+    @classmethod
+    def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
+        """``from_offsets``, for offsets that have been read."""
         if facts.first:
             raise ValueError(
                 f"offsets must begin at 0, got {facts.first}: drop the rows before that and pass offsets - offsets[0]."
@@ -204,7 +299,7 @@ class SequenceLayout:
             min_seqlen=facts.min_seqlen,
             sum_of_squares=facts.sum_of_squares,
             host_offsets=facts.host,
-            _memo=facts.memo,
+            _facts=facts,
         )
 
     @classmethod
@@ -220,14 +315,25 @@ class SequenceLayout:
         Syncs once if ``lengths`` is a tensor on a device; a list costs none.
 
         Raises:
-            ValueError: lengths that are negative, not integers, or not one-dimensional.
+            ValueError: lengths that are negative, not integers, not one-dimensional, or more tokens than 2³¹ − 1.
         """
-        with lasting():
-            given = _plain(lengths) if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
+        refuse_jit_trace()
+        how = "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
+        with lasting(), _no_modes():
+            if isinstance(lengths, Tensor):
+                check_readable(lengths, "lengths")
+                given = _plain(lengths)
+            else:
+                try:
+                    given = torch.tensor(lengths, device="cpu")
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise ValueError(
+                        f"lengths must be one integer for each sequence, got {lengths!r}: {how}"
+                    ) from error
             if given.dim() != 1 or not (_is_integer(given) or given.numel() == 0):
                 raise ValueError(
                     f"lengths must be one integer for each sequence, got shape {tuple(given.shape)} and {given.dtype}: "
-                    "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
+                    f"{how}"
                 )
             device = given.device if device is None else torch.device(device)
             return cls._from_host_lengths(given.detach().to("cpu", torch.int64).numpy(), device)
@@ -239,16 +345,16 @@ class SequenceLayout:
             raise ValueError(f"lengths[{at}] is {lengths[at]}: a sequence has zero or more tokens.")
         ends = np.zeros(lengths.size + 1, np.int64)
         lengths.cumsum(out=ends[1:])
-        if ends[-1] > _INT32_MAX:
-            raise ValueError(f"the lengths add up to {ends[-1]} tokens, past the kernels' limit of {_INT32_MAX}.")
-        with lasting():  # offsets with a version, by which they are known again
+        if ends[-1] > _INT32_MAX or lengths.max(initial=0) > _INT32_MAX:  # a longer one may overflow the sum
+            raise ValueError(
+                f"the lengths add up to {sum(map(int, lengths))} tokens, past the kernels' limit of {_INT32_MAX}: "
+                "pass fewer sequences at a time."
+            )
+        with lasting(), _no_modes():  # offsets with a version, by which they are known again
             host = torch.from_numpy(ends)
             offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
-            facts = _remember_facts(offsets, host, offsets.to(torch.int32))
-        return cls(
-            *(offsets, facts.other, facts.total, facts.max_seqlen, facts.min_seqlen, facts.sum_of_squares),
-            *(host, facts.memo),
-        )
+            facts = _remember_facts(offsets, Snapshot(offsets), host, offsets.to(torch.int32))
+        return cls.from_facts(offsets, facts)
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> SequenceLayout:
@@ -268,10 +374,12 @@ class SequenceLayout:
         Raises:
             ValueError: not two-dimensional, or a value other than 0 and 1 (an additive mask of 0 and −inf, say).
         """
-        mask = _plain(mask)
+        refuse_jit_trace()
         if not isinstance(mask, Tensor) or mask.is_nested or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) and not mask.is_nested else type(mask).__name__
             raise ValueError(f"mask must be a (B, L) tensor with 1 where a token is, got {shape}.")
+        check_readable(mask, "mask")
+        mask = _plain(mask)
         batch, length = mask.shape
         mask = mask.detach()
         # one copy tells the host all, and what is left to do is little for a batch that fits a device
@@ -313,10 +421,13 @@ class SequenceLayout:
                 else type(position_ids).__name__
             )
             raise ValueError(f"position_ids must be a (T,) or (R, T) tensor of integers, got {got}.")
-        rows = position_ids.unsqueeze(0) if position_ids.dim() == 1 else position_ids
+        refuse_jit_trace()
+        check_readable(position_ids, "position_ids")
+        rows = position_ids.long()  # a narrow integer type would wrap around in the difference
+        rows = rows.unsqueeze(0) if rows.dim() == 1 else rows
         begins = torch.ones_like(rows, dtype=torch.bool)
         begins[:, 1:] = rows.diff(dim=1) != 1
-        return layout_where(begins.flatten().cpu().numpy(), position_ids.device)
+        return layout_where(_plain(begins).flatten().cpu().numpy(), position_ids.device)
 
     @property
     def batch_size(self) -> int:
@@ -330,7 +441,7 @@ class SequenceLayout:
     @property
     def lengths(self) -> Tensor:
         """(B,) int64, the tokens of each sequence."""
-        return self.remember("lengths", self.offsets.diff)
+        return self.remember("lengths", self._own_offsets.diff)
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -340,7 +451,7 @@ class SequenceLayout:
             if self.device.type == "cpu":  # where this is the quicker way; on a GPU it launches three times as much
                 ids = torch.arange(self.batch_size, device=self.device)
                 return ids.repeat_interleave(self.lengths, output_size=self.total)
-            return torch.searchsorted(self.offsets[1:], torch.arange(self.total, device=self.device), right=True)
+            return torch.searchsorted(self._own_offsets[1:], torch.arange(self.total, device=self.device), right=True)
 
         return self.remember("sequence_ids", build)
 
@@ -349,7 +460,7 @@ class SequenceLayout:
         """(T,) int64, each token's position inside its sequence, from 0."""
 
         def build() -> Tensor:
-            return torch.arange(self.total, device=self.device) - self.offsets[self.sequence_ids]
+            return torch.arange(self.total, device=self.device) - self._own_offsets[self.sequence_ids]
 
         return self.remember("position_ids", build)
 
@@ -361,7 +472,49 @@ class SequenceLayout:
         return ids, positions
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_memo": Memo()}  # what it remembers is made again, and holds what can't be pickled
+        return {name: value for name, value in self.__dict__.items() if name != "_facts"}  # made again by __setstate__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__["_facts"] = _remember_facts(
+            self.offsets, Snapshot(self.offsets), self.host_offsets, self.cu_seqlens
+        )
+
+    def check_unchanged(self, name: str) -> None:
+        """Refuse a layout whose offsets were changed in place: they describe other sequences than it does.
+
+        Raises:
+            ValueError: they were changed. ``name`` is the argument's, for the message.
+        """
+        if not (self._holds(self.offsets) and self._holds(self.cu_seqlens)):
+            raise ValueError(
+                f"the offsets of {name} were changed in place after it was made: make a new layout from them with "
+                "SequenceLayout.from_offsets(offsets), or make it from a copy of the offsets."
+            )
+
+    def check_saved(self) -> None:
+        """For a backward: refuse to go by ``cu_seqlens`` that were changed in place since the forward.
+
+        Raises:
+            RuntimeError: they were changed.
+        """
+        if not self._holds(self.cu_seqlens):
+            raise RuntimeError(
+                "the cu_seqlens of a layout, which are needed for gradient computation, have been modified by an "
+                "inplace operation: give each forward its own, for example cu_seqlens.clone()."
+            )
+
+    def _holds(self, offsets: Tensor) -> bool:
+        """Whether ``offsets``, in one of the two dtypes, are as they were read; in a graph nobody can tell."""
+        if is_tracing():
+            return True
+        at = self._facts.other_at if offsets is self._facts.other else self._facts.at
+        return at.version is None or at.holds(offsets)
+
+    @property
+    def _own_offsets(self) -> Tensor:
+        """``offsets`` as they were read; the caller's own tensor may have been changed since."""
+        return self.offsets if self._holds(self.offsets) else self.cu_seqlens.long()
 
     def remember(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
         """What ``build`` made the first time ``key`` was asked for, kept as long as the offsets are.
@@ -369,16 +522,25 @@ class SequenceLayout:
         Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
         must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
         """
-        if torch.compiler.is_compiling():
+        if is_tracing():
             return build()  # what a graph makes of it is not to be kept
-        memo: MutableMapping[object, Any] = self._memo
+        cache = self._facts.cache
         if other is not None:
-            memo, key = self._memo.setdefault((key, "with"), WeakIdKeyDictionary()), other._memo  # type: ignore[assignment]
-        if key not in memo:
-            modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-            with lasting(), modes:  # which may make tensors without numbers
-                memo[key] = build()
-        return memo[key]
+            key = (key, "with")
+            by_other = cache.find(key)
+            if by_other is MISSING:
+                cache.add(key, by_other := WeakIdKeyDictionary())
+            value = by_other.get(other._facts.cache, MISSING)
+        else:
+            value = cache.find(key)
+        if value is MISSING:
+            with lasting(), _no_modes():  # which may make tensors without numbers
+                value = build()
+            if other is None:
+                cache.add(key, value)
+            else:
+                by_other[other._facts.cache] = value
+        return cast(_T, value)
 
     def same_lengths(self, other: SequenceLayout) -> bool:
         """Whether both have the same sequences; answered on the host."""
@@ -408,7 +570,8 @@ class SequenceLayout:
         Raises:
             ValueError: another number of rows, too few positions, or another device.
         """
-        self._check_device(padded, "padded")
+        self._check_tensor(padded, "padded")
+        self.check_unchanged("this layout")
         length = padded.shape[1] if padded.dim() >= 2 else -1
         exact = self.padded_length is not None
         wanted = self.padded_length if self.padded_length is not None else self._longest
@@ -428,6 +591,7 @@ class SequenceLayout:
             ValueError: fewer rows than the layout has tokens, or another device.
         """
         self.check_rows(values, "values")
+        self.check_unchanged("this layout")
         length = self.padded_length if self.padded_length is not None else self.max_seqlen
         padded = values.new_full((self.batch_size * length, *values.shape[1:]), value)
         padded.index_copy_(0, self._index(length), values[: self.total])
@@ -438,6 +602,7 @@ class SequenceLayout:
         from . import nested as nested_module  # nested.py builds on this file
 
         self.check_rows(values, "values")
+        self.check_unchanged("this layout")
         return nested_module.wrap(values, self)
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
@@ -453,6 +618,7 @@ class SequenceLayout:
 
         Raises:
             TypeError: anything but a SequenceLayout.
+            ValueError: its offsets were changed in place.
         """
         from .traced import TracedLayout
 
@@ -462,18 +628,35 @@ class SequenceLayout:
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths), or .from_attention_mask(mask) and pack."
             )
         layout = cast(SequenceLayout, given)
-        return SequenceLayout.from_offsets(layout.offsets) if torch.compiler.is_compiling() else layout
+        if is_tracing():
+            return SequenceLayout.from_offsets(layout.offsets)
+        layout.check_unchanged(name)
+        return layout
 
     def check_rows(self, values: Tensor, name: str) -> None:
         """Refuse a tensor that this layout can't describe: on another device, or shorter than ``total``."""
-        self._check_device(values, name)
+        self._check_tensor(values, name)
         if values.dim() == 0 or values.shape[0] < self.total:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
                 f"{self.total} tokens: pass at least that many rows, tokens first."
             )
 
-    def _check_device(self, tensor: Tensor, name: str) -> None:
+    def check_keys(self, key: Tensor, value: Tensor) -> None:
+        """Refuse keys and values that are too few, or of which one has rows that the other lacks.
+
+        Either may have more rows than ``total``; those are not read.
+        """
+        for name, x in (("key", key), ("value", value)):
+            self.check_rows(x, name)
+        if key.shape[0] != value.shape[0] and self.total != min(key.shape[0], value.shape[0]):
+            raise ValueError(
+                f"key and value must have the same tokens, got {tuple(key.shape)} and {tuple(value.shape)}."
+            )
+
+    def _check_tensor(self, tensor: Tensor, name: str) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
         if tensor.device != self.device:
             raise ValueError(
                 f"{name} is on {tensor.device} and the layout on {self.device}: "

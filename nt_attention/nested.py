@@ -18,8 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .layout import SequenceLayout, host_facts, source_of
+from ._tracing import is_tracing, refuse_jit_trace
+from .layout import SequenceLayout, Snapshot, read_offsets
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ def is_nested(tensor: object) -> bool:
 
 def unwrap_each(**named: Tensor) -> tuple[Unwrapped, ...]:
     """``unwrap`` for each argument by its name; one that is given twice is taken apart once."""
-    if torch.compiler.is_compiling():
+    refuse_jit_trace()
+    if is_tracing():
         return _unwrap_traced(named)
     with _past_torch_function():
         distinct = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
@@ -63,8 +66,12 @@ def unwrap_each(**named: Tensor) -> tuple[Unwrapped, ...]:
 
 
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
-    """The jagged NestedTensor (B, j, …) of ``values`` (N, …) on the layout's own offsets."""
-    return _jagged(values, layout.offsets, None, 1, layout)
+    """The jagged NestedTensor (B, j, …) of ``values`` (N, …) on the layout's own offsets: a view of ``values``."""
+    if torch.is_inference_mode_enabled():  # where the function below can't take tensors from outside
+        return _jagged(values, layout.offsets, None, 1, layout)
+    return torch.nested.nested_tensor_from_jagged(
+        values, layout.offsets, min_seqlen=layout.min_seqlen, max_seqlen=layout.max_seqlen
+    )
 
 
 def unwrap(nested: Tensor, name: str) -> Unwrapped:
@@ -103,8 +110,10 @@ def _unwrap_jagged(nested: Tensor, values: Tensor, name: str, layouts: dict[int,
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
     layout = layouts.get(id(offsets)) if lengths is None else None
-    if layout is None and lengths is None and host_facts(source_of(offsets)).first == 0:
-        layout = layouts[id(offsets)] = SequenceLayout.from_offsets(offsets)
+    if layout is None and lengths is None:
+        source, facts = read_offsets(offsets)
+        if facts.first == 0:
+            layout = layouts[id(offsets)] = SequenceLayout.from_facts(source, facts)
     if layout is not None:
         layout.check_rows(values, name)
 
@@ -156,11 +165,43 @@ def _traced(nested: Any, ragged_dim: int, layout: SequenceLayout | None) -> Unwr
 
 def _values(*nested: Tensor) -> tuple[Tensor, ...]:
     """``x.values()`` of each, for a third of its host time and as one autograd node."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # no operation will save them
         return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
     wanting = [x for x in nested if x.requires_grad]
     given = iter(_Values.apply(*wanting) if wanting else ())
-    return tuple([next(given) if x.requires_grad else x._values.detach() for x in nested])  # type: ignore[attr-defined]
+    return tuple([next(given) if x.requires_grad else _values_of(x) for x in nested])
+
+
+def _values_of(nested: Any) -> Tensor:
+    """The values without history. They share the version counter of ``nested``."""
+    return _share_version_counter(nested, nested._values.detach())
+
+
+def _share_version_counter(base: Tensor, alias: Tensor) -> Tensor:
+    """Give ``alias``, which has the memory of ``base``, the version counter of ``base``, and return it.
+
+    A NestedTensor and its values have separate counters. An operation that saves one of them for its backward would not
+    notice an in-place change of the other, and the gradients would be wrong. ``detach`` gives its result the counter of
+    its input, so it is called here with an implementation that returns ``alias``. Inference tensors have no counter.
+    """
+    if alias.is_inference():
+        return alias
+    torch._C._push_on_torch_dispatch_stack(_ReturnInstead(alias))
+    try:
+        return base.detach()
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+class _ReturnInstead(TorchDispatchMode):
+    """A dispatch mode under which every operator returns one tensor."""
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__()
+        self.result = result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        return self.result
 
 
 class _Values(torch.autograd.Function):
@@ -170,7 +211,7 @@ class _Values(torch.autograd.Function):
     def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.places = [(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
-        return tuple([x._values.detach() for x in nested])
+        return tuple(map(_values_of, nested))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -194,7 +235,7 @@ class _Nested(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, ragged_dim: int, extremes: dict[str, Tensor]) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _made(values.detach(), offsets, None, ragged_dim, extremes)
+        return _share_version_counter(values, _made(values.detach(), offsets, None, ragged_dim, extremes))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None, None, None]:
@@ -205,7 +246,7 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
     """Rewrap rows (N, …); the extremes travel along, so that nothing downstream asks the device for them."""
     values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
     with _past_torch_function():
-        if lengths is None and not torch.compiler.is_compiling():  # as stock does it, for a third of its host time
+        if lengths is None and not is_tracing():  # as stock does it, for a third of its host time
             extremes = layout.remember("extremes", lambda: _extremes(layout))
             if torch.is_grad_enabled() and values.requires_grad:
                 return cast(Tensor, _Nested.apply(values, offsets, ragged_dim, extremes))
@@ -247,17 +288,17 @@ class _Rows:
     def __init__(self, layout: SequenceLayout, index: Tensor, end: int, lengths: Tensor | None) -> None:
         self.layout, self.index, self.end = layout, index, end
         self._lengths = None if lengths is None else weakref.ref(lengths)
-        self._version = None if lengths is None else lengths._version
+        self._at = None if lengths is None else Snapshot(lengths)
 
     def made_from(self, lengths: Tensor) -> bool:
-        return self._lengths is not None and self._lengths() is lengths and self._version == lengths._version
+        return self._lengths is not None and self._lengths() is lengths and self._at.holds(lengths)  # type: ignore[union-attr]
 
 
 def _rows_with_tokens(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> tuple[SequenceLayout, Tensor]:
     """The layout of the tokens alone, and (T,) the row that each of them stands in."""
-    facts = host_facts(source_of(offsets))
+    _, facts = read_offsets(offsets)
     key = "rows" if lengths is None else "rows with holes"
-    kept = facts.memo.get(key)
+    kept = facts.cache.find(key)
     if isinstance(kept, _Rows) and kept.end <= rows and (lengths is None or kept.made_from(lengths)):
         return kept.layout, kept.index
     begins = facts.host[:-1]
@@ -276,7 +317,7 @@ def _rows_with_tokens(offsets: Tensor, lengths: Tensor | None, rows: int, name: 
         shift = offsets[:-1].to(torch.int64) - layout.offsets[:-1]
         index = torch.arange(layout.total, device=offsets.device) + shift[layout.sequence_ids]
     if lengths is None or not lengths.is_inference():
-        facts.memo[key] = _Rows(layout, index, int(ends.max()) if len(ends) else 0, lengths)
+        facts.cache.add(key, _Rows(layout, index, int(ends.max()) if len(ends) else 0, lengths))
     return layout, index
 
 

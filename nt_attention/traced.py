@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ._tracing import is_traced
 from .layout import SequenceLayout
 
 
@@ -24,7 +25,7 @@ class TracedLayout:
         self.offsets = offsets
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or torch.compiler.is_compiling():
+        if name.startswith("__") or is_traced(self.offsets):
             raise AttributeError(f"{name} wants lengths, which a graph does not know: ask for it outside of the graph.")
         return getattr(self._read(), name)
 
@@ -39,7 +40,7 @@ class TracedLayout:
 
     @property
     def min_seqlen(self) -> int:
-        return 0 if torch.compiler.is_compiling() else self._read().min_seqlen
+        return 0 if is_traced(self.offsets) else self._read().min_seqlen
 
     @property
     def batch_size(self) -> int:
@@ -54,6 +55,10 @@ class TracedLayout:
 
     def same_lengths(self, other: object) -> bool:
         return self is other
+
+    def check_keys(self, key: Tensor, value: Tensor) -> None:
+        for name, x in (("key", key), ("value", value)):
+            self.check_rows(x, name)  # the operator looks at how many there are
 
     def extended(self, extra: int) -> TracedLayout:
         return TracedLayout(self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device))

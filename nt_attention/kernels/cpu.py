@@ -8,7 +8,8 @@ are cut into tiles, each some queries of one sequence with all the keys that the
   tokens × window, and interior tiles share one mask;
 - tiles of equal shape form a group; short ones are gathered into one call, long ones run where they lie.
 
-Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and gives lse 0 where a row sees nothing.
+Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and gives lse 0 where a row sees nothing or
+has NaN for all its scores.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Plan:
 
 def plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
     """The calls for these lengths and this mask; kept with the layout, so a second layer does not plan again."""
-    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, spec.scale > 0)
+    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, spec.has_positive_scale)
     return layout.remember(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
@@ -124,7 +125,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
         return []
     shift = spec.shift(queries, keys)
     # the kernel masks before it scales, so a scale of 0 or below turns its −inf into NaN or inf
-    kernel_causal = spec.window == (math.inf, 0) and shift == 0 and spec.scale > 0
+    kernel_causal = spec.window == (math.inf, 0) and shift == 0 and spec.has_positive_scale
     if not keys or (not spec.alibi and (spec.sees_all or kernel_causal)):
         return [(0, 0, Shape(queries, keys, 0, causal=not spec.sees_all))]
     left, right = spec.window
@@ -178,7 +179,20 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
             tiles_lse = tiles_lse.masked_fill(blind, -torch.inf)
         call.queries.give(to_out, tiles)
         call.queries.give(to_lse, tiles_lse)
+    _spread_nan(out, lse, query)
     return out, lse
+
+
+def _spread_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
+    """Write NaN where a query (1, H, T, D) holds NaN: the kernel takes such a row for one that sees nothing.
+
+    It then gives an output of 0 and an lse of 0, which is rare enough in other rows to look there alone.
+    """
+    if int(lse.count_nonzero()) == lse.numel():
+        return
+    wrong = (lse == 0) & query[0].isnan().any(-1).transpose(0, 1)
+    out.masked_fill_(wrong.unsqueeze(-1), torch.nan)
+    lse.masked_fill_(wrong, torch.nan)
 
 
 def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:

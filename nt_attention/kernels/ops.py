@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..layout import SequenceLayout
 from . import flops, passes
-from .spec import AttentionSpec, Backend, Gradients, Known, Problem
+from .spec import AttentionSpec, Backend, Gradients, Known, Problem, check_shapes, check_slopes
 
 LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")
 _CALL = (
@@ -27,6 +27,7 @@ _CALL = (
     "float scale, bool is_causal, bool lower_right, int window_left, int window_right, float softcap, float dropout_p, "
     "bool deterministic, bool batch_invariant, bool needs_grad"
 )
+_OPTIONS = [argument.split()[1] for argument in _CALL.split(", ")][3:]  # what follows query, key and value
 _GRADS = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
 # Lengths are read on the host, so compilers must not record these into CUDA graphs of their own accord. Whoever
 # captures one by hand warms up on the layout first, and keeps it.
@@ -41,7 +42,7 @@ def register(backend: Backend) -> None:
         return _forward(backend, passes.Inputs(*call[:3]), _problem(*call))
 
     def backward(*arguments: Any) -> Gradients:
-        known, call = Known(*arguments[:5]), arguments[5:]
+        known, call = _known(*arguments[:8]), arguments[5:]
         return passes.backward(backend, known, passes.Inputs(*call[:3]), _problem(*call))
 
     fake = functools.partial(_fake_forward, backend.rng_on_host)
@@ -64,7 +65,7 @@ def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Bac
         return out, lse, state.to(inputs.query.device), torch.tensor(place, device="cpu")
 
     def backward(*arguments: Any) -> Gradients:
-        known, call, backend = Known(*arguments[:5]), arguments[5:-1], at(int(arguments[-1]))
+        known, call, backend = _known(*arguments[:8]), arguments[5:-1], at(int(arguments[-1]))
         if backend.rng_on_host:
             known = known._replace(rng_state=arguments[4].cpu())
         return passes.backward(backend, known, passes.Inputs(*call[:3]), _problem(*call))
@@ -145,6 +146,29 @@ def _call(problem: Problem) -> tuple[object, ...]:
     )
 
 
+def _known(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    state: Tensor,
+    query: Tensor,
+    _: Tensor,
+    value: Tensor,
+) -> Known:
+    """What a backward is told, with its shapes checked: kernels would read past the end of others."""
+    if not query.dim() == value.dim() == 3:
+        raise ValueError(f"query and value must have three dimensions, got {query.dim()} and {value.dim()}.")
+    of_out, of_lse = (*query.shape[:2], value.shape[2]), tuple(query.shape[:2])
+    for name, x, shape in (
+        *(("grad", grad, of_out), ("out", out, of_out)),
+        *(("lse", lse, of_lse), ("grad_lse", grad_lse, of_lse)),
+    ):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}.")
+    return Known(grad, grad_lse, out, lse, state)
+
+
 def _problem(
     query: Tensor,
     key: Tensor,
@@ -158,10 +182,16 @@ def _problem(
     layout = SequenceLayout.from_offsets(cu_seqlens)
     key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
     layout.check_rows(query, "query")
-    key_layout.check_rows(key, "key")
-    shape = (*query.shape[1:], *value.shape[1:])
+    key_layout.check_keys(key, value)
+    if layout.batch_size != key_layout.batch_size:
+        raise ValueError(f"cu_seqlens are of {layout.batch_size} sequences, key_cu_seqlens of {key_layout.batch_size}.")
+    if slopes is not None:
+        check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key and value must share a dtype, got {query.dtype}, {key.dtype} and {value.dtype}.")
+    shapes = tuple(torch.Size((0, *x.shape[1:])) for x in (query, key, value))  # of any number of tokens
     keys = (layout is key_layout or layout.same_lengths(key_layout), key_layout.min_seqlen == 0)
-    spec = _spec(query.device, query.dtype, shape, slopes is not None, keys, *call)
+    spec = _spec(query.device, query.dtype, shapes, slopes is not None, keys, *call)
     return Problem(layout, key_layout, slopes, spec)
 
 
@@ -169,7 +199,7 @@ def _problem(
 def _spec(
     device: torch.device,
     dtype: torch.dtype,
-    shape: tuple[int, int, int, int],
+    shapes: tuple[torch.Size, torch.Size, torch.Size],
     alibi: bool,
     keys: tuple[bool, bool],
     scale: float,
@@ -183,7 +213,8 @@ def _spec(
     batch_invariant: bool,
     needs_grad: bool,
 ) -> AttentionSpec:
-    num_heads, head_dim, num_kv_heads, value_dim = shape
+    check_shapes(*shapes)
+    (_, num_heads, head_dim), (_, num_kv_heads, value_dim) = shapes[0], shapes[2]
     equal_lengths, keyless = keys
     return AttentionSpec(
         device=device,
@@ -210,7 +241,7 @@ def _spec(
 def _fake_forward(
     rng_on_host: bool, query: Tensor, key: Tensor, value: Tensor, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dropout_p = call[8]
+    dropout_p = call[_OPTIONS.index("dropout_p")]
     out = query.new_empty(*query.shape[:2], value.shape[2])
     state_device = "cpu" if rng_on_host and dropout_p else query.device
     state = torch.empty(2 if dropout_p else 0, dtype=torch.int64, device=state_device)

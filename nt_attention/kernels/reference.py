@@ -19,7 +19,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     layout, key_layout, alibi_slopes, spec, _ = problem
     precision = torch.promote_types(query.dtype, torch.float32)
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
-    outs, lses = [query[:0, :, :1].expand(-1, -1, value.shape[2])], []  # no rows, but a way to query for autograd
+    outs, lses = [], []
+    if not layout.batch_size:  # no rows, but a path to all three for autograd, which gives them gradients of 0
+        empty = query[:0, :, :1] * (key[:0].sum() + value[:0].sum())
+        outs.append(empty.expand(-1, -1, value.shape[2]))
     for b in range(layout.batch_size):
         rows, columns = slice(starts[b], starts[b + 1]), slice(key_starts[b], key_starts[b + 1])
         q, k, v = (x.to(precision).transpose(0, 1) for x in (query[rows], key[columns], value[columns]))

@@ -141,7 +141,7 @@ def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
 
 def chosen_later(spec: AttentionSpec, backend: str) -> bool:
     """Whether some operator takes this call, so that in a graph the choice can wait until it runs."""
-    _check_name(backend)
+    check_backend_name(backend)
     able = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(
         # a compiler traces this: the quick questions first
@@ -185,7 +185,7 @@ def use_backend(backend: str) -> Iterator[None]:
     Raises:
         ValueError: no backend of that name.
     """
-    _check_name(backend)
+    check_backend_name(backend)
     token = _wanted.set(backend)
     try:
         yield
@@ -197,13 +197,13 @@ def _asked(backend: str) -> str:
     if backend == "auto":
         backend = _wanted.get()
     if backend == "auto" and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
-        _check_name(named, f"{ENVIRONMENT_VARIABLE} asks for it, and ")
+        check_backend_name(named, f"{ENVIRONMENT_VARIABLE} asks for it, and ")
         return named
-    _check_name(backend)
+    check_backend_name(backend)
     return backend
 
 
-def _check_name(backend: str, source: str = "") -> None:
+def check_backend_name(backend: str, source: str = "") -> None:
     if backend != "auto" and backend not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")

@@ -7,7 +7,7 @@ queries and keys, Dv that of values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,51 @@ from ..layout import SequenceLayout
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 CausalAlignment = Literal["lower_right", "upper_left"]
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of query, key and value
+
+
+def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
+    """Refuse shapes other than (T, H, D), (S, G, D) and (S, G, Dv) with H a multiple of G.
+
+    Raises:
+        ValueError: other shapes.
+    """
+    problem = None
+    if not len(query) == len(key) == len(value) == 3:
+        problem = "query, key and value must be (tokens, heads, head dim)"
+    elif key[2] != query[2]:
+        problem = "query and key must have the same head dim"
+    elif key[1] != value[1]:
+        problem = "key and value must have the same heads"
+    elif not key[1] or not query[1] or query[1] % key[1]:
+        problem = "query's heads must be a multiple of key's"
+    elif not query[2] or not value[2]:
+        problem = "a head dim is 0"
+    if problem is not None:
+        raise ValueError(f"{problem}: query {tuple(query)}, key {tuple(key)}, value {tuple(value)}.")
+
+
+def check_slopes(slopes: object, heads: int, batch: int, device: torch.device) -> None:
+    """Refuse ALiBi slopes other than (H,) or (B, H) of float32 or float64 on ``device``, and those that want gradients.
+
+    Raises:
+        ValueError: any of these.
+    """
+    if not isinstance(slopes, Tensor) or slopes.shape not in ((heads,), (batch, heads)) or slopes.device != device:
+        raise ValueError(
+            f"alibi_slopes must be a tensor ({heads},) or ({batch}, {heads}) on {device}, got {describe(slopes)}."
+        )
+    if slopes.dtype != torch.float32 and slopes.dtype != torch.float64:
+        raise ValueError(f"alibi_slopes must be float32 (flash kernels read nothing else), got {slopes.dtype}.")
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes get no gradient: pass slopes.detach(), or learn the bias in a score_mod.")
+
+
+def describe(x: object) -> str:
+    """A tensor's shape and device, or what else ``x`` is, for an error message."""
+    return f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
 
 
 def open_window(left: int, right: int) -> tuple[float, float]:
@@ -70,6 +115,15 @@ class AttentionSpec:
         return left, 0 if self.is_causal else right
 
     @property
+    def has_positive_scale(self) -> bool:
+        """Whether the scale is above 0 as a kernel sees it: below float64 they take it in float32, without subnormals.
+
+        Kernels that mask before they scale turn −inf into NaN under a scale of 0.
+        """
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return self.scale >= torch.finfo(dtype).tiny
+
+    @property
     def sees_all(self) -> bool:
         return self.window == (math.inf, math.inf)
 
@@ -95,7 +149,7 @@ class AttentionSpec:
             "cross": not self.equal_lengths,
             "upper_left": self.is_upper_left,
             "no keys": not self.equal_lengths and self.keyless,
-            "scale ≤ 0": self.scale <= 0,
+            "scale ≤ 0": not self.has_positive_scale,
             "value dim": self.head_dim != self.value_dim,
         }
         return frozenset(name for name, wanted in asked.items() if wanted)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from .._tracing import is_traced
 from ..layout import SequenceLayout
 from . import masked
 from .masked import InputError
@@ -192,12 +191,10 @@ def _in_memory(tensor: Tensor) -> tuple[object, ...]:
 def can_be_read(tensor: Tensor) -> bool:
     """Whether there are values that the host may look at: not in a graph that is being made, or under vmap."""
     return not (
-        torch.compiler.is_compiling()
+        is_traced(tensor)
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or tensor.is_meta
-        or isinstance(tensor, FakeTensor)
         or torch._C._are_functorch_transforms_active()
-        or get_proxy_mode() is not None
     )
 
 

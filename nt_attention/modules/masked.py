@@ -72,7 +72,7 @@ def attend(
     keys.
     """
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    fused = not need_weights and dropout_p != 1 and scores.are_plain
+    fused = not need_weights and dropout_p != 1 and scores.are_plain and _takes_bias(query, scores.bias)
     if is_causal and not (fused and scores.seen is scores.bias is None):
         earlier = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         scores = replace(scores, seen=earlier if scores.seen is None else scores.seen & earlier)
@@ -81,6 +81,13 @@ def attend(
         return _fused(query, key, value, scores, dropout_p, is_causal).transpose(1, 2), None
     out, weights = _written_out(query, key, value, scores, dropout_p)
     return out.transpose(1, 2), weights if need_weights else None
+
+
+def _takes_bias(query: Tensor, bias: Tensor | None) -> bool:
+    """Whether scaled_dot_product_attention takes a bias of this dtype."""
+    if bias is None or bias.dtype == query.dtype:
+        return True
+    return query.is_cpu and bias.dtype == torch.promote_types(query.dtype, torch.float32)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout_p: float, is_causal: bool) -> Tensor:
@@ -174,8 +181,9 @@ def attend_with(
     if inside is not None:
         seen = inside if seen is None else seen & inside
     if module.slopes is not None:
-        slanted = alibi_bias(places, key_places, module.slopes)
-        bias = slanted if bias is None else bias + slanted
+        # in the query's dtype, but for 16 bits, which would round the distances
+        slanted = alibi_bias(places, key_places, module.slopes.to(torch.promote_types(query.dtype, torch.float32)))
+        bias = slanted if bias is None else bias + slanted  # 16-bit and float32 give float32
     if module.added_keys:
         added = (x.unsqueeze(0).expand(len(key), *[-1] * 3) for x in map(torch.cat, module.keys_to_add(key, value)))
         key, value = (torch.cat(pair, 1) for pair in zip((key, value), added, strict=True))

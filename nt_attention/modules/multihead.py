@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import nested
-from ..functional import check_window_size, varlen_attention
+from ..functional import check_score_options, check_window_size, varlen_attention
+from ..kernels.select import check_backend_name
 from ..kernels.spec import MaskMod, ScoreMod
 from ..layout import SequenceLayout
 from . import dense, padded
@@ -23,6 +24,7 @@ from .alibi import alibi_slopes
 from .rotary import Rotary
 
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
+_OPTIONS = {"window_size", "softcap", "scale", "alibi", "backend", "dropout", "add_zero_attn"}
 
 
 class VarlenMultiheadAttention(nn.MultiheadAttention):
@@ -84,14 +86,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             )
         if head_dim is not None and head_dim <= 0:
             raise ValueError(f"head_dim must be greater than 0, got {head_dim}.")
-        check_window_size(window_size)
         if rotary is not None and not isinstance(rotary, Rotary):
             raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}.")
-        if (add_bias_kv or add_zero_attn) and (alibi or tuple(window_size) != (-1, -1)):
-            raise ValueError(
-                "add_bias_kv and add_zero_attn add keys that stand at no position, which window_size and alibi need: "
-                "leave out one of the two."
-            )
         self.embed_dim = embed_dim
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
@@ -101,23 +97,12 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.dropout = dropout
         self.batch_first = batch_first
         self.add_zero_attn = add_zero_attn
-        self.window_size = (window_size[0], window_size[1])
+        self.window_size = window_size
         self.softcap = softcap
         self.scale = scale
         self.alibi = alibi
         self.backend = backend
-        # what stock attention computes too
-        self.is_stock = (
-            num_kv_heads == num_heads
-            and self.head_dim * num_heads == embed_dim
-            and self.window_size == (-1, -1)
-            and not (softcap or sinks or alibi)
-            and scale is None
-            and rotary is None
-            and qk_norm is None
-        )
         same_dims = self.kdim == embed_dim and self.vdim == embed_dim
-        self._has_stock_weights = same_dims and self.is_stock
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         q_dim, kv_dim = num_heads * self.head_dim, num_kv_heads * self.head_dim
@@ -136,13 +121,44 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.register_parameter("sinks", parameter(sinks, num_heads))
         self.q_norm, self.k_norm = (_norm(qk_norm, self.head_dim, factory) for _ in range(2))
         self.rotation = None if rotary is None else rotary.of_head_dim(self.head_dim)
+        self._check_options()
         self._reset_parameters()
 
+    def _check_options(self) -> None:
+        check_window_size(self.window_size)
+        check_score_options(self.scale, self.softcap)
+        check_backend_name(self.backend)
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout must be in [0, 1], got {self.dropout}.")
+        if self.added_keys and (self.alibi or tuple(self.window_size) != (-1, -1)):
+            raise ValueError(
+                "add_bias_kv and add_zero_attn add keys that stand at no position, which window_size and alibi need: "
+                "leave out one of the two."
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Options that are set later are checked like those of the constructor."""
+        before = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if name in _OPTIONS and "q_norm" in self._modules:  # the constructor sets it after all options
+            try:
+                self._check_options()
+            except ValueError:
+                self.__dict__[name] = before
+                raise
+
     def _reset_parameters(self) -> None:
-        # the parent asks _qkv_same_embed_dim which of its two sets of weights to fill
-        flag, self._has_stock_weights = self._has_stock_weights, self.in_proj_weight is not None
-        super()._reset_parameters()
-        self._has_stock_weights = flag
+        if self.in_proj_weight is not None:
+            nn.init.xavier_uniform_(self.in_proj_weight)
+        else:
+            for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for added in (self.bias_k, self.bias_v):
+            if added is not None:
+                nn.init.xavier_normal_(added)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -150,9 +166,20 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def _qkv_same_embed_dim(self) -> bool:
         """Whether nn.TransformerEncoderLayer's fast path may read the weights and never call ``forward``.
 
-        That is right for what stock attention computes too, and not in a graph: it knows no jagged NestedTensors.
+        That is right for what stock attention computes too, on any backend, and not in a graph: the fast path knows no
+        jagged NestedTensors.
         """
-        return self._has_stock_weights and not torch.compiler.is_compiling()
+        return (
+            self.in_proj_weight is not None
+            and self.is_stock
+            and self.backend == "auto"
+            and not torch.compiler.is_compiling()
+        )
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether nn.MultiheadAttention computes the same, with the options as they are now."""
+        return not self._beyond_stock()
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, backend: str = "auto") -> VarlenMultiheadAttention:
@@ -290,8 +317,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         layout = SequenceLayout.require(layout, "layout")
         key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
         self.check_widths(query, key, value)
-        for name, x, rows in (("query", query, layout), ("key", key, key_layout), ("value", value, key_layout)):
-            rows.check_rows(x, name)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != 2:
+                raise ValueError(f"packed {name} must be (tokens, features), got {tuple(x.shape)}.")
+        layout.check_rows(query, "query")
+        key_layout.check_keys(key, value)
         if attn_mask is not None and is_causal:  # the hint says what the mask says
             attn_mask, is_causal = (attn_mask, False) if need_weights else (None, True)
         if need_weights or attn_mask is not None or self.drops_all:
@@ -408,17 +438,22 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def _prepend_keys(self, k: Tensor, v: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor, SequenceLayout]:
         """Every sequence with the added keys before its own (attention asks for no order of keys)."""
-        ks, vs = ([x, *more] for x, more in zip((k, v), self.keys_to_add(k, v), strict=True))
-        added, rows = len(ks) - 1, k.shape[0]
-        longer = layout.extended(added)
+        longer = layout.extended(self.added_keys)
+        ks, vs = self.keys_to_add(k, v)
+        return self._before_each(ks, k, layout, longer), self._before_each(vs, v, layout, longer), longer
+
+    @staticmethod
+    def _before_each(added: list[Tensor], x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
+        """``x`` (N, G, D) with the ``added`` rows, (1, G, D) each, at the start of every sequence."""
+        rows = x.shape[0]
 
         def build() -> Tensor:
-            sequence, position = longer.whereabouts(rows + added * layout.batch_size)
-            own = position - added
+            sequence, position = longer.whereabouts(rows + len(added) * layout.batch_size)
+            own = position - len(added)
             return torch.where(own < 0, rows + position, layout.offsets[sequence] + own)
 
-        index = layout.remember(("prepended", added, rows), build)
-        return torch.cat(ks).index_select(0, index), torch.cat(vs).index_select(0, index), longer
+        index = layout.remember(("prepended", len(added), rows), build)
+        return torch.cat([x, *added]).index_select(0, index)
 
     def keys_to_add(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """``bias_k`` and the zero key, those that there are, and their values: (1, G, D) each."""
@@ -438,10 +473,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
                 raise error(f"{name} must have {dim} features in its last dimension, got {tuple(x.shape)}.")
 
     def _beyond_stock(self) -> str:
+        """The options in use that nn.MultiheadAttention does not have."""
         options = {
             "num_kv_heads": self.num_kv_heads != self.num_heads,
             "head_dim": self.head_dim * self.num_heads != self.embed_dim,
-            "window_size": self.window_size != (-1, -1),
+            "window_size": tuple(self.window_size) != (-1, -1),
             "softcap": bool(self.softcap),
             "scale": self.scale is not None,
             "sinks": self.sinks is not None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._tracing import is_tracing
 from ..kernels.spec import MaskMod, ScoreMod
 from ..layout import SequenceLayout
 from . import masked
@@ -35,7 +36,7 @@ def attend(
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Packed (T, E) to (T, E) and weights (B, H, L, S) or None."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         raise ValueError(
             "weights, attn_mask and a dropout of 1 want lengths, which a graph does not know: pass mask_mod or "
             "is_causal=True, or call this outside of the graph."

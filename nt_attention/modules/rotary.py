@@ -5,14 +5,15 @@ Dimensions: H heads, D head dim, R ≤ D the dims that turn.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from .._tracing import is_tracing
 from ..layout import SequenceLayout
 
 # (R/2,) frequencies to new ones, alone or with a factor for the rotated queries and keys
@@ -89,12 +90,13 @@ class Rotation:
         dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(places, Tensor):
             return self.turn(x, self.tables(places, dtype))
-        rows = x.shape[0]
-        build = functools.partial(self._tables_of, places, rows, dtype)
-        return self.turn(x, places.remember(("rotary", self, rows, dtype), build))
-
-    def _tables_of(self, layout: SequenceLayout, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.tables(layout.whereabouts(rows)[1], dtype)
+        if is_tracing():
+            return self.turn(x, self.tables(places.whereabouts(x.shape[0])[1], dtype))
+        tables = places.remember(("rotary", self, dtype), lambda: self.tables(places.position_ids, dtype))
+        past = x.shape[0] - places.total  # rows that belong to no sequence
+        if past:
+            tables = F.pad(tables[0], (0, 0, 0, 0, 0, past)), F.pad(tables[1], (0, 0, 0, 0, 0, past))
+        return self.turn(x, tables)
 
     def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """(…, H, D) by the angles in ``tables``; computed in their dtype and given back in x's."""

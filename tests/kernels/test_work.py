@@ -150,13 +150,14 @@ class TestRemembered:
 
     def test_it_goes_when_either_layout_goes(self):
         layout, key_layout, spec = of_lengths(*LENGTHS)
-        before = set(layout._memo)
+        cache = layout._facts.cache
+        before = set(cache._entries)
         work(layout, key_layout, spec)
-        (added,) = set(layout._memo) - before
-        assert len(layout._memo[added]) == 1
+        (added,) = set(cache._entries) - before
+        assert len(cache.find(added)) == 1
         del key_layout
         gc.collect()
-        assert len(layout._memo[added]) == 0
+        assert len(cache.find(added)) == 0
 
 
 @pytest.mark.parametrize("backend", ["cpu", "auto"])

@@ -840,8 +840,10 @@ def test_to_torch_and_back_share_everything(options, training):
         assert list(other.state_dict()) == list(ours.state_dict())
         for (name, a), (_, b) in zip(other.named_parameters(), ours.named_parameters(), strict=True):
             assert a is b, name
-        for name in ("dropout", "batch_first", "kdim", "vdim", "add_zero_attn", "_qkv_same_embed_dim"):
+        for name in ("dropout", "batch_first", "kdim", "vdim", "add_zero_attn"):
             assert getattr(other, name) == getattr(ours, name), name
+    assert stock._qkv_same_embed_dim == ours._qkv_same_embed_dim
+    assert not again._qkv_same_embed_dim  # the encoder layer's fast path would not ask the named backend
     x = torch.randn(2, 7, EMBED, dtype=options["dtype"])
     k, v = (torch.randn(2, 7, width, dtype=options["dtype"]) for width in (ours.kdim, ours.vdim))
     if not training:

@@ -82,7 +82,7 @@ class _Call(NamedTuple):
             if slopes.dim() == 2:
                 slopes = slopes.index_select(0, layout.sequence_ids)
         shape = (query.shape[1] // key.shape[1], query.shape[2], value.shape[2])
-        linear = spec.scale > 0 and not spec.softcap and slopes is None
+        linear = spec.has_positive_scale and not spec.softcap and slopes is None
         switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0)
         kind = (query.device, query.dtype, shape, switches, spec.window, not spec.lower_right, spec.batch_invariant)
         recipe = layout.remember(("token_tiled", *kind), lambda: _Recipe.make(layout, key_layout, *kind), key_layout)
