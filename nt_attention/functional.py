@@ -172,7 +172,8 @@ class _Call(NamedTuple):
         query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
         query, key, value = _autocast(query, key, value)
         check_window_size(window_size)
-        check_bools(is_causal=is_causal, deterministic=deterministic, batch_invariant=batch_invariant)
+        if not (type(is_causal) is type(deterministic) is type(batch_invariant) is bool):
+            check_bools(is_causal=is_causal, deterministic=deterministic, batch_invariant=batch_invariant)
         compiling = is_traced(query)
         if compiling:
             # an argument of the graph as it came in does not tell a transform's gradients, and may not come twice
@@ -226,8 +227,9 @@ class _Call(NamedTuple):
                 *circumstances(backend),
             )
             spec, kernel, dims = layout.remember(asked, decide, None if key_layout is layout else key_layout)
-        layout.check_rows(query, "query")
-        key_layout.check_keys(key, value)
+        if rewrap is None:  # NestedTensors have been checked
+            layout.check_rows(query, "query")
+            key_layout.check_keys(key, value)
         if sinks is not None:
             _check_sinks(sinks, query)
         if alibi_slopes is not None:
@@ -253,7 +255,7 @@ def _packed(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
-    kinds = [nested.is_nested(x) for x in (query, key, value)]
+    kinds = nested.are_nested(query, key, value)
     if not any(kinds):
         if layout is None:
             raise ValueError(
@@ -273,7 +275,7 @@ def _packed(
         raise TypeError(f"{told}: pass three NestedTensors, or three packed tensors and a layout.")
     if layout is not None or key_layout is not None:
         raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
-    q, k, v = nested.unwrap_each(query=query, key=key, value=value)
+    q, k, v = nested.unwrap_each(query=query, key=key, value=value, for_weights=False)
     if not k.layout.same_lengths(v.layout):
         raise ValueError(
             f"key and value differ in their lengths: {_some(k.layout)} and {_some(v.layout)}. "
@@ -283,6 +285,8 @@ def _packed(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     # a compiler may not know the first question, and asks the second of devices that have an answer
     if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device):

@@ -40,7 +40,8 @@ class Cache:
     MOST_ENTRIES = 64
     _lock = threading.Lock()
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._may_be_captured = device.type == "cuda"
         self._entries: dict[object, Any] = {}
         self._captured: dict[object, Any] = {}
 
@@ -49,7 +50,7 @@ class Cache:
         value = self._entries.get(key, MISSING)
         if value is MISSING:
             return self._captured.get(key, MISSING)
-        if _is_capturing():
+        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
             self._captured[key] = value
         return value
 
@@ -58,16 +59,11 @@ class Cache:
             self._entries[key] = value
             if len(self._entries) > self.MOST_ENTRIES:
                 del self._entries[next(iter(self._entries))]
-        if _is_capturing():
+        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
             self._captured[key] = value
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured. Builds for the CPU have no such question."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,8 @@ class HostFacts:
     max_seqlen: int
     min_seqlen: int
     sum_of_squares: int  # of the lengths
-    cache: Cache = field(default_factory=Cache)  # whatever else was derived; see SequenceLayout.remember
+    digest: int  # equal for equal offsets, and hardly for others
+    cache: Cache  # whatever else was derived; see SequenceLayout.remember
 
 
 class Snapshot:
@@ -99,14 +96,12 @@ class Snapshot:
         self.content = _content(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, the one that was read, has the same content still."""
-        return (
-            self.version is not None  # an inference tensor has no version counter
-            and self.version == tensor._version
-            and self.data_ptr == tensor.data_ptr()
-            and self.numel == tensor.numel()
-            and self.content == _content(tensor)
-        )
+        """Whether ``tensor``, the one that was read, has the same content still. Not known of an inference tensor."""
+        if self.version is None or self.version != tensor._version or self.data_ptr != tensor.data_ptr():
+            return False
+        if self.content is None:
+            return self.numel == tensor.numel()
+        return self.content == _content(tensor)
 
 
 def _content(tensor: Tensor) -> object:
@@ -214,6 +209,8 @@ def _remember_facts(offsets: Tensor, at: Snapshot, host: Tensor, other: Tensor) 
         max_seqlen=int(lengths.max(initial=0)),
         min_seqlen=int(lengths.min()) if lengths.size else 0,
         sum_of_squares=int(lengths.dot(lengths)),
+        digest=hash(host.numpy().tobytes()),
+        cache=Cache(offsets.device),
     )
     if facts.at.version is not None:
         _facts_of[offsets] = facts
@@ -319,9 +316,10 @@ class SequenceLayout:
         """
         refuse_jit_trace()
         how = "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
+        if isinstance(lengths, Tensor):
+            check_readable(lengths, "lengths")
         with lasting(), _no_modes():
             if isinstance(lengths, Tensor):
-                check_readable(lengths, "lengths")
                 given = _plain(lengths)
             else:
                 try:
@@ -486,7 +484,13 @@ class SequenceLayout:
         Raises:
             ValueError: they were changed. ``name`` is the argument's, for the message.
         """
-        if not (self._holds(self.offsets) and self._holds(self.cu_seqlens)):
+        if torch.compiler.is_compiling():
+            return  # there is no telling
+        facts = self._facts
+        at, read, other = facts.at, self.offsets, self.cu_seqlens
+        if facts.other is read:
+            read, other = other, read
+        if at.version is not None and not (at.holds(read) and facts.other_at.version == other._version):
             raise ValueError(
                 f"the offsets of {name} were changed in place after it was made: make a new layout from them with "
                 "SequenceLayout.from_offsets(offsets), or make it from a copy of the offsets."
@@ -504,9 +508,14 @@ class SequenceLayout:
                 "inplace operation: give each forward its own, for example cu_seqlens.clone()."
             )
 
+    @property
+    def digest(self) -> int:
+        """A number that is equal for equal offsets, and hardly for others."""
+        return self._facts.digest
+
     def _holds(self, offsets: Tensor) -> bool:
-        """Whether ``offsets``, in one of the two dtypes, are as they were read; in a graph nobody can tell."""
-        if is_tracing():
+        """Whether ``offsets``, in one of the two dtypes, are as they were read; there is no telling in a graph."""
+        if torch.compiler.is_compiling():
             return True
         at = self._facts.other_at if offsets is self._facts.other else self._facts.at
         return at.version is None or at.holds(offsets)
@@ -522,7 +531,7 @@ class SequenceLayout:
         Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
         must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
         """
-        if is_tracing():
+        if torch.compiler.is_compiling():
             return build()  # what a graph makes of it is not to be kept
         cache = self._facts.cache
         if other is not None:
@@ -570,7 +579,8 @@ class SequenceLayout:
         Raises:
             ValueError: another number of rows, too few positions, or another device.
         """
-        self._check_tensor(padded, "padded")
+        _check_tensor(padded, "padded")
+        self._check_device(padded, "padded")
         self.check_unchanged("this layout")
         length = padded.shape[1] if padded.dim() >= 2 else -1
         exact = self.padded_length is not None
@@ -590,6 +600,7 @@ class SequenceLayout:
         Raises:
             ValueError: fewer rows than the layout has tokens, or another device.
         """
+        _check_tensor(values, "values")
         self.check_rows(values, "values")
         self.check_unchanged("this layout")
         length = self.padded_length if self.padded_length is not None else self.max_seqlen
@@ -601,6 +612,7 @@ class SequenceLayout:
         """The jagged NestedTensor (B, j, …) of tokens (T, …), ragged by this layout's own ``offsets`` object."""
         from . import nested as nested_module  # nested.py builds on this file
 
+        _check_tensor(values, "values")
         self.check_rows(values, "values")
         self.check_unchanged("this layout")
         return nested_module.wrap(values, self)
@@ -620,22 +632,23 @@ class SequenceLayout:
             TypeError: anything but a SequenceLayout.
             ValueError: its offsets were changed in place.
         """
-        from .traced import TracedLayout
+        if isinstance(given, SequenceLayout):
+            if is_tracing():
+                return SequenceLayout.from_offsets(given.offsets)
+            given.check_unchanged(name)
+            return given
+        from .traced import TracedLayout  # which builds on this file
 
-        if not isinstance(given, (SequenceLayout, TracedLayout)):
+        if not isinstance(given, TracedLayout):
             raise TypeError(
                 f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths), or .from_attention_mask(mask) and pack."
             )
-        layout = cast(SequenceLayout, given)
-        if is_tracing():
-            return SequenceLayout.from_offsets(layout.offsets)
-        layout.check_unchanged(name)
-        return layout
+        return SequenceLayout.from_offsets(given.offsets) if is_tracing() else cast(SequenceLayout, given)
 
     def check_rows(self, values: Tensor, name: str) -> None:
         """Refuse a tensor that this layout can't describe: on another device, or shorter than ``total``."""
-        self._check_tensor(values, name)
+        self._check_device(values, name)
         if values.dim() == 0 or values.shape[0] < self.total:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
@@ -654,9 +667,7 @@ class SequenceLayout:
                 f"key and value must have the same tokens, got {tuple(key.shape)} and {tuple(value.shape)}."
             )
 
-    def _check_tensor(self, tensor: Tensor, name: str) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
+    def _check_device(self, tensor: Tensor, name: str) -> None:
         if tensor.device != self.device:
             raise ValueError(
                 f"{name} is on {tensor.device} and the layout on {self.device}: "
@@ -672,6 +683,11 @@ class SequenceLayout:
         if self.padded_index is not None:
             return self.padded_index
         return self.remember(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
+
+
+def _check_tensor(given: object, name: str) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}.")
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from ._tracing import is_tracing, refuse_jit_trace
 from .layout import SequenceLayout, Snapshot, read_offsets
 
 
-@dataclass(frozen=True)
-class Unwrapped:
+class Unwrapped(NamedTuple):
     """A NestedTensor taken apart.
 
     Attributes:
@@ -44,18 +42,30 @@ _past_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_nested(tensor: object) -> bool:
+    return are_nested(tensor)[0]
+
+
+def are_nested(*tensors: object) -> list[bool]:
     with _past_torch_function():
-        return isinstance(tensor, Tensor) and tensor.is_nested
+        return [isinstance(x, Tensor) and x.is_nested for x in tensors]
 
 
-def unwrap_each(**named: Tensor) -> tuple[Unwrapped, ...]:
-    """``unwrap`` for each argument by its name; one that is given twice is taken apart once."""
+def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
+    """``unwrap`` for each argument by its name; one that is given twice is taken apart once.
+
+    Args:
+        for_weights: whether an operation with weights may save the values for its backward, so that a NestedTensor that
+            wants no gradient itself has to share its version counter as well.
+    """
     refuse_jit_trace()
-    if is_tracing():
+    if torch.compiler.is_compiling():
         return _unwrap_traced(named)
+    if is_tracing():
+        raise ValueError("make_fx can't record NestedTensors: pass packed tensors and offsets to the traced function.")
     with _past_torch_function():
         distinct = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
-        values = dict(zip(distinct, _values(*distinct.values()), strict=True))
+        may_save = torch.is_grad_enabled() and (for_weights or any([x.requires_grad for x in distinct.values()]))
+        values = dict(zip(distinct, _values(*distinct.values(), may_save=may_save), strict=True))
         layouts: dict[int, SequenceLayout] = {}
         done: dict[int, Unwrapped] = {}
         for name, x in named.items():
@@ -163,9 +173,9 @@ def _traced(nested: Any, ragged_dim: int, layout: SequenceLayout | None) -> Unwr
     return Unwrapped(values, SequenceLayout.from_offsets(offsets) if layout is None else layout, rewrap)
 
 
-def _values(*nested: Tensor) -> tuple[Tensor, ...]:
+def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
     """``x.values()`` of each, for a third of its host time and as one autograd node."""
-    if not torch.is_grad_enabled():  # no operation will save them
+    if not may_save or not torch.is_grad_enabled():
         return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
     wanting = [x for x in nested if x.requires_grad]
     given = iter(_Values.apply(*wanting) if wanting else ())
@@ -197,8 +207,11 @@ class _ReturnInstead(TorchDispatchMode):
     """A dispatch mode under which every operator returns one tensor."""
 
     def __init__(self, result: Tensor) -> None:
-        super().__init__()
-        self.result = result
+        self.result = result  # it is pushed and popped by hand, so what the parent's __init__ makes is not used
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiled code comes here, and the wrapper that skips it takes longer than all the rest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         return self.result
@@ -211,7 +224,7 @@ class _Values(torch.autograd.Function):
     def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.places = [(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
-        return tuple(map(_values_of, nested))
+        return tuple([_values_of(x) for x in nested])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -246,7 +259,7 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
     """Rewrap rows (N, …); the extremes travel along, so that nothing downstream asks the device for them."""
     values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
     with _past_torch_function():
-        if lengths is None and not is_tracing():  # as stock does it, for a third of its host time
+        if lengths is None and not torch.compiler.is_compiling():  # as stock does it, for a third of its host time
             extremes = layout.remember("extremes", lambda: _extremes(layout))
             if torch.is_grad_enabled() and values.requires_grad:
                 return cast(Tensor, _Nested.apply(values, offsets, ragged_dim, extremes))

@@ -54,7 +54,8 @@ def register(backend: Backend) -> None:
 def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Backend]) -> None:
     """Define ``nt_attention::auto_forward``, which chooses when it runs, and ``_backward``, which is told the choice.
 
-    ``choose`` gives a backend's place on a list, ``at`` the backend in that place. The place is a tensor on the host.
+    ``choose`` gives a backend's place on a list, ``at`` the backend in that place. ``chosen`` (3,) int64, on the host,
+    holds the place and the digests of both layouts, by which the backward knows whether their offsets were changed.
     """
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,16 +63,24 @@ def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Bac
         inputs, problem = passes.Inputs(*call[:3]), _problem(*call)
         place = choose(problem, asked)
         out, lse, state = _forward(at(place), inputs, problem)
-        return out, lse, state.to(inputs.query.device), torch.tensor(place, device="cpu")
+        chosen = torch.tensor([place, problem.layout.digest, problem.key_layout.digest], device="cpu")
+        return out, lse, state.to(inputs.query.device), chosen
 
     def backward(*arguments: Any) -> Gradients:
-        known, call, backend = _known(*arguments[:8]), arguments[5:-1], at(int(arguments[-1]))
+        known, call = _known(*arguments[:8]), arguments[5:-1]
+        place, *digests = arguments[-1].tolist()
+        backend, problem = at(place), _problem(*call)
+        if digests != [problem.layout.digest, problem.key_layout.digest]:  # not all compilers check what they save
+            raise RuntimeError(
+                "the offsets of a layout, which are needed for gradient computation, have been modified by an inplace "
+                "operation since the forward: pass a copy of them, offsets.clone(), to each forward."
+            )
         if backend.rng_on_host:
             known = known._replace(rng_state=arguments[4].cpu())
-        return passes.backward(backend, known, passes.Inputs(*call[:3]), _problem(*call))
+        return passes.backward(backend, known, passes.Inputs(*call[:3]), problem)
 
     def fake(*call: Any) -> tuple[Tensor, ...]:
-        return (*_fake_forward(False, *call), torch.empty((), dtype=torch.int64, device="cpu"))
+        return (*_fake_forward(False, *call), torch.empty(3, dtype=torch.int64, device="cpu"))
 
     results = "Tensor out, Tensor lse, Tensor rng_state, Tensor chosen"
     _define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)

@@ -129,13 +129,13 @@ def _as_in_forward(
     """
     layout, key_layout = problem.layout, problem.key_layout
     if cu_seqlens is not None and key_cu_seqlens is not None:
-        is_self = layout is key_layout
-        layout = cast(SequenceLayout, TracedLayout(cu_seqlens))
-        key_layout = layout if is_self else cast(SequenceLayout, TracedLayout(key_cu_seqlens))
-    else:
-        layout.check_saved()
+        traced = cast(SequenceLayout, TracedLayout(cu_seqlens))
+        key_traced = traced if layout is key_layout else cast(SequenceLayout, TracedLayout(key_cu_seqlens))
+        return problem._replace(layout=traced, key_layout=key_traced, alibi_slopes=slopes)
+    layout.check_saved()
+    if key_layout is not layout:
         key_layout.check_saved()
-    return problem._replace(layout=layout, key_layout=key_layout, alibi_slopes=slopes)
+    return problem if slopes is None else problem._replace(alibi_slopes=slopes)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None, layout: SequenceLayout) -> tuple[Tensor, Tensor]:

@@ -297,7 +297,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
                 raise TypeError(
                     f"query, key and value must be tensors, or lists of them; {name} is {type(x).__name__}."
                 )
-        if not in_lists and layout is None and not any(map(nested.is_nested, inputs)):
+        if not in_lists and layout is None and not any(nested.are_nested(*inputs)):
             if mask_mod or score_mod:
                 raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")
             asked = (key_padding_mask, need_weights is not False, attn_mask, average_attn_weights, is_causal)
@@ -311,7 +311,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
                 raise ValueError("lists of tensors bring their own layout: leave out layout= and key_layout=.")
             ragged: Callable[..., _Packed] = _from_lists if in_lists else _from_nested
             query, key, value, layout, key_layout, rewrap = ragged(*inputs)
-        elif any(map(nested.is_nested, inputs)):
+        elif any(nested.are_nested(*inputs)):
             raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
         is_self = key_layout is None or key_layout is layout
         layout = SequenceLayout.require(layout, "layout")
@@ -513,12 +513,12 @@ _Packed = tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable
 
 def _from_nested(query: Tensor, key: Tensor, value: Tensor) -> _Packed:
     named = {"query": query, "key": key, "value": value}
-    for name, x in named.items():
-        if not nested.is_nested(x):
+    for (name, x), kind in zip(named.items(), nested.are_nested(*named.values()), strict=True):
+        if not kind:
             raise ValueError(
                 f"query, key and value must be NestedTensors (B, j, E) here; {name} is a plain tensor {tuple(x.shape)}."
             )
-    q, k, v = nested.unwrap_each(**named)
+    q, k, v = nested.unwrap_each(query=query, key=key, value=value)
     for name, rows in zip(named, (q.values, k.values, v.values), strict=True):
         if rows.dim() != 2:
             raise ValueError(
