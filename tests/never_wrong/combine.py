@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 
 from .changes import HIDDEN, ORIGINS, Change, changes_of_lengths, changes_of_values
@@ -12,7 +13,21 @@ from .modes import MODES
 from .run import Combination
 
 # One representative of each kind of change, for the product with all modes.
-SOME = ("mul_", "mul_ of a view")
+SOME = ("mul_", "copy_", "mul_ of a detached view")
+
+# What takes seconds for an entry is done to some entries of each kind. NestedTensors can be compiled and not traced.
+PACKED = r"/(packed|from_offsets, inside)/self|^VarlenMulti.*(inside|padded)|to_nested/from_offsets"
+COSTLY = {
+    "compile aot_eager": r"/(packed|nested|transposed|from_offsets, inside)/self|^VarlenMulti.*(nested|inside)",
+    "make_fx symbolic": f"{PACKED}|nested/self|llama",
+    "export": f"{PACKED}|Encoder/padded",
+    "export strict": r"/from_offsets, inside/self|^VarlenMulti.*inside",
+}
+
+
+def _too_costly(entry: Entry, mode: str) -> bool:
+    wanted = COSTLY.get(mode.split(",")[0])
+    return wanted is not None and not re.search(wanted, entry.name)
 
 
 def _origins(entry: Entry) -> list[str]:
@@ -42,6 +57,8 @@ def _called_with(entry: Entry, mode: str) -> bool:
         return False
     if how.packed_only and not entry.meaning.startswith(("varlen", "rows")):
         return False
+    if how.traced and ("outside" in entry.name or _too_costly(entry, mode)):
+        return False
     fixed = entry.carries and not entry.inside and entry.form is not Padded and entry.carrier is not None
     return not (fixed and how.lengths != "first" and not mode.startswith("compile"))
 
@@ -64,12 +81,18 @@ def groups() -> dict[str, list[Combination]]:
 
 
 def _changes_by_origins(entry: Entry) -> Iterator[Combination]:
+    """Every change in every way where inputs are the results of operations; a few ways where they come from elsewhere."""
     if "lengths" in entry.families:
         yield from (Combination(entry.name, "nonleaf", Change(), "eager", b) for b in entry.backends)
         return
-    changes = [Change(), *_changes(entry)]
-    for origin, change, backend in itertools.product(_origins(entry), changes, entry.backends):
-        yield Combination(entry.name, origin, change, "eager", backend)
+    changes = _changes(entry)
+    for origin, backend in itertools.product(_origins(entry), entry.backends):
+        yield Combination(entry.name, origin, Change(), "eager", backend)
+    for change, backend in itertools.product(changes, entry.backends):
+        yield Combination(entry.name, "nonleaf", change, "eager", backend)
+    for origin, change in itertools.product(_origins(entry), changes):
+        if change.how in SOME or change.other:
+            yield Combination(entry.name, origin, change, "eager", entry.backends[0])
 
 
 def _changes_of_lengths(entry: Entry) -> Iterator[Combination]:
@@ -78,28 +101,25 @@ def _changes_of_lengths(entry: Entry) -> Iterator[Combination]:
 
 
 def _changes_in_mode(entry: Entry, mode: str) -> Iterator[Combination]:
+    """Every origin and backend without a change, and one or two ways of every change."""
     how = MODES[mode]
-    fixed = entry.carries and not entry.inside and entry.form is not Padded
-    backends = entry.backends[:1] if how.traced or "lengths" in entry.families else entry.backends
-    values = [] if "lengths" in entry.families else _changes(entry)
-    some = [change for change in values if change.how in SOME or change.other or change.target == "weight"]
-    lengths = [
-        change
-        for change in _lengths(entry)
-        if change.how in ("copy_", *HIDDEN[:2])
-        and not (how.traced and how.lengths != "first")
-        and not (how.traced and fixed and not mode.startswith("compile"))
-    ]
-    origins = ["nonleaf", "leaf", "chunks"] if entry.self_attention else ["nonleaf", "leaf"]
-    if how.through not in ("backward", "twice"):
-        some, lengths = (some if how.through == "func.grad" else []), []
-    if how.packed_only:
+    own_layout = entry.carries and not entry.inside and entry.form is not Padded
+    backends = entry.backends[:1] if how.traced else entry.backends
+    if how.packed_only or how.traced or how.before or "lengths" in entry.families:
         origins = ["nonleaf"]
-    if how.before or "lengths" in entry.families:
-        origins = ["nonleaf"]
-    if how.traced:
-        origins = ["nonleaf"]
+    else:
+        origins = ["nonleaf", "leaf", "transposed", *(["one tensor", "chunks"] if entry.self_attention else [])]
     for origin, backend in itertools.product(origins, backends):
         yield Combination(entry.name, origin, Change(), mode, backend)
-    for change, backend in itertools.product([*some, *lengths], backends):
-        yield Combination(entry.name, "nonleaf", change, mode, backend)
+    if how.lengths != "first" or how.through not in ("backward", "twice", "func.grad"):
+        return
+    values = [] if "lengths" in entry.families else _changes(entry)
+    ways = SOME[:1] if how.traced else SOME
+    some = [change for change in values if change.how in ways or change.other or change.target == "weight"]
+    lengths = [change for change in _lengths(entry) if change.how in ("copy_", *HIDDEN[:2])]
+    if how.through == "func.grad" or (how.traced and own_layout and not mode.startswith("compile")):
+        lengths = []  # traced with that very layout, or without a moment between forward and backward
+    if how.traced:
+        lengths = [change for change in lengths if change.moment == "before backward"]
+    for change in [*some, *lengths]:
+        yield Combination(entry.name, "nonleaf", change, mode, entry.backends[0])

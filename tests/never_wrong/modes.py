@@ -46,8 +46,8 @@ class Mode:
     packed_only: bool = False
 
 
-def _checkpointed(reentrant: bool) -> Callable[[Function, Sequence[Tensor]], Function]:
-    return lambda function, examples: lambda *xs: checkpoint(function, *xs, use_reentrant=reentrant)
+def _checkpointed(reentrant: bool) -> Callable[[Function], Function]:
+    return lambda function: lambda *xs: checkpoint(function, *xs, use_reentrant=reentrant)
 
 
 def _compiled(backend: str) -> Callable[..., Function]:
@@ -59,12 +59,15 @@ def _compiled(backend: str) -> Callable[..., Function]:
     return prepare
 
 
-def _made_fx(tracing_mode: str) -> Callable[[Function, Sequence[Tensor]], Function]:
-    return lambda function, examples: make_fx(function, tracing_mode=tracing_mode)(*examples)
+def _made_fx(tracing_mode: str) -> Callable[..., Function]:
+    def prepare(function: Function, examples: Sequence[Tensor], module: nn.Module | None) -> Function:
+        return make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=module is not None)(*examples)
+
+    return prepare
 
 
-def _jit_traced(function: Function, examples: Sequence[Tensor]) -> Function:
-    return torch.jit.trace(function, tuple(examples))
+def _jit_traced(function: Function, examples: Sequence[Tensor], module: nn.Module | None) -> Function:
+    return torch.jit.trace(_Program(function, module), tuple(examples))
 
 
 class _Program(nn.Module):
@@ -76,10 +79,10 @@ class _Program(nn.Module):
         return self.function(*xs)
 
 
-def _exported(strict: bool) -> Callable[[Function, Sequence[Tensor]], Function]:
-    def prepare(function: Function, examples: Sequence[Tensor]) -> Function:
+def _exported(strict: bool) -> Callable[..., Function]:
+    def prepare(function: Function, examples: Sequence[Tensor], module: nn.Module | None) -> Function:
         dims = ({d: torch.export.Dim.AUTO for d in range(x.dim())} for x in examples)
-        program = _Program(function, getattr(function, "module", None))
+        program = _Program(function, module)
         exported = torch.export.export(program, tuple(examples), dynamic_shapes=(tuple(dims),), strict=strict)
         return exported.module()
 
@@ -120,5 +123,5 @@ MODES: dict[str, Mode] = {
     **_traced("make_fx symbolic", _made_fx("symbolic"), ("first", "same total", "other")),
     **_traced("jit.trace", _jit_traced, ("first", "same total")),
     **_traced("export", _exported(False), ("first", "same total", "other")),
-    **_traced("export strict", _exported(True), ("first", "same total", "other")),
+    **_traced("export strict", _exported(True), ("first", "other")),
 }

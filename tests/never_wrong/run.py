@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import warnings
 import zlib
@@ -211,6 +212,7 @@ def subject(entry: str, world: str, backend: str) -> Subject:
 
 
 _prepared: dict[Any, Any] = {}
+_count = itertools.count()
 
 
 class Trial:
@@ -290,6 +292,7 @@ class Trial:
                 found["out"] = [a + b for a, b in zip(found["out"], batch[next(iter(batch))], strict=True)]
             return tuple(x for name in entry.outputs for x in found[name])
 
+        run.__code__ = run.__code__.replace(co_name=f"run_{next(_count)}")  # the compiler's cache goes by code object
         return run
 
     def prepared(self, parts: dict[str, list[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -297,7 +300,7 @@ class Trial:
         if self.mode.prepare is None:
             return functools.partial(function, layouts=self.layouts)
         if not self.mode.traced:
-            return self.mode.prepare(functools.partial(function, layouts=self.layouts), ())
+            return self.mode.prepare(functools.partial(function, layouts=self.layouts))
         compiled = self.combination.mode.startswith("compile")
         key = (
             self.entry.name, self.world, self.combination.backend, self.combination.mode.split(",")[0],
@@ -305,8 +308,6 @@ class Trial:
         )  # fmt: skip
         if key not in _prepared:
             self.stage = "trace"
-            if compiled:
-                torch._dynamo.reset()
             _prepared[key] = self.prepare(function, compiled)
         ready = _prepared[key]
         if isinstance(ready, BaseException):
@@ -334,7 +335,8 @@ class Trial:
         try:
             if compiled:
                 return self.mode.prepare(function, flat, example.layouts)  # type: ignore[misc, call-arg]
-            return self.mode.prepare(functools.partial(function, layouts=example.layouts), flat)  # type: ignore[misc]
+            given = functools.partial(function, layouts=example.layouts)
+            return self.mode.prepare(given, flat, self.subject.module)  # type: ignore[misc, call-arg]
         except Exception as error:  # judged with the others
             return error
 
@@ -541,7 +543,7 @@ def wanted(combination: Combination, lengths: Both) -> Results:
 
 def attempt(combination: Combination, world: str, lengths: Both) -> Outcome:
     trial = Trial(combination, world, lengths)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
         warnings.simplefilter("ignore")
         try:
             return Outcome(trial.run(), "backward")
