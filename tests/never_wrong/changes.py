@@ -71,9 +71,7 @@ OPERATIONS = {
     "copy_": Operation(lambda x, y, form: x.copy_(y), lambda x, y: y + 0.0 * x),
     "zero_": Operation(lambda x, y, form: x.zero_(), lambda x, y: 0.0 * x),
     "mul_ of a view": Operation(lambda x, y, form: form.view(x).mul_(2.0), lambda x, y: x * 2.0),
-    "mul_ of detach()": Operation(
-        lambda x, y, form: x.detach().mul_(2.0), _without_gradient(lambda x, y: x * 2.0)
-    ),
+    "mul_ of detach()": Operation(lambda x, y, form: x.detach().mul_(2.0), _without_gradient(lambda x, y: x * 2.0)),
     "mul_ in no_grad": Operation(lambda x, y, form: _in_no_grad(x), _without_gradient(lambda x, y: x * 2.0)),
     "mul_ of a detached view": Operation(
         lambda x, y, form: form.view(x.detach()).mul_(2.0), _without_gradient(lambda x, y: x * 2.0)

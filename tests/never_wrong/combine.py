@@ -36,9 +36,13 @@ def _origins(entry: Entry) -> list[str]:
 
 def _changes(entry: Entry) -> list[Change]:
     values = changes_of_values(list(entry.inputs), list(entry.outputs))
-    if entry.meaning == "rows":
+    if entry.meaning.startswith("rows"):
         values = [change for change in values if not change.other]  # the forms differ
-    weight = [] if entry.meaning == "rows" or entry.meaning.startswith("varlen") else [Change("weight", "mul_ in no_grad")]
+    weight = (
+        []
+        if entry.meaning.startswith("rows") or entry.meaning.startswith("varlen")
+        else [Change("weight", "mul_ in no_grad")]
+    )
     return values + weight
 
 
@@ -59,8 +63,7 @@ def _called_with(entry: Entry, mode: str) -> bool:
         return False
     if how.traced and ("outside" in entry.name or _too_costly(entry, mode)):
         return False
-    fixed = entry.carries and not entry.inside and entry.form is not Padded and entry.carrier is not None
-    return not (fixed and how.lengths != "first" and not mode.startswith("compile"))
+    return not (entry.outside and how.lengths != "first" and not mode.startswith("compile"))
 
 
 def groups() -> dict[str, list[Combination]]:
@@ -81,8 +84,8 @@ def groups() -> dict[str, list[Combination]]:
 
 
 def _changes_by_origins(entry: Entry) -> Iterator[Combination]:
-    """Every change in every way where inputs are the results of operations; a few ways where they come from elsewhere."""
-    if "lengths" in entry.families:
+    """Every change in every way on results of operations; a few ways on inputs that come from elsewhere."""
+    if entry.only_lengths:
         yield from (Combination(entry.name, "nonleaf", Change(), "eager", b) for b in entry.backends)
         return
     changes = _changes(entry)
@@ -103,9 +106,8 @@ def _changes_of_lengths(entry: Entry) -> Iterator[Combination]:
 def _changes_in_mode(entry: Entry, mode: str) -> Iterator[Combination]:
     """Every origin and backend without a change, and one or two ways of every change."""
     how = MODES[mode]
-    own_layout = entry.carries and not entry.inside and entry.form is not Padded
     backends = entry.backends[:1] if how.traced else entry.backends
-    if how.packed_only or how.traced or how.before or "lengths" in entry.families:
+    if how.packed_only or how.traced or how.before or entry.only_lengths:
         origins = ["nonleaf"]
     else:
         origins = ["nonleaf", "leaf", "transposed", *(["one tensor", "chunks"] if entry.self_attention else [])]
@@ -113,13 +115,18 @@ def _changes_in_mode(entry: Entry, mode: str) -> Iterator[Combination]:
         yield Combination(entry.name, origin, Change(), mode, backend)
     if how.lengths != "first" or how.through not in ("backward", "twice", "func.grad"):
         return
-    values = [] if "lengths" in entry.families else _changes(entry)
+    values = [] if entry.only_lengths else _changes(entry)
     ways = SOME[:1] if how.traced else SOME
     some = [change for change in values if change.how in ways or change.other or change.target == "weight"]
     lengths = [change for change in _lengths(entry) if change.how in ("copy_", *HIDDEN[:2])]
-    if how.through == "func.grad" or (how.traced and own_layout and not mode.startswith("compile")):
+    if how.through == "func.grad" or (how.traced and entry.outside and not mode.startswith("compile")):
         lengths = []  # traced with that very layout, or without a moment between forward and backward
     if how.traced:
         lengths = [change for change in lengths if change.moment == "before backward"]
+    if mode.startswith("checkpoint"):  # whose recomputation takes what it finds, in stock as well
+        some = [change for change in some if change.target != "weight"]
+        lengths = [change for change in lengths if entry.outside and change.how not in HIDDEN]
+    if entry.meaning == "rows in a view" and (how.traced or mode.startswith("checkpoint")):
+        some = []  # what is a view of what is up to torch there
     for change in [*some, *lengths]:
         yield Combination(entry.name, "nonleaf", change, mode, entry.backends[0])

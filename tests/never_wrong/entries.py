@@ -6,11 +6,10 @@ Dimensions: B sequences, T query tokens, S key tokens, H heads, D head dim, E em
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import oracle
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 import nt_attention as nta
 from nt_attention import SequenceLayout, VarlenMultiheadAttention, varlen_attention
 
-from .forms import CARRIERS, MASKS, Carrier, Form, Jagged, Lengths, Listed, Padded, Transposed, ends
+from .forms import CARRIERS, MASKS, PADDED_LENGTH, Carrier, Form, Jagged, Lengths, Listed, Padded, Transposed, ends
 
 HEADS, HEAD_DIM = 3, 5
 EMBED = HEADS * HEAD_DIM
@@ -74,15 +73,17 @@ class Entry:
     ways: tuple[str, ...] = ("sdpa",)  # of writing the stock program, for it to raise
     backends: tuple[str, ...] = ("auto", "cpu", "reference")
     tolerance: float = 1e-7
-    families: frozenset[str] = field(default_factory=frozenset)
+    only_lengths: bool = False  # whether changes of values are left to an entry that is alike
 
     @property
     def sides(self) -> int:
         return 1 + max(side for side, _ in self.inputs.values())
 
     @property
-    def is_nested(self) -> bool:
-        return self.form in (Jagged, Transposed)
+    def outside(self) -> bool:
+        """Whether it takes a layout, made before the call."""
+        masked = self.form is Padded and not self.meaning.startswith("rows")
+        return self.carries and not self.inside and self.carrier is not None and not masked
 
     @property
     def self_attention(self) -> bool:
@@ -104,8 +105,7 @@ def stock_attention(
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     rows, keys = (torch.arange(x.shape[0]) for x in (query, key))
     own, other = (
-        torch.searchsorted(x.to(torch.int64), at, right=True)
-        for x, at in ((offsets, rows), (key_offsets, keys))
+        torch.searchsorted(x.to(torch.int64), at, right=True) for x, at in ((offsets, rows), (key_offsets, keys))
     )
     seen = own[:, None] == other[None, :]
     if causal:
@@ -121,7 +121,9 @@ def stock_attention(
     return out, scores.logsumexp(-1).transpose(0, 1)
 
 
-def _varlen_ours(form: type[Form], options: dict[str, Any], lse: bool, carrier: Carrier | None, backend: str) -> Subject:
+def _varlen_ours(
+    form: type[Form], options: dict[str, Any], lse: bool, carrier: Carrier | None, backend: str
+) -> Subject:
     def function(batch: Batch, tensors: list[Tensor], layouts: list[SequenceLayout | None]) -> Batch:
         q, k, v = (batch[name][0] for name in "qkv")
         if carrier is not None:
@@ -387,32 +389,29 @@ def _rearranged_by_stock(which: str, form: type[Form], carrier: Carrier, way: st
         at = torch.arange(rows) - offsets[own]
         if which == "pack":
             return {"out": [x[own, at]]}
-        longest = int(offsets.diff().max()) if carrier is not CARRIERS["from_attention_mask"] else PADDED
+        longest = int(offsets.diff().max()) if carrier is not CARRIERS["from_attention_mask"] else PADDED_LENGTH
         return {"out": [x.new_zeros(batch_size, longest, *x.shape[1:]).index_put((own, at), x)]}
 
     return Subject(function)
 
 
-PADDED = 7
-
-
 def _same_rows(
-    rows: dict[str, Tensor], lengths: tuple[Lengths, Lengths], parameters: dict[str, Tensor]
+    which: str, rows: dict[str, Tensor], lengths: tuple[Lengths, Lengths], parameters: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    return {"out": rows["x"] * 1.0}
+    return {"out": rows["x"] if which == "to_nested" else rows["x"] * 1.0}
 
 
 def rearranged(which: str, carrier: str, inside: bool = False, **fields: Any) -> Entry:
     form = Padded if which == "pack" else Form
     return Entry(
         name=f"SequenceLayout.{which}/{carrier}",
-        meaning="rows",
+        meaning="rows in a view" if which == "to_nested" else "rows",
         inputs={"x": (0, (EMBED,))},
         outputs={"out": {"pack": Form, "pad": Padded, "to_nested": Jagged}[which]},
         form=form,
         ours=functools.partial(_rearranged, which, form, CARRIERS[carrier]),
         stock=functools.partial(_rearranged_by_stock, which, form, CARRIERS[carrier]),
-        truth=_same_rows,
+        truth=functools.partial(_same_rows, which),
         carrier=CARRIERS[carrier],
         inside=inside,
         backends=("auto",),
@@ -420,17 +419,12 @@ def rearranged(which: str, carrier: str, inside: bool = False, **fields: Any) ->
     )
 
 
-def made_by(entry: Entry, carrier: str) -> Entry:
-    """The same packed entry, its layout made inside of the function by another constructor."""
-    return dataclasses.replace(entry, name=f"{entry.name}/{carrier}")
-
-
 def _entries() -> list[Entry]:
     packed = [varlen("packed", Form, kind, CARRIERS["from_offsets"]) for kind in ("self", "cross", "lse")]
     nested = [varlen("nested", Jagged, kind) for kind in ("self", "cross", "lse")]
     transposed = [varlen("transposed", Transposed, kind) for kind in ("self", "cross", "lse")]
     constructors = [
-        varlen(f"{name}, {'in' if inside else 'out'}side", Form, "self", carrier, inside, families=frozenset(["lengths"]))
+        varlen(f"{name}, {'in' if inside else 'out'}side", Form, "self", carrier, inside, only_lengths=True)
         for (name, carrier), inside in itertools.product(CARRIERS.items(), (True, False))
     ]
     modules = [

@@ -17,6 +17,7 @@ from torch import Tensor
 from nt_attention import SequenceLayout
 
 Lengths = tuple[int, ...]
+PADDED_LENGTH = 7
 
 
 def ends(lengths: Sequence[int]) -> list[int]:
@@ -30,9 +31,6 @@ def offsets_of(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> Tens
 def token_mask(lengths: Sequence[int]) -> Tensor:
     """(B, L) bool, True where a token is; L is 7 for all the lengths of these tests, so that masks can be copied."""
     return torch.arange(PADDED_LENGTH) < torch.tensor(lengths)[:, None]
-
-
-PADDED_LENGTH = 7
 
 
 class Form:
@@ -162,6 +160,8 @@ CARRIERS = {
 }
 # What a mask means to its reader: True where padding is, True where a token is, 1 where a token is.
 MASKS = {
-    "key_padding_mask": Carrier(lambda n: ~token_mask(n), lambda m: SequenceLayout.from_attention_mask(~m), lambda m: m),
+    "key_padding_mask": Carrier(
+        lambda n: ~token_mask(n), lambda m: SequenceLayout.from_attention_mask(~m), lambda m: m
+    ),
     "attention_mask": Carrier(lambda n: token_mask(n).long(), SequenceLayout.from_attention_mask, lambda m: m),
 }

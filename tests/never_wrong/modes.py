@@ -32,8 +32,8 @@ class Mode:
         forward, backward: contexts around both passes.
         before: what is done with the same lengths before: a name in ``BEFORE``.
         through: how gradients are asked for: a name in ``run.THROUGH``.
-        traced: prepared once and kept; ``reads`` whether lengths may be read on the host when it is prepared.
-        ours_in, ours_out: whether the residual is inside of the function.
+        traced: prepared once, on other tensors and lengths, and kept.
+        packed_only: what takes packed tensors alone.
     """
 
     prepare: Callable[..., Function] | None = None
@@ -61,7 +61,7 @@ def _compiled(backend: str) -> Callable[..., Function]:
 
 def _made_fx(tracing_mode: str) -> Callable[..., Function]:
     def prepare(function: Function, examples: Sequence[Tensor], module: nn.Module | None) -> Function:
-        return make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=module is not None)(*examples)
+        return make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(*examples)
 
     return prepare
 
@@ -81,7 +81,7 @@ class _Program(nn.Module):
 
 def _exported(strict: bool) -> Callable[..., Function]:
     def prepare(function: Function, examples: Sequence[Tensor], module: nn.Module | None) -> Function:
-        dims = ({d: torch.export.Dim.AUTO for d in range(x.dim())} for x in examples)
+        dims = (dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in examples)
         program = _Program(function, module)
         exported = torch.export.export(program, tuple(examples), dynamic_shapes=(tuple(dims),), strict=strict)
         return exported.module()

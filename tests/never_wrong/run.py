@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .changes import HIDDEN, OPERATIONS, ORIGINS, WAYS, Change
 from .entries import ENTRIES, Entry, Subject, stock_module
-from .forms import Form, Lengths, Listed, Padded
+from .forms import Form, Lengths, Listed
 from .modes import BEFORE, MODES, Mode
 
 Both = tuple[Lengths, Lengths]
@@ -59,7 +59,7 @@ class Combination:
     @property
     def residual(self) -> bool:
         """Whether the function adds its first input to its first output: a trace that drops one gradient is seen."""
-        return self.how.traced and self.of.meaning != "rows"
+        return self.how.traced and not self.of.meaning.startswith("rows")
 
     @property
     def batch(self) -> Both:
@@ -76,10 +76,9 @@ class Combination:
             return [self.batch]
         new = _changed(self.batch, self.change.side)
         entry = self.of
-        outside = entry.carries and not entry.inside and entry.form is not Padded
-        if outside and entry.carrier is not None and entry.carrier.copies:
+        if entry.outside and entry.carrier is not None and entry.carrier.copies:
             return [self.batch]
-        return [new, self.batch] if outside and self.change.how in HIDDEN else [new]
+        return [new, self.batch] if entry.outside and self.change.how in HIDDEN else [new]
 
 
 def _changed(batch: Both, side: int) -> Both:
@@ -108,9 +107,7 @@ def _total(lengths: Lengths) -> int:
 
 def leaf_shapes(combination: Combination) -> dict[str, tuple[int, ...]]:
     entry, origin = combination.of, ORIGINS[combination.origin]
-    shapes = {
-        name: (_total(combination.batch[side]), *token) for name, (side, token) in entry.inputs.items()
-    }
+    shapes = {name: (_total(combination.batch[side]), *token) for name, (side, token) in entry.inputs.items()}
     if origin.shared:
         return {"all": origin.leaf(next(iter(shapes.values())))}
     return {name: origin.leaf(shape) for name, shape in shapes.items()}
@@ -120,9 +117,7 @@ def rows_of(combination: Combination, leaves: dict[str, Tensor]) -> dict[str, Te
     entry, origin = combination.of, ORIGINS[combination.origin]
     if origin.shared:
         whole = origin.rows(leaves["all"], ())
-        return {
-            name: whole if origin.shared == "same" else whole[:, at] for at, name in enumerate(entry.inputs)
-        }
+        return {name: whole if origin.shared == "same" else whole[:, at] for at, name in enumerate(entry.inputs)}
     return {
         name: origin.rows(leaves[name], (_total(combination.batch[side]), *token))
         for name, (side, token) in entry.inputs.items()
@@ -173,7 +168,7 @@ def _compute_truth(
         name: draw(f"{name}{variant}", shape).requires_grad_() for name, shape in leaf_shapes(combination).items()
     }
     parameters = {}
-    if entry.meaning not in ("rows",) and not entry.meaning.startswith("varlen"):
+    if not entry.meaning.startswith(("rows", "varlen")):
         module = stock_module(entry.meaning)
         parameters = {name: x.detach().clone().requires_grad_() for name, x in module.named_parameters()}
     rows = rows_of(combination, leaves)
@@ -188,7 +183,7 @@ def _compute_truth(
         changed = OPERATIONS[change.how].result(named[change.target], operand)
         old = named[change.target]
         named = {name: changed if x is old else x for name, x in named.items()}
-    loss = _weighted(named)
+    loss = _weighted({name: named[name] for name in rows}) + _weighted({name: named[name] for name in outs})
     targets = {**leaves, **parameters}
     grads = torch.autograd.grad(loss, list(targets.values()), create_graph=double, allow_unused=True)
     found = {f"d {name}": _filled(g, x) for (name, x), g in zip(targets.items(), grads, strict=True)}
@@ -252,7 +247,7 @@ class Trial:
         made = self.mode.before == "layout in inference_mode"
         entry = self.entry
         self.layouts = [None] * entry.sides
-        if self.world == "ours" and entry.carries and not entry.inside and entry.carrier is not None:
+        if self.world == "ours" and entry.outside and entry.carrier is not None:
             with torch.inference_mode() if made else contextlib.nullcontext():
                 self.layouts = [entry.carrier.layout(x) for x in self.tensors]
 
@@ -392,7 +387,7 @@ class Trial:
                 taken[id(own)] = form.rows(own, lengths[side])
             rows[name] = taken[id(own)]
         with self.mode.backward():
-            loss = _weighted(rows)
+            loss = _weighted({name: rows[name] for name in parts}) + _weighted({name: rows[name] for name in outs})
         return loss, {name: rows[name] for name in outs}, parts
 
     def weight(self) -> Tensor:
@@ -508,7 +503,10 @@ class Trial:
         return {**outs, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}}
 
     def stacked(self) -> dict[str, Tensor]:
-        return {name: torch.stack([x, y]) for (name, x), y in zip(self.leaves(0).items(), self.leaves(1).values())}
+        return {
+            name: torch.stack([x, y])
+            for (name, x), y in zip(self.leaves(0).items(), self.leaves(1).values(), strict=True)
+        }
 
     def through_vmap(self) -> Results:
         leaves = {name: x.requires_grad_() for name, x in self.stacked().items()}
@@ -525,7 +523,7 @@ class Trial:
     def through_jvp(self) -> Results:
         leaves = self.leaves()
         tangents = tuple(draw(f"tangent of {name}", x.shape) for name, x in leaves.items())
-        loss, slope = torch.func.jvp(lambda *xs: self.as_function(*xs)[0], tuple(leaves.values()), tangents)
+        _, slope = torch.func.jvp(lambda *xs: self.as_function(*xs)[0], tuple(leaves.values()), tangents)
         return {"slope": slope}
 
 
