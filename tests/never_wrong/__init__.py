@@ -1,0 +1,1 @@
+"""What test_never_wrong.py is made of: entries, origins, changes and modes as tables, and how one combination runs."""
