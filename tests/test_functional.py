@@ -45,6 +45,16 @@ REFUSED = {
         {name: zeros(7, 3, 5, dtype=torch.long) for name in ("query", "key", "value")},
         "one floating-point dtype, got torch.int64",
     ),
+    "float8": (
+        {name: zeros(7, 3, 5).to(torch.float8_e4m3fn) for name in ("query", "key", "value")},
+        "one floating-point dtype, got torch.float8_e4m3fn",
+    ),
+    "causal-tensor": ({"is_causal": torch.tensor(True)}, "is_causal must be True or False, got tensor(True)"),
+    "causal-word": ({"is_causal": "no"}, "is_causal must be True or False, got 'no'"),
+    "deterministic-number": ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+    "window-too-wide": ({"window_size": (10**30, 1)}, "window_size must be (left, right)"),
+    "mask-mod-number": ({"mask_mod": 3}, "mask_mod must be a function as flex_attention takes it, got 3"),
+    "complex-sinks": ({"sinks": zeros(6, dtype=torch.complex64)}, "sinks must be floating-point numbers"),
     "devices": ({"value": zeros(7, 3, 11, device="meta")}, "on one device, got cpu, cpu and meta"),
     "head-dims": (
         {"key": zeros(7, 3, 7)},

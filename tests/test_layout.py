@@ -571,3 +571,47 @@ def test_packing_and_padding_are_each_other_s_gradient(mask):
     pushed = torch.func.jvp(layout.pack, (padded.detach(),), (tangent,))[1]
     assert torch.equal(pushed, layout.pack(tangent))
     assert torch.equal(torch.func.vjp(layout.pack, padded.detach())[1](grad.detach())[0], back)
+
+
+class TestRefusedWithAReason:
+    @pytest.mark.parametrize("lengths", [[2**62] * 4, [2**31], [2**31 - 1, 1], [2**64]])
+    def test_more_tokens_than_kernels_can_address(self, lengths):
+        with pytest.raises(ValueError, match="lengths"):
+            SequenceLayout.from_lengths(lengths)
+
+    @pytest.mark.parametrize("lengths", [None, "ab", [[1], [2, 3]], [1, None], 3])
+    def test_lengths_that_are_no_list_of_integers(self, lengths):
+        with pytest.raises(ValueError, match=r"lengths must be one integer for each sequence.*pass a list such as"):
+            SequenceLayout.from_lengths(lengths)
+
+    def test_offsets_whose_differences_overflow(self):
+        with pytest.raises(ValueError, match="offsets fall"):
+            SequenceLayout.from_offsets(torch.tensor([0, 2**63 - 1, -(2**63), 5]))
+
+    @pytest.mark.parametrize(
+        ("make", "given"),
+        [
+            (SequenceLayout.from_offsets, torch.tensor([0, 3], device="meta")),
+            (SequenceLayout.from_lengths, torch.tensor([3], device="meta")),
+            (SequenceLayout.from_attention_mask, torch.ones(2, 3, device="meta")),
+            (SequenceLayout.from_position_ids, torch.arange(3, device="meta")),
+        ],
+    )
+    def test_tensors_without_values(self, make, given):
+        with pytest.raises(ValueError, match="on the meta device and has no values to read"):
+            make(given)
+
+    @pytest.mark.parametrize("method", ["pack", "pad", "to_nested"])
+    def test_what_is_no_tensor(self, method):
+        with pytest.raises(TypeError, match=r"must be a torch\.Tensor, got list"):
+            getattr(SequenceLayout.from_lengths([3]), method)([1, 2, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_positions_of_a_narrow_dtype_do_not_wrap_around(dtype):
+    top = min(torch.iinfo(dtype).max, 300) + 1
+    positions = torch.cat([torch.arange(top), torch.arange(4)]).to(dtype)
+    assert SequenceLayout.from_position_ids(positions).lengths.tolist() == [top, 4]
+    if top < 300:  # the next number would have wrapped around to the lowest
+        after = torch.tensor([torch.iinfo(dtype).max, torch.iinfo(dtype).min], dtype=dtype)
+        assert SequenceLayout.from_position_ids(after).lengths.tolist() == [1, 1]

@@ -141,7 +141,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
 def _mask(call: Call, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True where a row sees nothing."""
     rows, keys, diagonal, causal = call.shape
-    if causal or (spec.sees_all and alibi_slopes is None):
+    if causal:
         return None, None
     seen = visible(rows, keys, diagonal, spec.window, spec.device)
     bias = None
@@ -171,8 +171,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     for rows in work.rows_left_out:
         out[rows], lse[rows] = 0, -torch.inf
     query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
+    has_mask = alibi_slopes is not None or not spec.sees_all
     for call in work.calls:
-        bias, blind = _mask(call, alibi_slopes, spec)
+        bias, blind = _mask(call, alibi_slopes, spec) if has_mask else (None, None)
         q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
         tiles, tiles_lse = _run(q, k, v, 0.0, call.shape.causal, attn_mask=bias, scale=spec.scale)
         if blind is not None:
@@ -207,8 +208,9 @@ def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: P
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
+    has_mask = alibi_slopes is not None or not spec.sees_all
     for call in work.calls:
-        bias, blind = _mask(call, alibi_slopes, spec)
+        bias, blind = _mask(call, alibi_slopes, spec) if has_mask else (None, None)
         q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
         tiles_grad, tiles_out, tiles_lse = (call.queries.take(x) for x in (grad, out, lse))
         if blind is not None:  # the kernel's own mark, with which their weights come out as 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -109,13 +108,13 @@ class AttentionSpec:
     equal_lengths: bool = True
     keyless: bool = True
 
-    @cached_property
+    @property
     def window(self) -> tuple[float, float]:
         """How far back and ahead of its own place a query sees, causality included; inf where it is open."""
         left, right = open_window(*self.window_size)
         return left, 0 if self.is_causal else right
 
-    @cached_property
+    @property
     def has_positive_scale(self) -> bool:
         """Whether the scale is above 0 as a kernel sees it: below float64 they take it in float32, without subnormals.
 
@@ -124,16 +123,16 @@ class AttentionSpec:
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return self.scale >= torch.finfo(dtype).tiny
 
-    @cached_property
+    @property
     def sees_all(self) -> bool:
         return self.window == (math.inf, math.inf)
 
-    @cached_property
+    @property
     def may_be_blind(self) -> bool:
         """Whether a query may see no key at all: never where lengths are equal, since each sees its own place."""
         return not self.equal_lengths and (self.keyless or not self.sees_all)
 
-    @cached_property
+    @property
     def features(self) -> frozenset[str]:
         """What this call asks for, by the names in ``FEATURES``."""
         asked = {
@@ -155,12 +154,12 @@ class AttentionSpec:
         }
         return frozenset(name for name, wanted in asked.items() if wanted)
 
-    @cached_property
+    @property
     def lower_right(self) -> bool:
         """Whether the diagonal ends at the lower right; where lengths are equal, both alignments are one."""
         return self.equal_lengths or self.causal_alignment == "lower_right"
 
-    @cached_property
+    @property
     def is_upper_left(self) -> bool:
         """Whether it matters that the diagonal begins at the upper left."""
         return not self.lower_right and not self.sees_all

@@ -140,7 +140,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """Options that are set later are checked like those of the constructor."""
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name in _OPTIONS and "q_norm" in self._modules:  # the constructor sets it after all options
+        if name in _OPTIONS and "rotation" in self.__dict__:  # the constructor sets it last
             try:
                 self._check_options()
             except ValueError:

@@ -217,3 +217,32 @@ def test_heads_may_be_expanded_from_one():
         return function(query, key.expand(-1, 5, -1), value.expand(-1, 5, -1), **options)
 
     assert_same(case.solve(expanded), want, 1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-46, -1e-46, 1e-40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_that_float32_does_not_hold(scale, dtype):
+    case = problem("self", "causal", "plain", options={"scale": scale})
+    inputs = {name: x.to(dtype) for name, x in case.inputs.items()}
+    layout = SequenceLayout.from_lengths(case.lengths)
+    found, want = (
+        varlen_attention(**inputs, layout=layout, is_causal=True, scale=scale, return_lse=True, backend=backend)
+        for backend in ("cpu", "reference")
+    )
+    assert not found[0].isnan().any()
+    torch.testing.assert_close(found, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [[5, 3], [70, 130]], ids=["gathered", "in place"])
+def test_nan_in_a_query_is_nan_in_its_output_and_lse(lengths, is_causal):
+    layout = SequenceLayout.from_lengths(lengths)
+    query, key, value = (torch.randn(layout.total, 3, 7) for _ in range(3))
+    key[0] = 0.0  # under causality the first row has an lse of 0 by right
+    query[4, 1, 2] = query[layout.total - 1, 0, 0] = torch.nan
+    found, want = (
+        varlen_attention(query, key, value, layout, is_causal=is_causal, return_lse=True, backend=backend)
+        for backend in ("cpu", "reference")
+    )
+    assert want[1].isnan().sum() == 2
+    torch.testing.assert_close(found, want, equal_nan=True)

@@ -504,3 +504,55 @@ def test_one_tensor_may_be_query_key_and_value_of_a_graph(backend):
     (want,) = torch.autograd.grad(attend(x).square().sum(), x)
     (got,) = torch.autograd.grad(torch.compile(attend, fullgraph=True, backend="aot_eager")(x).square().sum(), x)
     torch.testing.assert_close(got, want)
+
+
+# --- arguments that do not fit
+
+
+WRONG = {
+    "heads that do not divide": ({0: torch.randn(26, 5, 11)}, "query's heads must be a multiple of key's"),
+    "a head dim": ({1: torch.randn(31, 3, 12)}, "query and key must have the same head dim"),
+    "heads of the values": ({2: torch.randn(31, 2, 7)}, "key and value must have the same heads"),
+    "too few values": ({2: torch.randn(30, 3, 7)}, "value has shape"),
+    "dimensions": ({0: torch.randn(26, 66)}, "must be \\(tokens, heads, head dim\\)"),
+    "a dtype": ({1: torch.randn(31, 3, 11).double()}, "must share a dtype"),
+    "slopes": ({5: torch.rand(4)}, "alibi_slopes must be a tensor"),
+    "sequences": ({4: torch.tensor([0, 31], dtype=torch.int32)}, "cu_seqlens are of 5 sequences"),
+}
+
+
+@NAMES
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_operator_refuses_what_its_kernel_can_not_read(backend, wrong):
+    changes, message = WRONG[wrong]
+    arguments = list(operands(backend))
+    for index, x in changes.items():
+        arguments[index] = x
+    with pytest.raises(ValueError, match=message):
+        operator(backend, "forward")(*arguments)
+
+
+@NAMES
+@pytest.mark.parametrize("which", range(4), ids=["grad", "grad_lse", "out", "lse"])
+def test_a_backward_operator_refuses_other_shapes(backend, which):
+    arguments = operands(backend)
+    results = operator(backend, "forward")(*arguments)
+    given = list(given_back(torch.randn_like(results[0]), torch.randn_like(results[1]), results, arguments))
+    given[which] = given[which][:-1]
+    with pytest.raises(ValueError, match=f"{('grad', 'grad_lse', 'out', 'lse')[which]} must be"):
+        operator(backend, "backward")(*given)
+
+
+OPTIONS = {"softcap": 2.0, "dropout_p": 0.25, "window_left": 3, "window_right": 3, "deterministic": True}
+
+
+@pytest.mark.parametrize("backend", [*(name for name, x in BACKENDS.items() if x.backward is not None), "auto"])
+@pytest.mark.parametrize("option", [*OPTIONS, "softcap and dropout_p"])
+def test_a_fake_has_a_random_state_under_dropout_alone(backend, option):
+    arguments = list(operands(backend))
+    for name in option.split(" and "):
+        arguments[3 + ops._OPTIONS.index(name)] = OPTIONS[name]
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        state = operator(backend, "forward")(*fakes)[2]
+    assert state.shape == (2 if "dropout_p" in option else 0,)

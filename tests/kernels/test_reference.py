@@ -169,3 +169,14 @@ class TestDropout:
         (grad,) = torch.autograd.grad((out * case.grads[0]).sum(), value)
         # out is linear in value, so this holds only where both passes drop the same weights
         torch.testing.assert_close((grad * value).sum(), (out * case.grads[0]).sum())
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"dropout_p": 0.5}])
+def test_an_empty_batch_has_gradients_of_zero(lengths, options):
+    layout = SequenceLayout.from_lengths(lengths)
+    tensors = [torch.randn(rows, 3, 7, requires_grad=True) for rows in (0, 2, 2)]  # with rows past the end
+    out, lse = varlen_attention(*tensors, layout, return_lse=True, backend="reference", **options)
+    (out.sum() + lse.sum()).backward()
+    for x in tensors:
+        torch.testing.assert_close(x.grad, torch.zeros_like(x))

@@ -346,3 +346,84 @@ def test_what_a_graph_was_made_of_is_not_kept():
     torch.testing.assert_close(fresh[0](packed, packed, packed, layout=layout)[0].unflatten(0, (2, 5)), want)
     torch.testing.assert_close(exported(x), want)
     assert want.abs().max() < 100
+
+
+# --- options that can't be right
+
+
+REFUSED_OPTIONS = {
+    "backend": ("nope", "there is no backend 'nope'"),
+    "softcap": (float("nan"), "softcap must be 0"),
+    "scale": (float("inf"), "scale must be a finite number"),
+    "window_size": ((3,), "window_size must be"),
+    "dropout": (1.5, "dropout must be in"),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
+def test_options_are_checked_in_the_constructor(option):
+    value, message = REFUSED_OPTIONS[option]
+    with pytest.raises(ValueError, match=message):
+        nta.VarlenMultiheadAttention(16, 2, **{option: value})
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
+def test_options_are_checked_when_they_are_set(option):
+    value, message = REFUSED_OPTIONS[option]
+    module = nta.VarlenMultiheadAttention(16, 2)
+    before = getattr(module, option)
+    with pytest.raises(ValueError, match=message):
+        setattr(module, option, value)
+    assert getattr(module, option) == before
+
+
+@pytest.mark.parametrize("added", ["add_bias_kv", "add_zero_attn"])
+def test_added_keys_stand_at_no_position_later_either(added):
+    module = nta.VarlenMultiheadAttention(16, 2, **{added: True})
+    with pytest.raises(ValueError, match="stand at no position"):
+        module.window_size = (3, 0)
+    assert module.window_size == (-1, -1)
+
+
+@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+@pytest.mark.parametrize("option", [{"window_size": (1, 1)}, {"softcap": 2.0}, {"scale": 0.7}])
+def test_an_encoder_layer_sees_options_that_were_set_later(option):
+    """Its fast path in evaluation computes stock attention from the weights alone."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn)
+    for name, value in option.items():
+        setattr(layer.self_attn, name, value)
+    x = torch.randn(2, 7, 16)
+    want = layer.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), want)
+
+
+def test_an_encoder_layer_does_not_pass_by_a_named_backend():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn, backend="flash_attn_4")
+    with torch.no_grad(), pytest.raises(ValueError, match="flash_attn_4"):
+        layer(torch.randn(2, 7, 16))
+
+
+@pytest.mark.parametrize("added", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}])
+@pytest.mark.parametrize("rows", [(14, 17), (17, 14)])
+def test_rows_that_key_or_value_have_beyond_the_layout(added, rows):
+    module = nta.VarlenMultiheadAttention(16, 2, dtype=torch.float64, **added)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    layout = nta.SequenceLayout.from_lengths([5, 9])
+    query, key, value = (torch.randn(n, 16, dtype=torch.float64) for n in (14, *rows))
+    want, _ = module(query, key[:14], value[:14], layout=layout)
+    torch.testing.assert_close(module(query, key, value, layout=layout)[0], want)
+    with pytest.raises(ValueError, match="tokens"):
+        module(query, key, value[:13], layout=layout)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_packed_tokens_have_two_dimensions(need_weights):
+    module, layout = nta.VarlenMultiheadAttention(16, 2), nta.SequenceLayout.from_lengths([5, 9])
+    x = torch.randn(14, 1, 16)
+    with pytest.raises(ValueError, match=r"packed query must be \(tokens, features\), got \(14, 1, 16\)"):
+        module(x, x, x, layout=layout, need_weights=need_weights)

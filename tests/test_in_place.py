@@ -1,0 +1,215 @@
+"""Tensors that are changed in place after a call has read them: right gradients, or an error.
+
+Dimensions: B sequences, T tokens, H heads, D head dim, E embed dim.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nt_attention as nta
+from nt_attention import SequenceLayout, varlen_attention
+
+LENGTHS, TOKENS = [5, 9], 14
+MODIFIED = "modified by an inplace operation"
+
+
+def offsets(dtype=torch.int64):
+    return torch.tensor([0, 5, 14], dtype=dtype)
+
+
+def nested(values):
+    return torch.nested.nested_tensor_from_jagged(values, offsets(), min_seqlen=5, max_seqlen=9)
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def module():
+    return nta.VarlenMultiheadAttention(22, 2, batch_first=True, dtype=torch.float64)
+
+
+class PassThrough(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class TestNestedTensors:
+    """They raise where packed tensors do: what was saved for the backward is gone."""
+
+    def test_a_residual_added_to_the_input_of_the_module(self, module):
+        hidden = nested(leaf(TOKENS, 22)) * 1
+        hidden += module(hidden, hidden, hidden)[0]
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            hidden.values().pow(2).sum().backward()
+
+    def test_a_residual_added_to_the_output_of_the_module(self, module):
+        values = leaf(TOKENS, 22)
+        hidden = nested(values) * 1
+        out = module(hidden, hidden, hidden)[0]
+        out += hidden
+        want = values + module(values, values, values, layout=SequenceLayout.from_lengths(LENGTHS))[0]
+        found = torch.autograd.grad(out.values().pow(2).sum(), values)[0]
+        torch.testing.assert_close(found, torch.autograd.grad(want.pow(2).sum(), values)[0])
+
+    @pytest.mark.parametrize("wants_gradient", [True, False], ids=["non-leaf", "no gradient of its own"])
+    @pytest.mark.parametrize("through", ["itself", "its values"])
+    def test_a_change_of_the_input_of_the_module(self, module, wants_gradient, through):
+        hidden = nested(leaf(TOKENS, 22) * 1 if wants_gradient else torch.randn(TOKENS, 22, dtype=torch.float64))
+        out = module(hidden, hidden, hidden)[0]
+        (hidden if through == "itself" else hidden.values()).mul_(2)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            out.values().sum().backward()
+
+    @pytest.mark.parametrize("changed", ["query", "key", "value", "out", "lse"])
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_a_change_around_the_function(self, changed, transposed):
+        given = {name: nested(leaf(TOKENS, 3, 7)) * 1 for name in ("query", "key", "value")}
+        if transposed:
+            given = {name: x.transpose(1, 2) for name, x in given.items()}
+        out, lse = varlen_attention(**given, return_lse=True)
+        {**given, "out": out, "lse": lse}[changed].mul_(3)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            out.values().sum().backward()
+
+    def test_a_change_of_a_query_that_wants_no_gradient(self):
+        query, key = nested(torch.randn(TOKENS, 3, 7, dtype=torch.float64)), nested(leaf(TOKENS, 3, 7)) * 1
+        out = varlen_attention(query, key, key)
+        query.mul_(3)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            out.values().sum().backward()
+
+    def test_to_nested_is_a_view_of_the_tokens(self):
+        layout, start = SequenceLayout.from_lengths(LENGTHS), leaf(TOKENS, 3)
+        tokens = start * 1
+        layout.to_nested(tokens).mul_(2)
+        (tokens * tokens).sum().backward()
+        torch.testing.assert_close(start.grad, 8 * start.detach())
+
+    def test_inference_tensors_are_taken(self, module):
+        with torch.inference_mode():
+            hidden = nested(torch.randn(TOKENS, 22, dtype=torch.float64))
+        with torch.no_grad():
+            first = module(hidden, hidden, hidden)[0].values()
+            torch.testing.assert_close(module(hidden, hidden, hidden)[0].values(), first)
+
+
+class TestOffsets:
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_a_converted_twin_keeps_what_it_holds(self, dtype):
+        given = offsets(dtype)
+        layout = SequenceLayout.from_offsets(given)
+        twin = layout.cu_seqlens if dtype == torch.int64 else layout.offsets
+        given[1] = 3
+        assert SequenceLayout.from_offsets(twin).lengths.tolist() == [5, 9]
+        assert SequenceLayout.from_offsets(given).lengths.tolist() == [3, 11]
+
+    @pytest.mark.parametrize("how", ["in place", "NumPy", "an element of .data", ".data", "a slice, NumPy"])
+    def test_a_change_is_seen_when_they_are_passed_again(self, how):
+        memory = np.array([0, 0, 5, 0, 14])[:: 2 if how.startswith("a slice") else 1]
+        memory = np.ascontiguousarray(memory[memory >= 0])[[0, 2, 4]] if len(memory) == 5 else memory
+        given = torch.from_numpy(memory)
+        SequenceLayout.from_offsets(given)
+        if how == "in place":
+            given[1] = 3
+        elif how.endswith("NumPy"):
+            memory[1] = 3
+        elif how == ".data":
+            given.data = torch.tensor([0, 3, 14])
+        else:
+            given.data[1] = 3
+        assert SequenceLayout.from_offsets(given).lengths.tolist() == [3, 11]
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("use", ["function", "module", "pack", "pad", "to_nested"])
+    def test_a_layout_made_before_the_change_is_refused(self, use, dtype, module):
+        given = offsets(dtype)
+        layout = SequenceLayout.from_offsets(given)
+        given[1] = 3
+        tokens, heads = torch.randn(TOKENS, 22, dtype=torch.float64), torch.randn(TOKENS, 3, 7)
+        calls = {
+            "function": lambda: varlen_attention(heads, heads, heads, layout),
+            "module": lambda: module(tokens, tokens, tokens, layout=layout),
+            "pack": lambda: layout.pack(torch.randn(2, 9, 3)),
+            "pad": lambda: layout.pad(tokens),
+            "to_nested": lambda: layout.to_nested(tokens),
+        }
+        with pytest.raises(ValueError, match="changed in place after it was made"):
+            calls[use]()
+
+    def test_a_copied_layout_is_independent(self):
+        import copy
+
+        given = offsets()
+        given.add_(0)  # a version that a copy does not have
+        layout = SequenceLayout.from_offsets(given)
+        twin = copy.deepcopy(layout)
+        given[1] = 3
+        x = torch.randn(TOKENS, 3, 7)
+        want = varlen_attention(x, x, x, SequenceLayout.from_lengths(LENGTHS))
+        torch.testing.assert_close(varlen_attention(x, x, x, twin), want)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("watched", [False, True], ids=["eager", "dispatch mode"])
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_change_before_the_backward(self, dtype, watched, backend):
+        given, start = offsets(dtype), leaf(TOKENS, 3, 7)
+        want = torch.autograd.grad(attend(start, offsets(dtype), backend).pow(2).sum(), start)[0]
+        out = attend(start, given, backend)
+        given[1] = 3
+        right_or_refused(lambda: torch.autograd.grad(out.pow(2).sum(), start)[0], want, watched)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+    def test_a_change_before_the_backward_of_a_graph(self, dtype, compiler):
+        torch._dynamo.reset()
+        given, start = offsets(dtype), leaf(TOKENS, 3, 7)
+        want = torch.autograd.grad(attend(start, offsets(dtype), "auto").pow(2).sum(), start)[0]
+        out = torch.compile(attend, backend=compiler, fullgraph=True)(start, given, "auto")
+        given[1] = 3
+        right_or_refused(lambda: torch.autograd.grad(out.pow(2).sum(), start)[0], want)
+
+    def test_alibi_slopes_changed_before_the_backward(self):
+        start, slopes = leaf(TOKENS, 3, 7), torch.tensor([0.5, 0.25, 0.125])
+        layout = SequenceLayout.from_lengths(LENGTHS)
+        out = varlen_attention(start, start, start, layout, alibi_slopes=slopes)
+        slopes.mul_(2)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            out.sum().backward()
+
+
+def attend(x, given, backend):
+    return varlen_attention(x, x, x, SequenceLayout.from_offsets(given), backend=backend)
+
+
+def right_or_refused(gradient, want, watched=False):
+    try:
+        with PassThrough() if watched else torch.enable_grad():
+            found = gradient()
+    except RuntimeError as error:
+        assert MODIFIED in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, want)
+
+
+class TestWhatIsKeptOfALayout:
+    def test_is_bounded_however_many_kinds_of_calls_there_are(self):
+        layout, x = SequenceLayout.from_lengths(LENGTHS), torch.randn(TOKENS, 3, 7)
+        cache = layout._facts.cache
+        for i in range(3 * cache.MOST_ENTRIES):
+            varlen_attention(x, x, x, layout, scale=0.1 + i / 1000, window_size=(i, 0))
+        assert len(cache) <= cache.MOST_ENTRIES
+
+    def test_tables_of_rotary_serve_any_number_of_rows(self):
+        attention = nta.VarlenMultiheadAttention(24, 2, rotary=nta.Rotary())
+        layout = SequenceLayout.from_lengths(LENGTHS)
+        tokens = torch.randn(60, 24)
+        want = attention(*[tokens[:TOKENS]] * 3, layout=layout)[0]
+        before = len(layout._facts.cache)
+        for rows in range(TOKENS, 60):
+            found = attention(*[tokens[:rows]] * 3, layout=layout)[0]
+            torch.testing.assert_close(found[:TOKENS], want)
+        assert len(layout._facts.cache) == before
