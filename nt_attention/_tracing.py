@@ -7,7 +7,6 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._subclasses.fake_tensor import FakeTensor
 
-
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 

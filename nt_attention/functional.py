@@ -33,7 +33,6 @@ from .kernels.spec import (
 from .kernels.work import work
 from .layout import SequenceLayout
 
-
 _NO_OPERATOR = "no operator takes this call (mask_mod and score_mod, and on a CPU dropout and softcap)"
 
 

@@ -109,7 +109,7 @@ def _content(tensor: Tensor) -> object:
     if not tensor.is_cpu:
         return None
     if tensor.is_contiguous():  # a sixth of the time of tolist for few numbers, and less for many
-        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     with _no_modes():
         return tensor.tolist()
 
@@ -135,6 +135,7 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
+    offsets = _plain(offsets)
     known: HostFacts | None = _facts_of.get(offsets)
     if known is not None and known.at.holds(offsets):
         return offsets, known
@@ -273,7 +274,7 @@ class SequenceLayout:
             from .traced import TracedLayout  # which builds on this file
 
             return cast(SequenceLayout, TracedLayout(offsets))
-        return cls.from_facts(*read_offsets(_plain(offsets)), max_seqlen)
+        return cls.from_facts(*read_offsets(offsets), max_seqlen)
 
     @classmethod
     def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
@@ -582,6 +583,7 @@ class SequenceLayout:
         _check_tensor(padded, "padded")
         self._check_device(padded, "padded")
         self.check_unchanged("this layout")
+        refuse_jit_trace()
         length = padded.shape[1] if padded.dim() >= 2 else -1
         exact = self.padded_length is not None
         wanted = self.padded_length if self.padded_length is not None else self._longest
@@ -603,7 +605,11 @@ class SequenceLayout:
         _check_tensor(values, "values")
         self.check_rows(values, "values")
         self.check_unchanged("this layout")
+        refuse_jit_trace()
         length = self.padded_length if self.padded_length is not None else self.max_seqlen
+        shape = (self.batch_size, length, *values.shape[1:])
+        if not torch.compiler.is_compiling():
+            return cast(Tensor, _Pad.apply(values[: self.total], self._index(length), shape, value))
         padded = values.new_full((self.batch_size * length, *values.shape[1:]), value)
         padded.index_copy_(0, self._index(length), values[: self.total])
         return padded.unflatten(0, (self.batch_size, length))
@@ -688,6 +694,32 @@ class SequenceLayout:
 def _check_tensor(given: object, name: str) -> None:
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}.")
+
+
+class _Pad(torch.autograd.Function):
+    """Tokens (T, …) into a padded batch (B, L, …). ``index_copy_`` saves them for its backward, which needs none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+        padded = values.new_full(shape, value)
+        padded.view(-1, *shape[2:]).index_copy_(0, index, values)
+        return padded
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, index, ctx.shape, _ = inputs
+        ctx.save_for_backward(index)
+        ctx.save_for_forward(index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.flatten(0, 1).index_select(0, ctx.saved_tensors[0]), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return cast(Tensor, _Pad.apply(tangent, ctx.saved_tensors[0], ctx.shape, 0.0))
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:

@@ -64,7 +64,7 @@ def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped
         raise ValueError("make_fx can't record NestedTensors: pass packed tensors and offsets to the traced function.")
     with _past_torch_function():
         distinct = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
-        may_save = torch.is_grad_enabled() and (for_weights or any([x.requires_grad for x in distinct.values()]))
+        may_save = torch.is_grad_enabled() and (for_weights or any(x.requires_grad for x in distinct.values()))
         values = dict(zip(distinct, _values(*distinct.values(), may_save=may_save), strict=True))
         layouts: dict[int, SequenceLayout] = {}
         done: dict[int, Unwrapped] = {}

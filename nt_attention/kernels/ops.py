@@ -49,6 +49,7 @@ def register(backend: Backend) -> None:
     random = "dropout" in backend.features
     _define(f"{backend.name}_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor rng_state)", forward, fake, random)
     _define(f"{backend.name}_backward({_GRADS}, {_CALL}) -> (Tensor, Tensor, Tensor)", backward, _fake_backward)
+    _differentiate(backend.name)
 
 
 def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Backend]) -> None:
@@ -85,6 +86,7 @@ def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Bac
     results = "Tensor out, Tensor lse, Tensor rng_state, Tensor chosen"
     _define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)
     _define(f"auto_backward({_GRADS}, {_CALL}, Tensor chosen) -> (Tensor, Tensor, Tensor)", backward, _fake_backward)
+    _differentiate("auto")
 
 
 def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], random: bool = False) -> None:
@@ -92,6 +94,31 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any],
     LIBRARY.define(schema, tags=(*_TAGS, torch.Tag.nondeterministic_seeded) if random else _TAGS)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nt_attention::{name}", fake, lib=LIBRARY)
+
+
+def _differentiate(name: str) -> None:
+    """Give ``<name>_forward`` its gradient, for graphs that hold the operator itself, as export and make_fx record it.
+
+    Calls of ours have theirs from ``kernels/run.py``, above the operator.
+    """
+    arguments = len(_OPTIONS) + 3  # of the call; auto has one more, which its backward does not take
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.given = len(inputs)
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs[:arguments]]
+        tensors = [x if isinstance(x, Tensor) else None for x in inputs[:arguments]]
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        tensors, (out, lse, state, *told) = ctx.saved_tensors[:arguments], ctx.saved_tensors[arguments:]
+        call = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
+        grad = torch.zeros_like(out) if grad is None else grad
+        operator = getattr(torch.ops.nt_attention, f"{name}_backward").default
+        grads = operator(grad, grad_lse, out, lse, state, *call, *told)
+        return (*grads, *[None] * (ctx.given - 3))
+
+    torch.library.register_autograd(f"nt_attention::{name}_forward", backward, setup_context=setup_context, lib=LIBRARY)
 
 
 def _forward(backend: Backend, inputs: passes.Inputs, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

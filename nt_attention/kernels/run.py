@@ -102,7 +102,8 @@ class _EagerKernel(_Kernel):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
-        output = _Kernel.forward(*inputs)
+        out, lse, *told = _Kernel.forward(*inputs)
+        output = (out, lse.detach(), *told)  # autograd does not let a view that was made in here be changed in place
         _remember(ctx, inputs, output)
         return output
 

@@ -6,6 +6,7 @@ query heads, G key heads, D head dim.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import nested
+from .._tracing import refuse_jit_trace
 from ..functional import check_score_options, check_window_size, varlen_attention
 from ..kernels.select import check_backend_name
 from ..kernels.spec import MaskMod, ScoreMod
@@ -292,6 +294,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             raise ValueError("mask_mod and score_mod count keys, to which add_bias_kv and add_zero_attn add some.")
         inputs = (query, key, value)
         in_lists = isinstance(query, (list, tuple))
+        if in_lists:
+            refuse_jit_trace()
         for name, x in zip(("query", "key", "value"), inputs, strict=True):
             if not in_lists and not isinstance(x, Tensor):
                 raise TypeError(
@@ -547,7 +551,9 @@ def _from_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     (q, own), (k, other), (v, others) = (packed[id(xs)] for xs in (query, key, value))
     _check_values(other, others)
     other = own if own.same_lengths(other) else other
-    return q, k, v, own, other, lambda out: list(out.split(own.host_offsets.diff().tolist()))
+    bounds = own.host_offsets.tolist()
+    # slices one by one: outputs of split could not be changed in place
+    return q, k, v, own, other, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _check_values(key_layout: SequenceLayout, value_layout: SequenceLayout) -> None:
