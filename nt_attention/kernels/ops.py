@@ -52,25 +52,27 @@ def register(backend: Backend) -> None:
     _differentiate(backend.name)
 
 
-def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int], Backend]) -> None:
+def register_auto(choose: Callable[[Problem, str], int], at: Callable[[int, Problem], Backend]) -> None:
     """Define ``nt_attention::auto_forward``, which chooses when it runs, and ``_backward``, which is told the choice.
 
-    ``choose`` gives a backend's place on a list, ``at`` the backend in that place. ``chosen`` (3,) int64, on the host,
-    holds the place and the digests of both layouts, by which the backward knows whether their offsets were changed.
+    ``choose`` gives a backend's place on a list, ``at`` the backend in that place, if it can run the call. ``chosen``
+    (3,) int64, on the host, holds the place and the digests of both layouts, by which the backward knows whether their
+    offsets were changed.
     """
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         *call, asked = arguments
         inputs, problem = passes.Inputs(*call[:3]), _problem(*call)
         place = choose(problem, asked)
-        out, lse, state = _forward(at(place), inputs, problem)
+        out, lse, state = _forward(at(place, problem), inputs, problem)
         chosen = torch.tensor([place, problem.layout.digest, problem.key_layout.digest], device="cpu")
         return out, lse, state.to(inputs.query.device), chosen
 
     def backward(*arguments: Any) -> Gradients:
         known, call = _known(*arguments[:8]), arguments[5:-1]
         place, *digests = arguments[-1].tolist()
-        backend, problem = at(place), _problem(*call)
+        problem = _problem(*call)
+        backend = at(place, problem)
         if digests != [problem.layout.digest, problem.key_layout.digest]:  # not all compilers check what they save
             raise RuntimeError(
                 "the offsets of a layout, which are needed for gradient computation, have been modified by an inplace "
@@ -113,6 +115,7 @@ def _differentiate(name: str) -> None:
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         tensors, (out, lse, state, *told) = ctx.saved_tensors[:arguments], ctx.saved_tensors[arguments:]
         call = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
+        call[3 + _OPTIONS.index("needs_grad")] = True
         grad = torch.zeros_like(out) if grad is None else grad
         operator = getattr(torch.ops.nt_attention, f"{name}_backward").default
         grads = operator(grad, grad_lse, out, lse, state, *call, *told)

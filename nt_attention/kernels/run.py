@@ -6,7 +6,7 @@ out · sigmoid(lse − sink), and logaddexp(lse, sink).
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.autograd import forward_ad
 
 from .._tracing import is_tracing
 from ..layout import SequenceLayout
-from ..traced import TracedLayout
 from . import ops
 from .passes import Inputs
 from .spec import Backend, Known, Problem
@@ -42,11 +41,14 @@ def run_later(
 def _run_operator(
     operator: ops.Operator, query: Tensor, key: Tensor, value: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor]:
-    if problem.spec.needs_grad or forward_ad._current_level >= 0:
-        transformed = is_tracing() or torch._C._are_functorch_transforms_active()
-        out, lse, *_ = (_Kernel if transformed else _EagerKernel).apply(query, key, value, (operator, problem))
-    else:  # 40 µs of host time less
-        out, lse, *_ = operator.forward(Inputs(query, key, value), problem)
+    inputs = Inputs(query, key, value)
+    wants_gradient = problem.spec.needs_grad or forward_ad._current_level >= 0
+    transformed = torch._C._are_functorch_transforms_active()
+    if not wants_gradient or (is_tracing() and not transformed):
+        out, lse, *_ = operator.forward(inputs, problem)  # in a graph it has a gradient of its own
+    else:
+        node = _Kernel if transformed else _EagerKernel
+        out, lse, *_ = node.apply(*inputs, (operator, problem))
     return out, lse
 
 
@@ -64,9 +66,9 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        query, key, value, slopes, cu_seqlens, key_cu_seqlens, out, lse, state, *told = ctx.saved_tensors
+        query, key, value, slopes, out, lse, state, *told = ctx.saved_tensors
         operator, problem = ctx.call
-        problem = _as_in_forward(problem, slopes, cu_seqlens, key_cu_seqlens)
+        problem = _as_in_forward(problem, slopes)
         if grad is None and grad_lse is None:
             return (None,) * 4
         known = Known(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
@@ -109,33 +111,23 @@ class _EagerKernel(_Kernel):
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, (operator, problem) = inputs
-    ctx.call = operator, problem
+    query, key, value, ctx.call = inputs
+    _, problem = ctx.call
     out, lse, *told = output
-    layouts = [problem.layout, problem.key_layout]
-    # a graph has to know that its backward reads these; else the layouts look themselves whether they were changed
-    offsets = [x.cu_seqlens if isinstance(x, TracedLayout) else None for x in layouts]
     ctx.mark_non_differentiable(*[x for x in told if x is not None])
     ctx.set_materialize_grads(False)  # most calls have no gradient for lse
-    ctx.save_for_backward(query, key, value, problem.alibi_slopes, *offsets, out, lse, *told)
+    ctx.save_for_backward(query, key, value, problem.alibi_slopes, out, lse, *told)
 
 
-def _as_in_forward(
-    problem: Problem, slopes: Tensor | None, cu_seqlens: Tensor | None, key_cu_seqlens: Tensor | None
-) -> Problem:
-    """The problem with the tensors that were saved.
+def _as_in_forward(problem: Problem, slopes: Tensor | None) -> Problem:
+    """The problem with the slopes that were saved.
 
     Raises:
         RuntimeError: the offsets of a layout were changed in place since the forward.
     """
-    layout, key_layout = problem.layout, problem.key_layout
-    if cu_seqlens is not None and key_cu_seqlens is not None:
-        traced = cast(SequenceLayout, TracedLayout(cu_seqlens))
-        key_traced = traced if layout is key_layout else cast(SequenceLayout, TracedLayout(key_cu_seqlens))
-        return problem._replace(layout=traced, key_layout=key_traced, alibi_slopes=slopes)
-    layout.check_saved()
-    if key_layout is not layout:
-        key_layout.check_saved()
+    problem.layout.check_saved()
+    if problem.key_layout is not problem.layout:
+        problem.key_layout.check_saved()
     return problem if slopes is None else problem._replace(alibi_slopes=slopes)
 
 

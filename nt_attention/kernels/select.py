@@ -162,8 +162,17 @@ def _choose_in_graph(problem: Problem, asked: str) -> int:
     return list(BACKENDS.values()).index(chosen)
 
 
-def _on_the_list(place: int) -> Backend:
-    return list(BACKENDS.values())[place]
+def _on_the_list(place: int, problem: Problem) -> Backend:
+    """The backend in that place.
+
+    Raises:
+        ValueError: it can't run this call. A graph that was recorded without gradients may have chosen it for its
+            forward alone.
+    """
+    backend = list(BACKENDS.values())[place]
+    if not _is_able(backend, problem.spec):
+        raise ValueError(f"{backend.name} {' '.join(_reasons(backend, problem.spec))} Record the graph with gradients.")
+    return backend
 
 
 def circumstances(backend: str) -> tuple[object, ...]:
