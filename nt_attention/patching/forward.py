@@ -47,6 +47,7 @@ class PatchedForward:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._on(module)(*args, **kwargs)
 
+        forward.__wrapped__ = self  # type: ignore[attr-defined]
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = self.__signature__.replace(parameters=[own, *self.__signature__.parameters.values()])  # type: ignore[attr-defined]
         return forward
@@ -80,3 +81,51 @@ class Replicate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicate:
         return Replicate(copy.deepcopy(self.patched, memo))
+
+
+# Packages whose wrappers around a ``forward`` change no shapes: casts, devices, hooks, autocast and compilation.
+_WRAPPERS = {"accelerate", "nt_attention", "torch", "transformers"}
+
+
+def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | None:
+    """The name of what stands in the place of a class's own ``forward``; None if it is that, or only wraps it.
+
+    ``functools.wraps`` proves nothing: a function may declare that it wraps the class's forward, and not call it.
+    So each link of the chain has to be defined in a package that is known to wrap.
+    """
+    own = _links(kind.forward)[-1]
+    for link in _links(forward):
+        package, _, _ = _module_of(link).partition(".")
+        if package not in _WRAPPERS:
+            return f"{_module_of(link)}.{getattr(link, '__qualname__', type(link).__qualname__)}"
+    return None if link is own else f"{_module_of(link)}.{getattr(link, '__qualname__', type(link).__qualname__)}"
+
+
+def ours_beneath(forward: Callable[..., Any] | None, module: nn.Module) -> PatchedForward | None:
+    """The ``forward`` of a patch of this module that has been removed, which somebody's wrapper still calls."""
+    links = [] if forward is None else _links(forward)
+    return next((x for x in links if isinstance(x, PatchedForward) and x.module is module), None)
+
+
+def _links(forward: Callable[..., Any]) -> list[Any]:
+    """What a forward wraps, from the outside in: itself, what is beneath it, and so on."""
+    links: list[Any] = []
+    link: Any = forward
+    while link is not None and all(link is not other for other in links):
+        if isinstance(link, MethodType):
+            link = link.__func__
+            continue
+        links.append(link)
+        if isinstance(link, PatchedForward):
+            link = link.original
+        elif isinstance(link, functools.partial):
+            links.append(link.func)
+            link = getattr(link, "__wrapped__", getattr(link.func, "__wrapped__", None))
+        else:
+            link = getattr(link, "__wrapped__", None)
+    return [link for link in links if not isinstance(link, functools.partial)]
+
+
+def _module_of(link: Any) -> str:
+    """Where a function is defined; ``__module__`` is copied by functools.wraps."""
+    return getattr(link, "__globals__", {}).get("__name__") or type(link).__module__

@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,7 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..hf import models
 from ..hf.interface import NAME_OVER, attention, register
-from ..hf.models import Family
+from ..hf.models import Family, Head
+from ..hf.rope import rotate_apart, scales_by_length
 from .forward import PatchedForward
 from .padding_free import Logits, PackedCall
 from .patch import PatchHandle
@@ -190,12 +191,23 @@ def _one_call_for_all_images(module: Any, handle: PatchHandle) -> None:
 
 
 def _make_padding_free(model: PreTrainedModel, family: Family, handle: PatchHandle, logits: Logits) -> None:
-    head = models.head_of(model, family)
-    entry: Any = models.base_model(model, family) if head == "sequence" else model
-    names = tuple(
-        name for name, p in inspect.signature(entry.forward).parameters.items() if p.kind is not p.VAR_KEYWORD
-    )
-    handle.override_forward(entry, PackedCall(handle, family, head, logits, names))
+    """Let the model pack, and its base model, where that is called by itself."""
+    head, base = models.head_of(model, family), cast(PreTrainedModel, models.base_model(model, family))
+    rotary = [module for module in base.modules() if scales_by_length(module)]
+    for module in rotary:
+        handle.override_forward(module, rotate_apart)
+
+    def packs(entry: PreTrainedModel, as_head: Head | None) -> None:
+        given = inspect.signature(entry.forward).parameters.values()
+        names = tuple(p.name for p in given if p.kind is not p.VAR_KEYWORD)
+        call = PackedCall(handle, family, as_head, logits, names, bool(rotary))
+        handle.override_forward(entry, call)
+        if as_head == "sequence":  # also where another head has the same base model
+            cast(PatchedForward, entry.forward).forward = call
+
+    packs(base, "sequence" if head == "sequence" else None)
+    if model is not base and head != "sequence":
+        packs(model, head)
 
 
 for _over in NAME_OVER:  # a model that was saved patched finds its name: loading its forward has imported this file
