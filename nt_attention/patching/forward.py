@@ -97,8 +97,8 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     for link in _links(forward):
         package, _, _ = _module_of(link).partition(".")
         if package not in _WRAPPERS:
-            return f"{_module_of(link)}.{getattr(link, '__qualname__', type(link).__qualname__)}"
-    return None if link is own else f"{_module_of(link)}.{getattr(link, '__qualname__', type(link).__qualname__)}"
+            return _name_of(link)
+    return None if link is own else _name_of(link)
 
 
 def ours_beneath(forward: Callable[..., Any] | None, module: nn.Module) -> PatchedForward | None:
@@ -127,5 +127,10 @@ def _links(forward: Callable[..., Any]) -> list[Any]:
 
 
 def _module_of(link: Any) -> str:
-    """Where a function is defined; ``__module__`` is copied by functools.wraps."""
+    """Where a function is defined; functools.wraps copies ``__module__``, and ``__qualname__``."""
     return getattr(link, "__globals__", {}).get("__name__") or type(link).__module__
+
+
+def _name_of(link: Any) -> str:
+    code = getattr(link, "__code__", None)
+    return f"{_module_of(link)}.{type(link).__qualname__ if code is None else code.co_qualname}"

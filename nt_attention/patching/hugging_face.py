@@ -112,6 +112,8 @@ def _set_attention(model: PreTrainedModel, handle: PatchHandle) -> str:
     if _others(model.config, handle):
         before = next(own for config, own in kept if config is model.config)["_attn_implementation_internal"]
     handle.on_remove(functools.partial(_put_back_configs, handle, kept, over and before))
+    if model.config.output_attentions:  # no call can be packed, and transformers saves such a config as eager alone
+        return before
     # what is not packed runs as before: on eager, which each model has its own of, or on sdpa
     model.set_attn_implementation(register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager")))
     return before

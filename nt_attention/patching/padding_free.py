@@ -104,15 +104,13 @@ class PackedCall:
         replacement = replacement_of(original, type(model))
         if replacement is not None:
             name = f"{type(model).__name__}.forward"
-            self._fall_back(f"{replacement} stands in the place of {name}, and may read rows")
-            return "base model decides"
+            return self._leave_to_base(model, f"{replacement} stands in the place of {name}, and may read rows")
         why = _why_not(given, model, self.family)
         if why is not None:
             return self._fall_back(why)
         why = None if self.head is None else _why_not_head(given, model)
         if why is not None:
-            self._fall_back(why)
-            return "base model decides"
+            return self._leave_to_base(model, why)
         packing = _packing(given)
         if packing is not None and packing.has_holes:
             if _has_windows(model.config):
@@ -128,6 +126,11 @@ class PackedCall:
     def _fall_back(self, why: str) -> Unpacked:
         self.handle.not_packed(why)
         return "as it is"
+
+    def _leave_to_base(self, model: PreTrainedModel, why: str) -> Unpacked:
+        alone = models.base_model(model, self.family) is model
+        self.handle.not_packed(why, "this call" if alone else "the head of this call")
+        return "base model decides"
 
     def _run_as_it_is(
         self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

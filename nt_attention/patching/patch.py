@@ -221,8 +221,8 @@ class PatchHandle:
         with _counting():
             self.calls[why] += 1
 
-    def not_packed(self, why: str) -> None:
-        """Count a call that falls back to the padded forward, and warn, once for each reason, or raise.
+    def not_packed(self, why: str, what: str = "this call") -> None:
+        """Count a call, or its head, that falls back to the padded forward; warn, once for each reason, or raise.
 
         Raises:
             NotPackedError: the model was patched with ``on_fallback="raise"``.
@@ -233,10 +233,10 @@ class PatchHandle:
             self._said.add(why)
         if self.on_fallback == "raise":
             raise NotPackedError(
-                f'this call can\'t run packed: {why}. With on_fallback="warn" it runs padded, as before the patch.'
+                f'{what} can\'t run packed: {why}. With on_fallback="warn" it runs padded, as before the patch.'
             )
         if first:
-            message = f"this call runs padded, as before the patch: {why}."
+            message = f"{what} runs padded, as before the patch: {why}."
             warnings.warn(message, NotPackedWarning, stacklevel=_frames_to_caller())
 
 
