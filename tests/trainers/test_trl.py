@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import tempfile
 
 import pytest
 import torch
-from conftest import assert_same, run
 from shared_data import llama_config, paragraphs, tokenizer
+from training import assert_same, run
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 trl = pytest.importorskip("trl")
@@ -63,7 +64,7 @@ def pairs():
     halves = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in TEXTS]
     return [
         {"prompt": prompt, "chosen": rest, "rejected": other[::-1]}
-        for (prompt, rest), (_, other) in zip(halves, halves[1:], strict=False)
+        for (prompt, rest), (_, other) in itertools.pairwise(halves)
     ]
 
 
