@@ -139,3 +139,23 @@ def test_a_model_in_8_bits_trains_its_adapters(record):
     record(f"{LIBRARY}, torchao {torchao.__version__}", "LoRA over int8 weights", "after", handle)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     assert handle.calls == {None: 1}
+
+
+def test_qlora_trains_its_adapters(record, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    make("LoRA").save_pretrained(tmp_path)
+    batch, four = batch_for("LoRA"), BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+    def quantized():
+        model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=four, device_map="cpu")
+        return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+    want = step(adapted("LoRA", quantized()).train(), batch)
+    model = adapted("LoRA", quantized()).train()
+    with nta.patch(model) as handle:
+        got = step(model, batch)
+    record(f"{LIBRARY}, bitsandbytes {bitsandbytes.__version__}", "QLoRA, NF4", "after", handle)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert handle.calls == {None: 1}
