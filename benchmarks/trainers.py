@@ -7,7 +7,7 @@ On a CPU: SFT and DPO of a Llama (4 layers, 256 wide, float32) on paragraphs of 
 model is patched as well. On a GPU: a Llama of 8 layers (2048 wide, 32 / 8 heads, 32,000 tokens in its vocabulary, bf16
 weights) on rows of lognormal lengths ≤ 4096, causal language modelling with its head and AdamW. Random weights.
 
-Wall-clock times of whole steps (forward, backward, clipping, optimizer; the collator is not in them). Padded and patched
+Wall-clock times of whole steps: forward, backward, clipping and optimizer, without the collator. Padded and patched
 take turns, round by round; medians over all steps but the first two of a round. The pad ratio is what the model is
 called with: places over tokens.
 """

@@ -24,11 +24,8 @@ import nt_attention as nta
 def make_model(options: argparse.Namespace) -> PeftModel:
     torch.manual_seed(0)
     adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
-    model = (
-        get_peft_model(LlamaForCausalLM(llama_config(options.hidden_size, options.layers, options.heads)), adapters)
-        .to(options.device)
-        .train()
-    )
+    llama = LlamaForCausalLM(llama_config(options.hidden_size, options.layers, options.heads))
+    model = get_peft_model(llama, adapters).to(options.device).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

@@ -86,7 +86,9 @@ class PackedCall:
             return original(*args, **kwargs)
         try:
             return self._run(model, original, how, dict(given))
-        except _UnknownOutput as unknown:
+        except (
+            _UnknownOutput
+        ) as unknown:  # counted as packed, which it ran, and with the reason for which it runs again
             self._fall_back(str(unknown))
         return self._run_as_it_is(model, original, args, kwargs)
 

@@ -9,7 +9,6 @@ import tempfile
 import pytest
 import sentence_transformers
 import torch
-from datasets import Dataset
 from sentence_transformers import (
     CrossEncoder,
     SentenceTransformer,
@@ -24,6 +23,8 @@ from training import assert_same, run
 from transformers import BertConfig, BertForSequenceClassification, BertModel, set_seed
 
 import nt_attention as nta
+
+Dataset = pytest.importorskip("datasets").Dataset
 
 LIBRARY = f"sentence-transformers {sentence_transformers.__version__}"
 TEXTS = [text[: 9 + 13 * (i % 5)] for i, text in enumerate(paragraphs(90, 48))]

@@ -17,6 +17,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
+    GenerationConfig,
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
@@ -180,6 +181,27 @@ def test_a_pipeline_says_what_it_said(task, record):
         else:
             assert abs(mine - theirs) < 1e-5
     assert (None in handle.calls) == (not more)
+
+
+def test_continuous_batching_is_refused(record):
+    model = causal()
+    asked = GenerationConfig(max_new_tokens=2, pad_token_id=256)
+    with nta.patch(model), pytest.raises(ValueError, match="not supported for continuous batching"):
+        model.generate_batch([[5, 6, 7]], generation_config=asked)
+    record(LIBRARY, "generate_batch", "after", "refused: continuous batching hands attention a paged cache")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_every_step_on_a_gpu_is_that_of_the_unpatched_model(when, record, tmp_path):
+    def trainer(folder, model):
+        return make_trainer(folder, model, bf16=True, use_cpu=False, per_device_train_batch_size=8)
+
+    want = run(causal, functools.partial(trainer, tmp_path / "want"), None)
+    got = run(causal, functools.partial(trainer, tmp_path / "got"), when)
+    record(LIBRARY, "Trainer, bf16, on a GPU", when, got.handle)
+    assert_same(got, want, 1e-2)
+    assert set(got.handle.calls) == {None}
 
 
 @pytest.mark.gpu
