@@ -7,13 +7,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from .patch import PatchHandle
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 
 
@@ -81,6 +83,17 @@ class Replicate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicate:
         return Replicate(copy.deepcopy(self.patched, memo))
+
+
+def outside_of_graphs(function: _F) -> _F:
+    """Let a graph break where it calls ``function``. Where nothing is compiled the call costs nothing more."""
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return cast(_F, call)
 
 
 # Packages whose wrappers around a ``forward`` change no shapes: casts, devices, hooks, autocast and compilation.

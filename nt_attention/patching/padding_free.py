@@ -29,7 +29,7 @@ from ..hf import models
 from ..hf.interface import NAME_OVER, bypass_mask, is_bypass_mask
 from ..hf.models import Family, Head
 from ..hf.rope import scaled_apart
-from .forward import replacement_of
+from .forward import outside_of_graphs, replacement_of
 from .packing import Packing
 from .patch import PatchHandle
 
@@ -93,7 +93,7 @@ class PackedCall:
         return self._run_as_it_is(model, original, args, kwargs)
 
     # not compiled: lengths are read on the host, and graphs know neither locks nor context variables
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs
     def _decide(
         self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]
     ) -> Packing | Unpacked:
@@ -176,12 +176,12 @@ class PackedCall:
         return out if wants_dict else out.to_tuple()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_graphs
 def _decide_for(base: Any) -> Token[Any]:
     return _decided_for.set(base)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_graphs
 def _forget(before: Token[Any]) -> None:
     _decided_for.reset(before)
 
@@ -253,7 +253,7 @@ def _packing(given: dict[str, Any]) -> Packing | None:
 
 
 # not compiled: dozens of small graphs would be made of it
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_graphs
 def _pack_inputs(
     model: PreTrainedModel, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
 ) -> dict[str, Any]:
@@ -311,7 +311,7 @@ class _UnknownOutput(Exception):
     """An output that is in no table has a form of which can't be told whether it has a place for every token."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_graphs
 def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, done: set[str]) -> None:
     """Give every output with a place for each token, (1, T, …), its padded form (B, L, …).
 
