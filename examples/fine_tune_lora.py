@@ -10,36 +10,22 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from shared_data import llama_config, padded_batch, paragraphs
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import nt_attention as nta
-
-PAD = 256
-
-
-def make_batch(texts: list[bytes], device: str) -> dict[str, Tensor]:
-    rows = pad_sequence([torch.tensor(list(text)) for text in texts], True, PAD)
-    mask = rows != PAD
-    batch = {"input_ids": rows, "attention_mask": mask.long(), "labels": rows.masked_fill(~mask, -100)}
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def make_model(options: argparse.Namespace) -> PeftModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=PAD + 1, hidden_size=options.hidden_size, intermediate_size=2 * options.hidden_size,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads // 2,
-        pad_token_id=PAD, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
     adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
-    model = get_peft_model(LlamaForCausalLM(config), adapters).to(options.device).train()
+    llama = LlamaForCausalLM(llama_config(options.hidden_size, options.layers, options.heads))
+    model = get_peft_model(llama, adapters).to(options.device).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
@@ -69,7 +55,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256, help="bytes that count of a paragraph")
+    parser.add_argument("--length", type=int, default=256, help="characters that count of a paragraph")
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
@@ -77,16 +63,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--bf16", action="store_true", help="autocast")
     options = parser.parse_args(argv)
 
-    pieces = [" ".join(piece.split()).encode() for topic in topics.values() for piece in topic.split("\n\n")]
-    texts = [piece[: options.length] for piece in pieces if len(piece) > 2]
     size = options.batch_size
+    texts = paragraphs(options.length, size * options.steps)
     model = make_model(options)
     padded, patched = (Training(copy.deepcopy(model), options) for _ in range(2))
     with nta.patch(patched.model) as handle:
         print(handle)
         losses, differences = {"padded": [], "patched": []}, []
         for start in range(0, size * options.steps, size):
-            batch = make_batch(texts[start : start + size], options.device)
+            batch = padded_batch(texts[start : start + size])
+            batch = {name: tensor.to(options.device) for name, tensor in batch.items()}
             want, theirs = padded.step(batch)
             got, ours = patched.step(batch)
             losses["padded"].append(want)

@@ -12,16 +12,13 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from pydoc_data.topics import topics
 from typing import Any
 
-import torch
+from shared_data import llama_config, padded_batch, paragraphs
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
-    LlamaConfig,
     PreTrainedModel,
     PrinterCallback,
     Trainer,
@@ -31,28 +28,20 @@ from transformers import (
 
 import nt_attention as nta
 
-PAD = 256
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
 
-def paragraphs(length: int) -> list[dict[str, list[int]]]:
-    pieces = (" ".join(piece.split()).encode()[:length] for topic in topics.values() for piece in topic.split("\n\n"))
-    return [{"input_ids": list(piece), "labels": list(piece)} for piece in pieces if len(piece) > 2]
+def examples(length: int) -> list[dict[str, list[int]]]:
+    return [{"input_ids": list(text.encode()), "labels": list(text.encode())} for text in paragraphs(length)]
 
 
-def pad(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    rows = pad_sequence([torch.tensor(example["input_ids"]) for example in examples], True, PAD)
-    mask = rows != PAD
-    return {"input_ids": rows, "attention_mask": mask.long(), "labels": rows.masked_fill(~mask, -100)}
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    return padded_batch(row["input_ids"] for row in rows)
 
 
 def make_model(options: argparse.Namespace, attention: str) -> PreTrainedModel:
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=PAD + 1, hidden_size=options.hidden_size, intermediate_size=2 * options.hidden_size,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads // 2,
-        pad_token_id=PAD, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    config = llama_config(options.hidden_size, options.layers, options.heads)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
@@ -67,7 +56,7 @@ def train(
     )  # fmt: skip
     if options.checkpointing:
         model.gradient_checkpointing_enable()
-    trainer = Trainer(model, arguments, train_dataset=paragraphs(options.length), data_collator=collate)
+    trainer = Trainer(model, arguments, train_dataset=examples(options.length), data_collator=collate)
     trainer.remove_callback(PrinterCallback)
     seconds = trainer.train().metrics["train_runtime"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -78,7 +67,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256, help="bytes that count of a paragraph")
+    parser.add_argument("--length", type=int, default=256, help="characters that count of a paragraph")
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)

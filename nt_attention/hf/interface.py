@@ -79,9 +79,14 @@ def attention(
         softcap, s_aux (H), position_bias (1 or B, H, T, S): of the scores; the sinks; added to the scores.
 
     Raises:
-        ValueError: lengths that do not cover the queries or the keys.
+        ValueError: lengths that do not cover the queries or the keys; a paged cache of continuous batching.
     """
-    plain = cu_seq_lens_q is None and softcap is None and s_aux is None and cache is None
+    if cache is not None:
+        raise ValueError(
+            "continuous batching (generate_batch) hands attention a paged cache, which nt_attention can't read: "
+            "call generate, or set_attn_implementation('sdpa') for it (remove() a patch first)."
+        )
+    plain = cu_seq_lens_q is None and softcap is None and s_aux is None
     if plain and query.shape[2] == 1 and over == "sdpa":  # decoding, a token in each layer: no time to lose
         extra = {} if position_bias is None else {"position_bias": position_bias}
         return ALL_ATTENTION_FUNCTIONS[over](
@@ -92,18 +97,16 @@ def attention(
     if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
         sliding_window += 1  # in a decoder that is told not to be causal, transformers' mask reaches w to both sides
 
-    def dense(mask: Tensor | None, **lengths: Any) -> tuple[Tensor, Tensor | None]:
-        extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias, "cache": cache, **lengths}
-        given = {name: extra for name, extra in extras.items() if extra is not None}
+    def dense(mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+        given: dict[str, Any] = {name: extra for name, extra in extras.items() if extra is not None}
         given |= {"is_causal": is_causal, "sliding_window": sliding_window, **kwargs}
         return _dense(over, module, query, key, value, mask, **given)
 
-    if cache is not None:  # continuous batching, whose mask and cache are the implementation's own
-        return dense(attention_mask, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
     if query.shape[2] == 1 and cu_seq_lens_q is None:  # decoding
         return dense(attention_mask)
-    if attention_mask is not None and cu_seq_lens_q is not None and _is_bypass(attention_mask, query):
-        attention_mask = None
+    if cu_seq_lens_q is not None and attention_mask is not None and is_bypass_mask(attention_mask):
+        attention_mask = attention_mask if query.shape[2] == 1 else None
     ours, here = (True, None) if _traced(query) else masks.made_from(attention_mask)
     if not ours or _is_cross(module):  # a mask of the caller's says all; another side's keys have other positions
         position_ids = None
@@ -196,7 +199,7 @@ def _eager(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
 @functools.cache
 def _has_sdpa(kind: Any) -> bool:
     """Whether models of an attention module's file support sdpa, which takes modules without is_causal for causal."""
-    found = [x for x in vars(sys.modules[kind.__module__]).values() if isinstance(x, type)]
+    found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]
     models: list[Any] = [x for x in found if issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__]
     return not models or any(x._supports_sdpa for x in models)
 
@@ -327,5 +330,5 @@ def bypass_mask(device: torch.device) -> Tensor:
     return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
 
 
-def _is_bypass(mask: Tensor, query: Tensor) -> bool:
-    return mask.shape == (1, 1, 1, 1) and query.shape[2] > 1
+def is_bypass_mask(mask: Tensor) -> bool:
+    return mask.shape == (1, 1, 1, 1)

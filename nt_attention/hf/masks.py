@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
@@ -76,22 +75,21 @@ def mask(
         **kwargs,
     )
     if whole and isinstance(made, Tensor) and not _is_traced(made):
-        for gone in [storage for storage in _made_from if storage.expired()]:
-            del _made_from[gone]
-        _made_from[StorageWeakRef(made.untyped_storage())] = attention_mask
+        setattr(made.untyped_storage(), _MADE_FROM, (attention_mask,))
     return made
 
 
-# The masks (B, L) that our masks were made from, None where there is no padding. By storage: checkpoints detach masks.
-_made_from: dict[StorageWeakRef, Tensor | None] = {}
+# An attribute of the storage of a mask of ours: the mask (B, L) that it was made from, None where there is no padding.
+# Of the storage, since checkpoints detach masks. It lives and dies with it, and no two threads share it.
+_MADE_FROM = "_nt_attention_made_from"
 
 
 def made_from(attention_mask: Tensor | None) -> tuple[bool, Tensor | None]:
     """Whether a mask is ours, or none at all; and (B, L) where tokens are, if that is not everywhere."""
     if attention_mask is None:
         return True, None
-    storage = StorageWeakRef(attention_mask.untyped_storage())
-    return storage in _made_from, _made_from.get(storage)
+    found: tuple[Tensor | None] | None = getattr(attention_mask.untyped_storage(), _MADE_FROM, None)
+    return found is not None, None if found is None else found[0]
 
 
 def is_plain(mask_function: MaskFunction) -> bool:

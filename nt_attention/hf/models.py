@@ -155,6 +155,8 @@ TOKEN_OUTPUTS = {
     "start_logits": "lowest",
     "end_logits": "lowest",
 }
+# Outputs without one. Any other is padded if its form says that it has one, or the call falls back.
+OTHER_OUTPUTS = {"loss", "pooler_output", "past_key_values", "attentions", "aux_loss"}
 
 
 def family_of(module: nn.Module) -> Family | None:

@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,7 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..hf import models
 from ..hf.interface import NAME_OVER, attention, register
-from ..hf.models import Family
+from ..hf.models import Family, Head
+from ..hf.rope import rotate_apart, scales_by_length
 from .forward import PatchedForward
 from .padding_free import Logits, PackedCall
 from .patch import PatchHandle
@@ -111,6 +112,8 @@ def _set_attention(model: PreTrainedModel, handle: PatchHandle) -> str:
     if _others(model.config, handle):
         before = next(own for config, own in kept if config is model.config)["_attn_implementation_internal"]
     handle.on_remove(functools.partial(_put_back_configs, handle, kept, over and before))
+    if model.config.output_attentions:  # no call can be packed, and transformers saves such a config as eager alone
+        return before
     # what is not packed runs as before: on eager, which each model has its own of, or on sdpa
     model.set_attn_implementation(register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager")))
     return before
@@ -190,12 +193,23 @@ def _one_call_for_all_images(module: Any, handle: PatchHandle) -> None:
 
 
 def _make_padding_free(model: PreTrainedModel, family: Family, handle: PatchHandle, logits: Logits) -> None:
-    head = models.head_of(model, family)
-    entry: Any = models.base_model(model, family) if head == "sequence" else model
-    names = tuple(
-        name for name, p in inspect.signature(entry.forward).parameters.items() if p.kind is not p.VAR_KEYWORD
-    )
-    handle.override_forward(entry, PackedCall(handle, family, head, logits, names))
+    """Let the model pack, and its base model, where that is called by itself."""
+    head, base = models.head_of(model, family), cast(PreTrainedModel, models.base_model(model, family))
+    rotary = [module for module in base.modules() if scales_by_length(module)]
+    for module in rotary:
+        handle.override_forward(module, rotate_apart)
+
+    def packs(entry: PreTrainedModel, as_head: Head | None) -> None:
+        given = inspect.signature(entry.forward).parameters.values()
+        names = tuple(p.name for p in given if p.kind is not p.VAR_KEYWORD)
+        call = PackedCall(handle, family, as_head, logits, names, bool(rotary))
+        handle.override_forward(entry, call)
+        if as_head == "sequence":  # also where another head has the same base model
+            cast(PatchedForward, entry.forward).forward = call
+
+    packs(base, "sequence" if head == "sequence" else None)
+    if model is not base and head != "sequence":
+        packs(model, head)
 
 
 for _over in NAME_OVER:  # a model that was saved patched finds its name: loading its forward has imported this file

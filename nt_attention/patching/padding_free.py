@@ -1,11 +1,21 @@
 """A Hugging Face model's call as one packed row, from the model's entry to its exit, head and loss included.
 
+A head and its base model both have an entry, so that callers who go past the head's ``forward`` (TRL, Liger, PEFT's
+prefix tuning, ``model.model(...)``) run packed as well. The path of a call:
+
+- the head packs, and its base model finds the row packed and passes it through;
+- or the head falls back for a reason that holds for its base model too, which then passes the call through;
+- or the reason is the head's alone, and the base model packs;
+- or the head is never called, and the base model packs.
+
 Dimensions: B rows of a padded batch, L places in a row, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,15 +26,17 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
 from ..hf import models
-from ..hf.interface import NAME_OVER, bypass_mask
+from ..hf.interface import NAME_OVER, bypass_mask, is_bypass_mask
 from ..hf.models import Family, Head
+from ..hf.rope import scaled_apart
+from .forward import outside_of_graphs, replacement_of
 from .packing import Packing
 from .patch import PatchHandle
 
 Logits = Literal["padded"] | None
 
-# What a caller may ask for that packing can't give; the call then runs as it did before.
-_STEPS_ASIDE = {
+# What a caller may ask for that packing can't give; the call then falls back to the padded forward.
+_FALLS_BACK = {
     "past_key_values": "it continues from a cache",
     "use_cache": "it asks for a cache",
     "output_attentions": "it asks for attention weights",
@@ -32,16 +44,23 @@ _STEPS_ASIDE = {
     "encoder_hidden_states": "it attends across to another model's states",
 }
 
+# How a call runs that is not packed at this entry: the base model beneath it may still pack, or runs it as it is.
+Unpacked = Literal["base model decides", "as it is"]
+
+# The base model that runs its call as it is, since its head has decided so.
+_decided_for: ContextVar[Any] = ContextVar("the base model that runs its call as it is", default=None)
+
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """The ``forward`` of a patched model: a padded call as one packed row, or as it was before, and why.
+    """The ``forward`` of a patched model: a padded call as one packed row, or the forward that it had, and why.
 
     Attributes:
-        handle: of the patch; it counts and tells.
+        handle: of the patch; it counts and warns.
         family, head: what the model is. Under a "sequence" head this is the base model's forward.
         logits: "padded", or None to leave them packed in training with labels.
-        names: of the model's parameters that can be given by place.
+        names: of the model's parameters that can be positional arguments.
+        scales_rope: whether its rotary embedding is scaled by a sequence's length.
     """
 
     handle: PatchHandle
@@ -49,34 +68,84 @@ class PackedCall:
     head: Head | None
     logits: Logits
     names: tuple[str, ...]
+    scales_rope: bool = False
 
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         by_place = dict(zip(self.names, args, strict=False))
         if len(args) > len(self.names) or by_place.keys() & kwargs.keys():
             return original(*args, **kwargs)  # which refuses it
         given = {name: value for name, value in {**by_place, **kwargs}.items() if value is not None}
-        packing = self._packing(model, given)
-        return original(*args, **kwargs) if packing is None else self._run(model, original, packing, given)
+        if _is_packed_above(given):
+            if self.family.embed is not None:  # whose embeddings read the mask
+                del given["attention_mask"]
+            return original(**given)
+        how = self._decide(model, original, given)
+        if how == "as it is":
+            return self._run_as_it_is(model, original, args, kwargs)
+        if how == "base model decides":
+            return original(*args, **kwargs)
+        try:
+            return self._run(model, original, how, dict(given))
+        except (
+            _UnknownOutput
+        ) as unknown:  # counted as packed, which it ran, and with the reason for which it runs again
+            self._fall_back(str(unknown))
+        return self._run_as_it_is(model, original, args, kwargs)
 
-    def _packing(self, model: PreTrainedModel, given: dict[str, Any]) -> Packing | None:
-        """Where the tokens stand; None, counted with the reason, if the call has to run as it did before."""
+    # not compiled: lengths are read on the host, and graphs know neither locks nor context variables
+    @outside_of_graphs
+    def _decide(
+        self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]
+    ) -> Packing | Unpacked:
+        """Where the tokens stand, or how the call runs instead, counted with the reason."""
+        if _decided_for.get() is model:
+            return "as it is"
         if "cu_seq_lens_q" in given:
             self.handle.count("it was packed already")
-            return None
+            return "as it is"
+        replacement = replacement_of(original, type(model))
+        if replacement is not None:
+            name = f"{type(model).__name__}.forward"
+            return self._leave_to_base(model, f"{replacement} stands in the place of {name}, and may read rows")
         why = _why_not(given, model, self.family)
-        packing = _packing(given) if why is None else None
+        if why is not None:
+            return self._fall_back(why)
+        why = None if self.head is None else _why_not_head(given, model)
+        if why is not None:
+            return self._leave_to_base(model, why)
+        packing = _packing(given)
         if packing is not None and packing.has_holes:
             if _has_windows(model.config):
-                why = "its rows hold padding between tokens, over which a window counts"
-            elif self.head == "next token" and "labels" in given:
-                why = "its rows hold padding between tokens, over which labels are shifted"
-        if why is not None:
-            self.handle.not_packed(why, frames=7)
-            return None
-        if packing is not None and packing.saves_nothing:
-            packing = None
-        self.handle.count("there is no padding to skip" if packing is None else None)
+                return self._fall_back("its rows hold padding between tokens, over which a window counts")
+            if self.head == "next token" and "labels" in given:
+                return self._fall_back("its rows hold padding between tokens, over which labels are shifted")
+        if packing is None or packing.saves_nothing:
+            self.handle.count("there is no padding to skip")
+            return "as it is"
+        self.handle.count(None)
         return packing
+
+    def _fall_back(self, why: str) -> Unpacked:
+        self.handle.not_packed(why)
+        return "as it is"
+
+    def _leave_to_base(self, model: PreTrainedModel, why: str) -> Unpacked:
+        alone = models.base_model(model, self.family) is model
+        self.handle.not_packed(why, "this call" if alone else "the head of this call")
+        return "base model decides"
+
+    def _run_as_it_is(
+        self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The forward that the model had, in which its base model decides nothing and counts nothing."""
+        base = models.base_model(model, self.family)
+        if base is model:
+            return original(*args, **kwargs)
+        before = _decide_for(base)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _forget(before)
 
     def _run(
         self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
@@ -91,7 +160,8 @@ class PackedCall:
         packed = _pack_inputs(model, family, head, packing, given)
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
-        out = original(**packed)
+        with scaled_apart(packing.layout) if self.scales_rope else nullcontext():
+            out = original(**packed)
         if family.pool is not None and out.get("pooler_output") is not None:
             out["pooler_output"] = family.pool(model, packing.first_tokens(out["last_hidden_state"]))
         done = {"logits"} if loss_alone else set()
@@ -106,12 +176,28 @@ class PackedCall:
         return out if wants_dict else out.to_tuple()
 
 
+@outside_of_graphs
+def _decide_for(base: Any) -> Token[Any]:
+    return _decided_for.set(base)
+
+
+@outside_of_graphs
+def _forget(before: Token[Any]) -> None:
+    _decided_for.reset(before)
+
+
+def _is_packed_above(given: dict[str, Any]) -> bool:
+    """Whether a call is a packed row of the head's, whose entry made its mask."""
+    mask = given.get("attention_mask")
+    return "cu_seq_lens_q" in given and isinstance(mask, Tensor) and is_bypass_mask(mask)
+
+
 def _why_not(given: dict[str, Any], model: PreTrainedModel, family: Family) -> str | None:
+    """Why a call can't be packed, at the head's entry or the base model's."""
     if model.config._attn_implementation not in NAME_OVER.values():
+        if model.config.output_attentions:
+            return "the config asks for attention weights"
         return f"its attention has been set to {model.config._attn_implementation!r} since"
-    loss = vars(model).get("_loss_function")
-    if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
-        return "its loss_function has been set, and may read rows"
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return "NEFTune scales its noise by the length of a row"
     if family.apart_under and getattr(model.config, family.apart_under, None):
@@ -119,26 +205,32 @@ def _why_not(given: dict[str, Any], model: PreTrainedModel, family: Family) -> s
     if model.config.output_attentions:
         return "the config asks for attention weights"
     if getattr(model.config, "output_router_logits", False):
-        return _STEPS_ASIDE["output_router_logits"]
-    for name, why in _STEPS_ASIDE.items():
+        return _FALLS_BACK["output_router_logits"]
+    for name, why in _FALLS_BACK.items():
         if given.get(name, False) is not False:  # an empty cache, which is falsy, is one all the same
             return why
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)"
-    keep, labels = given.get("logits_to_keep", 0), given.get("labels", given.get("shift_labels"))
-    if isinstance(keep, Tensor) and keep.dtype == torch.bool:
-        return "its logits_to_keep is a mask"
-    if labels is not None and (isinstance(keep, Tensor) or keep):
-        return "it asks for a loss of the logits of some positions only"
     positions = given.get("position_ids")
     if positions is not None and positions.dim() != 2:
         return "its position_ids are not (batch, length)"
     return None
 
 
-# not compiled: lengths are read on the host, and dozens of small graphs would be made of these three
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _why_not_head(given: dict[str, Any], model: PreTrainedModel) -> str | None:
+    """Why a head can't be packed, though its base model can."""
+    loss = vars(model).get("_loss_function")
+    if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
+        return "its loss_function has been set, and may read rows"
+    keep, labels = given.get("logits_to_keep", 0), given.get("labels", given.get("shift_labels"))
+    if isinstance(keep, Tensor) and keep.dtype == torch.bool:
+        return "its logits_to_keep is a mask"
+    if labels is not None and (isinstance(keep, Tensor) or keep):
+        return "it asks for a loss of the logits of some positions only"
+    return None
+
+
 def _packing(given: dict[str, Any]) -> Packing | None:
     """None if neither mask nor positions tell of anything to pack."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
@@ -160,7 +252,8 @@ def _packing(given: dict[str, Any]) -> Packing | None:
     return Packing.of(None if mask is None else mask != 0, positions, rows, length)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# not compiled: dozens of small graphs would be made of it
+@outside_of_graphs
 def _pack_inputs(
     model: PreTrainedModel, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
 ) -> dict[str, Any]:
@@ -183,8 +276,8 @@ def _pack_inputs(
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, -100)
     return {
         **given,
-        # a model whose embeddings read the mask is handed none
-        **({} if family.embed is not None else {"attention_mask": bypass_mask(layout.device)}),
+        # a model whose embeddings read the mask is handed none: below a head, its own entry takes this one away
+        **({} if family.embed is not None and base is model else {"attention_mask": bypass_mask(layout.device)}),
         "cu_seq_lens_q": layout.cu_seqlens,
         "cu_seq_lens_k": layout.cu_seqlens,
         "max_length_q": layout.max_seqlen,
@@ -214,20 +307,57 @@ def _kept(packing: Packing, keep: int | Tensor) -> tuple[Tensor, Tensor]:
     return packing.tokens_at(places[-keep:] if isinstance(keep, int) else places[keep])
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+class _UnknownOutput(Exception):
+    """An output that is in no table has a form of which can't be told whether it has a place for every token."""
+
+
+@outside_of_graphs
 def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, done: set[str]) -> None:
-    """Give every output with a place for each token, (1, T, …), its padded form (B, L, …)."""
-    for name, value in models.TOKEN_OUTPUTS.items():
-        packed = out.get(name)
-        if packed is None or name in done:
-            continue
+    """Give every output with a place for each token, (1, T, …), its padded form (B, L, …).
+
+    Raises:
+        _UnknownOutput: one that is in no table may have such places in some other form.
+    """
+    for name in [name for name in out if name not in done and name not in models.OTHER_OUTPUTS]:
+        packed = out[name]
         if name == "logits" and kept is not None:
             tokens, there = kept
             out[name] = packed.view(*tokens.shape, -1).masked_fill(~there.unsqueeze(2), 0)
-        elif isinstance(packed, tuple):
-            out[name] = tuple(packing.pad(part) for part in packed)
+        elif name == "logits" and packed.dim() == 2:  # of the labelled tokens alone (ModernBERT's sparse_prediction)
+            continue
+        elif models.TOKEN_OUTPUTS.get(name) == "lowest":
+            out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
+        elif name in models.TOKEN_OUTPUTS:
+            out[name] = _padded(packed, packing)
         else:
-            out[name] = packing.pad(packed, 0.0 if value == 0 else torch.finfo(packed.dtype).min)
+            _check_form(name, packed, packing)
+            out[name] = _padded(packed, packing)
+
+
+def _padded(value: Any, packing: Packing) -> Any:
+    """(1, T, …) tensors padded, in whatever holds them; everything else as it is."""
+    if isinstance(value, Tensor):
+        return packing.pad(value) if value.shape[:2] == (1, packing.layout.total) else value
+    if isinstance(value, dict):
+        return type(value)(**{name: _padded(part, packing) for name, part in value.items()})
+    return type(value)(_padded(part, packing) for part in value) if type(value) in (tuple, list) else value
+
+
+def _check_form(name: str, value: Any, packing: Packing) -> None:
+    """Raise if an output that is in no table may have places for tokens, but not as (1, T, …)."""
+    total = packing.layout.total
+    for part in _tensors(value):
+        if part.shape[:2] != (1, total) and (total in part.shape or part.numel() % max(total, 1) == 0 < part.dim()):
+            raise _UnknownOutput(f"its output {name!r} is not known, and may have places for tokens")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (tensor for part in value.values() for tensor in _tensors(part))
+    elif isinstance(value, tuple | list):
+        yield from (tensor for part in value for tensor in _tensors(part))
 
 
 def _has_windows(config: Any) -> bool:

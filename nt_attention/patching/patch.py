@@ -5,28 +5,40 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..modules.multihead import VarlenMultiheadAttention
 from . import torch_modules
-from .forward import Forward, PatchedForward, Replicate
+from .forward import Forward, PatchedForward, Replicate, ours_beneath
+
+OnFallback = Literal["warn", "raise"]
 
 
-def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padded"] | None = None) -> PatchHandle:
+def patch(
+    model: nn.Module,
+    padding_free: bool = True,
+    *,
+    logits: Literal["padded"] | None = None,
+    on_fallback: OnFallback = "warn",
+) -> PatchHandle:
     """Make ``model`` run attention over its real tokens, in place.
 
     Reaches every ``nn.TransformerEncoder`` and every Hugging Face model of a family in ``nt_attention.hf.models``, as
     the model itself or anywhere inside it. With ``padding_free`` a padded batch is packed once at the entry of each,
     every layer of it sees real tokens only, and the result is padded again at its exit, with 0 where there is no token.
-    The device is read at most once a forward. A call that packing can't serve runs as it did before, and says so once
-    in a ``NotPackedWarning``. Any other ``nn.MultiheadAttention`` inside is swapped, layer by layer, for one that takes
-    NestedTensors as well and skips the padding that its ``key_padding_mask`` tells of.
+    The device is read at most once a forward. A call that packing can't serve falls back to the forward that the model
+    had; ``handle.calls`` counts it with the reason, and a ``NotPackedWarning`` says so once. Any other
+    ``nn.MultiheadAttention`` inside is swapped, layer by layer, for one that takes NestedTensors as well and skips the
+    padding that its ``key_padding_mask`` tells of.
 
     Args:
         model: any module. Its parameters, state_dict and optimizer stay as they are.
@@ -34,6 +46,9 @@ def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padde
             Face models keep the sequences of packed rows apart.
         logits: "padded" pads the logits of a Hugging Face head also where it is training with labels. Without it they
             stay packed there, (1, T, V): the loss is what is wanted, and padding them costs the memory that was saved.
+        on_fallback: "warn" warns once for each reason for which a call did not run packed; "raise" raises a
+            ``NotPackedError`` at every such call. ``generate`` asks for a cache, and so is such a call. A batch without
+            padding, and a row that you have packed yourself, are not.
 
     Returns:
         A handle: ``remove()`` undoes everything, and so does leaving ``with patch(model):``, also by an exception.
@@ -48,7 +63,9 @@ def patch(model: nn.Module, padding_free: bool = True, *, logits: Literal["padde
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if logits not in (None, "padded"):
         raise ValueError(f'logits must be "padded", or left out, got {logits!r}.')
-    handle = PatchHandle(type(model).__name__)
+    if on_fallback not in ("warn", "raise"):
+        raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+    handle = PatchHandle(type(model).__name__, on_fallback)
     try:
         _reach("", model, handle, padding_free, logits)
         if not (handle.changed or handle.layers):
@@ -95,6 +112,22 @@ class NotPackedWarning(UserWarning):
     """A patched model ran a call as it did before it was patched."""
 
 
+class NotPackedError(ValueError):
+    """A call of a model that was patched with ``on_fallback="raise"`` can't run packed; the message says why."""
+
+
+# Held while a handle counts a call. Not one for each handle: those are copied and pickled with their models.
+_lock = threading.Lock()
+
+
+def _counting() -> AbstractContextManager[Any]:
+    return nullcontext() if torch.compiler.is_compiling() else _lock  # graphs take no locks
+
+
+# Packages that call models for the user: a warning is shown at the line that called them.
+_CALLERS = {"accelerate", "lightning", "nt_attention", "peft", "sentence_transformers", "torch", "transformers", "trl"}
+
+
 class PatchHandle:
     """What ``patch`` changed in a model, and how to undo it.
 
@@ -105,12 +138,13 @@ class PatchHandle:
         calls: how many calls ran packed (None), and how many did not, by the reason.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, on_fallback: OnFallback = "warn") -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self.calls: Counter[str | None] = Counter()
         self.active = True
+        self.on_fallback = on_fallback
         self.stand_ins: dict[nn.Module, VarlenMultiheadAttention] = {}  # while patching: one for each attention
         self._model = model
         self._undo: list[Callable[[], None]] = []
@@ -173,6 +207,10 @@ class PatchHandle:
                     f"{type(module).__name__} is patched already: remove() the handle of that patch first."
                 )
             before = before.before  # a copy of a model whose patch has been removed since
+        beneath = ours_beneath(before, module)
+        if beneath is not None:  # somebody has wrapped the forward of a patch that was removed: packing is done there
+            beneath.forward, beneath.handle = forward, self
+            return
         patched = PatchedForward(module, forward, before, self)
         module.forward = patched
         module._replicate_for_data_parallel = Replicate(patched)  # type: ignore[method-assign]
@@ -180,14 +218,36 @@ class PatchHandle:
 
     def count(self, why: str | None) -> None:
         """Count a call that ran packed, or the reason for which it did not."""
-        self.calls[why] += 1
+        with _counting():
+            self.calls[why] += 1
 
-    def not_packed(self, why: str, frames: int) -> None:
-        """Tell, once for each reason, that a call runs unpacked; the caller's line is so many ``frames`` up."""
-        self.count(why)
-        if why not in self._said:
+    def not_packed(self, why: str, what: str = "this call") -> None:
+        """Count a call, or its head, that falls back to the padded forward; warn, once for each reason, or raise.
+
+        Raises:
+            NotPackedError: the model was patched with ``on_fallback="raise"``.
+        """
+        with _counting():
+            self.calls[why] += 1
+            first = why not in self._said
             self._said.add(why)
-            warnings.warn(f"this call runs padded, as before the patch: {why}.", NotPackedWarning, stacklevel=frames)
+        if self.on_fallback == "raise":
+            raise NotPackedError(
+                f'{what} can\'t run packed: {why}. With on_fallback="warn" it runs padded, as before the patch.'
+            )
+        if first:
+            message = f"{what} runs padded, as before the patch: {why}."
+            warnings.warn(message, NotPackedWarning, stacklevel=_frames_to_caller())
+
+
+def _frames_to_caller() -> int:
+    """The ``stacklevel`` of the first caller outside of the packages that run models."""
+    if torch.compiler.is_compiling():
+        return 2
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _CALLERS:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _in_ranges(layers: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -231,8 +231,7 @@ def _encoder_forward(
     padding = _as_padding(src_key_padding_mask)
     if causal is None or padding is None:
         handle.not_packed(
-            "mask is neither None nor causal" if causal is None else "src_key_padding_mask is an additive bias",
-            frames=6,
+            "mask is neither None nor causal" if causal is None else "src_key_padding_mask is an additive bias"
         )
         return original(*as_before)
     handle.count(None)

@@ -256,3 +256,27 @@ def test_continuous_batching_takes_no_name_but_its_own():
     with pytest.raises(ValueError, match=r"nt_attention\W{0,2} is not supported"):
         model.generate_batch(batch, generation_config=config)
     assert model.config._attn_implementation == "nt_attention"
+
+
+def test_continuous_batching_under_a_name_that_transformers_takes_ends_with_the_reason():
+    """It takes names with "flash" in them; what came before were wrong tokens."""
+    from transformers import GenerationConfig
+
+    from nt_attention.patching.hugging_face import _VISION_NAME
+
+    model = make("llama", "LlamaForCausalLM", "sdpa")
+    asked = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=1)
+    model.config._attn_implementation_internal = _VISION_NAME
+    found = model.generate_batch([[5, 6, 7], [9, 11, 7, 8]], generation_config=asked, progress_bar=False)
+    assert len(found) == 2
+    for request in found.values():
+        assert request.generated_tokens == []
+        assert "continuous batching (generate_batch) hands attention a paged cache" in request.error
+
+
+def test_continuous_batching_of_a_patched_model_is_refused():
+    from transformers import GenerationConfig
+
+    model = make("llama", "LlamaForCausalLM", "sdpa")
+    with nta.patch(model), pytest.raises(ValueError, match="not supported for continuous batching"):
+        model.generate_batch([[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2))

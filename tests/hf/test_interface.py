@@ -496,3 +496,9 @@ def test_positions_that_change_are_read_again_whichever_layer_comes_first(first_
                 module.layer_idx = layer
                 got = call(q, k, v, module=module, position_ids=positions)
                 torch.testing.assert_close(got, truth(q, k, v, lengths, is_causal=True))
+
+
+def test_a_paged_cache_is_refused_with_the_reason():
+    q, k, v = states()
+    with pytest.raises(ValueError, match=r"continuous batching.*paged cache.*call generate"):
+        call(q, k, v, cache=object(), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)

@@ -1,0 +1,68 @@
+"""GRPO with TRL, patched before the trainer is built: it generates padded, with a cache, and trains packed, by turns.
+
+The reward is the share of letters in what was generated. The losses and gradient norms are those of the padded model. A
+random model and Python's own documentation, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from typing import Any
+
+from datasets import Dataset
+from shared_data import llama_config, paragraphs, tokenizer
+from transformers import LlamaForCausalLM, PrinterCallback, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+import nt_attention as nta
+from nt_attention.patching.patch import NotPackedWarning
+
+
+def letters(completions: list[str], **_: Any) -> list[float]:
+    return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in completions]
+
+
+def train(patched: bool, options: argparse.Namespace) -> dict[str, Any]:
+    """The reward and the gradient norm at every step, and the handle's counts."""
+    set_seed(0)
+    model = LlamaForCausalLM(llama_config(options.hidden_size))
+    handle = nta.patch(model) if patched else None  # this line is all that is new
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            folder, max_steps=options.steps, per_device_train_batch_size=8, num_generations=4, learning_rate=1e-3,
+            max_completion_length=16, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=True, bf16=False, log_level="error", optim="sgd",
+        )  # fmt: skip
+        prompts = Dataset.from_list([{"prompt": text[: 5 + 7 * (i % 8)]} for i, text in enumerate(paragraphs(64, 64))])
+        trainer = GRPOTrainer(
+            model, reward_funcs=letters, args=arguments, train_dataset=prompts, processing_class=tokenizer()
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "rewards": [step["reward"] for step in steps],
+        "norms": [step["grad_norm"] for step in steps],
+        "calls": dict(handle.calls) if handle else {},
+    }
+
+
+def main(argv: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore", NotPackedWarning)  # generation asks for a cache, and so runs padded
+    results = {"padded": train(False, options), "nta.patch": train(True, options)}
+    for name, result in results.items():
+        found = (f"{reward:.3f} ({norm:.4f})" for reward, norm in zip(result["rewards"], result["norms"], strict=True))
+        print(f"{name:>9}  reward (gradient norm): " + "  ".join(found))
+    for why, count in results["nta.patch"]["calls"].items():
+        print(f"{count:>5} calls {'packed' if why is None else f'padded: {why}'}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

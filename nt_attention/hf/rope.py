@@ -1,0 +1,92 @@
+"""Rotary embeddings that are scaled by a sequence's length ("dynamic" and "longrope"), by each packed sequence's own.
+
+transformers scales a whole batch by its last position. In a packed row every sequence is scaled as if it were alone.
+
+Dimensions: T tokens of the row, D rotated head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..layout import SequenceLayout
+
+_running: ContextVar[SequenceLayout | None] = ContextVar("the layout of the packed row that is running", default=None)
+
+
+@contextmanager
+def scaled_apart(layout: SequenceLayout) -> Iterator[None]:
+    """While it lasts, ``rotate_apart`` takes (1, T) positions for the sequences of ``layout``."""
+    before = _running.set(layout)
+    try:
+        yield
+    finally:
+        _running.reset(before)
+
+
+def scales_by_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose frequencies depend on the length."""
+    kind = getattr(module, "rope_type", None)
+    return any(_by_length(each) for each in (kind.values() if isinstance(kind, dict) else [kind]))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def rotate_apart(
+    rotary: Any, original: Callable[..., Any], x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ``forward`` of such an embedding: cosines and sines (1, T, D), with frequencies by each sequence's length.
+
+    The lengths are known on the host, so the device is not read.
+    """
+    layout = _running.get()
+    more = () if layer_type is None else (layer_type,)
+    if layout is None or not _by_length(_kind(rotary, layer_type)):
+        return original(x, position_ids, *more)
+    pieces, end = [], 0
+    lengths = layout.host_offsets.diff().tolist()
+    for scaled_for, neighbours in itertools.groupby(lengths, lambda n: _scaled_for(rotary, n, layer_type)):
+        begin, end = end, end + sum(neighbours)
+        fixed = _fixed(rotary, scaled_for, layer_type, x.device)
+        pieces.append(type(rotary).forward(fixed, x, position_ids[:, begin:end], *more))
+    cosines, sines = zip(*pieces, strict=True)
+    return torch.cat(cosines, 1), torch.cat(sines, 1)
+
+
+def _by_length(kind: str | None) -> bool:
+    return kind is not None and ("dynamic" in kind or kind == "longrope")
+
+
+def _kind(rotary: Any, layer_type: str | None) -> str:
+    return rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+
+
+def _scaled_for(rotary: Any, length: int, layer_type: str | None) -> int:
+    """The length by which a sequence is scaled; 0 if it is not. Longrope knows long ones and short ones alone."""
+    if _kind(rotary, layer_type) != "longrope":
+        return length if length > rotary.original_max_seq_len else 0
+    parameters = rotary.config.rope_parameters
+    trained = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+    return trained + 1 if length > trained else 0
+
+
+def _fixed(rotary: Any, length: int, layer_type: str | None, device: torch.device) -> Any:
+    """The embedding with the frequencies of one length, or its own if that is 0, which it keeps."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequencies = getattr(rotary, f"{prefix}original_inv_freq")
+    if length:
+        make = ROPE_INIT_FUNCTIONS[_kind(rotary, layer_type)]
+        more = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies, _ = make(rotary.config, device, seq_len=length, **more)
+    fixed = copy.copy(rotary)
+    fixed._buffers = {**rotary._buffers, f"{prefix}inv_freq": frequencies.to(device)}
+    fixed.rope_type = "default" if layer_type is None else {**rotary.rope_type, layer_type: "default"}
+    return fixed

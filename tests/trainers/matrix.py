@@ -1,0 +1,75 @@
+"""Which trainers run packed, written into ``docs/trainers.md`` from what the tests here found.
+
+``python tests/trainers/matrix.py`` runs them and writes both files; with ``--render`` it writes the page anew from
+``docs/trainers.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+DOCS = FOLDER.parents[1] / "docs"
+FOUND, PAGE = DOCS / "trainers.json", DOCS / "trainers.md"
+
+INTRODUCTION = """# Trainers
+
+What runs packed under `nta.patch`, trainer by trainer: `python tests/trainers/matrix.py` runs the tests and writes this
+page. Each row is a test that holds the losses and gradient norms of every step (or the outputs, where nothing is
+trained) against those of the unpatched model. "Before" and "after" say whether the model was patched before the trainer
+was built (or the adapter was put on), or after it.
+
+"Packed" means that every call ran packed, but for those without padding and rows that were packed already. "In part"
+means that the base model ran packed, and the reason says what ran padded: a head that a trainer has set on the model
+before the patch, which reads padded rows; or generation, which asks for a cache. Patch before the trainer is built, and
+TRL's heads run on the packed base model without a warning.
+
+"""
+
+
+def render(rows: list[dict[str, str]]) -> str:
+    """A table for each library, in the order in which the tests ran."""
+    by_library: dict[str, dict[str, dict[str, str]]] = {}
+    for row in rows:
+        by_library.setdefault(row["library"], {}).setdefault(row["task"], {})[row["patched"]] = row["outcome"]
+    lines, notes = [INTRODUCTION], {}
+    for library in sorted(by_library, key=str.lower):
+        lines.append(f"## {library}\n\n| | patched before | patched after |\n|---|---|---|\n")
+        for task, found in by_library[library].items():
+            cells = (_cell(found.get(when), notes) for when in ("before", "after"))
+            lines.append(f"| {task} | {' | '.join(cells)} |\n")
+        lines.append("\n")
+    lines.append("## Reasons\n\n")
+    lines += [f"{number}. {reason}\n" for reason, number in notes.items()]
+    return "".join(lines)
+
+
+def _cell(outcome: str | None, notes: dict[str, int]) -> str:
+    if outcome is None:
+        return "–"
+    what, _, why = outcome.partition(": ")
+    numbers = [notes.setdefault(reason, len(notes) + 1) for reason in why.split("; ") if reason]
+    short = what.replace("packed, and in part padded", "packed, in part")
+    return f"{short} ({', '.join(map(str, numbers))})" if numbers else short
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--render", action="store_true", help="the page alone, from what was found before")
+    options = parser.parse_args()
+    status = 0
+    if not options.render:
+        os.environ["NT_ATTENTION_TRAINERS_JSON"] = str(FOUND)
+        status = int(pytest.main([str(FOLDER), f"--ignore={FOLDER / 'test_matrix.py'}", "-p", "no:cacheprovider"]))
+    PAGE.write_text(render(json.loads(FOUND.read_text())))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

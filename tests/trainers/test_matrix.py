@@ -1,0 +1,24 @@
+"""The page of trainers says what the tests found."""
+
+import json
+
+import matrix
+
+
+def test_the_page_is_what_was_found():
+    assert matrix.PAGE.read_text() == matrix.render(json.loads(matrix.FOUND.read_text()))
+
+
+def test_reasons_are_told_apart_by_numbers():
+    rows = [
+        {"library": "b 1", "task": "one", "patched": "before", "outcome": "packed"},
+        {"library": "b 1", "task": "one", "patched": "after", "outcome": "packed, and in part padded: why; other"},
+        {"library": "A 2", "task": "two", "patched": "after", "outcome": "falls back: other"},
+        {"library": "A 2", "task": "three", "patched": "after", "outcome": "refused: never"},
+    ]
+    page = matrix.render(rows)
+    assert page.index("## A 2") < page.index("## b 1")
+    assert "| one | packed | packed, in part (3, 1) |" in page
+    assert "| two | – | falls back (1) |" in page
+    assert "| three | – | refused (2) |" in page
+    assert page.endswith("1. other\n2. never\n3. why\n")
