@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import nt_attention as nta
+from nt_attention.kernels import ops
 from nt_attention.kernels.select import BACKENDS
 
 pytestmark = [
@@ -263,6 +264,25 @@ def operands(backend, cross=False):
     key_offsets = key_offsets if cross else offsets
     call = (0.3, True, True, -1, -1, 0.0, 0.0, False, False, True)
     return (*tensors, offsets, key_offsets, None, *call), grad
+
+
+OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": 9, "window_right": 9, "deterministic": True}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("backend", OPERATORS)
+def test_operators_are_what_they_say_under_each_option(backend, option):
+    (*arguments,), grad = operands(backend, cross=False)
+    arguments[3 + ops._OPTIONS.index(option)] = OPTIONS[option]
+    lengths = arguments[3].diff().tolist()
+    asked = {"window_left": {"window_size": (9, -1)}, "window_right": {"window_size": (-1, 9)}}
+    claimed(backend, arguments[:3], lengths, lengths, is_causal=True, **asked.get(option, {option: OPTIONS[option]}))
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")  # the others compare random numbers
+    forward, backward = (getattr(torch.ops.nt_attention, f"{backend}_{way}").default for way in ("forward", "backward"))
+    torch.library.opcheck(forward, tuple(arguments), test_utils=tests)
+    out, lse, state = forward(*arguments)
+    assert state.numel() == (2 if option == "dropout_p" else 0)
+    torch.library.opcheck(backward, (grad, torch.randn_like(lse), out, lse, state, *arguments), test_utils=tests)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
