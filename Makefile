@@ -1,5 +1,6 @@
 # What a newcomer runs: `make demo` and `make test`. Both make .venv with all that they need.
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -9,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/embed_paragraphs.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

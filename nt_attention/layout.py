@@ -162,7 +162,8 @@ def _read(offsets: Tensor) -> HostFacts:
     with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch(), _no_modes():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         other = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
-    falls = host.numpy()[1:] < host.numpy()[:-1]  # a difference may overflow
+        numbers = host.numpy()
+    falls = numbers[1:] < numbers[:-1]  # a difference may overflow
     if falls.any():
         fall = int(falls.argmax())
         raise ValueError(
@@ -194,12 +195,19 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _on_host(tensor: Tensor) -> Ints:
+    with torch._C._DisableFuncTorch():
+        return _plain(tensor).detach().cpu().numpy()
+
+
 def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _remember_facts(offsets: Tensor, at: Snapshot, host: Tensor, other: Tensor) -> HostFacts:
-    lengths = np.diff(host.numpy())
+    with torch._C._DisableFuncTorch():
+        numbers = host.numpy()
+    lengths = np.diff(numbers)
     facts = HostFacts(
         at=at,
         host=host,
@@ -210,7 +218,7 @@ def _remember_facts(offsets: Tensor, at: Snapshot, host: Tensor, other: Tensor) 
         max_seqlen=int(lengths.max(initial=0)),
         min_seqlen=int(lengths.min()) if lengths.size else 0,
         sum_of_squares=int(lengths.dot(lengths)),
-        digest=hash(host.numpy().tobytes()),
+        digest=hash(numbers.tobytes()),
         cache=Cache(offsets.device),
     )
     if facts.at.version is not None:
@@ -383,9 +391,9 @@ class SequenceLayout:
         mask = mask.detach()
         # one copy tells the host all, and what is left to do is little for a batch that fits a device
         if mask.dtype == torch.bool:
-            here = mask.cpu().numpy()
+            here = _on_host(mask)
         else:
-            told = ((mask != 0) + 2 * (mask != (mask != 0))).cpu().numpy()
+            told = _on_host((mask != 0) + 2 * (mask != (mask != 0)))
             if (told > 1).any():
                 raise ValueError(
                     f"mask holds {mask.flatten()[int(told.argmax())].item()}, and only 0 (padding) and 1 (a token) "
@@ -426,7 +434,7 @@ class SequenceLayout:
         rows = rows.unsqueeze(0) if rows.dim() == 1 else rows
         begins = torch.ones_like(rows, dtype=torch.bool)
         begins[:, 1:] = rows.diff(dim=1) != 1
-        return layout_where(_plain(begins).flatten().cpu().numpy(), position_ids.device)
+        return layout_where(_on_host(begins.flatten()), position_ids.device)
 
     @property
     def batch_size(self) -> int:
