@@ -63,8 +63,8 @@ def _called_with(entry: Entry, mode: str) -> bool:
         return False
     if how.traced and ("outside" in entry.name or _too_costly(entry, mode)):
         return False
-    if "from_nested, inside" in entry.name and "func.grad" in mode:
-        return False  # torch can't make a NestedTensor inside of a function transform
+    if "from_nested, inside" in entry.name and re.search(r"func\.grad|make_fx|jit\.trace", mode):
+        return False  # torch can't make a NestedTensor there
     if "/transposed/" in entry.name and mode.startswith("make_fx"):
         return False  # make_fx has no proxies for its sizes: an AttributeError of torch before any call
     return not (entry.outside and how.lengths != "first" and not mode.startswith("compile"))

@@ -140,7 +140,7 @@ def _positions(lengths: Lengths) -> Tensor:
 
 
 def _nested(offsets: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(torch.zeros(11, 1), offsets)
+    return torch.nested.nested_tensor_from_jagged(torch.zeros(29, 1), offsets)
 
 
 CARRIERS = {
