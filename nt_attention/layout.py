@@ -616,11 +616,7 @@ class SequenceLayout:
         refuse_jit_trace()
         length = self.padded_length if self.padded_length is not None else self.max_seqlen
         shape = (self.batch_size, length, *values.shape[1:])
-        if not torch.compiler.is_compiling():
-            return cast(Tensor, _Pad.apply(values[: self.total], self._index(length), shape, value))
-        padded = values.new_full((self.batch_size * length, *values.shape[1:]), value)
-        padded.index_copy_(0, self._index(length), values[: self.total])
-        return padded.unflatten(0, (self.batch_size, length))
+        return scatter_rows(values[: self.total], self._index(length), shape, value)
 
     def to_nested(self, values: Tensor) -> Tensor:
         """The jagged NestedTensor (B, j, …) of tokens (T, …), ragged by this layout's own ``offsets`` object."""
@@ -704,15 +700,24 @@ def _check_tensor(given: object, name: str) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}.")
 
 
-class _Pad(torch.autograd.Function):
-    """Tokens (T, …) into a padded batch (B, L, …). ``index_copy_`` saves them for its backward, which needs none."""
+def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+    """(B, L, …) of ``shape`` with row t of ``values`` (T, …) at place ``index[t]`` of B · L, and ``value`` elsewhere.
 
+    ``index_copy_`` would save the values for its backward, which does not need them, and its result would be a view.
+    """
+    if not torch.compiler.is_compiling():
+        return cast(Tensor, _Scatter.apply(values, index, shape, value))
+    padded = values.new_full((shape[0] * shape[1], *shape[2:]), value)
+    return padded.index_put((index,), values).unflatten(0, shape[:2])
+
+
+class _Scatter(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
         padded = values.new_full(shape, value)
-        padded.view(-1, *shape[2:]).index_copy_(0, index, values)
+        padded.view(shape[0] * shape[1], *shape[2:]).index_copy_(0, index, values)
         return padded
 
     @staticmethod
@@ -727,7 +732,7 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return cast(Tensor, _Pad.apply(tangent, ctx.saved_tensors[0], ctx.shape, 0.0))
+        return cast(Tensor, _Scatter.apply(tangent, ctx.saved_tensors[0], ctx.shape, 0.0))
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:

@@ -106,7 +106,7 @@ def attention(
     if query.shape[2] == 1 and cu_seq_lens_q is None:  # decoding
         return dense(attention_mask)
     if cu_seq_lens_q is not None and attention_mask is not None and is_bypass_mask(attention_mask):
-        attention_mask = attention_mask if query.shape[2] == 1 else None
+        attention_mask = None
     ours, here = (True, None) if _traced(query) else masks.made_from(attention_mask)
     if not ours or _is_cross(module):  # a mask of the caller's says all; another side's keys have other positions
         position_ids = None
@@ -325,10 +325,12 @@ def _traced(tensor: Tensor) -> bool:
 def bypass_mask(device: torch.device) -> Tensor:
     """A mask that models hand to the attention function as it is, without reading or building one.
 
-    transformers' mask functions return a 4-D mask unread; without one they would build (T, T) for a packed row.
+    transformers' mask functions return a 4-D mask unread; without one they would build (T, T) for a packed row. It has
+    no elements, so other attention functions raise an error. They would mix the sequences where a checkpoint recomputes
+    a packed row after the model's attention was set to something else.
     """
-    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+    return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
 
 
 def is_bypass_mask(mask: Tensor) -> bool:
-    return mask.shape == (1, 1, 1, 1)
+    return mask.shape == (1, 1, 0, 0)

@@ -24,8 +24,8 @@ _running: ContextVar[SequenceLayout | None] = ContextVar("the layout of the pack
 
 
 @contextmanager
-def scaled_apart(layout: SequenceLayout) -> Iterator[None]:
-    """While it lasts, ``rotate_apart`` takes (1, T) positions for the sequences of ``layout``."""
+def scaled_apart(layout: SequenceLayout | None) -> Iterator[None]:
+    """While it lasts, ``rotate_apart`` takes (1, T) positions for the sequences of ``layout``; with None, for one."""
     before = _running.set(layout)
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hf.positions import begins, previous
-from ..layout import SequenceLayout, layout_where, to_device
+from ..layout import SequenceLayout, layout_where, scatter_rows, to_device
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,6 @@ class Packing:
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
         """(1, T, …) to (B, L, …), with ``value`` where there is no token."""
         packed = packed.squeeze(0)
-        if self.index is not None:
-            padded = packed.new_full((self.rows * self.length, *packed.shape[1:]), value)
-            packed = padded.index_copy_(0, self.index, packed)
-        return packed.unflatten(0, (self.rows, self.length))
+        if self.index is None:
+            return packed.unflatten(0, (self.rows, self.length))
+        return scatter_rows(packed, self.index, (self.rows, self.length, *packed.shape[1:]), value)

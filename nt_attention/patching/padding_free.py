@@ -13,6 +13,7 @@ Dimensions: B rows of a padded batch, L places in a row, T tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar, Token
@@ -71,6 +72,9 @@ class PackedCall:
     scales_rope: bool = False
 
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        while isinstance(original, functools.partial) and not original.args:  # options that somebody has fixed
+            kwargs = {**original.keywords, **kwargs}
+            original = original.func
         by_place = dict(zip(self.names, args, strict=False))
         if len(args) > len(self.names) or by_place.keys() & kwargs.keys():
             return original(*args, **kwargs)  # which refuses it
@@ -105,8 +109,11 @@ class PackedCall:
             return "as it is"
         replacement = replacement_of(original, type(model))
         if replacement is not None:
-            name = f"{type(model).__name__}.forward"
-            return self._leave_to_base(model, f"{replacement} stands in the place of {name}, and may read rows")
+            return self._leave_to_base(model, _replaced(replacement, model))
+        base = models.base_model(model, self.family)
+        replacement = None if base is model else replacement_of(base.forward, type(base))
+        if replacement is not None:  # it would get the packed row of the head
+            return self._fall_back(_replaced(replacement, base))
         why = _why_not(given, model, self.family)
         if why is not None:
             return self._fall_back(why)
@@ -122,6 +129,8 @@ class PackedCall:
         if packing is None or packing.saves_nothing:
             self.handle.count("there is no padding to skip")
             return "as it is"
+        if self.head == "span" and _points_at_padding(given, packing):
+            return self._fall_back("its start_positions or end_positions point at padding, which has no logits then")
         self.handle.count(None)
         return packing
 
@@ -139,13 +148,14 @@ class PackedCall:
     ) -> Any:
         """The forward that the model had, in which its base model decides nothing and counts nothing."""
         base = models.base_model(model, self.family)
-        if base is model:
-            return original(*args, **kwargs)
-        before = _decide_for(base)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _forget(before)
+        with scaled_apart(None) if self.scales_rope else nullcontext():
+            if base is model:
+                return original(*args, **kwargs)
+            before = _decide_for(base)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _forget(before)
 
     def _run(
         self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
@@ -220,7 +230,8 @@ def _why_not(given: dict[str, Any], model: PreTrainedModel, family: Family) -> s
 
 def _why_not_head(given: dict[str, Any], model: PreTrainedModel) -> str | None:
     """Why a head can't be packed, though its base model can."""
-    loss = vars(model).get("_loss_function")
+    labelled = {"labels", "shift_labels"} & given.keys()
+    loss = model.loss_function if labelled else vars(model).get("_loss_function")
     if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
         return "its loss_function has been set, and may read rows"
     keep, labels = given.get("logits_to_keep", 0), given.get("labels", given.get("shift_labels"))
@@ -229,6 +240,26 @@ def _why_not_head(given: dict[str, Any], model: PreTrainedModel) -> str | None:
     if labels is not None and (isinstance(keep, Tensor) or keep):
         return "it asks for a loss of the logits of some positions only"
     return None
+
+
+def _replaced(replacement: str, model: Any) -> str:
+    return f"{replacement} stands in the place of {type(model).__name__}.forward, and may read rows"
+
+
+def _points_at_padding(given: dict[str, Any], packing: Packing) -> bool:
+    """Whether an answer begins or ends at padding, whose logits would be the lowest. Reads the device once more."""
+    spans = [given[name] for name in ("start_positions", "end_positions") if name in given]
+    spans = [x.squeeze(-1) if x.dim() > 1 else x for x in spans]
+    if not spans:
+        return False
+    places = torch.stack(spans, 1)  # (B, 2)
+    inside = places < packing.length  # the others are ignored by the loss
+    flat = torch.arange(packing.rows, device=places.device)[:, None] * packing.length + places.clamp(
+        0, packing.length - 1
+    )
+    there = torch.zeros(packing.rows * packing.length, dtype=torch.bool, device=places.device)
+    there = there.fill_(True) if packing.index is None else there.index_fill_(0, packing.index, True)
+    return bool((inside & ~there[flat]).any())
 
 
 def _packing(given: dict[str, Any]) -> Packing | None:
@@ -273,7 +304,8 @@ def _pack_inputs(
             given["inputs_embeds"] = embeds
             del given["input_ids"]
     if head == "next token" and "labels" in given:  # the first token of a sequence follows no token of it
-        given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, -100)
+        ignored = given.get("ignore_index", -100)
+        given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
     return {
         **given,
         # a model whose embeddings read the mask is handed none: below a head, its own entry takes this one away

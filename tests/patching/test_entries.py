@@ -1,5 +1,6 @@
 """Where a patched Hugging Face model packs: at the head, at the base model, or not at all, and then with the reason."""
 
+import copy
 import functools
 import types
 import warnings
@@ -8,6 +9,7 @@ from collections import Counter
 import pytest
 import tiny
 import torch
+from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
@@ -360,3 +362,85 @@ def test_training_saves_what_was_patched(tmp_path):
     with nta.patch(model):
         Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])).save_model()
     assert type(model).from_pretrained(tmp_path, attn_implementation="eager").config.output_attentions
+
+
+class TestRowsThatAreReadBeneathTheHead:
+    """Whatever reads the rows of a padded batch gets padded rows."""
+
+    @staticmethod
+    def without_first(forward):
+        def minus_the_first(*args, **kwargs):
+            out = forward(*args, **kwargs)
+            out.last_hidden_state = out.last_hidden_state - out.last_hidden_state[:, :1]
+            return out
+
+        return minus_the_first
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_a_forward_set_on_the_base_model_of_a_head(self, when):
+        model, batch = make().double(), tiny.batch_of("llama", "right")
+        real = batch["attention_mask"] == 1
+        stock = copy.deepcopy(model)
+        stock.model.forward = self.without_first(stock.model.forward)
+        if when == "before":
+            model.model.forward = self.without_first(model.model.forward)
+        with pytest.warns(NotPackedWarning, match="stands in the place of LlamaModel.forward"), nta.patch(model):
+            if when == "after":
+                model.model.forward = self.without_first(model.model.forward)
+            torch.testing.assert_close(model(**batch).logits[real], stock(**batch).logits[real])
+
+    def test_a_loss_function_chosen_by_its_name(self, monkeypatch):
+        from transformers.loss.loss_utils import LOSS_MAPPING
+
+        def mean_of_rows(logits, labels, vocab_size, **_):
+            each = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+            return (each.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+        monkeypatch.setitem(LOSS_MAPPING, "mean of rows", mean_of_rows)
+        model, batch = make().double(), tiny.batch_of("llama", "right")
+        model.loss_type = "mean of rows"
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        want = model(**batch, labels=labels).loss
+        with pytest.warns(NotPackedWarning, match="loss_function has been set"), nta.patch(model):
+            torch.testing.assert_close(model(**batch, labels=labels).loss, want)
+
+    @pytest.mark.parametrize("bound", ["logits_to_keep", "position_ids"])
+    def test_options_that_a_partial_has_fixed(self, bound):
+        model, batch = make().double(), tiny.batch_of("llama", "right")
+        mask = batch["attention_mask"]
+        options = {"logits_to_keep": 1, "position_ids": (mask.cumsum(1) - 1).clamp(min=0) + 3}
+        want = model(**batch, **{bound: options[bound]}).logits.detach()
+        model.forward = functools.partial(model.forward, **{bound: options[bound]})
+        with nta.patch(model) as handle:
+            found = model(**batch).logits
+        assert found.shape == want.shape
+        if bound == "position_ids":
+            assert handle.calls == {None: 1}
+            torch.testing.assert_close(found[mask == 1], want[mask == 1])
+
+    def test_another_index_to_ignore(self):
+        model, batch = make().double(), tiny.batch_of("llama", "right")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 0)
+        want = model(**batch, labels=labels, ignore_index=0).loss
+        with nta.patch(model):
+            torch.testing.assert_close(model(**batch, labels=labels, ignore_index=0).loss, want)
+
+    def test_an_answer_at_padding(self):
+        model, batch = make("bert", "BertForQuestionAnswering"), tiny.batch_of("bert", "left")
+        rows = len(batch["input_ids"])
+        answers = dict.fromkeys(("start_positions", "end_positions"), torch.zeros(rows, dtype=torch.long))
+        want = model(**batch, **answers).loss
+        with pytest.warns(NotPackedWarning, match="point at padding"), nta.patch(model):
+            torch.testing.assert_close(model(**batch, **answers).loss, want)
+
+    @pytest.mark.parametrize("change", ["remove", "set_attn_implementation"])
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_a_checkpoint_that_is_recomputed_with_other_attention_is_an_error(self, change):
+        model, batch = make().double().train(), tiny.batch_of("llama", "right")
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        handle = nta.patch(model)
+        loss = model(**batch, labels=labels).loss
+        handle.remove() if change == "remove" else model.set_attn_implementation("eager")
+        with pytest.raises(RuntimeError):
+            loss.backward()
