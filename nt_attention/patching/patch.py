@@ -35,10 +35,10 @@ def patch(
     Reaches every ``nn.TransformerEncoder`` and every Hugging Face model of a family in ``nt_attention.hf.models``, as
     the model itself or anywhere inside it. With ``padding_free`` a padded batch is packed once at the entry of each,
     every layer of it sees real tokens only, and the result is padded again at its exit, with 0 where there is no token.
-    The device is read at most once a forward. A call that packing can't serve falls back to the forward that the model
-    had; ``handle.calls`` counts it with the reason, and a ``NotPackedWarning`` says so once. Any other
-    ``nn.MultiheadAttention`` inside is swapped, layer by layer, for one that takes NestedTensors as well and skips the
-    padding that its ``key_padding_mask`` tells of.
+    The device is read at most once a forward, and once more for the labels of question answering. A call that packing
+    can't serve falls back to the forward that the model had; ``handle.calls`` counts it with the reason, and a
+    ``NotPackedWarning`` says so once. Any other ``nn.MultiheadAttention`` inside is swapped, layer by layer, for one
+    that takes NestedTensors as well and skips the padding that its ``key_padding_mask`` tells of.
 
     Args:
         model: any module. Its parameters, state_dict and optimizer stay as they are.
