@@ -5,6 +5,7 @@ Errors are held against PyTorch's own attention in the same precision, both agai
 
 import gc
 import itertools
+import statistics
 from functools import partial
 
 import oracle
@@ -411,13 +412,13 @@ def test_memory_grows_with_the_tokens_alone(backend):
         tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
         function = claimed(backend, tensors, lengths, lengths, is_causal=True)
         peaks = []
-        for _ in range(4):  # the first may leave something behind; what earlier tests left may go at any moment
+        for _ in range(8):  # the first may leave something behind; what earlier tests left may go at any moment
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             bits(function, tensors, grad)
             peaks.append(torch.cuda.max_memory_allocated() - before)
-        return min(peaks[1:])
+        return statistics.median(peaks[1:])
 
     once = peak([1024] * 16)
     assert peak([1024] * 32) < 2.2 * once
