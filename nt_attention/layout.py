@@ -205,8 +205,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _remember_facts(offsets: Tensor, at: Snapshot, host: Tensor, other: Tensor) -> HostFacts:
-    with torch._C._DisableFuncTorch():
-        numbers = host.numpy()
+    numbers = _on_host(host)
     lengths = np.diff(numbers)
     facts = HostFacts(
         at=at,

@@ -6,6 +6,7 @@ Dimensions: T tokens, H heads, D head dim, E embed dim.
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import nt_attention as nta
@@ -101,3 +102,13 @@ def test_a_full_graph_takes_more_values_than_keys():
     torch.testing.assert_close(graph(key, value, OFFSETS), run(key, value, OFFSETS))
     with pytest.raises(ValueError, match="key and value must have the same tokens"):
         graph(torch.randn(16, 3, 7), value, OFFSETS)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": nta.Rotary(dims=4)}], ids=["plain", "rotary"])
+def test_fake_tensors_have_the_shapes_of_real_ones(options):
+    module = nta.VarlenMultiheadAttention(24, 3, **options)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, offsets = torch.randn(14, 24), torch.tensor([0, 5, 14])
+        out, _ = module(x, x, x, layout=SequenceLayout.from_offsets(offsets))
+    assert isinstance(out, FakeTensor)
+    assert out.shape == (14, 24)

@@ -90,7 +90,7 @@ class Rotation:
         dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(places, Tensor):
             return self.turn(x, self.tables(places, dtype))
-        if is_tracing():
+        if is_tracing() or not isinstance(places, SequenceLayout):  # no lengths are known
             return self.turn(x, self.tables(places.whereabouts(x.shape[0])[1], dtype))
         tables = places.remember(("rotary", self, dtype), lambda: self.tables(places.position_ids, dtype))
         past = x.shape[0] - places.total  # rows that belong to no sequence
