@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.commands.lengths import Lengths
-from nt_attention.commands.timing import once
+from nt_attention.cli.lengths import Lengths
+from nt_attention.cli.timing import once
 
 CPU = torch.device("cpu")
 

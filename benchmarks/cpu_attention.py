@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import nt_attention as nta
-from nt_attention.commands.environment import cpu_name
+from nt_attention.cli.environment import cpu_name
 
 TOKENS, HEADS, HEAD_DIM = 8192, 12, 64
 ONCE = {"NestedTensor SDPA"}  # takes so long that one run tells

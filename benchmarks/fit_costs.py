@@ -1,4 +1,4 @@
-"""Measure every backend on this GPU over a sweep of lengths, and fit what ``auto`` goes by (``kernels/costs.py``).
+"""Measure every backend on this GPU over a sweep of lengths, and fit what ``auto`` goes by (``kernels/cost_model.py``).
 
     python benchmarks/fit_costs.py [--save FILE]
 
@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from nt_attention.commands.batches import Batch
-from nt_attention.commands.environment import versions
-from nt_attention.commands.lengths import Lengths
-from nt_attention.commands.problem import Problem
-from nt_attention.commands.rivals import backend
-from nt_attention.commands.timing import device_ms
+from nt_attention.cli.baselines import backend
+from nt_attention.cli.environment import versions
+from nt_attention.cli.inputs import Problem
+from nt_attention.cli.lengths import Lengths
+from nt_attention.cli.timing import device_ms
+from nt_attention.cli.workloads import Batch
 from nt_attention.functional import _Call
-from nt_attention.kernels.costs import mask_kind
+from nt_attention.kernels.cost_model import mask_kind
 from nt_attention.kernels.work import work
 
 TOKENS = 16384

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 import nt_attention as nta
-from nt_attention.commands.timing import host_us
+from nt_attention.cli.timing import host_us
 from nt_attention.functional import _Call
 from nt_attention.kernels.select import BACKENDS
 

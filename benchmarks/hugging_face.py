@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import nt_attention as nta
-from nt_attention.commands.lengths import Lengths
+from nt_attention.cli.lengths import Lengths
 
 TOKENS = 16384
 LLAMA = LlamaConfig(

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.commands.batches import BATCHES
-from nt_attention.commands.timing import device_ms, host_us, wall_ms
+from nt_attention.cli.timing import device_ms, host_us, wall_ms
+from nt_attention.cli.workloads import BATCHES
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 #   benchmarks/on_this_gpu.sh [DIR]        DIR: where results go, benchmarks/results/gpu if left out
 #
 # Run it where the package, its test requirements, matplotlib and whichever of flash-attn and flash-attn-4 there is are
-# installed. Claims and expected times are written into the package (nt_attention/kernels/checked, measured): read the
+# installed. Claims and expected times are written into the package (nt_attention/kernels/verified, measured): read the
 # difference before you commit it. A stage that fails does not stop the others; the script ends with what failed.
 set -u
 cd "$(dirname "$0")/.."

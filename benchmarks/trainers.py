@@ -30,7 +30,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import nt_attention as nta
-from nt_attention.commands.lengths import Lengths
+from nt_attention.cli.lengths import Lengths
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import nt_attention as nta
-from nt_attention.commands.batches import BATCHES
-from nt_attention.commands.timing import once
+from nt_attention.cli.timing import once
+from nt_attention.cli.workloads import BATCHES
 
 CUDA = torch.device("cuda")
 LAYERS, WIDTH, HEADS = 4, 1024, 16

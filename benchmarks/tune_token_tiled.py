@@ -22,8 +22,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from nt_attention import SequenceLayout
-from nt_attention.commands.batches import BATCHES, Batch
-from nt_attention.commands.timing import device_ms
+from nt_attention.cli.timing import device_ms
+from nt_attention.cli.workloads import BATCHES, Batch
 from nt_attention.functional import _Call
 from nt_attention.kernels.token_tiled import ops
 from nt_attention.kernels.token_tiled.configs import Tile

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from nt_attention import SequenceLayout
-from nt_attention.kernels.spec import open_window
+from nt_attention.kernels.masks import Window
 from nt_attention.kernels.token_tiled.plan import Plan
 
 LENGTHS = [12, 7, 19, 3, 10, 5, 14, 100, 6, 21, 9, 15, 4, 11, 8, 17, 2, 13]
@@ -33,7 +33,7 @@ def draw(axes, plan: Plan, layout: SequenceLayout, shared: int, title: str) -> N
 
 def main() -> None:
     layout = SequenceLayout.from_lengths(LENGTHS)
-    plan = Plan.make(layout, layout, open_window(-1, -1), False)
+    plan = Plan.make(layout, layout, Window(), False)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5.4), sharey=True)
     draw(left, plan, layout, 0, "a tile begins where a sequence begins")
     draw(right, plan, layout, ROWS, "short sequences share a tile")

@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             refuse=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments])
         )
         if arguments[:1] == [name]:  # the others are not imported
-            importlib.import_module(f".commands.{name}", __package__).add_arguments(command)
+            importlib.import_module(f".cli.{name}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
-    module = importlib.import_module(f".commands.{options.command or 'environment'}", __package__)
+    module = importlib.import_module(f".cli.{options.command or 'environment'}", __package__)
     status: int = module.main(options)
     return status
 

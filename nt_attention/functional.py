@@ -15,10 +15,8 @@ from torch import Tensor
 
 from . import nested
 from ._tracing import is_traced, refuse_jit_trace
-from .kernels.claims import head_dims
-from .kernels.run import run, run_later
-from .kernels.select import Explanation, choose, chosen_later, circumstances, explain_spec, warn_if_slow
-from .kernels.spec import (
+from .kernels.autograd import run, run_later
+from .kernels.call import (
     DTYPES,
     AttentionSpec,
     Backend,
@@ -30,6 +28,8 @@ from .kernels.spec import (
     check_slopes,
     describe,
 )
+from .kernels.select import Explanation, choose, chosen_later, circumstances, explain_spec, warn_if_slow
+from .kernels.support import head_dims
 from .kernels.work import work
 from .layout import SequenceLayout
 
@@ -225,7 +225,7 @@ class _Call(NamedTuple):
                 *(tuple(window_size), scale, softcap, dropout_p, deterministic, batch_invariant, needs_grad),
                 *circumstances(backend),
             )
-            spec, kernel, dims = layout.remember(asked, decide, None if key_layout is layout else key_layout)
+            spec, kernel, dims = layout.cached(asked, decide, None if key_layout is layout else key_layout)
         if rewrap is None:  # NestedTensors have been checked
             layout.check_rows(query, "query")
             key_layout.check_keys(key, value)

@@ -80,7 +80,7 @@ class HostFacts:
     min_seqlen: int
     sum_of_squares: int  # of the lengths
     digest: int  # equal for equal offsets, and hardly for others
-    cache: Cache  # whatever else was derived; see SequenceLayout.remember
+    cache: Cache  # whatever else was derived; see SequenceLayout.cached
 
 
 class Snapshot:
@@ -182,7 +182,7 @@ def _no_modes() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def creating_cached_tensors() -> Iterator[None]:
     """Tensors made here serve whoever asks next: they belong to no evaluation, graph or function transform."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
         yield
@@ -326,7 +326,7 @@ class SequenceLayout:
         how = "pass a list such as [5, 0, 9]. For a mask, use SequenceLayout.from_attention_mask."
         if isinstance(lengths, Tensor):
             check_readable(lengths, "lengths")
-        with lasting(), _no_modes():
+        with creating_cached_tensors(), _no_modes():
             if isinstance(lengths, Tensor):
                 given = _plain(lengths)
             else:
@@ -356,7 +356,7 @@ class SequenceLayout:
                 f"the lengths add up to {sum(map(int, lengths))} tokens, past the kernels' limit of {_INT32_MAX}: "
                 "pass fewer sequences at a time."
             )
-        with lasting(), _no_modes():  # offsets with a version, by which they are known again
+        with creating_cached_tensors(), _no_modes():  # offsets with a version, by which they are known again
             host = torch.from_numpy(ends)
             offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
             facts = _remember_facts(offsets, Snapshot(offsets), host, offsets.to(torch.int32))
@@ -447,7 +447,7 @@ class SequenceLayout:
     @property
     def lengths(self) -> Tensor:
         """(B,) int64, the tokens of each sequence."""
-        return self.remember("lengths", self._own_offsets.diff)
+        return self.cached("lengths", self._own_offsets.diff)
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -459,7 +459,7 @@ class SequenceLayout:
                 return ids.repeat_interleave(self.lengths, output_size=self.total)
             return torch.searchsorted(self._own_offsets[1:], torch.arange(self.total, device=self.device), right=True)
 
-        return self.remember("sequence_ids", build)
+        return self.cached("sequence_ids", build)
 
     @property
     def position_ids(self) -> Tensor:
@@ -468,9 +468,9 @@ class SequenceLayout:
         def build() -> Tensor:
             return torch.arange(self.total, device=self.device) - self._own_offsets[self.sequence_ids]
 
-        return self.remember("position_ids", build)
+        return self.cached("position_ids", build)
 
-    def whereabouts(self, rows: int) -> tuple[Tensor, Tensor]:
+    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """(N,) int64 each: the sequence of every row and its position there; of rows past the end, any."""
         ids, positions = self.sequence_ids, self.position_ids
         if rows > self.total:
@@ -533,7 +533,7 @@ class SequenceLayout:
         """``offsets`` as they were read; the caller's own tensor may have been changed since."""
         return self.offsets if self._holds(self.offsets) else self.cu_seqlens.long()
 
-    def remember(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
+    def cached(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
         """What ``build`` made the first time ``key`` was asked for, kept as long as the offsets are.
 
         Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
@@ -551,7 +551,7 @@ class SequenceLayout:
         else:
             value = cache.find(key)
         if value is MISSING:
-            with lasting(), _no_modes():  # which may make tensors without numbers
+            with creating_cached_tensors(), _no_modes():  # which may make tensors without numbers
                 value = build()
             if other is None:
                 cache.add(key, value)
@@ -569,12 +569,12 @@ class SequenceLayout:
         def build() -> SequenceLayout:
             return SequenceLayout._from_host_lengths(np.diff(self.host_offsets.numpy()) + extra, self.device)
 
-        return self.remember(("extended", extra), build)
+        return self.cached(("extended", extra), build)
 
     @property
     def reversed(self) -> SequenceLayout:
         """The layout of the rows in reverse order: the last sequence first."""
-        return self.remember(
+        return self.cached(
             "reversed", lambda: self._from_host_lengths(np.diff(self.host_offsets.numpy())[::-1], self.device)
         )
 
@@ -691,7 +691,7 @@ class SequenceLayout:
         """(T,) where each token stands in a flattened (B·length) batch."""
         if self.padded_index is not None:
             return self.padded_index
-        return self.remember(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
+        return self.cached(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
 
 
 def _check_tensor(given: object, name: str) -> None:
@@ -742,5 +742,5 @@ def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
 
 def to_device(numbers: Ints, device: torch.device) -> Tensor:
     """A tensor of ``numbers``; the host need not wait, as the driver stages what is not pinned."""
-    with lasting():
+    with creating_cached_tensors():
         return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -260,7 +260,7 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
     values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
     with _past_torch_function():
         if lengths is None and not torch.compiler.is_compiling():  # as stock does it, for a third of its host time
-            extremes = layout.remember("extremes", lambda: _extremes(layout))
+            extremes = layout.cached("extremes", lambda: _extremes(layout))
             if torch.is_grad_enabled() and values.requires_grad:
                 return cast(Tensor, _Nested.apply(values, offsets, ragged_dim, extremes))
             return _made(values.detach(), offsets, None, ragged_dim, extremes)

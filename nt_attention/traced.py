@@ -50,7 +50,7 @@ class TracedLayout:
     def device(self) -> torch.device:
         return self.offsets.device
 
-    def remember(self, key: object, build: Any, other: object = None) -> Any:
+    def cached(self, key: object, build: Any, other: object = None) -> Any:
         return build()
 
     def same_lengths(self, other: object) -> bool:
@@ -66,7 +66,7 @@ class TracedLayout:
     def extended(self, extra: int) -> TracedLayout:
         return TracedLayout(self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device))
 
-    def whereabouts(self, rows: int) -> tuple[Tensor, Tensor]:
+    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         row = torch.arange(rows, device=self.device)
         found = torch.searchsorted(self.offsets, row, right=True) - 1
         sequence = found.clamp(max=self.offsets.shape[0] - 2)

@@ -25,14 +25,14 @@ VARIANTS = itertools.count()
 @pytest.fixture
 def enlist(monkeypatch: pytest.MonkeyPatch):
     """Puts a variant of a backend on the list for a test: ``enlist(backend, listed, **changes)``."""
-    from nt_attention.kernels import ops
+    from nt_attention.kernels import custom_ops
     from nt_attention.kernels.select import BACKENDS
 
     def put(backend, listed, **changes):
         variant = dataclasses.replace(backend, **changes)
         if variant.backward is not None:  # its operator runs what it was made from, and its name is taken for good
             variant = dataclasses.replace(variant, name=f"{listed}_{next(VARIANTS)}")
-            ops.register(variant)
+            custom_ops.register(variant)
         monkeypatch.setitem(BACKENDS, listed, variant)
 
     return put

@@ -1,5 +1,5 @@
 """Hooks into Hugging Face transformers. Importing this package imports transformers."""
 
-from .interface import register
+from .attention import register
 
 __all__ = ["register"]

@@ -15,7 +15,7 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from .models import FAMILIES
+from .families import FAMILIES
 
 MaskFunction = Callable[..., Any]
 

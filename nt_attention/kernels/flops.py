@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
-from .spec import open_window
-from .work import visible_pairs
+from .masks import Window
 
 
 @functools.cache
@@ -66,6 +65,5 @@ def _pairs(
     queries, keys = (
         SequenceLayout.from_offsets(offsets).host_offsets.diff() for offsets in (cu_seqlens, key_cu_seqlens)
     )
-    left, right = open_window(window_left, window_right)
-    pairs = visible_pairs(queries, keys, (left, 0 if is_causal else right), lower_right)
+    pairs = Window.of((window_left, window_right), is_causal).pairs(queries, keys, lower_right)
     return int(pairs.sum()) * query.shape[1]

@@ -14,20 +14,9 @@ from dataclasses import dataclass
 
 from torch.nn.attention import current_flash_attention_impl
 
-from . import (
-    claims,
-    costs,
-    cpu,
-    flash_attn_2,
-    flash_attn_4,
-    flex,
-    ops,
-    reference,
-    token_tiled,
-    torch_efficient,
-    torch_flash,
-)
-from .spec import AttentionSpec, Backend, Problem
+from . import cost_model, custom_ops, support, token_tiled
+from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
+from .call import AttentionSpec, Backend, Problem
 from .work import Work, work
 
 ENVIRONMENT_VARIABLE = "NT_ATTENTION_BACKEND"
@@ -86,20 +75,20 @@ def explain_spec(spec: AttentionSpec, size: Work, backend: str = "auto") -> Expl
         able = [name for name in fastest_first(spec, size) if not reasons[name]]
     else:
         able = [asked] if not reasons[asked] else []
-    expected = {name: us for name, us in costs.expected_us(spec, size).items() if not reasons[name]}
-    return Explanation(able[0] if able else None, reasons, asked, claims.basis(spec.device), expected)
+    expected = {name: us for name, us in cost_model.expected_us(spec, size).items() if not reasons[name]}
+    return Explanation(able[0] if able else None, reasons, asked, support.basis(spec.device), expected)
 
 
 def fastest_first(spec: AttentionSpec, size: Work) -> tuple[str, ...]:
     """What ``"auto"`` asks, in this order, and takes the first that can run.
 
-    On a GPU by the time that each is expected to take (``costs.py``: measured times, fitted), then those whose times
+    On a GPU by the time that each is expected to take (``cost_model.py``), then those whose times
     were not measured for this kind of call. On a CPU, docs/design.md; Triton runs there in its interpreter alone, for
     tests, and is not asked.
     """
     if spec.device.type == "cpu":
         return ("cpu", "reference")
-    expected = costs.expected_us(spec, size)
+    expected = cost_model.expected_us(spec, size)
     others = [name for name in BACKENDS if name not in expected and name not in ("cpu", "reference")]
     return (*sorted(expected, key=expected.__getitem__), *others, "reference")
 
@@ -177,7 +166,7 @@ def _on_the_list(place: int, problem: Problem) -> Backend:
 
 def circumstances(backend: str) -> tuple[object, ...]:
     """All that ``choose`` goes by beside the call itself."""
-    return _asked(backend), claims.in_force(), current_flash_attention_impl()
+    return _asked(backend), support.in_force(), current_flash_attention_impl()
 
 
 def available_backends() -> dict[str, str | None]:
@@ -222,7 +211,7 @@ def _is_able(backend: Backend, spec: AttentionSpec) -> bool:
     """Whether there are no reasons; kept by the kind of call, for all batches."""
     if spec.score_mod is not None or spec.mask_mod is not None:  # what is kept would keep these functions
         return not _reasons(backend, spec)
-    kind = (id(backend), spec, claims.in_force(), current_flash_attention_impl())
+    kind = (id(backend), spec, support.in_force(), current_flash_attention_impl())
     if kind not in _able:
         if len(_able) > 4096:
             _able.clear()
@@ -235,10 +224,10 @@ _able: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backend 
 
 def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
     missing = backend.missing()
-    return [missing] if missing is not None else claims.reasons(backend, spec)
+    return [missing] if missing is not None else support.reasons(backend, spec)
 
 
 for _backend in BACKENDS.values():
     if _backend.backward is not None:
-        ops.register(_backend)
-ops.register_auto(_choose_in_graph, _on_the_list)
+        custom_ops.register(_backend)
+custom_ops.register_auto(_choose_in_graph, _on_the_list)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..layout import lasting
+from ..layout import creating_cached_tensors
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
@@ -30,5 +30,5 @@ def _made(num_heads: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _kept(num_heads: int, device: torch.device) -> Tensor:
-    with lasting():
+    with creating_cached_tensors():
         return _made(num_heads, device)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.masking import for_each_score
-from ..kernels.spec import MaskMod, ScoreMod, open_window
+from ..kernels.call import MaskMod, ScoreMod
+from ..kernels.masks import Window, alibi_bias, for_each_score
 
 if TYPE_CHECKING:
     from .multihead import VarlenMultiheadAttention
@@ -177,12 +177,13 @@ def attend_with(
         bias = bias.to(query.dtype)
     # with nothing else in the way, causality is a word to the kernel
     over_added_keys |= not module.added_keys and module.window_size == (-1, -1) and seen is bias is None
-    inside = within(places, key_places, module.window_size, is_causal and not over_added_keys)
+    distances = _distances(places, key_places)
+    inside = Window.of(module.window_size, is_causal and not over_added_keys).visible(distances)
     if inside is not None:
         seen = inside if seen is None else seen & inside
     if module.slopes is not None:
         # in the query's dtype, but for 16 bits, which would round the distances
-        slanted = alibi_bias(places, key_places, module.slopes.to(torch.promote_types(query.dtype, torch.float32)))
+        slanted = alibi_bias(distances, module.slopes.to(torch.promote_types(query.dtype, torch.float32)))
         bias = slanted if bias is None else bias + slanted  # 16-bit and float32 give float32
     if module.added_keys:
         added = (x.unsqueeze(0).expand(len(key), *[-1] * 3) for x in map(torch.cat, module.keys_to_add(key, value)))
@@ -198,21 +199,6 @@ def attend_with(
     )
 
 
-def within(places: Tensor, key_places: Tensor, window_size: tuple[int, int], is_causal: bool) -> Tensor | None:
-    """Which keys are in a query's window, (B or 1, 1, L, S) bool, for places (B or 1, L), (B or 1, S); None if all."""
-    left, right = open_window(*window_size)
-    right = 0 if is_causal else right
-    ahead = _ahead(places, key_places)
-    parts = [ahead >= -left] if left != float("inf") else []
-    parts += [ahead <= right] if right != float("inf") else []
-    return parts[0] & parts[-1] if parts else None
-
-
-def alibi_bias(places: Tensor, key_places: Tensor, slopes: Tensor) -> Tensor:
-    """(B or 1, H, L, S), −slope · |distance| for slopes (H,)."""
-    return -slopes[:, None, None] * _ahead(places, key_places).abs()
-
-
-def _ahead(places: Tensor, key_places: Tensor) -> Tensor:
+def _distances(places: Tensor, key_places: Tensor) -> Tensor:
     """(B or 1, 1, L, S): how far a key is ahead of a query."""
     return (key_places[:, None, :] - places[:, :, None]).unsqueeze(1)

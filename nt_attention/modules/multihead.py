@@ -18,8 +18,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .. import nested
 from .._tracing import refuse_jit_trace
 from ..functional import check_score_options, check_window_size, varlen_attention
+from ..kernels.call import MaskMod, ScoreMod
 from ..kernels.select import check_backend_name
-from ..kernels.spec import MaskMod, ScoreMod
 from ..layout import SequenceLayout
 from . import dense, padded
 from .alibi import alibi_slopes
@@ -452,11 +452,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         rows = x.shape[0]
 
         def build() -> Tensor:
-            sequence, position = longer.whereabouts(rows + len(added) * layout.batch_size)
+            sequence, position = longer.locate_rows(rows + len(added) * layout.batch_size)
             own = position - len(added)
             return torch.where(own < 0, rows + position, layout.offsets[sequence] + own)
 
-        index = layout.remember(("prepended", len(added), rows), build)
+        index = layout.cached(("prepended", len(added), rows), build)
         return torch.cat([x, *added]).index_select(0, index)
 
     def keys_to_add(self, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:

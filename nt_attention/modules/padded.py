@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._tracing import is_tracing
-from ..kernels.spec import MaskMod, ScoreMod
+from ..kernels.call import MaskMod, ScoreMod
 from ..layout import SequenceLayout
 from . import masked
 

@@ -91,8 +91,8 @@ class Rotation:
         if isinstance(places, Tensor):
             return self.turn(x, self.tables(places, dtype))
         if is_tracing() or not isinstance(places, SequenceLayout):  # no lengths are known
-            return self.turn(x, self.tables(places.whereabouts(x.shape[0])[1], dtype))
-        tables = places.remember(("rotary", self, dtype), lambda: self.tables(places.position_ids, dtype))
+            return self.turn(x, self.tables(places.locate_rows(x.shape[0])[1], dtype))
+        tables = places.cached(("rotary", self, dtype), lambda: self.tables(places.position_ids, dtype))
         past = x.shape[0] - places.total  # rows that belong to no sequence
         if past:
             tables = F.pad(tables[0], (0, 0, 0, 0, 0, past)), F.pad(tables[1], (0, 0, 0, 0, 0, past))

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .._forwards import Forward, PatchedForward, Replicate, ours_beneath
 from ..modules.multihead import VarlenMultiheadAttention
 from . import torch_modules
-from .forward import Forward, PatchedForward, Replicate, ours_beneath
 
 OnFallback = Literal["warn", "raise"]
 
@@ -32,7 +32,7 @@ def patch(
 ) -> PatchHandle:
     """Make ``model`` run attention over its real tokens, in place.
 
-    Reaches every ``nn.TransformerEncoder`` and every Hugging Face model of a family in ``nt_attention.hf.models``, as
+    Reaches every ``nn.TransformerEncoder`` and every Hugging Face model of a family in ``nt_attention.hf.families``, as
     the model itself or anywhere inside it. With ``padding_free`` a padded batch is packed once at the entry of each,
     every layer of it sees real tokens only, and the result is padded again at its exit, with 0 where there is no token.
     The device is read at most once a forward, and once more for the labels of question answering. A call that packing
@@ -92,9 +92,9 @@ def _reach(
             handle.leave(name, "it is attention itself: use VarlenMultiheadAttention.from_torch(module) in its place.")
         return
     if "transformers" in sys.modules:  # without it, no module is one of its models
-        from . import hugging_face
+        from ..hf import patch_model
 
-        if hugging_face.patch_model(name, module, handle, padding_free, logits):
+        if patch_model.patch_model(name, module, handle, padding_free, logits):
             return
     for child_name, child in list(module._modules.items()):  # with what stands under two names
         path = f"{name}.{child_name}" if name else child_name

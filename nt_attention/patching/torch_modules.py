@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import nested
+from .._forwards import PatchedForward
 from ..layout import SequenceLayout
 from ..modules import dense
 from ..modules.multihead import VarlenMultiheadAttention
-from .forward import PatchedForward
 
 if TYPE_CHECKING:
     from .patch import PatchHandle

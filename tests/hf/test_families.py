@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import nt_attention as nta
-from nt_attention.hf.models import FAMILIES
+from nt_attention.hf.families import FAMILIES
 
 LAYOUT = nta.SequenceLayout.from_lengths(LENGTHS)
 LOWEST = torch.finfo(torch.float32).min

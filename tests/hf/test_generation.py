@@ -262,7 +262,7 @@ def test_continuous_batching_under_a_name_that_transformers_takes_ends_with_the_
     """It takes names with "flash" in them; what came before were wrong tokens."""
     from transformers import GenerationConfig
 
-    from nt_attention.patching.hugging_face import _VISION_NAME
+    from nt_attention.hf.patch_model import _VISION_NAME
 
     model = make("llama", "LlamaForCausalLM", "sdpa")
     asked = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=1)

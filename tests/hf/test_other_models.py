@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModel
 
 import nt_attention as nta
-from nt_attention.hf import models
+from nt_attention.hf import families
 
 VOCABULARY, PAD, EOS = 97, 1, 3
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": EOS}
@@ -101,7 +101,7 @@ def test_the_handle_says_why_nothing_is_packed(name):
     with nta.patch(model) as handle:
         assert "forward" not in vars(model)
         assert f"{name}, attention 'eager' before, runs as it is called: " in repr(handle)
-        assert models.NOT_PACKED[models.kind(model)] in repr(handle)
+        assert families.NOT_PACKED[families.kind(model)] in repr(handle)
         assert not any(isinstance(model.get_submodule(path), torch.nn.MultiheadAttention) for path in handle.layers)
 
 
@@ -179,11 +179,11 @@ def images(*grids):
 
 @towers
 def test_vision_towers_see_all_images_in_one_call_of_a_layer(kind, monkeypatch):
-    from nt_attention.hf import interface
+    from nt_attention.hf import attention
 
-    calls, there = [], interface.varlen_attention
+    calls, there = [], attention.varlen_attention
     monkeypatch.setattr(
-        interface, "varlen_attention", lambda *args, **kwargs: calls.append(0) or there(*args, **kwargs)
+        attention, "varlen_attention", lambda *args, **kwargs: calls.append(0) or there(*args, **kwargs)
     )
     model = make_tower(kind)
     for grids in ([(1, 4, 6)], [(1, 4, 6), (1, 2, 2), (2, 8, 4), (1, 6, 10)]):
@@ -247,7 +247,7 @@ UNROUTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", models.NOT_ROUTED)
+@pytest.mark.parametrize("kind", families.NOT_ROUTED)
 def test_models_that_can_not_be_reached_are_refused_with_the_reason(kind):
     sizes = {} if kind == "xlnet" else {**SIZES, "num_hidden_layers": 1}
     model = AutoModel.from_config(transformers.CONFIG_MAPPING[kind](**{**TOKENS, **sizes, **UNROUTED.get(kind, {})}))
@@ -257,5 +257,5 @@ def test_models_that_can_not_be_reached_are_refused_with_the_reason(kind):
         with pytest.raises(ValueError, match="does not route its attention through transformers' interface") as refusal:
             nta.patch(model, padding_free=padding_free)
         assert type(model).__name__ in str(refusal.value)
-        assert models.NOT_ROUTED[kind] in str(refusal.value)
+        assert families.NOT_ROUTED[kind] in str(refusal.value)
     assert vars(model.config) == before

@@ -8,7 +8,7 @@ from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, problem
 from torch.nn import functional as F
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.kernels import cpu
+from nt_attention.kernels.backends import cpu
 
 
 def on_cpu(case: Problem):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nt_attention as nta
-from nt_attention.kernels import cpu
+from nt_attention.kernels.backends import cpu
 from nt_attention.kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, SlowBackendWarning, circumstances
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import nt_attention as nta
-from nt_attention.kernels import ops
+from nt_attention.kernels import custom_ops
 from nt_attention.kernels.select import BACKENDS
 
 pytestmark = [
@@ -274,7 +274,7 @@ OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": 9, "window_right": 
 @pytest.mark.parametrize("backend", OPERATORS)
 def test_operators_are_what_they_say_under_each_option(backend, option):
     (*arguments,), grad = operands(backend, cross=False)
-    arguments[3 + ops._OPTIONS.index(option)] = OPTIONS[option]
+    arguments[3 + custom_ops._OPTIONS.index(option)] = OPTIONS[option]
     lengths = arguments[3].diff().tolist()
     asked = {"window_left": {"window_size": (9, -1)}, "window_right": {"window_size": (-1, 9)}}
     claimed(backend, arguments[:3], lengths, lengths, is_causal=True, **asked.get(option, {option: OPTIONS[option]}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nt_attention as nta
-from nt_attention.kernels import cpu, reference
+from nt_attention.kernels.backends import cpu, reference
 from nt_attention.kernels.select import BACKENDS, SlowBackendWarning
 
 

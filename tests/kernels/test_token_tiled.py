@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import nt_attention as nta
-from nt_attention.kernels.spec import AttentionSpec
+from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.token_tiled import backend, configs, ops
 from nt_attention.kernels.token_tiled.configs import Config, Tile, config_for
 from nt_attention.kernels.token_tiled.plan import Plan
@@ -50,7 +50,7 @@ if GPU:
     }
 
 
-def cases(names, every, *axes):
+def cases_of(names, every, *axes):
     """All combinations on a GPU; on the interpreter one in ``every``, each value of each axis among them."""
     chosen = list(itertools.product(*axes))[:: 1 if GPU else every]
     assert [len(set(column)) for column in zip(*chosen, strict=True)] == [len(axis) for axis in axes]
@@ -106,7 +106,7 @@ exact = pytest.mark.usefixtures("poisoned")
 
 
 @exact
-@cases("lengths, geometry, extra, dtype, batch_invariant", 31, LENGTHS, GEOMETRIES, EXTRAS, DTYPES, [False, True])
+@cases_of("lengths, geometry, extra, dtype, batch_invariant", 31, LENGTHS, GEOMETRIES, EXTRAS, DTYPES, [False, True])
 def test_agrees_with_the_oracle(lengths, geometry, extra, dtype, batch_invariant):
     check(case_of(lengths, geometry, extra, dtype=dtype), batch_invariant=batch_invariant)
 
@@ -124,7 +124,7 @@ SCORES = {
 
 
 @exact
-@cases("scores, geometry, dtype", 3, SCORES, ["full", "causal-window"], DTYPES)
+@cases_of("scores, geometry, dtype", 3, SCORES, ["full", "causal-window"], DTYPES)
 def test_what_is_done_to_scores(scores, geometry, dtype):
     extra, options = SCORES[scores]
     check(case_of("cross", geometry, extra, dtype=dtype, options=options))
@@ -159,7 +159,7 @@ if GPU:
 
 
 @exact
-@cases("dims, dtype", 1, HEAD_DIMS, DTYPES)
+@cases_of("dims, dtype", 1, HEAD_DIMS, DTYPES)
 def test_head_dims(dims, dtype):
     head_dim, value_dim = dims
     # one number's gradient is a sum in which much may cancel, so that the rounding of its terms is left
@@ -239,7 +239,7 @@ STRIDES = {
 
 
 @exact
-@cases("name, stride, dtype", 5, ["query", "key", "value", "grad"], STRIDES, DTYPES)
+@cases_of("name, stride, dtype", 5, ["query", "key", "value", "grad"], STRIDES, DTYPES)
 def test_tensors_may_lie_in_memory_as_they_like(name, stride, dtype):
     case = case_of("cross", "causal", "gqa", dtype=dtype, head_dim=16, value_dim=32)  # kernels read 16 bytes at a time
     stride, function = STRIDES[stride], on_tiles(case)
@@ -330,7 +330,7 @@ TILES = {
 
 
 @exact
-@cases("tiles, geometry, extra, dtype", 11, TILES, GEOMETRIES, ["plain", "all"], DTYPES)
+@cases_of("tiles, geometry, extra, dtype", 11, TILES, GEOMETRIES, ["plain", "all"], DTYPES)
 def test_any_sizes_of_tiles_give_the_same(monkeypatch, tiles, geometry, extra, dtype):
     monkeypatch.setattr(ops, "config_for", lambda *_: TILES[tiles])
     check(case_of("cross", geometry, extra, dtype=dtype))
@@ -505,7 +505,7 @@ def assert_alone_as_in_the_batch(lengths, heads, kv_heads, head_dim, dtype, **op
             assert torch.equal(one, two), (name, len(q))
 
 
-@cases("dtype, geometry", 1, DTYPES, ["full", "both-sides"])
+@cases_of("dtype, geometry", 1, DTYPES, ["full", "both-sides"])
 def test_a_sequence_gives_the_same_bits_alone(dtype, geometry):
     assert_alone_as_in_the_batch([3, 17, 1, 33, 0, 5, 16, 2], 2, 1, 5, dtype, **GEOMETRIES[geometry])
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nt_attention import SequenceLayout
-from nt_attention.kernels.spec import open_window
+from nt_attention.kernels.masks import Window
 from nt_attention.kernels.token_tiled.plan import Plan
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 13)), max_size=7)
@@ -173,8 +173,9 @@ def test_a_plan_keeps_no_offsets_alive(window):
 
 
 def test_a_window_as_operators_take_it():
-    assert open_window(-1, 5) == (math.inf, 5)
-    assert open_window(0, -1) == (0, math.inf)
+    assert Window.of((-1, 5)) == (math.inf, 5)
+    assert Window.of((0, -1)) == (0, math.inf)
+    assert Window.of((3, -1), is_causal=True).sizes == (3, 0)
 
 
 @pytest.mark.parametrize("window", [(math.inf, math.inf), (3, 3), (3, 1), (math.inf, 0)], ids=str)

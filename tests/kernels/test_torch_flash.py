@@ -10,8 +10,8 @@ import torch
 from waiting import syncs
 
 import nt_attention as nta
-from nt_attention.kernels import torch_flash
-from nt_attention.kernels.spec import AttentionSpec
+from nt_attention.kernels.backends import torch_flash
+from nt_attention.kernels.call import AttentionSpec
 
 gpu = pytest.mark.gpu
 LENGTHS = [1, 4096, 0, 17, 1031, 128, 129, 65, 15]

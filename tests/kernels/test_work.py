@@ -10,10 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.kernels import work as work_module
-from nt_attention.kernels.masking import visible
-from nt_attention.kernels.spec import AttentionSpec
-from nt_attention.kernels.work import Work, visible_pairs, work
+from nt_attention.kernels.call import AttentionSpec
+from nt_attention.kernels.masks import Window
+from nt_attention.kernels.work import Work, work
 
 SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 5, 5, 7, 7, 0.3)
 OPEN = math.inf
@@ -26,7 +25,7 @@ ALIGNMENTS = pytest.mark.parametrize("lower_right", [True, False], ids=["lower_r
 
 
 def counted(queries, keys, window, lower_right):
-    seen = visible(queries, keys, keys - queries if lower_right else 0, window, torch.device("cpu"))
+    seen = Window(*window).mask(queries, keys, keys - queries if lower_right else 0, torch.device("cpu"))
     return queries * keys if seen is None else int(seen.sum())
 
 
@@ -45,7 +44,7 @@ def test_pairs_are_those_of_the_mask(window, lower_right):
     pairs = [(a, b) for a in EDGES for b in EDGES] + [(draw.randrange(41), draw.randrange(41)) for _ in range(83)]
     queries, keys = torch.tensor(pairs).unbind(1)
     want = [counted(*pair, window, lower_right) for pair in pairs]
-    got = visible_pairs(queries, keys, window, lower_right)
+    got = Window(*window).pairs(queries, keys, lower_right)
     assert got.dtype == torch.int64
     assert got.tolist() == want
 
@@ -53,7 +52,7 @@ def test_pairs_are_those_of_the_mask(window, lower_right):
 @ALIGNMENTS
 def test_no_sequences_have_no_pairs(lower_right):
     none = torch.zeros(0, dtype=torch.int64)
-    assert visible_pairs(none, none, (3, 5), lower_right).shape == (0,)
+    assert Window(3, 5).pairs(none, none, lower_right).shape == (0,)
     layout, key_layout, spec = of_lengths([], [], window_size=(3, 5))
     assert work(layout, key_layout, spec) == Work(0, 0, 0)
 
@@ -63,7 +62,7 @@ def test_no_sequences_have_no_pairs(lower_right):
 def test_pairs_outgrow_32_bits(window, lower_right):
     n = 2**31 - 1  # tokens that a layout may have
     queries = torch.tensor([n])
-    got = visible_pairs(queries, queries, window, lower_right).item()
+    got = Window(*window).pairs(queries, queries, lower_right).item()
     left, right = window
     # row sums of a square, less the corners that a window cuts off
     cut_left = 0 if left == OPEN else (n - left) * (n - left - 1) // 2
@@ -100,7 +99,7 @@ def test_the_fast_path_counts_the_same(lengths, is_causal, monkeypatch):
 
     layout, _, spec = of_lengths(lengths, lengths, equal=True, is_causal=is_causal)
     slow = work(layout, SequenceLayout.from_lengths(lengths), dataclasses.replace(spec, equal_lengths=False))
-    monkeypatch.setattr(work_module, "visible_pairs", refused)
+    monkeypatch.setattr(Window, "pairs", refused)
     assert work(layout, layout, spec) == slow
 
 
@@ -108,13 +107,13 @@ class TestRemembered:
     @pytest.fixture
     def counts(self, monkeypatch):
         """The windows that pairs were counted for, one for each time."""
-        windows = []
+        windows, pairs = [], Window.pairs
 
-        def counting(queries, keys, window, lower_right):
+        def counting(window, *call):
             windows.append(window)
-            return visible_pairs(queries, keys, window, lower_right)
+            return pairs(window, *call)
 
-        monkeypatch.setattr(work_module, "visible_pairs", counting)
+        monkeypatch.setattr(Window, "pairs", counting)
         return windows
 
     def test_a_second_layer_counts_nothing(self, counts):

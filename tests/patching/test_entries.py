@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput
 
 import nt_attention as nta
-from nt_attention.patching import padding_free
-from nt_attention.patching.packing import Packing
+from nt_attention.hf import packed_forward
+from nt_attention.hf.packing import Packing
 from nt_attention.patching.patch import NotPackedError, NotPackedWarning
 
 LENGTHS, LENGTH = [7, 1, 13, 19], 23
@@ -256,7 +256,7 @@ def test_another_value_for_on_fallback_is_refused():
 def test_an_output_that_no_table_knows_comes_back_padded(monkeypatch):
     model, batch = make(), make_batch()
     want = model(**batch, output_hidden_states=True)
-    monkeypatch.setattr(padding_free.models, "TOKEN_OUTPUTS", {})
+    monkeypatch.setattr(packed_forward.families, "TOKEN_OUTPUTS", {})
     with nta.patch(model) as handle:
         got = model(**batch, output_hidden_states=True)
     assert handle.calls == {None: 1}
@@ -269,7 +269,7 @@ def test_outputs_are_padded_however_deep_they_are():
     packing = Packing.of(MASK.long(), None, *MASK.shape)
     token, other = torch.randn(*PACKED, 3), torch.randn(5)
     out = ModelOutput(new=(token, [None, {"inner": token}], other))
-    padding_free._pad_outputs(out, packing, None, set())
+    packed_forward._pad_outputs(out, packing, None, set())
     (first, (none, inner), last), want = out["new"], packing.pad(token)
     assert torch.equal(first, want)
     assert torch.equal(inner["inner"], want)
@@ -280,20 +280,20 @@ def test_outputs_are_padded_however_deep_they_are():
 @pytest.mark.parametrize("shape", [(sum(LENGTHS), 3), (3, 1, sum(LENGTHS)), (2 * sum(LENGTHS),)])
 def test_a_form_that_can_not_be_told_is_no_answer(shape):
     packing = Packing.of(MASK.long(), None, *MASK.shape)
-    with pytest.raises(padding_free._UnknownOutput, match="'new'"):
-        padding_free._pad_outputs(ModelOutput(new=(torch.zeros(shape),)), packing, None, set())
+    with pytest.raises(packed_forward._UnknownOutput, match="'new'"):
+        packed_forward._pad_outputs(ModelOutput(new=(torch.zeros(shape),)), packing, None, set())
 
 
 def test_a_call_with_such_an_output_falls_back(monkeypatch):
     model, batch = make("bert", "BertModel"), make_batch()
-    real = padding_free._pad_outputs
+    real = packed_forward._pad_outputs
 
     def with_more(out, packing, kept, done):
         out["flat"] = out["last_hidden_state"][0]  # (T, E), as router logits are
         real(out, packing, kept, done)
 
     want = model(**batch)
-    monkeypatch.setattr(padding_free, "_pad_outputs", with_more)
+    monkeypatch.setattr(packed_forward, "_pad_outputs", with_more)
     with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="its output 'flat' is not known"):
         got = model(**batch)
     assert torch.equal(got.last_hidden_state, want.last_hidden_state)

@@ -244,7 +244,7 @@ def test_a_model_inside_another_is_found():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (BertForPreTraining, r"head that is not in nt_attention.hf.models yet, .*: patch its base model, \.bert"),
+        (BertForPreTraining, r"head that is not in nt_attention.hf.families yet, .*: patch its base model, \.bert"),
     ],
 )
 def test_unknown_heads_are_refused_with_the_way_round(kind, reason):

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from ..spec import COMMON, AttentionSpec, Backend
+from ..call import COMMON, AttentionSpec, Backend
 from . import ops
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...layout import SequenceLayout
 from .. import device
-from ..spec import Gradients, Known, Problem
+from ..call import Gradients, Known, Problem
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
 
@@ -47,7 +47,7 @@ class _Recipe(NamedTuple):
         """``shape``: query heads for a key head, D, V. ``switches``: LINEAR, SOFTCAP, ALIBI, DROPOUT."""
         from .plan import Plan  # NumPy comes in with the first plan
 
-        plan = layout.remember(
+        plan = layout.cached(
             ("token_tiled plan", window, upper_left),
             lambda: Plan.make(layout, key_layout, window, upper_left),
             key_layout,
@@ -85,7 +85,7 @@ class _Call(NamedTuple):
         linear = spec.has_positive_scale and not spec.softcap and slopes is None
         switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0)
         kind = (query.device, query.dtype, shape, switches, spec.window, not spec.lower_right, spec.batch_invariant)
-        recipe = layout.remember(("token_tiled", *kind), lambda: _Recipe.make(layout, key_layout, *kind), key_layout)
+        recipe = layout.cached(("token_tiled", *kind), lambda: _Recipe.make(layout, key_layout, *kind), key_layout)
         return cls(recipe, slopes, seed, (spec.scale, spec.softcap, spec.dropout_p), query.shape[1])
 
     def launch(

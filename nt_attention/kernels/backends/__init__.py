@@ -1,0 +1,1 @@
+"""The kernels that are called, a file each. None imports another."""

@@ -1,0 +1,69 @@
+"""FlashAttention-2 (Dao 2023) of the ``flash-attn`` package, 2.7 and 2.8, called at its compiled extension.
+
+The extension alone is looked for, since ``flash-attn-4`` by itself makes ``import flash_attn`` succeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ..call import COMMON, Backend, Gradients, Known, Problem
+from ..device import no_cuda
+from .flash import HALVES, heads_first, longest, tokens_first, window
+
+
+@functools.cache
+def missing() -> str | None:
+    if importlib.util.find_spec("flash_attn_2_cuda") is None:
+        return "flash-attn 2 is not installed: pip install flash-attn --no-build-isolation (docs/backends.md)."
+    return no_cuda()
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    import flash_attn_2_cuda
+
+    layout, key_layout, slopes, spec, _ = problem
+    out, lse, _, rng_state = flash_attn_2_cuda.varlen_fwd(
+        *(query, key, value, None, layout.cu_seqlens, key_layout.cu_seqlens),
+        *(None, None, None, slopes),  # seqused_k, leftpad_k, block_table
+        *(longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
+        *(*window(spec), spec.softcap, False, None),  # no weights returned, torch's own generator
+    )
+    lse = tokens_first(lse, spec)
+    return (out, lse, rng_state) if spec.dropout_p else (out, lse)
+
+
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+    import flash_attn_2_cuda
+
+    grad, _, out, lse, rng_state = known
+    layout, key_layout, slopes, spec, _ = problem
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    flash_attn_2_cuda.varlen_bwd(
+        *(grad, query, key, value, out, heads_first(lse, spec), *grads, layout.cu_seqlens, key_layout.cu_seqlens),
+        *(slopes, longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
+        *(*window(spec), spec.softcap, spec.deterministic, None, rng_state if spec.dropout_p else None),
+    )
+    return grads
+
+
+BACKEND = Backend(
+    name="flash_attn_2",
+    about="FlashAttention-2 of the flash-attn package (CUDA, 16-bit)",
+    missing=missing,
+    forward=forward,
+    backward=backward,
+    features=COMMON | {"window", "softcap", "alibi", "dropout", "deterministic"},
+    device_type="cuda",
+    min_capability=(8, 0),
+    dtypes=HALVES,
+    max_head_dim=256,
+    head_dim_multiple=8,
+    compiled_for=(32, 64, 96, 128, 192, 256),
+    one_head_dim=True,
+    lower_right_only=True,
+)

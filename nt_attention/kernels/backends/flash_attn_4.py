@@ -1,0 +1,88 @@
+"""FlashAttention-4 (Zadouri et al. 2026), ``flash_attn.cute`` of the ``flash-attn-4`` package.
+
+Its kernels are compiled on first use, a few seconds for each kind of call; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+keeps them on disk. 4.0.0b36 gives a wrong gradient of the queries at head dims 16 and 80 on Hopper, in silence, and
+does not launch at 64 with values of 128, so only head dims that were seen to be right are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+from torch import Tensor
+
+from .. import device
+from ..call import COMMON, Backend, Gradients, Known, Problem
+from ..device import no_cuda
+from .flash import HALVES, window
+
+
+@functools.cache
+def missing() -> str | None:
+    package = importlib.util.find_spec("flash_attn")
+    folders = package.submodule_search_locations if package is not None else None
+    if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders or ()):
+        return "flash-attn-4 is not installed: pip install flash-attn-4."
+    return no_cuda()
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    layout, key_layout, _, spec, _ = problem
+    left, right = (None if side < 0 else side for side in window(spec))
+    return {
+        "cu_seqlens_q": layout.cu_seqlens,
+        "cu_seqlens_k": key_layout.cu_seqlens,
+        "max_seqlen_q": layout.max_seqlen,
+        "max_seqlen_k": key_layout.max_seqlen,
+        "softmax_scale": spec.scale,
+        "causal": spec.is_causal,
+        "softcap": spec.softcap,
+        "window_size_left": left,
+        "window_size_right": right,
+    }
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    with device.current(query.device):
+        out, lse, *_ = _flash_attn_fwd(query, key, value, **_options(problem), return_lse=True)
+    return out, lse.transpose(0, 1)
+
+
+def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    grad, grad_lse, out, lse, _ = known
+    lse = lse.transpose(0, 1).contiguous()
+    if grad_lse is not None:
+        grad_lse = grad_lse.transpose(0, 1).contiguous()
+    with device.current(query.device):
+        grads = _flash_attn_bwd(
+            *(query, key, value, out, grad, lse),
+            **_options(problem),
+            deterministic=problem.spec.deterministic,
+            dlse=grad_lse,
+        )
+    return grads[0], grads[1], grads[2]
+
+
+BACKEND = Backend(
+    name="flash_attn_4",
+    about="FlashAttention-4 of the flash-attn-4 package (Hopper and later, 16-bit)",
+    missing=missing,
+    forward=forward,
+    backward=backward,
+    features=COMMON | {"window", "softcap", "deterministic"},
+    device_type="cuda",
+    min_capability=(9, 0),
+    dtypes=HALVES,
+    max_head_dim=256,
+    head_dims=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+    lower_right_only=True,
+    reads_past_end=True,
+    lse_gradient=True,
+)

@@ -1,0 +1,101 @@
+"""Mask geometry: which keys a query sees under causality and a window, how many they are, and ALiBi's bias.
+
+The only place that knows it, for all backends, padded attention, Hugging Face's masks and the command line.
+
+Dimensions: B sequences, H heads, L queries and S keys of a sequence. A distance is a key's position minus the position
+of the query that looks at it, both counted along the keys: below 0 for the keys before it, above 0 for those after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Window(NamedTuple):
+    """How many keys before and after its own position a query sees, both inclusive; inf where there is no limit.
+
+    >>> Window.of((2, -1), is_causal=True).mask(3, 3, 0, torch.device("cpu")).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    left: float = math.inf
+    right: float = math.inf
+
+    @classmethod
+    def of(cls, window_size: tuple[int, int], is_causal: bool = False) -> Window:
+        """From ``varlen_attention``'s arguments, in which −1 is no limit."""
+        left, right = (math.inf if side < 0 else side for side in window_size)
+        return cls(left, 0 if is_causal else right)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every key is visible."""
+        return self.left == self.right == math.inf
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(left, right) with −1 where there is no limit, as flash kernels take them."""
+        left, right = (-1 if side == math.inf else int(side) for side in self)
+        return left, right
+
+    def visible(self, distance: Tensor) -> Tensor | None:
+        """Where a key at this distance is visible, bool; None if everywhere."""
+        if self.left == math.inf:
+            return None if self.right == math.inf else distance <= int(self.right)
+        after_left = distance >= -int(self.left)
+        return after_left if self.right == math.inf else after_left & (distance <= int(self.right))
+
+    def mask(self, queries: int, keys: int, diagonal: int, device: torch.device) -> Tensor | None:
+        """(L, S) bool, the visible keys, where query i stands at key position i + diagonal; None if all are visible."""
+        if diagonal + self.right >= keys - 1 and queries - 1 + diagonal - self.left <= 0:
+            return None
+        return self.visible(distances(queries, keys, diagonal, device))
+
+    def pairs(self, queries: Tensor, keys: Tensor, lower_right: bool) -> Tensor:
+        """(B,) the visible pairs of each sequence, of (B,) numbers of queries and keys.
+
+        Query i sees keys from i + shift − left up to i + shift + right, cut to 0 … S; the sum over i of a line that is
+        cut at both ends has a closed form.
+        """
+        shift = keys - queries if lower_right else torch.zeros_like(keys)
+        before = 0 * keys if self.left == math.inf else _sum_of_cut_line(shift - int(self.left), queries, keys)
+        upto = queries * keys
+        if self.right != math.inf:
+            upto = _sum_of_cut_line(shift + int(self.right) + 1, queries, keys)
+        return upto - before
+
+
+def distances(queries: int, keys: int, diagonal: int, device: torch.device) -> Tensor:
+    """(L, S) int64, where query i stands at key position i + diagonal."""
+    return torch.arange(keys, device=device) - (torch.arange(queries, device=device) + diagonal)[:, None]
+
+
+def alibi_bias(distance: Tensor, slopes: Tensor) -> Tensor:
+    """(…, H, L, S), −slope · |distance| for slopes (…, H) (Press et al. 2022, made symmetric)."""
+    return -slopes[..., None, None] * distance.abs()
+
+
+def for_each_score(mod: Callable[..., Tensor], scores: Tensor, b: int) -> Tensor:
+    """Call ``mod(score, b, h, q_idx, kv_idx)`` on scalars, as flex_attention does, for every score (H, L, S)."""
+    heads, queries, keys = (torch.arange(n, device=scores.device) for n in scores.shape)
+    over_keys = torch.vmap(mod, in_dims=(0, None, None, None, 0))
+    over_queries = torch.vmap(over_keys, in_dims=(0, None, None, 0, None))
+    over_heads = torch.vmap(over_queries, in_dims=(0, None, 0, None, None))
+    return over_heads(scores, torch.tensor(b, device=scores.device), heads, queries, keys)
+
+
+def _sum_of_cut_line(start: Tensor, count: Tensor, top: Tensor) -> Tensor:
+    """The sum of min(max(start + i, 0), top) over i < count."""
+    return _sum_below(start + count, top) - _sum_below(start, top)
+
+
+def _sum_below(end: Tensor, top: Tensor) -> Tensor:
+    """The sum of min(j, top) over 0 ≤ j < end."""
+    end = end.clamp(min=0)
+    rising = torch.minimum(end, top)
+    return rising * (rising - 1) // 2 + (end - rising) * top
