@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from nt_attention.kernels.work import work
 from scipy.optimize import nnls
 
 from nt_attention.cli.baselines import backend
@@ -27,9 +28,8 @@ from nt_attention.cli.inputs import Problem
 from nt_attention.cli.lengths import Lengths
 from nt_attention.cli.timing import device_ms
 from nt_attention.cli.workloads import Batch
-from nt_attention.functional import _Call
+from nt_attention.functional import plan
 from nt_attention.kernels.cost_model import mask_kind
-from nt_attention.kernels.work import work
 
 TOKENS = 16384
 EQUAL = (1, 40, 150, 700, 4000)
@@ -80,7 +80,7 @@ def measure(dtype: torch.dtype, head_dim: int, kinds: list[str]) -> dict[tuple[s
 
 
 def _spec(problem: Problem):
-    return _Call.check(*problem.qkv, problem.layout, None, **problem.masks, choosing=False).problem.spec
+    return plan(*problem.qkv, problem.layout, **problem.masks).call.spec
 
 
 def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
@@ -105,11 +105,11 @@ def main() -> None:
     header = {
         "command": f"python benchmarks/fit_costs.py {' '.join(sys.argv[1:])}",
         "date": str(datetime.date.today()),
-        "card": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name(),
         "versions": versions(),
     }
     before = json.loads(options.save.read_text()) if options.save and options.save.exists() else {}
-    table, worst, kept = before.get("costs", {}), before.get("off (median, most)", {}), {}
+    table, worst, kept = before.get("costs", {}), before.get("error of the fit (median, largest)", {}), {}
     for dtype in RIVALS:
         kind = "float32" if dtype == torch.float32 else "16-bit"
         if kind not in options.dtypes:
@@ -125,7 +125,7 @@ def main() -> None:
                 print(f"{where:<45} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
             if options.save:  # as far as it has come
                 options.save.write_text(
-                    json.dumps(header | {"off (median, most)": worst, "costs": table}, indent=1) + "\n"
+                    json.dumps(header | {"error of the fit (median, largest)": worst, "costs": table}, indent=1) + "\n"
                 )
             if options.rows:
                 options.rows.write_text(json.dumps(kept) + "\n")

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import nt_attention as nta
 from nt_attention.cli.timing import host_us
-from nt_attention.functional import _Call
+from nt_attention.functional import plan
 from nt_attention.kernels.select import BACKENDS
 
 LENGTHS = [30, 7, 64, 27]
@@ -47,9 +47,9 @@ def main() -> None:
         plain = [x.detach() for x in packed]
         nested = [layout.to_nested(x).requires_grad_() for x in plain]
         projected = [layout.to_nested(x) for x in packed]
-        problem = _Call.check(*packed, layout, None, backend=name).problem
+        call = plan(*packed, layout, backend=name).call
         attend = functools.partial(nta.varlen_attention, backend=name)
-        raw = us(functools.partial(backend.forward, *plain, problem))
+        raw = us(functools.partial(backend.forward, *plain, call))
         times = [us(functools.partial(attend, *packed, layout)), us(functools.partial(attend, *nested))]
         times.append(us(functools.partial(attend, *projected)))
         cells = " | ".join(f"{t:.0f} | {t - raw:.0f}" for t in times)

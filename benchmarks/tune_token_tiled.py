@@ -24,7 +24,7 @@ from triton.runtime.errors import OutOfResources
 from nt_attention import SequenceLayout
 from nt_attention.cli.timing import device_ms
 from nt_attention.cli.workloads import BATCHES, Batch
-from nt_attention.functional import _Call
+from nt_attention.functional import plan
 from nt_attention.kernels.token_tiled import ops
 from nt_attention.kernels.token_tiled.configs import Tile
 
@@ -62,14 +62,10 @@ class Bench:
 
         self.q, self.grad = random(batch.heads), random(batch.heads)
         self.k, self.v = random(batch.kv_heads), random(batch.kv_heads)
-        problem = _Call.check(
-            *(self.q, self.k, self.v, self.layout, None),
-            is_causal=batch.is_causal,
-            window_size=batch.window_size,
-            backend="token_tiled",
-        ).problem
-        self.window = problem.spec.window
-        self.call = ops._Call.prepare(self.q, self.k, self.v, problem, None)
+        mask = {"is_causal": batch.is_causal, "window_size": batch.window_size}
+        call = plan(self.q, self.k, self.v, self.layout, backend="token_tiled", **mask).call
+        self.window = call.spec.window
+        self.call = ops.Launcher.prepare(self.q, self.k, self.v, call, None)
         self.out, self.lse = torch.empty_like(self.q), self.q.new_empty(batch.heads, total, dtype=torch.float32).T
         self.delta = torch.empty_like(self.lse)
         self.grads = [torch.empty_like(x) for x in (self.q, self.k, self.v)]

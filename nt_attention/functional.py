@@ -1,4 +1,4 @@
-"""``varlen_attention``: attention over ragged sequences, packed or nested, and ``explain``, which tells what would run.
+"""``varlen_attention``: attention over ragged sequences, packed or nested, and ``explain``, which says what would run.
 
 Dimensions: B sequences, j their ragged length, T query tokens, S key tokens, H query heads, G key heads, D and Dv head
 dims.
@@ -6,31 +6,21 @@ dims.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from . import nested
 from ._tracing import is_traced, refuse_jit_trace
-from .kernels.autograd import run, run_later
-from .kernels.call import (
-    DTYPES,
-    AttentionSpec,
-    Backend,
-    CausalAlignment,
-    MaskMod,
-    Problem,
-    ScoreMod,
-    check_shapes,
-    check_slopes,
-    describe,
-)
-from .kernels.select import Explanation, choose, chosen_later, circumstances, explain_spec, warn_if_slow
+from .kernels.autograd import run
+from .kernels.backend import Backend
+from .kernels.call import DTYPES, OPTIONS, AttentionSpec, Call, Options, all_options, check_slopes, describe
+from .kernels.cost_model import CallSize
+from .kernels.select import Explanation, can_choose_later, choose, explain_spec, selection_key, warn_if_slow
 from .kernels.support import head_dims
-from .kernels.work import work
 from .layout import SequenceLayout
 
 _NO_OPERATOR = "no operator takes this call (mask_mod and score_mod, and on a CPU dropout and softcap)"
@@ -43,20 +33,11 @@ def varlen_attention(
     layout: SequenceLayout | None = None,
     key_layout: SequenceLayout | None = None,
     *,
-    is_causal: bool = False,
-    causal_alignment: CausalAlignment = "lower_right",
-    window_size: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention in which every sequence sees itself alone.
 
@@ -97,16 +78,15 @@ def varlen_attention(
         ValueError: shapes, dtypes, devices or layouts that do not fit each other, or no backend that can run this.
         TypeError: NestedTensors mixed with packed tensors.
     """
-    call = _Call.check(
-        query, key, value, layout, key_layout, sinks=sinks, alibi_slopes=alibi_slopes, is_causal=is_causal,
-        causal_alignment=causal_alignment, window_size=window_size, scale=scale, softcap=softcap, score_mod=score_mod,
-        mask_mod=mask_mod, dropout_p=dropout_p, deterministic=deterministic, batch_invariant=batch_invariant,
-        backend=backend,
-    )  # fmt: skip
-    out, lse = _run(call, sinks)
-    if call.rewrap is not None:
-        out = call.rewrap(out)
-        lse = call.rewrap(lse, True) if return_lse else lse
+    planned = plan(query, key, value, layout, key_layout, alibi_slopes=alibi_slopes, backend=backend, **options)
+    if sinks is not None:
+        _check_sinks(sinks, planned.query)
+    if not isinstance(planned.backend, str) and planned.backend.is_reference:
+        warn_if_slow(planned.call, backend, stacklevel=3)
+    out, lse = run(planned.backend, planned.query, planned.key, planned.value, sinks, planned.call)
+    if planned.rewrap is not None:
+        out = planned.rewrap(out)
+        lse = planned.rewrap(lse, True) if return_lse else lse
     return (out, lse) if return_lse else out
 
 
@@ -117,140 +97,128 @@ def explain(
     layout: SequenceLayout | None = None,
     key_layout: SequenceLayout | None = None,
     *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
     backend: str = "auto",
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Explanation:
     """Which backend would run this call of ``varlen_attention``, and why each other one would not.
 
     Takes the arguments of ``varlen_attention`` and runs nothing. Print what it returns.
     """
-    options.pop("return_lse", None)
-    unknown = sorted(options.keys() - (_Call.check.__kwdefaults__ or {}).keys())
-    if unknown:
-        raise TypeError(f"varlen_attention has no argument {', '.join(map(repr, unknown))}.")
-    problem = _Call.check(query, key, value, layout, key_layout, backend=backend, **options, choosing=False).problem
-    return explain_spec(problem.spec, work(problem.layout, problem.key_layout, problem.spec), backend)
+    inputs = _pack(query, key, value, layout, key_layout)
+    spec = _spec(inputs, alibi_slopes is not None, all_options(options))
+    _check_rows(inputs, alibi_slopes)
+    if sinks is not None:
+        _check_sinks(sinks, inputs.query)
+    return explain_spec(spec, CallSize.of(inputs.layout, inputs.key_layout, spec), backend)
 
 
-class _Call(NamedTuple):
-    """A checked call: packed tensors, all else that there is to say, and how to give the result the query's form."""
+def _with_options(function: Callable[..., Any]) -> inspect.Signature:
+    """The function's signature, with the options by their names."""
+    *parameters, _ = inspect.signature(function).parameters.values()
+    for name, option in OPTIONS.items():
+        annotation = Options.__annotations__[name]
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
+        )
+    return inspect.signature(function).replace(parameters=parameters)
+
+
+varlen_attention.__signature__ = _with_options(varlen_attention)  # type: ignore[attr-defined]
+explain.__signature__ = _with_options(explain)  # type: ignore[attr-defined]
+
+
+class Plan(NamedTuple):
+    """A checked call, and what runs it.
+
+    Attributes:
+        query, key, value: packed.
+        call: all else that kernels take.
+        backend: the one that runs. In a graph "auto" or a name, which is looked up when the graph runs.
+        rewrap: gives a result the query's form; None for packed tensors.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    problem: Problem
-    kernel: Backend | None
-    backend: str
+    call: Call
+    backend: Backend | str
     rewrap: Callable[..., Tensor] | None
 
-    @classmethod
-    def check(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: SequenceLayout | None,
-        key_layout: SequenceLayout | None,
-        *,
-        is_causal: bool = False,
-        causal_alignment: CausalAlignment = "lower_right",
-        window_size: tuple[int, int] = (-1, -1),
-        scale: float | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        score_mod: ScoreMod | None = None,
-        mask_mod: MaskMod | None = None,
-        dropout_p: float = 0.0,
-        deterministic: bool = False,
-        batch_invariant: bool = False,
-        backend: str = "auto",
-        choosing: bool = True,
-    ) -> _Call:
-        refuse_jit_trace()
-        query, key, value, layout, key_layout, rewrap = _packed(query, key, value, layout, key_layout)
-        query, key, value = _autocast(query, key, value)
-        check_window_size(window_size)
-        if not (type(is_causal) is type(deterministic) is type(batch_invariant) is bool):
-            check_bools(is_causal=is_causal, deterministic=deterministic, batch_invariant=batch_invariant)
-        compiling = is_traced(query)
-        if compiling:
-            # an argument of the graph as it came in does not tell a transform's gradients, and may not come twice
-            query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
-        needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
-        def decide() -> tuple[AttentionSpec, Backend | None, tuple[int, int] | None]:
-            _check_tensors(query, key, value, layout, key_layout)
-            _check_options(causal_alignment, dropout_p)
-            check_score_options(scale, softcap, score_mod, mask_mod)
-            spec = AttentionSpec(
-                device=query.device,
-                dtype=query.dtype,
-                num_heads=query.shape[1],
-                num_kv_heads=key.shape[1],
-                head_dim=query.shape[2],
-                value_dim=value.shape[2],
-                scale=query.shape[2] ** -0.5 if scale is None else float(scale),
-                is_causal=is_causal,
-                causal_alignment=causal_alignment,
-                window_size=(int(window_size[0]), int(window_size[1])),
-                softcap=float(softcap),
-                alibi=alibi_slopes is not None,
-                score_mod=score_mod,
-                mask_mod=mask_mod,
-                dropout_p=float(dropout_p),
-                deterministic=deterministic,
-                batch_invariant=batch_invariant,
-                needs_grad=needs_grad,
-                # a graph may run with other lengths: what runs in it looks at them
-                equal_lengths=layout is key_layout or (not compiling and layout.same_lengths(key_layout)),
-                keyless=(compiling and layout is not key_layout) or key_layout.min_seqlen == 0,
-            )
-            if not choosing or (compiling and chosen_later(spec, backend)):
-                return spec, None, None
-            if torch.compiler.is_compiling():
-                torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, and what is no operator runs outside of a graph")
-            elif compiling:
-                raise ValueError(f"{_NO_OPERATOR}, so make_fx can't record it: make the call outside of the function.")
-            kernel = choose(spec, work(layout, key_layout, spec), backend)
-            return spec, kernel, head_dims(kernel, spec)
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | None = None,
+    *,
+    alibi_slopes: Tensor | None = None,
+    backend: str = "auto",
+    **options: Unpack[Options],
+) -> Plan:
+    """Check a call of ``varlen_attention`` and choose its backend, without running it.
 
-        if compiling or not choosing or score_mod is not None or mask_mod is not None:
-            spec, kernel, dims = decide()  # to remember them would keep the functions given here as long as the batch
-        else:
-            # the same for all layers of a model
-            asked = (
-                *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
-                *(query.device, key.device, value.device, alibi_slopes is None, is_causal, causal_alignment),
-                *(tuple(window_size), scale, softcap, dropout_p, deterministic, batch_invariant, needs_grad),
-                *circumstances(backend),
-            )
-            spec, kernel, dims = layout.cached(asked, decide, None if key_layout is layout else key_layout)
-        if rewrap is None:  # NestedTensors have been checked
-            layout.check_rows(query, "query")
-            key_layout.check_keys(key, value)
-        if sinks is not None:
-            _check_sinks(sinks, query)
-        if alibi_slopes is not None:
-            check_slopes(alibi_slopes, query.shape[1], layout.batch_size, query.device)
-        problem = Problem(layout, key_layout, alibi_slopes, spec, dims)
-        return cls(query, key, value, problem, kernel, backend, rewrap)
+    The spec and the choice are cached with the layout, for all layers of a model.
+    """
+    inputs = _pack(query, key, value, layout, key_layout)
+    every = all_options(options)
+    every["window_size"] = OPTIONS["window_size"].parse("window_size", every["window_size"])  # a list has no hash
+
+    def decide() -> tuple[AttentionSpec, Backend | str, tuple[int, int] | None]:
+        spec = _spec(inputs, alibi_slopes is not None, every)
+        return spec, *_choose(inputs, spec, backend)
+
+    if inputs.is_traced or every["score_mod"] is not None or every["mask_mod"] is not None:
+        spec, chosen, dims = decide()  # a cache would keep these functions as long as the batch
+    else:
+        q, k, v = inputs.query, inputs.key, inputs.value
+        values = every.values()
+        cache_key = (
+            *("call", q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            *(alibi_slopes is None, inputs.needs_grad, *selection_key(backend)),
+            *(*map(type, values), *values),  # 1 is no bool, but equal to True
+        )
+        other = None if inputs.key_layout is inputs.layout else inputs.key_layout
+        spec, chosen, dims = inputs.layout.cached(cache_key, decide, other)
+    _check_rows(inputs, alibi_slopes)
+    query, key, value, layout, key_layout, rewrap, *_ = inputs
+    return Plan(query, key, value, Call(layout, key_layout, alibi_slopes, spec, dims), chosen, rewrap)
 
 
-def _run(call: _Call, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out (T, H, Dv) and lse (T, H)."""
-    tensors = (call.query, call.key, call.value)
-    if call.kernel is None:
-        return run_later(call.backend, *tensors, sinks, call.problem)
-    if call.kernel.is_reference:
-        warn_if_slow(call.problem, call.backend, stacklevel=4)
-    return run(call.kernel, *tensors, sinks, call.problem)
+class _Inputs(NamedTuple):
+    """Packed tensors and their layouts, whichever form came in."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    rewrap: Callable[..., Tensor] | None
+    is_traced: bool
+    needs_grad: bool
 
 
-def _packed(
+def _pack(
+    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
+) -> _Inputs:
+    refuse_jit_trace()
+    query, key, value, layout, key_layout, rewrap = _unwrap(query, key, value, layout, key_layout)
+    query, key, value = _autocast(query, key, value)
+    traced = is_traced(query)
+    if traced:
+        # an argument of the graph as it came in does not tell a transform's gradients, and may not come twice
+        query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return _Inputs(query, key, value, layout, key_layout, rewrap, traced, needs_grad)
+
+
+def _unwrap(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
 ) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
-    """Packed tensors and both layouts, from whichever form came in."""
+    """Packed tensors and both layouts, from NestedTensors or packed tensors."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
@@ -267,11 +235,11 @@ def _packed(
         key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
         return query, key, value, layout, key_layout, None
     if not all(kinds):
-        told = ", ".join(
+        kinds_of = ", ".join(
             f"{name} is {'nested' if kind else 'a plain tensor'}"
             for name, kind in zip(("query", "key", "value"), kinds, strict=True)
         )
-        raise TypeError(f"{told}: pass three NestedTensors, or three packed tensors and a layout.")
+        raise TypeError(f"{kinds_of}: pass three NestedTensors, or three packed tensors and a layout.")
     if layout is not None or key_layout is not None:
         raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
     q, k, v = nested.unwrap_each(query=query, key=key, value=value, for_weights=False)
@@ -297,9 +265,42 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def _check_tensors(
-    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout, key_layout: SequenceLayout
-) -> None:
+def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpec:
+    """What is asked for; refuses tensors that do not fit each other, and options that can't be right."""
+    query, key, value, layout, key_layout, *_ = inputs
+    _check_tensors(query, key, value)
+    if layout.batch_size != key_layout.batch_size:
+        raise ValueError(
+            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
+            "queries needs its own keys, of length 0 if it has none."
+        )
+    same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths: what runs in it looks
+    return AttentionSpec.of(
+        query.device,
+        query.dtype,
+        (query.shape, key.shape, value.shape),
+        options,
+        alibi=alibi,
+        needs_grad=inputs.needs_grad,
+        equal_lengths=same or (not traced and layout.same_lengths(key_layout)),
+        keyless=(traced and not same) or key_layout.min_seqlen == 0,
+    )
+
+
+def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend | str, tuple[int, int] | None]:
+    """The backend and the head dims that it is called with; in a graph its name, where that can wait."""
+    if inputs.is_traced:
+        if can_choose_later(spec, backend):
+            return backend, None
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, and what is no operator runs outside of a graph")
+        else:
+            raise ValueError(f"{_NO_OPERATOR}, so make_fx can't record it: make the call outside of the function.")
+    chosen = choose(spec, CallSize.of(inputs.layout, inputs.key_layout, spec), backend)
+    return chosen, head_dims(chosen, spec)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
             raise ValueError(
@@ -315,50 +316,15 @@ def _check_tensors(
             raise ValueError(
                 f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
             )
-    check_shapes(query.shape, key.shape, value.shape)
-    if layout.batch_size != key_layout.batch_size:
-        raise ValueError(
-            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
-            "queries needs its own keys, of length 0 if it has none."
-        )
 
 
-def check_bools(**options: object) -> None:
-    """Refuse what is not True or False: a tensor, for example, may change after the call."""
-    for name, option in options.items():
-        if not isinstance(option, bool):
-            raise ValueError(f"{name} must be True or False, got {option!r}.")
-
-
-def check_score_options(scale: object, softcap: object, score_mod: object = None, mask_mod: object = None) -> None:
-    """Refuse options of the scores that no kernel can run."""
-    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        if mod is not None and not callable(mod):
-            raise ValueError(f"{name} must be a function as flex_attention takes it, got {mod!r}.")
-    if not (isinstance(softcap, (int, float)) and 0 <= softcap < math.inf):
-        raise ValueError(f"softcap must be 0 (off) or a positive number, got {softcap}.")
-    if scale is not None and not (isinstance(scale, (int, float)) and -math.inf < scale < math.inf):
-        raise ValueError(
-            f"scale must be a finite number, or None for D^−0.5, got {scale!r}. It gets no gradient: to learn one, "
-            "multiply query by it."
-        )
-
-
-def _check_options(causal_alignment: str, dropout_p: float) -> None:
-    if causal_alignment not in ("lower_right", "upper_left"):
-        raise ValueError(f"causal_alignment must be 'lower_right' or 'upper_left', got {causal_alignment!r}.")
-    if not (isinstance(dropout_p, (int, float)) and 0 <= dropout_p < 1):
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}.")
-
-
-def check_window_size(window_size: object) -> None:
-    """Refuse what is not (left, right)."""
-    sides = window_size if isinstance(window_size, Sequence) else ()
-    if len(sides) != 2 or any(not isinstance(side, int) or not -1 <= side < 2**63 for side in sides):
-        raise ValueError(
-            f"window_size must be (left, right), each −1 for open or 0 and more, got {window_size!r}: two integers "
-            "of up to 63 bits."
-        )
+def _check_rows(inputs: _Inputs, alibi_slopes: Tensor | None) -> None:
+    """What is not cached with the layout: the rows of packed tensors, and the slopes."""
+    if inputs.rewrap is None:  # NestedTensors have been checked
+        inputs.layout.check_rows(inputs.query, "query")
+        inputs.key_layout.check_keys(inputs.key, inputs.value)
+    if alibi_slopes is not None:
+        check_slopes(alibi_slopes, inputs.query.shape[1], inputs.layout.batch_size, inputs.query.device)
 
 
 def _check_sinks(sinks: Tensor, query: Tensor) -> None:
@@ -375,3 +341,12 @@ def _check_sinks(sinks: Tensor, query: Tensor) -> None:
 def _some(layout: SequenceLayout) -> str:
     lengths = layout.host_offsets.diff()
     return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"
+
+
+def check_window_size(window_size: object) -> None:
+    OPTIONS["window_size"].parse("window_size", window_size)
+
+
+def check_score_options(scale: object, softcap: object) -> None:
+    OPTIONS["scale"].parse("scale", scale)
+    OPTIONS["softcap"].parse("softcap", softcap)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from ..functional import varlen_attention
 from ..kernels import support
-from ..kernels.call import FEATURES, Backend
+from ..kernels.backend import Backend
+from ..kernels.call import FEATURES
 from ..kernels.masks import Window
 from ..layout import SequenceLayout
 
@@ -84,9 +85,9 @@ def cases_of(backend: Backend) -> Iterator[Case]:
         if dtype == torch.float64:
             continue  # there is nothing closer to hold it against
         for head_dim, value_dim in (*((d, d) for d in HEAD_DIMS), *PAIRS):
-            step = backend.head_dim_multiple
-            own = head_dim % step == value_dim % step == 0 and (head_dim == value_dim or not backend.one_head_dim)
-            if own and max(head_dim, value_dim) <= backend.max_head_dim:
+            step = backend.head_dims.multiple
+            own = head_dim % step == value_dim % step == 0 and (head_dim == value_dim or not backend.head_dims.equal)
+            if own and max(head_dim, value_dim) <= backend.head_dims.most:
                 which = str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
                 yield Case(backend.name, dtype, "head dims", which, head_dim, value_dim, options={"is_causal": True})
         for feature in FEATURES:

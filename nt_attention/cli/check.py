@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.call import AttentionSpec, Backend
+from ..kernels.backend import Backend
+from ..kernels.call import AttentionSpec
 from ..kernels.select import BACKENDS
 from .cases import Case, Finding, cases_of, look_at
 from .progress import Progress

@@ -64,7 +64,7 @@ class Table:
         if file == Path():
             assert self.capability is not None
             file = Path(support.__file__).parent / "verified" / "sm{}{}.json".format(*self.capability)
-        held = json.loads(file.read_text())["held"] if file.exists() else {}  # what was not run today stays
+        held = json.loads(file.read_text())["results"] if file.exists() else {}  # what was not run today stays
         for name, by_dtype in self.held.items():
             for dtype, kinds in by_dtype.items():
                 for kind, row in kinds.items():
@@ -72,9 +72,9 @@ class Table:
         written = {
             "command": command,
             "date": str(datetime.date.today()),
-            "card": self.card,
+            "gpu": self.card,
             "versions": self.versions,
-            "held": held,
+            "results": held,
         }
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(written, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A backend's forward and backward with what its kernel lacks: written once here, for all of them.
+"""A backend's forward and backward with what its kernel does not support added around it, once for all backends.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .call import AttentionSpec, Backend, Gradients, Known, Problem
-from .rewrites import rephrased
+from .backend import Backend, BackwardInputs, Gradients
+from .call import AttentionSpec, Call
+from .rewrites import Rewrite, rewrite
 from .support import head_dims
 
 
@@ -30,80 +31,123 @@ class Inputs(NamedTuple):
     value: Tensor
 
 
-def forward(backend: Backend, inputs: Inputs, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """out (T, H, Dv), lse (T, H), and the state of the random numbers, None where none were drawn.
 
     Rows past the layout's total are 0 and −inf.
     """
     query, key, value = inputs
     rows = query.shape[0]
-    if (said := rephrased(backend, query, key, value, problem)) is not None:
-        moved = Inputs(said.queries.take(query), said.keys.take(key), said.keys.take(value))
-        out, lse, state = forward(backend, moved, said.problem)
-        lse = said.queries.give(lse, rows, -torch.inf)
-        return said.queries.give(out, rows, 0.0), lse.T.contiguous().T, state
-    layout, key_layout, _, spec, _ = problem
+    if (rewritten := rewrite(backend, query, key, value, call)) is not None:
+        queries, keys, call = rewritten
+        moved = Inputs(queries.take(query), keys.take(key), keys.take(value))
+        out, lse, state = forward(backend, moved, call)
+        return queries.give(out, rows, 0.0), queries.give(lse, rows, -torch.inf).T.contiguous().T, state
+    layout, key_layout, _, spec, _ = call
     if layout.total == 0 or key_layout.total == 0:  # kernels do not launch for nothing
         at = "cpu" if backend.rng_on_host else query.device
         state = torch.zeros(2, dtype=torch.int64, device=at) if spec.dropout_p else None
         lse_dtype = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_full((query.shape[1], rows), -torch.inf, dtype=lse_dtype).T
         return query.new_zeros(rows, query.shape[1], value.shape[2]), lse, state
-    wide = Inputs(*readable(*_widened(inputs, _dims(backend, problem))))
-    out, lse, *drawn = backend.forward(*wide, problem)
-    out = (out if out.shape[2] == value.shape[2] else out[..., : value.shape[2]]).contiguous()
+    query, key, value = readable(*_widen_all(inputs, _head_dims(backend, call)))
+    out, lse, *states = backend.forward(query, key, value, call)
+    out = (out if out.shape[2] == spec.value_dim else out[..., : spec.value_dim]).contiguous()
     lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
     if rows > layout.total:  # kernels leave these unwritten
         out[layout.total :] = 0
         lse[layout.total :] = -torch.inf
-    return out, lse, drawn[0] if drawn else None
+    return out, lse, states[0] if states else None
 
 
-def backward(backend: Backend, known: Known, inputs: Inputs, problem: Problem) -> Gradients:
+def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
     """The gradients of query, key and value, laid out as these; 0 in rows past the layouts' totals."""
-    assert backend.backward is not None
-    known = known._replace(grad=readable(known.grad)[0], out=readable(known.out)[0])
-    query, key, value = inputs = Inputs(*readable(*inputs))
-    if (said := rephrased(backend, query, key, value, problem)) is not None:
-        take, give = said.queries.take, said.keys.give
-        grad, grad_lse, out, lse, state = known
-        moved = Inputs(take(query), said.keys.take(key), said.keys.take(value))
-        known = Known(take(grad), None if grad_lse is None else take(grad_lse), take(out), take(lse), state)
-        parts = backward(backend, known, moved, said.problem)
-        return (
-            _laid_out(said.queries.give(parts[0], query.shape[0], 0.0), query),
-            _laid_out(give(parts[1], key.shape[0], 0.0), key),
-            _laid_out(give(parts[2], value.shape[0], 0.0), value),
-        )
-    layout, key_layout, _, spec, _ = problem
+    saved = saved._replace(grad=readable(saved.grad)[0], out=readable(saved.out)[0])
+    inputs = Inputs(*readable(*inputs))
+    if (rewritten := rewrite(backend, *inputs, call)) is not None:
+        return _rewritten_backward(backend, saved, inputs, rewritten)
+    layout, key_layout, _, _, _ = call
     if layout.total == 0 or key_layout.total == 0:
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    dims = _dims(backend, problem)
-    grad_lse = known.grad_lse
-    if grad_lse is not None:
-        # a row that sees nothing has no weights to pass a gradient to
-        grad_lse = grad_lse.masked_fill(known.lse == -torch.inf, 0.0)
-        known = known._replace(grad_lse=grad_lse)
-    if grad_lse is None or backend.lse_gradient:
-        grads = backend.backward(_widened_to(known, dims), *_widened(inputs, dims), problem)
-    elif (with_columns := _with_lse_columns(backend, known, grad_lse, inputs, spec)) is not None:
-        known, wide = with_columns
-        grads = backend.backward(known, *wide, problem)
-    else:
-        wide = _widened(inputs, dims)
-        grads = backend.backward(_widened_to(known._replace(grad_lse=None), dims), *wide, problem)
-        _add_lse_pass(backend, grads, known, grad_lse, wide, problem)
+        return torch.zeros_like(inputs.query), torch.zeros_like(inputs.key), torch.zeros_like(inputs.value)
+    if saved.grad_lse is not None:
+        # a fully masked row has no weights to pass a gradient to
+        saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
-    grad_query, grad_key, grad_value = map(_cleared, grads, totals, inputs)
-    return grad_query, grad_key, grad_value
+    query, key, value = map(_cleared, _kernel_backward(backend, saved, inputs, call), totals, inputs)
+    return query, key, value
 
 
-def _dims(backend: Backend, problem: Problem) -> tuple[int, int]:
-    dims = problem.dims or head_dims(backend, problem.spec)
-    if dims is None:
-        spec = problem.spec
-        raise ValueError(f"{backend.name} has no head dim for {spec.head_dim} with values of {spec.value_dim}.")
-    return dims
+def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, rewritten: Rewrite) -> Gradients:
+    queries, keys, call = rewritten
+    moved = Inputs(queries.take(inputs.query), keys.take(inputs.key), keys.take(inputs.value))
+    grad, grad_lse, out, lse, state = saved
+    grad_lse = None if grad_lse is None else queries.take(grad_lse)
+    saved = BackwardInputs(queries.take(grad), grad_lse, queries.take(out), queries.take(lse), state)
+    grads = backward(backend, saved, moved, call)
+    query, key, value = (
+        _laid_out(side.give(grad, x.shape[0], 0.0), x)
+        for side, grad, x in zip((queries, keys, keys), grads, inputs, strict=True)
+    )
+    return query, key, value
+
+
+def _kernel_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
+    """By the kernel's own backward, whichever way it takes the gradient of lse."""
+    assert backend.backward is not None
+    dims = _head_dims(backend, call)
+    grad_lse = saved.grad_lse
+    if grad_lse is None or backend.lse_gradient:
+        return backend.backward(_widen_saved(saved, dims), *_widen_all(inputs, dims), call)
+    if (with_columns := _with_lse_columns(backend, saved, grad_lse, inputs, call.spec)) is not None:
+        saved, wide = with_columns
+        return backend.backward(saved, *wide, call)
+    wide = _widen_all(inputs, dims)
+    grads = backend.backward(_widen_saved(saved._replace(grad_lse=None), dims), *wide, call)
+    _add_lse_share(backend, grads, saved, grad_lse, wide, call)
+    return grads
+
+
+def _with_lse_columns(
+    backend: Backend, saved: BackwardInputs, grad_lse: Tensor, inputs: Inputs, spec: AttentionSpec
+) -> tuple[BackwardInputs, Inputs] | None:
+    """The backward's inputs with columns that add −dlse to delta: q = k = v = 0, out = −dlse, dout = 1.
+
+    In 16 bits dlse goes in two columns, its rounding and what that left over. None where the head dim has no room.
+    """
+    grad, _, out, lse, state = saved
+    high = grad_lse.to(out.dtype)
+    columns = [high] if out.dtype == grad_lse.dtype else [high, (grad_lse - high).to(out.dtype)]
+    room = head_dims(backend, replace(spec, value_dim=spec.value_dim + len(columns)))
+    if room is None:
+        return None
+    extra = torch.stack(columns, -1).neg()
+    saved = BackwardInputs(torch.cat([grad, torch.ones_like(extra)], -1), None, torch.cat([out, extra], -1), lse, state)
+    return _widen_saved(saved, room), _widen_all(inputs, room)
+
+
+def _add_lse_share(
+    backend: Backend, grads: Gradients, saved: BackwardInputs, grad_lse: Tensor, inputs: Inputs, call: Call
+) -> None:
+    """Add lse's share by another call: with weights P, dq += scale · dlse · P k and dk += scale · Pᵀ (dlse · q).
+
+    P k is attention with the keys as values, and Pᵀ (dlse · q) is the gradient of those values. That holds for scores
+    that are linear in query · key.
+    """
+    assert backend.backward is not None
+    query, key, _ = inputs
+    spec = call.spec
+    if spec.nonlinear:
+        raise NotImplementedError(
+            f"{backend.name} has no room at head dim {query.shape[-1]} for the gradient of lse under "
+            f"{', '.join(spec.nonlinear)}: do not differentiate lse, or pass backend='reference'."
+        )
+    call = call._replace(spec=replace(spec, dropout_p=0.0))
+    weighted_keys = backend.forward(query, key, key, call)[0]
+    weighted_queries = (query * grad_lse.unsqueeze(-1)).to(query.dtype)
+    saved = BackwardInputs(weighted_queries, None, weighted_keys, saved.lse, saved.rng_state)
+    share = backend.backward(saved, query, key, key, call)[2]
+    grads[0].add_((weighted_keys * grad_lse.unsqueeze(-1)).to(query.dtype), alpha=spec.scale)
+    grads[1].add_(share, alpha=spec.scale)
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -111,13 +155,25 @@ def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
 
 
+def _head_dims(backend: Backend, call: Call) -> tuple[int, int]:
+    dims = call.head_dims or head_dims(backend, call.spec)
+    if dims is None:
+        spec = call.spec
+        raise ValueError(f"{backend.name} has no head dim for {spec.head_dim} with values of {spec.value_dim}.")
+    return dims
+
+
 def _widen(x: Tensor, head_dim: int) -> Tensor:
     """``x`` with zeros up to ``head_dim``."""
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
-def _widened(inputs: Inputs, dims: tuple[int, int]) -> Inputs:
+def _widen_all(inputs: Inputs, dims: tuple[int, int]) -> Inputs:
     return Inputs(_widen(inputs.query, dims[0]), _widen(inputs.key, dims[0]), _widen(inputs.value, dims[1]))
+
+
+def _widen_saved(saved: BackwardInputs, dims: tuple[int, int]) -> BackwardInputs:
+    return saved._replace(grad=_widen(saved.grad, dims[1]), out=_widen(saved.out, dims[1]))
 
 
 def _cleared(grad: Tensor, total: int, like: Tensor) -> Tensor:
@@ -135,51 +191,3 @@ def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
     if grad.stride() == torch.empty_like(like, device="meta").stride():
         return grad
     return torch.empty_like(like).copy_(grad)
-
-
-def _widened_to(known: Known, dims: tuple[int, int]) -> Known:
-    return known._replace(grad=_widen(known.grad, dims[1]), out=_widen(known.out, dims[1]))
-
-
-def _with_lse_columns(
-    backend: Backend, known: Known, grad_lse: Tensor, inputs: Inputs, spec: AttentionSpec
-) -> tuple[Known, Inputs] | None:
-    """The backward's inputs with columns that add −dlse to delta: q = k = v = 0, out = −dlse, dout = 1.
-
-    In 16 bits dlse goes in two columns, its rounding and what that left over. None where the head dim has no room.
-    """
-    grad, _, out, lse, state = known
-    high = grad_lse.to(out.dtype)
-    columns = [high] if out.dtype == grad_lse.dtype else [high, (grad_lse - high).to(out.dtype)]
-    room = head_dims(backend, replace(spec, value_dim=spec.value_dim + len(columns)))
-    if room is None:
-        return None
-    extra = torch.stack(columns, -1).neg()
-    out = torch.cat([out, extra], -1)
-    grad = torch.cat([grad, torch.ones_like(extra)], -1)
-    return _widened_to(Known(grad, None, out, lse, state), room), _widened(inputs, room)
-
-
-def _add_lse_pass(
-    backend: Backend, grads: Gradients, known: Known, grad_lse: Tensor, inputs: Inputs, problem: Problem
-) -> None:
-    """Add lse's share in a pass of its own: with weights P, dq += scale · dlse · P k and dk += scale · Pᵀ (dlse · q).
-
-    P k is attention with the keys as values, and Pᵀ (dlse · q) is the gradient of those values. Not under softcap,
-    whose derivative P does not hold.
-    """
-    assert backend.backward is not None
-    query, key, _ = inputs
-    spec = problem.spec
-    if spec.softcap:
-        raise NotImplementedError(
-            f"{backend.name} has no room at head dim {query.shape[-1]} for the gradient of lse under softcap: "
-            "do not differentiate lse, or pass backend='reference'."
-        )
-    problem = problem._replace(spec=replace(spec, dropout_p=0.0))
-    weighted_keys = backend.forward(query, key, key, problem)[0]
-    weighted_queries = (query * grad_lse.unsqueeze(-1)).to(query.dtype)
-    known = Known(weighted_queries, None, weighted_keys, known.lse, known.rng_state)
-    share = backend.backward(known, query, key, key, problem)[2]
-    grads[0].add_((weighted_keys * grad_lse.unsqueeze(-1)).to(query.dtype), alpha=spec.scale)
-    grads[1].add_(share, alpha=spec.scale)

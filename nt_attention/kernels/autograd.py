@@ -1,4 +1,4 @@
-"""Run a chosen backend: one autograd node for whichever it is, and the sinks.
+"""Run a backend: one autograd function for whichever it is, and the sinks.
 
 A sink, a key of value 0 whose score is learnt (Xiao et al. 2023; gpt-oss), only rescales:
 out · sigmoid(lse − sink), and logaddexp(lse, sink).
@@ -6,6 +6,8 @@ out · sigmoid(lse − sink), and logaddexp(lse, sink).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,78 +16,119 @@ from torch.autograd import forward_ad
 
 from .._tracing import is_tracing
 from ..layout import SequenceLayout
-from . import custom_ops
+from . import adapters, flops
 from .adapters import Inputs
-from .call import Backend, Known, Problem
+from .backend import Backend, BackwardInputs, Gradients
+from .call import Call
+from .custom_ops import arguments_of
 
 
 def run(
-    backend: Backend, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, problem: Problem
+    backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """out (T, H, Dv) and lse (T, H), both differentiable. Rows outside of the layout are 0 and −inf."""
-    if backend.backward is None:
-        out, lse = backend.forward(query, key, value, problem)[:2]
+    """out (T, H, Dv) and lse (T, H), both differentiable. Rows outside of the layout are 0 and −inf.
+
+    Args:
+        backend: the one that runs, or in a graph "auto" or a name, which is looked up when the graph runs.
+    """
+    if isinstance(backend, Backend) and backend.backward is None:
+        out, lse = backend.forward(query, key, value, call)[:2]
     else:
-        out, lse = _run_operator(custom_ops.Operator(backend), query, key, value, problem)
-    return _with_sinks(out, lse, sinks, problem.layout)
+        kernel = Kernel(None, backend) if isinstance(backend, str) else Kernel(backend)
+        out, lse = _run_kernel(kernel, Inputs(query, key, value), call)
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks, call.layout)
 
 
-def run_later(
-    asked: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, problem: Problem
-) -> tuple[Tensor, Tensor]:
-    """``run``, for a graph: the backend ("auto" or a name) is chosen when the graph runs."""
-    out, lse = _run_operator(custom_ops.Operator(None, asked), query, key, value, problem)
-    return _with_sinks(out, lse, sinks, problem.layout)
+@dataclass(frozen=True)
+class Kernel:
+    """A backend, or None for the one that is selected when a graph runs, by ``name``.
+
+    It is called as a custom operator where somebody looks at operators, and directly where nobody does, which is 40 µs
+    of host time less.
+    """
+
+    backend: Backend | None
+    name: str = "auto"
+
+    def forward(self, inputs: Inputs, call: Call) -> tuple[Any, ...]:
+        """out (T, H, Dv), lse (T, H), the random numbers' state or None, and what else the backward takes."""
+        if self.backend is None:
+            return self._operator("forward")(*inputs, *arguments_of(call), self.name)
+        if not _is_watched(*inputs):
+            return adapters.forward(self.backend, inputs, call)
+        return self._operator("forward")(*inputs, *arguments_of(call))
+
+    def backward(self, saved: BackwardInputs, more: tuple[Any, ...], inputs: Inputs, call: Call) -> Gradients:
+        """The gradients. ``more``: what else the forward gave."""
+        if self.backend is not None and not _is_watched(saved.grad, *inputs):
+            return adapters.backward(self.backend, saved, inputs, call)
+        if saved.rng_state is None:
+            saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
+        return self._operator("backward")(*saved, *inputs, *arguments_of(call), *more)
+
+    def _operator(self, direction: str) -> Callable[..., Any]:
+        name = "auto" if self.backend is None else self.backend.name
+        if not torch.compiler.is_compiling():
+            flops.register(name)
+        return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
 
 
-def _run_operator(
-    operator: custom_ops.Operator, query: Tensor, key: Tensor, value: Tensor, problem: Problem
-) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(query, key, value)
-    wants_gradient = problem.spec.needs_grad or forward_ad._current_level >= 0
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether a compiler, a dispatch mode, a function transform or a tensor subclass wants to see operators."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(type(x) not in _PLAIN or x.is_meta for x in tensors)
+    )
+
+
+def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
+    wants_gradient = call.spec.needs_grad or forward_ad._current_level >= 0
     transformed = torch._C._are_functorch_transforms_active()
     if not wants_gradient or (is_tracing() and not transformed):
-        out, lse, *_ = operator.forward(inputs, problem)  # in a graph it has a gradient of its own
+        out, lse, *_ = kernel.forward(inputs, call)  # in a graph the operator has a gradient of its own
     else:
-        node = _Kernel if transformed else _EagerKernel
-        out, lse, *_ = node.apply(*inputs, (operator, problem))
+        function = _Attention if transformed else _EagerAttention
+        out, lse, *_ = function.apply(*inputs, (kernel, call))
     return out, lse
 
 
-class _Kernel(torch.autograd.Function):
-    """A backend's forward and backward as one node, whichever backend it is."""
+class _Attention(torch.autograd.Function):
+    """A backend's forward and backward, whichever backend it is."""
 
     @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, call: tuple[custom_ops.Operator, Problem]
-    ) -> tuple[Any, ...]:
-        operator, problem = call
-        return operator.forward(Inputs(query, key, value), problem)
+    def forward(query: Tensor, key: Tensor, value: Tensor, what: tuple[Kernel, Call]) -> tuple[Any, ...]:
+        kernel, call = what
+        return kernel.forward(Inputs(query, key, value), call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _remember(ctx, inputs, output)
+        _save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        query, key, value, slopes, out, lse, state, *told = ctx.saved_tensors
-        operator, problem = ctx.call
-        problem = _as_in_forward(problem, slopes)
+        query, key, value, slopes, out, lse, state, *more = ctx.saved_tensors
+        kernel, call = ctx.what
+        call = _as_in_forward(call, slopes)
         if grad is None and grad_lse is None:
             return (None,) * 4
-        known = Known(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
+        saved = BackwardInputs(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
         if torch.is_grad_enabled():  # someone may differentiate the gradients
-            return (*_Gradients.apply((operator, problem), query, key, value, *known, *told), None)
-        return (*operator.backward(known, tuple(told), Inputs(query, key, value), problem), None)
+            return (*_Gradients.apply((kernel, call), query, key, value, *saved, *more), None)
+        return (*kernel.backward(saved, tuple(more), Inputs(query, key, value), call), None)
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients as a node of their own, which refuses to be differentiated; torch would give 0 in silence."""
+    """The gradients as a function of their own, which refuses to be differentiated; torch would give 0 in silence."""
 
     @staticmethod
-    def forward(call: tuple[custom_ops.Operator, Problem], *tensors: Any) -> tuple[Tensor, ...]:
-        operator, problem = call
-        return operator.backward(Known(*tensors[3:8]), tensors[8:], Inputs(*tensors[:3]), problem)
+    def forward(what: tuple[Kernel, Call], *tensors: Any) -> tuple[Tensor, ...]:
+        kernel, call = what
+        return kernel.backward(BackwardInputs(*tensors[3:8]), tensors[8:], Inputs(*tensors[:3]), call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -99,47 +142,45 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-class _EagerKernel(_Kernel):
-    """The same without ``setup_context``, which transforms want and which costs 20 µs of host time a call."""
+class _EagerAttention(_Attention):
+    """The same without ``setup_context``, which transforms need and which costs 20 µs of host time a call."""
 
     setup_context = torch.autograd.Function.setup_context
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
-        out, lse, *told = _Kernel.forward(*inputs)
-        output = (out, lse.detach(), *told)  # autograd does not let a view that was made in here be changed in place
-        _remember(ctx, inputs, output)
+        out, lse, *more = _Attention.forward(*inputs)
+        output = (out, lse.detach(), *more)  # autograd does not let a view that was made in here be changed in place
+        _save(ctx, inputs, output)
         return output
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, ctx.call = inputs
-    _, problem = ctx.call
-    out, lse, *told = output
-    ctx.mark_non_differentiable(*[x for x in told if x is not None])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    query, key, value, ctx.what = inputs
+    _, call = ctx.what
+    out, lse, *more = output
+    ctx.mark_non_differentiable(*[x for x in more if x is not None])
     ctx.set_materialize_grads(False)  # most calls have no gradient for lse
-    ctx.save_for_backward(query, key, value, problem.alibi_slopes, out, lse, *told)
+    ctx.save_for_backward(query, key, value, call.alibi_slopes, out, lse, *more)
 
 
-def _as_in_forward(problem: Problem, slopes: Tensor | None) -> Problem:
-    """The problem with the slopes that were saved.
+def _as_in_forward(call: Call, slopes: Tensor | None) -> Call:
+    """The call with the slopes that were saved.
 
     Raises:
         RuntimeError: the offsets of a layout were changed in place since the forward.
     """
-    problem.layout.check_saved()
-    if problem.key_layout is not problem.layout:
-        problem.key_layout.check_saved()
-    return problem if slopes is None else problem._replace(alibi_slopes=slopes)
+    call.layout.check_saved()
+    if call.key_layout is not call.layout:
+        call.key_layout.check_saved()
+    return call if slopes is None else call._replace(alibi_slopes=slopes)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    if sinks is None:
-        return out, lse
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     sinks = sinks.to(lse.dtype)
-    blind = lse == -torch.inf  # all of such a row's weight is the sink's
-    lse = lse.masked_fill(blind, 0.0)
-    share = torch.sigmoid(lse - sinks).masked_fill(blind, 0.0)
+    masked = lse == -torch.inf  # all of a fully masked row's weight is the sink's
+    lse = lse.masked_fill(masked, 0.0)
+    share = torch.sigmoid(lse - sinks).masked_fill(masked, 0.0)
     out = (out * share.unsqueeze(-1)).to(out.dtype)
-    lse = torch.where(blind, sinks, torch.logaddexp(lse, sinks))
+    lse = torch.where(masked, sinks, torch.logaddexp(lse, sinks))
     return out, layout.fill_past_end(lse, -torch.inf)

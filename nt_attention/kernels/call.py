@@ -1,4 +1,6 @@
-"""What an attention call asks for, and what a backend is.
+"""One attention call: its options, declared once as fields of ``AttentionSpec``, and all that follows from them.
+
+``varlen_attention`` takes what ``OPTIONS`` holds, operators take what ``SCHEMA`` says, and nobody else lists them.
 
 Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads (H a multiple of G), D the head dim of
 queries and keys, Dv that of values.
@@ -6,10 +8,11 @@ queries and keys, Dv that of values.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,8 +24,295 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 CausalAlignment = Literal["lower_right", "upper_left"]
 
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of query, key and value
+
+
+class Option(NamedTuple):
+    """What a user may pass for a field of ``AttentionSpec``.
+
+    Attributes:
+        default: what it is if it is left out.
+        parse: from the option's name and what was passed to the field's value.
+
+            Raises:
+                ValueError: what was passed can't be right; says what to pass.
+        feature: the name of what a kernel must have where the option is not its default, if it must have anything.
+        advice: what to change where a kernel does not have it.
+    """
+
+    default: Any
+    parse: Callable[[str, Any], Any]
+    feature: str = ""
+    advice: str = ""
+
+
+def _option(default: Any, parse: Callable[[str, Any], Any], feature: str = "", advice: str = "") -> Any:
+    return dataclasses.field(default=default, metadata={"option": Option(default, parse, feature, advice)})
+
+
+def _bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):  # a tensor, for example, may change after the call
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def _scale(name: str, value: object) -> float | None:
+    if value is not None and not (isinstance(value, (int, float)) and -math.inf < value < math.inf):
+        raise ValueError(
+            f"{name} must be a finite number, or None for D^−0.5, got {value!r}. It gets no gradient: to learn one, "
+            "multiply query by it."
+        )
+    return None if value is None else float(value)
+
+
+def _alignment(name: str, value: Any) -> CausalAlignment:
+    if value not in ("lower_right", "upper_left"):
+        raise ValueError(f"{name} must be 'lower_right' or 'upper_left', got {value!r}.")
+    return value
+
+
+def _window_size(name: str, value: object) -> tuple[int, int]:
+    sides = value if isinstance(value, Sequence) else ()
+    if len(sides) != 2 or any(not isinstance(side, int) or not -1 <= side < 2**63 for side in sides):
+        raise ValueError(
+            f"{name} must be (left, right), each −1 for open or 0 and more, got {value!r}: two integers of up to 63 "
+            "bits."
+        )
+    return int(sides[0]), int(sides[1])
+
+
+def _softcap(name: str, value: object) -> float:
+    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise ValueError(f"{name} must be 0 (off) or a positive number, got {value}.")
+    return float(value)
+
+
+def _probability(name: str, value: object) -> float:
+    if not (isinstance(value, (int, float)) and 0 <= value < 1):
+        raise ValueError(f"{name} must be in [0, 1), got {value}.")
+    return float(value)
+
+
+def _mod(name: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} must be a function as flex_attention takes it, got {value!r}.")
+    return value
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One call, without its tensors: all that decides which backend can run it, and how.
+
+    The meaning of each option is that of ``varlen_attention``'s argument of the same name.
+
+    Attributes:
+        device: where the tensors are.
+        dtype: of query, key and value.
+        num_heads, num_kv_heads, head_dim, value_dim: H, G, D, Dv.
+        alibi: whether there are slopes.
+        needs_grad: whether anything will ask for gradients of query, key or value.
+        equal_lengths: whether every sequence has as many keys as queries, so that both alignments are one.
+        keyless: whether some sequence has no key.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float = dataclasses.field(metadata={"option": Option(None, _scale)})
+    is_causal: bool = _option(False, _bool)
+    causal_alignment: CausalAlignment = _option("lower_right", _alignment)
+    window_size: tuple[int, int] = _option((-1, -1), _window_size)
+    softcap: float = _option(0.0, _softcap, "softcap", "has no softcap: leave softcap at 0.")
+    score_mod: ScoreMod | None = _option(
+        None, _mod, "score_mod", "takes no score_mod: use softcap and alibi_slopes where they say it."
+    )
+    mask_mod: MaskMod | None = _option(
+        None, _mod, "mask_mod", "takes no mask_mod: use is_causal and window_size where they say it."
+    )
+    dropout_p: float = _option(0.0, _probability, "dropout", "has no dropout: leave dropout_p at 0.")
+    deterministic: bool = _option(
+        False, _bool, "deterministic", "its backward adds in no fixed order: leave deterministic at False."
+    )
+    batch_invariant: bool = _option(
+        False, _bool, "batch_invariant", "does not promise batch invariance: leave batch_invariant at False."
+    )
+    alibi: bool = False
+    needs_grad: bool = False
+    equal_lengths: bool = True
+    keyless: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        shapes: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        options: Mapping[str, Any],
+        **more: Any,
+    ) -> AttentionSpec:
+        """The spec of a call with tensors of these shapes, (T, H, D), (S, G, D) and (S, G, Dv).
+
+        Args:
+            options: by name, as a user passed them or as another spec has them.
+            more: the fields that are no options.
+
+        Raises:
+            ValueError: other shapes, or an option that can't be right.
+        """
+        check_shapes(*shapes)
+        (_, num_heads, head_dim), (_, num_kv_heads, value_dim) = shapes[0], shapes[2]
+        values = {name: OPTIONS[name].parse(name, value) for name, value in options.items()}
+        if values["scale"] is None:
+            values["scale"] = head_dim**-0.5
+        return cls(device, dtype, num_heads, num_kv_heads, head_dim, value_dim, **values, **more)
+
+    @property
+    def window(self) -> Window:
+        """What a query sees of its sequence, causality included."""
+        return Window.of(self.window_size, self.is_causal)
+
+    @property
+    def has_positive_scale(self) -> bool:
+        """Whether the scale is above 0 as a kernel sees it: below float64 they take it in float32, without subnormals.
+
+        Kernels that mask before they scale turn −inf into NaN under a scale of 0.
+        """
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return self.scale >= torch.finfo(dtype).tiny
+
+    @property
+    def nonlinear(self) -> list[str]:
+        """The options in use under which a score is not linear in query · key."""
+        return [name for name in ("softcap", "score_mod") if getattr(self, name) != OPTIONS[name].default]
+
+    @property
+    def may_have_fully_masked_rows(self) -> bool:
+        """Whether a query may see no key: never where lengths are equal, since each sees its own position."""
+        return not self.equal_lengths and (self.keyless or not self.window.is_open)
+
+    @property
+    def lower_right(self) -> bool:
+        """Whether the diagonal ends at the lower right; where lengths are equal, both alignments are one."""
+        return self.equal_lengths or self.causal_alignment == "lower_right"
+
+    @property
+    def is_upper_left(self) -> bool:
+        """Whether it matters that the diagonal begins at the upper left."""
+        return not self.lower_right and not self.window.is_open
+
+    def shift(self, queries: int, keys: int) -> int:
+        """The key position of query 0: the diagonal runs through (i, i + shift)."""
+        return keys - queries if self.causal_alignment == "lower_right" else 0
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What this call asks for, by the names in ``FEATURES``."""
+        window, causal = self.window, (math.inf, 0)
+        asked = {
+            "causal": window == causal,
+            "window": window != causal and not window.is_open,
+            "alibi": self.alibi,
+            "grouped heads": self.num_heads != self.num_kv_heads,
+            "cross": not self.equal_lengths,
+            "upper_left": self.is_upper_left,
+            "no keys": not self.equal_lengths and self.keyless,
+            "scale ≤ 0": not self.has_positive_scale,
+            "value dim": self.head_dim != self.value_dim,
+            **{option.feature: getattr(self, name) != option.default for name, option in _WITH_FEATURE.items()},
+        }
+        asked["deterministic"] &= self.needs_grad
+        return frozenset(name for name, wanted in asked.items() if wanted)
+
+
+class Options(TypedDict, total=False):
+    """``OPTIONS`` for type checkers, which can't read them."""
+
+    scale: float | None
+    is_causal: bool
+    causal_alignment: CausalAlignment
+    window_size: tuple[int, int]
+    softcap: float
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    dropout_p: float
+    deterministic: bool
+    batch_invariant: bool
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(AttentionSpec)}
+# What ``varlen_attention`` takes by name and passes on to kernels.
+OPTIONS: dict[str, Option] = {name: field.metadata["option"] for name, field in _FIELDS.items() if field.metadata}
+_DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+_WITH_FEATURE = {name: option for name, option in OPTIONS.items() if option.feature}
+assert Options.__annotations__.keys() == OPTIONS.keys()
+
+# What a call may ask for beyond plain attention, and what to change where a kernel does not have it.
+FEATURES = {
+    "causal": "has no causality: leave is_causal at False.",
+    "window": "has no windows: leave window_size at (-1, -1).",
+    **{option.feature: option.advice for option in _WITH_FEATURE.values()},
+    "alibi": "has no ALiBi: leave out alibi_slopes.",
+    "grouped heads": "has no grouped heads: repeat key and value.",
+    "cross": "wants as many keys as queries in every sequence.",
+    "upper_left": 'aligns causality and windows lower right only: pass causal_alignment="lower_right".',
+    "no keys": "wants keys in every sequence that has queries.",
+    "scale ≤ 0": "needs a scale above 0: negate query and pass -scale.",
+    "value dim": "wants values with the head dim of the keys.",
+}
+
+# How an operator's schema declares a field of each type. Fields of other types are functions, which it can't take.
+_SCHEMA_TYPES = {"bool": "bool", "float": "float", "CausalAlignment": "str", "tuple[int, int]": "int[2]"}
+_IN_SCHEMA = [name for name in (*OPTIONS, "needs_grad") if _FIELDS[name].type in _SCHEMA_TYPES]
+# The part of an operator's schema that declares them.
+SCHEMA = ", ".join(f"{_SCHEMA_TYPES[_FIELDS[name].type]} {name}" for name in _IN_SCHEMA)  # type: ignore[index]
+
+
+def schema_values(spec: AttentionSpec) -> tuple[Any, ...]:
+    return tuple([getattr(spec, name) for name in _IN_SCHEMA])
+
+
+def from_schema(values: Sequence[Any]) -> dict[str, Any]:
+    """The fields of a spec that ``schema_values`` gave."""
+    return dict(zip(_IN_SCHEMA, values, strict=True))
+
+
+def all_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option by name, in one order: as given, else its default.
+
+    Raises:
+        TypeError: a name that is no option.
+    """
+    options = {**_DEFAULTS, **given}
+    if len(options) > len(_DEFAULTS):
+        unknown = ", ".join(map(repr, sorted(given.keys() - _DEFAULTS.keys())))
+        raise TypeError(f"varlen_attention has no argument {unknown}.")
+    return options
+
+
+def check_options(**given: object) -> None:
+    """Refuse options that can't be right.
+
+    Raises:
+        ValueError: one of them; says what to pass.
+    """
+    for name, value in given.items():
+        OPTIONS[name].parse(name, value)
+
+
+class Call(NamedTuple):
+    """A call but for query, key and value.
+
+    ``head_dims`` are those that the chosen backend is called with, where that has been looked up already.
+    """
+
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    alibi_slopes: Tensor | None
+    spec: AttentionSpec
+    head_dims: tuple[int, int] | None = None
 
 
 def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
@@ -65,240 +355,3 @@ def check_slopes(slopes: object, heads: int, batch: int, device: torch.device) -
 def describe(x: object) -> str:
     """A tensor's shape and device, or what else ``x`` is, for an error message."""
     return f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """One call, without its tensors: all that decides which backend can run it, and how.
-
-    The meaning of each field is that of ``varlen_attention``'s argument of the same name.
-
-    Attributes:
-        device: where the tensors are.
-        dtype: of query, key and value.
-        num_heads, num_kv_heads, head_dim, value_dim: H, G, D, Dv.
-        alibi: whether there are slopes.
-        needs_grad: whether anything will ask for gradients of query, key or value.
-        equal_lengths: whether every sequence has as many keys as queries, so that both alignments are one.
-        keyless: whether some sequence has no key.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    scale: float
-    is_causal: bool = False
-    causal_alignment: CausalAlignment = "lower_right"
-    window_size: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    alibi: bool = False
-    score_mod: ScoreMod | None = None
-    mask_mod: MaskMod | None = None
-    dropout_p: float = 0.0
-    deterministic: bool = False
-    batch_invariant: bool = False
-    needs_grad: bool = False
-    equal_lengths: bool = True
-    keyless: bool = True
-
-    @property
-    def window(self) -> Window:
-        """What a query sees of its sequence, causality included."""
-        return Window.of(self.window_size, self.is_causal)
-
-    @property
-    def has_positive_scale(self) -> bool:
-        """Whether the scale is above 0 as a kernel sees it: below float64 they take it in float32, without subnormals.
-
-        Kernels that mask before they scale turn −inf into NaN under a scale of 0.
-        """
-        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return self.scale >= torch.finfo(dtype).tiny
-
-    @property
-    def sees_all(self) -> bool:
-        return self.window.is_open
-
-    @property
-    def may_be_blind(self) -> bool:
-        """Whether a query may see no key at all: never where lengths are equal, since each sees its own place."""
-        return not self.equal_lengths and (self.keyless or not self.sees_all)
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What this call asks for, by the names in ``FEATURES``."""
-        asked = {
-            "causal": self.window == (math.inf, 0),
-            "window": self.window not in ((math.inf, 0), (math.inf, math.inf)),
-            "softcap": self.softcap != 0,
-            "alibi": self.alibi,
-            "score_mod": self.score_mod is not None,
-            "mask_mod": self.mask_mod is not None,
-            "dropout": self.dropout_p > 0,
-            "deterministic": self.deterministic and self.needs_grad,
-            "batch_invariant": self.batch_invariant,
-            "grouped heads": self.num_heads != self.num_kv_heads,
-            "cross": not self.equal_lengths,
-            "upper_left": self.is_upper_left,
-            "no keys": not self.equal_lengths and self.keyless,
-            "scale ≤ 0": not self.has_positive_scale,
-            "value dim": self.head_dim != self.value_dim,
-        }
-        return frozenset(name for name, wanted in asked.items() if wanted)
-
-    @property
-    def lower_right(self) -> bool:
-        """Whether the diagonal ends at the lower right; where lengths are equal, both alignments are one."""
-        return self.equal_lengths or self.causal_alignment == "lower_right"
-
-    @property
-    def is_upper_left(self) -> bool:
-        """Whether it matters that the diagonal begins at the upper left."""
-        return not self.lower_right and not self.sees_all
-
-    def shift(self, queries: int, keys: int) -> int:
-        """The key position that stands across from query 0: the diagonal runs through (i, i + shift)."""
-        return keys - queries if self.causal_alignment == "lower_right" else 0
-
-
-class Problem(NamedTuple):
-    """A call but for query, key and value: what every kernel is told beside them.
-
-    ``dims`` are the head dims that the chosen backend is called with, where that has been looked up already.
-    """
-
-    layout: SequenceLayout
-    key_layout: SequenceLayout
-    alibi_slopes: Tensor | None
-    spec: AttentionSpec
-    dims: tuple[int, int] | None = None
-
-
-# (query (T, H, D), key (S, G, D), value (S, G, Dv), problem) to out (T, H, Dv), lse (T, H) in at least float32 and, if
-# weights are dropped, what the random numbers began from, as two integers (2,)
-Forward = Callable[[Tensor, Tensor, Tensor, Problem], tuple[Tensor, ...]]
-
-
-class Known(NamedTuple):
-    """What a backward is told beside the forward's inputs.
-
-    ``grad`` (T, H, Dv) and ``grad_lse`` (T, H) or None are the gradients of ``out`` and ``lse``, and ``rng_state`` what
-    the forward gave third, if anything.
-    """
-
-    grad: Tensor
-    grad_lse: Tensor | None
-    out: Tensor
-    lse: Tensor
-    rng_state: Tensor | None
-
-
-Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
-Backward = Callable[[Known, Tensor, Tensor, Tensor, Problem], Gradients]
-
-# What a call may ask for beyond plain attention, and what to change where a backend does not have it.
-FEATURES = {
-    "causal": "has no causality: leave is_causal at False.",
-    "window": "has no windows: leave window_size at (-1, -1).",
-    "softcap": "has no softcap: leave softcap at 0.",
-    "alibi": "has no ALiBi: leave out alibi_slopes.",
-    "score_mod": "takes no score_mod: use softcap and alibi_slopes where they say it.",
-    "mask_mod": "takes no mask_mod: use is_causal and window_size where they say it.",
-    "dropout": "has no dropout: leave dropout_p at 0.",
-    "deterministic": "its backward adds in no fixed order: leave deterministic at False.",
-    "batch_invariant": "does not promise batch invariance: leave batch_invariant at False.",
-    "grouped heads": "has no grouped heads: repeat key and value.",
-    "cross": "wants as many keys as queries in every sequence.",
-    "upper_left": 'aligns causality and windows lower right only: pass causal_alignment="lower_right".',
-    "no keys": "wants keys in every sequence that has queries.",
-    "scale ≤ 0": "needs a scale above 0: negate query and pass -scale.",
-    "value dim": "wants values with the head dim of the keys.",
-}
-# What every backend has, by itself or from ``kernels/adapters.py`` and ``rewrites.py``.
-COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys", "value dim"})
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A kernel's name, what it has, and how to run it. ``kernels/adapters.py`` adds what it has not and can be given.
-
-    Attributes:
-        name: what ``backend=`` takes.
-        about: the kernel in a line.
-        missing: why it can't run on this machine at all, or None.
-        forward: rows past the layout's total may be left unwritten. A row that sees no key gives 0 and −inf.
-        backward: the gradients; rows past the totals may be left unwritten. None if ``forward`` is made of
-            differentiable operations; else both are registered as operators (``kernels/custom_ops.py``).
-        features: the names out of ``FEATURES`` that it has, by its own documentation.
-        device_type: where its tensors are; None for anywhere.
-        min_capability: the lowest compute capability of a CUDA device, (major, minor).
-        dtypes: that it takes; None for all.
-        max_head_dim: the largest head dim that it takes.
-        head_dim_multiple: head dims are padded with zeros to a multiple of it.
-        one_head_dim: whether values are padded to the head dim of the keys, or these to theirs.
-        head_dims: the only head dims (D, Dv) that it takes, if there are but a few; others are padded to one of them.
-        compiled_for: the head dims that its kernels are compiled for, if others run in the next wider one's.
-        refuses: further reasons why it can't run a call, each a sentence that says what to change.
-        lower_right_only: whether it has the lower right alignment alone; the other one is made of it.
-        bears_blind_rows: whether it takes queries that see no key; where it does not, they are left out of its call.
-        reads_past_end: whether rows past the last offset take part, times 0: then they are kept from it.
-        lse_gradient: whether ``backward`` takes the gradient of lse; where it does not, it is brought in from above.
-        rng_on_host: whether ``forward`` tells the state of its random numbers on the CPU.
-        is_reference: whether it is what others are held against, and so claims everything everywhere.
-    """
-
-    name: str
-    about: str
-    missing: Callable[[], str | None]
-    forward: Forward
-    backward: Backward | None = None
-    features: frozenset[str] = frozenset()
-    device_type: str | None = None
-    min_capability: tuple[int, int] = (0, 0)
-    dtypes: tuple[torch.dtype, ...] | None = None
-    max_head_dim: float = math.inf
-    head_dim_multiple: int = 1
-    one_head_dim: bool = False
-    head_dims: tuple[tuple[int, int], ...] | None = None
-    compiled_for: tuple[int, ...] | None = None
-    refuses: Callable[[AttentionSpec], list[str]] = lambda spec: []
-    lower_right_only: bool = False
-    bears_blind_rows: bool = True
-    reads_past_end: bool = False
-    lse_gradient: bool = False
-    rng_on_host: bool = False
-    is_reference: bool = False
-
-    def unsupported(self, spec: AttentionSpec) -> list[str]:
-        """The reasons why it can't run a call by its own documentation; empty if it can."""
-        reasons = []
-        if self.device_type is not None and spec.device.type != self.device_type:
-            wanted = "the CPU" if self.device_type == "cpu" else f"a {self.device_type.upper()} device"
-            reasons.append(f"needs tensors on {wanted}, got {spec.device}: move them there.")
-        elif spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < self.min_capability:
-            needed = ".".join(map(str, self.min_capability))
-            name = torch.cuda.get_device_name(spec.device)
-            reasons.append(f"needs compute capability {needed} or more; {name} has less.")
-        if self.dtypes is not None and spec.dtype not in self.dtypes:
-            *most, last = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            reasons.append(
-                f"needs {', '.join(most)} or {last}, got {spec.dtype}: cast the inputs or use torch.autocast."
-            )
-        if max(spec.head_dim, spec.value_dim) > self.max_head_dim:
-            reasons.append(f"head dims go up to {self.max_head_dim}, got {max(spec.head_dim, spec.value_dim)}.")
-        reasons += [advice for feature, advice in FEATURES.items() if feature in spec.features - self.features]
-        return reasons + self.refuses(spec)
-
-    def padded(self, head_dim: int, value_dim: int, *, any_of_them: bool = False) -> tuple[int, int] | None:
-        """The head dims that it is called with for these, whatever ``head_dims`` says if asked; None if too many."""
-        if self.head_dims is not None and not any_of_them:
-            enough = [(d, v) for d, v in self.head_dims if d >= head_dim and v >= value_dim]
-            return min(enough, key=sum, default=None)
-        step = self.head_dim_multiple
-        d, v = (-(-dim // step) * step for dim in (head_dim, value_dim))
-        if self.one_head_dim:
-            d = v = max(d, v)
-        return (d, v) if max(d, v) <= self.max_head_dim else None

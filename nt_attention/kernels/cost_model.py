@@ -1,9 +1,9 @@
-"""How long a call takes on each backend: measured on a card, and fitted to what the host knows of a batch.
+"""The cost model: the expected time of a call on each backend, from times that were measured on a GPU.
 
 Every varlen kernel's time is close to a launch, plus something for each sequence, each token and each (query, key)
 pair of a head. ``measured/sm90.json`` holds these four numbers for each backend, kind of call and head dim, written by
-``benchmarks/fit_costs.py`` from times that ``python -m nt_attention bench`` gave; it names the card, the versions and
-how far the fit lies from what was measured. A card that nobody measured takes the numbers of one that was.
+``benchmarks/fit_costs.py`` from times that ``python -m nt_attention bench`` gave. It names the GPU, the versions and
+the error of the fit. A GPU that was not measured takes the numbers of one that was.
 """
 
 from __future__ import annotations
@@ -12,21 +12,51 @@ import functools
 import json
 import math
 from importlib import resources
+from typing import NamedTuple
 
 import torch
 
+from ..layout import SequenceLayout
 from .call import AttentionSpec
-from .work import Work
 
-# Below these the host's launches take as long, and the fits, to batches of 16384 tokens, tell nothing apart.
+# Below these the host's launches take as long, and the fits, to batches of 16384 tokens, are no more exact.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
-# of a call: ("float32" or "16-bit", "forward" or "both", a kind of mask) → head dim → backend → µs for a call, and ns
-# for a head's sequence, token and 1000 pairs
+# ("float32" or "16-bit", "forward" or "both", a kind of mask) → head dim → backend → µs for a call, and ns for a head's
+# sequence, token and 1000 pairs
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
 
 
-def expected_us(spec: AttentionSpec, size: Work) -> dict[str, float]:
-    """What each backend that was measured is expected to take, forward, or forward and backward if that is wanted."""
+class CallSize(NamedTuple):
+    """What the time of every kernel goes by, counted on the host from the lengths alone.
+
+    Attributes:
+        sequences: B.
+        tokens: of queries and keys in the mean, (T + S) / 2.
+        pairs: visible (query, key) pairs of one head.
+    """
+
+    sequences: int
+    tokens: float
+    pairs: float
+
+    @classmethod
+    def of(cls, layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> CallSize:
+        """Without a window from what the layouts know; else cached with them, so that a second layer counts nothing."""
+        tokens = (layout.total + key_layout.total) / 2
+        if spec.equal_lengths and spec.window.left == math.inf and spec.window.right in (0, math.inf):
+            squares = layout.sum_of_squares
+            return cls(layout.batch_size, tokens, squares if spec.window.is_open else (squares + layout.total) / 2)
+
+        def count() -> int:
+            queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
+            return int(spec.window.pairs(queries, keys, spec.lower_right).sum())
+
+        pairs = layout.cached(("pairs", spec.window, spec.lower_right), count, key_layout)
+        return cls(layout.batch_size, tokens, pairs)
+
+
+def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
+    """The expected time on each backend that was measured, forward, or forward and backward if gradients are needed."""
     if spec.device.type == "cpu":
         return {}
     dtype = "float32" if spec.dtype == torch.float32 else "16-bit"
@@ -46,13 +76,12 @@ def expected_us(spec: AttentionSpec, size: Work) -> dict[str, float]:
 
 
 def mask_kind(spec: AttentionSpec) -> str:
-    """Which of the kinds of masks a kernel's time depends on, besides the pairs that it leaves."""
-    left, right = spec.window
-    if left == right == math.inf:
+    """The kind of mask, on which a kernel's time depends besides the visible pairs."""
+    if spec.window.is_open:
         return "full"
-    if (left, right) == (math.inf, 0):
+    if spec.window == (math.inf, 0):
         return "causal"
-    return "window behind" if right <= 0 else "window"
+    return "window behind" if spec.window.right <= 0 else "window"
 
 
 @functools.cache

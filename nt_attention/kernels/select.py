@@ -1,4 +1,4 @@
-"""Which backend runs: by name, by what is fastest, and why not the others.
+"""Which backend runs: by name or by the shortest expected time, and why not the others.
 
 The only file that knows the list. To add a backend, write its file and put it into ``BACKENDS``.
 """
@@ -15,20 +15,18 @@ from dataclasses import dataclass
 from torch.nn.attention import current_flash_attention_impl
 
 from . import cost_model, custom_ops, support, token_tiled
+from .backend import Backend
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
-from .call import AttentionSpec, Backend, Problem
-from .work import Work, work
+from .call import AttentionSpec, Call
+from .cost_model import CallSize
 
 ENVIRONMENT_VARIABLE = "NT_ATTENTION_BACKEND"
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        *(token_tiled.BACKEND, flash_attn_4.BACKEND, torch_flash.BACKEND, flash_attn_2.BACKEND),
-        *(torch_efficient.BACKEND, flex.BACKEND, cpu.BACKEND, reference.BACKEND),
-    )
+    module.BACKEND.name: module.BACKEND
+    for module in (token_tiled, flash_attn_4, torch_flash, flash_attn_2, torch_efficient, flex, cpu, reference)
 }
-_wanted: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
+_requested: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
 
 
 class SlowBackendWarning(UserWarning):
@@ -43,8 +41,8 @@ class Explanation:
         chosen: the backend's name, or None where the one asked for can't run.
         reasons: for every backend its reasons, empty where it can run.
         asked: "auto" or the name asked for.
-        basis: on what the claims rest, in words; empty on a CPU.
-        expected_us: what each backend that can run is expected to take, in µs on the device, where that was measured.
+        basis: what the support rests on, in words; empty on a CPU.
+        expected_us: the expected time of each backend that can run, in µs on the device, where that was measured.
     """
 
     chosen: str | None
@@ -55,36 +53,33 @@ class Explanation:
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
-        basis = f" Claims: {self.basis}." if self.basis else ""
+        basis = f" Support: {self.basis}." if self.basis else ""
         runs = f"{self.chosen} runs." if self.chosen else "it can't run this call."
         lines = [f"backend={self.asked!r}: {runs}{basis}"]
         for name, reasons in self.reasons.items():
             state = "chosen" if name == self.chosen else "can run" if not reasons else "can't run"
-            told = " ".join(reasons) or BACKENDS[name].about
+            details = " ".join(reasons) or BACKENDS[name].about
             if not reasons and name in (self.expected_us or {}):
-                told += f"; about {self.expected_us[name]:.0f} µs"  # type: ignore[index]
-            lines.append(f"  {name:<{width}}  {state:<9}  {told}")
+                details += f"; about {self.expected_us[name]:.0f} µs"  # type: ignore[index]
+            lines.append(f"  {name:<{width}}  {state:<9}  {details}")
         return "\n".join(lines)
 
 
-def explain_spec(spec: AttentionSpec, size: Work, backend: str = "auto") -> Explanation:
-    """What ``choose`` does, told rather than done."""
-    asked = _asked(backend)
-    reasons = {name: tuple(_reasons(candidate, spec)) for name, candidate in BACKENDS.items()}
-    if asked == "auto":
-        able = [name for name in fastest_first(spec, size) if not reasons[name]]
-    else:
-        able = [asked] if not reasons[asked] else []
-    expected = {name: us for name, us in cost_model.expected_us(spec, size).items() if not reasons[name]}
-    return Explanation(able[0] if able else None, reasons, asked, support.basis(spec.device), expected)
+def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Explanation:
+    """What ``choose`` would do, and why."""
+    name = _resolve(backend)
+    reasons = {other: tuple(_reasons(candidate, spec)) for other, candidate in BACKENDS.items()}
+    candidates = fastest_first(spec, size) if name == "auto" else (name,)
+    chosen = next((other for other in candidates if not reasons[other]), None)
+    expected = {other: us for other, us in cost_model.expected_us(spec, size).items() if not reasons[other]}
+    return Explanation(chosen, reasons, name, support.basis(spec.device), expected)
 
 
-def fastest_first(spec: AttentionSpec, size: Work) -> tuple[str, ...]:
-    """What ``"auto"`` asks, in this order, and takes the first that can run.
+def fastest_first(spec: AttentionSpec, size: CallSize) -> tuple[str, ...]:
+    """The backends that ``"auto"`` tries, in this order; it takes the first that can run.
 
-    On a GPU by the time that each is expected to take (``cost_model.py``), then those whose times
-    were not measured for this kind of call. On a CPU, docs/design.md; Triton runs there in its interpreter alone, for
-    tests, and is not asked.
+    On a GPU by the expected time (``cost_model.py``), then those whose times were not measured for this kind of call.
+    On a CPU, docs/design.md; Triton runs there in its interpreter alone, for tests, and is not tried.
     """
     if spec.device.type == "cpu":
         return ("cpu", "reference")
@@ -93,33 +88,29 @@ def fastest_first(spec: AttentionSpec, size: Work) -> tuple[str, ...]:
     return (*sorted(expected, key=expected.__getitem__), *others, "reference")
 
 
-def choose(spec: AttentionSpec, size: Work, backend: str = "auto") -> Backend:
+def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backend:
     """The backend that runs this call.
 
     ``"auto"`` gives way to ``use_backend``, then to the environment variable NT_ATTENTION_BACKEND, then takes the first
-    of ``fastest_first`` that can run; where that is the reference, it says so in a SlowBackendWarning. A name is taken
-    at its word.
+    of ``fastest_first`` that can run; where that is the reference, ``warn_if_slow`` says so. A name runs, or nothing.
 
     Raises:
         ValueError: no backend of that name, or it can't run this call; the message holds every backend's reasons.
     """
-    asked = _asked(backend)
-    if asked == "auto":
-        for candidate in map(BACKENDS.__getitem__, fastest_first(spec, size)):
-            if _is_able(candidate, spec):
-                return candidate
-    elif _is_able(BACKENDS[asked], spec):
-        return BACKENDS[asked]
-    raise ValueError(str(explain_spec(spec, size, asked)))
+    name = _resolve(backend)
+    for candidate in fastest_first(spec, size) if name == "auto" else (name,):
+        if _can_run(BACKENDS[candidate], spec):
+            return BACKENDS[candidate]
+    raise ValueError(str(explain_spec(spec, size, name)))
 
 
-def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
-    """Say so where ``"auto"`` found nothing but the reference."""
-    if _asked(backend) == "auto":
-        order = fastest_first(problem.spec, work(problem.layout, problem.key_layout, problem.spec))
-        here = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
-        fast = here[0] if not here[0].is_reference else BACKENDS[order[0]]
-        why = " ".join(_reasons(fast, problem.spec))
+def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
+    """Warn where ``"auto"`` found nothing but the reference."""
+    if _resolve(backend) == "auto":
+        order = fastest_first(call.spec, CallSize.of(call.layout, call.key_layout, call.spec))
+        installed = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
+        fast = installed[0] if not installed[0].is_reference else BACKENDS[order[0]]
+        why = " ".join(_reasons(fast, call.spec))
         warnings.warn(
             f"attention runs on the reference backend, which is slow: {fast.name} {why} "
             "(nta.explain shows every backend; backend='reference' asks for this one and does not warn.)",
@@ -128,45 +119,45 @@ def warn_if_slow(problem: Problem, backend: str, stacklevel: int) -> None:
         )
 
 
-def chosen_later(spec: AttentionSpec, backend: str) -> bool:
+def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
     """Whether some operator takes this call, so that in a graph the choice can wait until it runs."""
     check_backend_name(backend)
-    able = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
+    candidates = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(
         # a compiler traces this: the quick questions first
         one.backward is not None and one.device_type in (None, spec.device.type) and not one.unsupported(spec)
-        for one in able
+        for one in candidates
     )
 
 
-def _choose_in_graph(problem: Problem, asked: str) -> int:
-    """The place of the chosen backend on the list, for its backward to find it again."""
-    size = work(problem.layout, problem.key_layout, problem.spec)
-    chosen = choose(problem.spec, size, asked)
+def _choose_in_graph(call: Call, backend: str) -> int:
+    """The index of the chosen backend in the list, for its backward to find it again."""
+    size = CallSize.of(call.layout, call.key_layout, call.spec)
+    chosen = choose(call.spec, size, backend)
     if chosen.backward is None:
         raise ValueError(
             f"{chosen.name} is no operator, so a graph can't choose it when it runs: pass backend={chosen.name!r} to "
-            f"this call, or make it outside of the graph.\n{explain_spec(problem.spec, size, asked)}"
+            f"this call, or make it outside of the graph.\n{explain_spec(call.spec, size, backend)}"
         )
     return list(BACKENDS.values()).index(chosen)
 
 
-def _on_the_list(place: int, problem: Problem) -> Backend:
-    """The backend in that place.
+def _backend_at(index: int, call: Call) -> Backend:
+    """The backend at that index of the list.
 
     Raises:
         ValueError: it can't run this call. A graph that was recorded without gradients may have chosen it for its
             forward alone.
     """
-    backend = list(BACKENDS.values())[place]
-    if not _is_able(backend, problem.spec):
-        raise ValueError(f"{backend.name} {' '.join(_reasons(backend, problem.spec))} Record the graph with gradients.")
+    backend = list(BACKENDS.values())[index]
+    if not _can_run(backend, call.spec):
+        raise ValueError(f"{backend.name} {' '.join(_reasons(backend, call.spec))} Record the graph with gradients.")
     return backend
 
 
-def circumstances(backend: str) -> tuple[object, ...]:
-    """All that ``choose`` goes by beside the call itself."""
-    return _asked(backend), support.in_force(), current_flash_attention_impl()
+def selection_key(backend: str) -> tuple[object, ...]:
+    """All that ``choose`` depends on beside the call itself, as a cache key."""
+    return _resolve(backend), support.uses_results(), current_flash_attention_impl()
 
 
 def available_backends() -> dict[str, str | None]:
@@ -184,19 +175,20 @@ def use_backend(backend: str) -> Iterator[None]:
         ValueError: no backend of that name.
     """
     check_backend_name(backend)
-    token = _wanted.set(backend)
+    token = _requested.set(backend)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _requested.reset(token)
 
 
-def _asked(backend: str) -> str:
+def _resolve(backend: str) -> str:
+    """A backend's name or "auto", after ``use_backend`` and the environment variable."""
     if backend == "auto":
-        backend = _wanted.get()
-    if backend == "auto" and (named := os.environ.get(ENVIRONMENT_VARIABLE)):
-        check_backend_name(named, f"{ENVIRONMENT_VARIABLE} asks for it, and ")
-        return named
+        backend = _requested.get()
+    if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):
+        check_backend_name(name, f"{ENVIRONMENT_VARIABLE} asks for it, and ")
+        return name
     check_backend_name(backend)
     return backend
 
@@ -207,19 +199,19 @@ def check_backend_name(backend: str, source: str = "") -> None:
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
 
 
-def _is_able(backend: Backend, spec: AttentionSpec) -> bool:
-    """Whether there are no reasons; kept by the kind of call, for all batches."""
-    if spec.score_mod is not None or spec.mask_mod is not None:  # what is kept would keep these functions
+_cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backend as well, or its id could be another's
+
+
+def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
+    """Whether there are no reasons against it; cached by the kind of call, for all batches."""
+    if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions
         return not _reasons(backend, spec)
-    kind = (id(backend), spec, support.in_force(), current_flash_attention_impl())
-    if kind not in _able:
-        if len(_able) > 4096:
-            _able.clear()
-        _able[kind] = (backend, not _reasons(backend, spec))
-    return _able[kind][1]
-
-
-_able: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backend as well, or its id could be another's
+    key = (id(backend), spec, support.uses_results(), current_flash_attention_impl())
+    if key not in _cached:
+        if len(_cached) > 4096:
+            _cached.clear()
+        _cached[key] = (backend, not _reasons(backend, spec))
+    return _cached[key][1]
 
 
 def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
@@ -230,4 +222,4 @@ def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 for _backend in BACKENDS.values():
     if _backend.backward is not None:
         custom_ops.register(_backend)
-custom_ops.register_auto(_choose_in_graph, _on_the_list)
+custom_ops.register_auto(_choose_in_graph, _backend_at)

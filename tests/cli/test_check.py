@@ -12,6 +12,7 @@ from nt_attention.cli import cases, check
 from nt_attention.cli.cases import Case, Finding, cases_of, look_at
 from nt_attention.cli.support_table import Table
 from nt_attention.kernels import support, token_tiled
+from nt_attention.kernels.backend import HeadDims
 from nt_attention.kernels.backends import cpu, flash_attn_4, reference, torch_flash
 from nt_attention.kernels.call import FEATURES, AttentionSpec
 from nt_attention.kernels.select import BACKENDS
@@ -227,11 +228,11 @@ class TestCases:
             assert sorted(c.which for c in rows["features"]) == sorted([*backend.features] * 2)
             assert len({c.which for c in rows["head dims"]}) == len(rows["head dims"])
         for c in found:
-            assert max(c.head_dim, c.value_dim) <= backend.max_head_dim
+            assert max(c.head_dim, c.value_dim) <= backend.head_dims.most
             if c.kind == "head dims":
                 assert c.which == (str(c.head_dim) if c.head_dim == c.value_dim else f"{c.head_dim}/{c.value_dim}")
-                assert c.head_dim % backend.head_dim_multiple == c.value_dim % backend.head_dim_multiple == 0
-                assert c.head_dim == c.value_dim or not backend.one_head_dim
+                assert c.head_dim % backend.head_dims.multiple == c.value_dim % backend.head_dims.multiple == 0
+                assert c.head_dim == c.value_dim or not backend.head_dims.equal
 
     @pytest.mark.parametrize("feature", FEATURES)
     def test_ask_for_what_they_look_at(self, feature):
@@ -266,7 +267,7 @@ class TestCases:
             seen.append((query.shape[2], value.shape[2]))
             raise RuntimeError("seen")
 
-        fake(forward=forward, one_head_dim=False, head_dims=((64, 64), (128, 128)))
+        fake(forward=forward, head_dims=HeadDims(only=((64, 64), (128, 128))))
         found = look_at(case(listed, head_dim=dims[0], value_dim=dims[1]), CPU)
         assert (found.held, found.told) == ("no", "seen")
         assert seen == [dims]
@@ -333,7 +334,7 @@ class TestTable:
         table.write(file, COMMAND)
         assert f"written to {file}" in capsys.readouterr().out
         written = json.loads(file.read_text())
-        assert written["held"] == table.held
+        assert written["results"] == table.held
         assert written["versions"]["torch"] == torch.__version__
         assert written["command"].startswith("python -m nt_attention")
         assert len(written["date"].split("-")) == 3
@@ -356,7 +357,7 @@ class TestTable:
         Table.of(row, CPU).write(file, COMMAND)
         want = json.loads(json.dumps(table.held))
         want["flash_attn_4"]["bfloat16"]["head dims"]["16"] = "both"
-        assert json.loads(file.read_text())["held"] == want
+        assert json.loads(file.read_text())["results"] == want
 
 
 class TestTheCommand:
@@ -383,7 +384,7 @@ class TestTheCommand:
     def test_saves_where_it_is_told(self, tmp_path, capsys):
         file = tmp_path / "held.json"
         assert main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)]) == 0
-        assert json.loads(file.read_text())["held"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
+        assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
         assert f"written to {file}" in capsys.readouterr().out
 
     def test_tells_what_does_not_hold(self, capsys, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from oracle import Problem, assert_same, attention, problem
 
 from nt_attention import SequenceLayout, varlen_attention
+from nt_attention.kernels.backend import HeadDims
 from nt_attention.kernels.backends import cpu
 
 
@@ -74,7 +75,7 @@ def test_gradient_through_either_output_alone(lengths, geometry, which, backend)
 @pytest.mark.parametrize("extra", ["plain", "gqa", "narrow-values", "alibi-each-gqa", "all"])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
 def test_lse_gradient_rides_on_a_column_where_there_is_room(fake, lengths, geometry, extra):
-    seen = fake(max_head_dim=12)
+    seen = fake(head_dims=HeadDims(12, equal=True))
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
     assert seen["forward"] == [(11, 11, 11)]
@@ -85,14 +86,14 @@ def test_lse_gradient_rides_on_a_column_where_there_is_room(fake, lengths, geome
 @pytest.mark.parametrize("extra", ["plain", "gqa", "alibi-each-gqa"])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
 def test_lse_gradient_takes_a_second_pass_where_there_is_none(fake, lengths, geometry, extra):
-    seen = fake(max_head_dim=11)
+    seen = fake(head_dims=HeadDims(11, equal=True))
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
     assert seen["forward"] == seen["backward"] == [(11, 11, 11)] * 2
 
 
 def test_no_column_and_no_pass_without_a_gradient_of_lse(fake):
-    seen = fake(max_head_dim=12)
+    seen = fake(head_dims=HeadDims(12, equal=True))
     case = problem("cross", "causal", "plain")
     query = case.inputs["query"].requires_grad_()
     out, _ = call(case, "fake")(**case.inputs, **case.options)
@@ -102,7 +103,7 @@ def test_no_column_and_no_pass_without_a_gradient_of_lse(fake):
 
 
 def test_second_pass_is_refused_under_softcap(fake):
-    fake(max_head_dim=11, features=cpu.BACKEND.features | {"softcap"})
+    fake(head_dims=HeadDims(11, equal=True), features=cpu.BACKEND.features | {"softcap"})
     case = problem("self", "causal", "plain", options={"softcap": 3.0})
     with pytest.raises(NotImplementedError, match=r"fake_\d+ has no room at head dim 11 .* softcap"):
         case.solve(call(case, "fake"))
@@ -111,7 +112,7 @@ def test_second_pass_is_refused_under_softcap(fake):
 @pytest.mark.parametrize("extra", ["plain", "sinks", "all"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(11, 11), (8, 8), (13, 16), (16, 13), (7, 3)])
 def test_head_dims_are_padded_to_what_the_kernel_takes(fake, head_dim, value_dim, extra):
-    seen = fake(head_dim_multiple=8)
+    seen = fake(head_dims=HeadDims(multiple=8, equal=True))
     case = problem("cross", "causal", extra, head_dim=head_dim, value_dim=value_dim)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
     assert all(d % 8 == 0 for dims in seen["forward"] + seen["backward"] for d in dims)
@@ -121,7 +122,7 @@ def test_head_dims_are_padded_to_what_the_kernel_takes(fake, head_dim, value_dim
 @pytest.mark.parametrize("room", [64, 11], ids=["column", "second-pass"])
 def test_lse_gradient_in_sixteen_bits_is_as_good_as_that_of_out(fake, room, dtype):
     """Within twice the relative error that the kernel makes with an ordinary gradient of out, on the same inputs."""
-    fake(max_head_dim=room)
+    fake(head_dims=HeadDims(room, equal=True))
     case = problem("cross", "causal-window", "gqa", dtype=dtype)
     zeros = tuple(torch.zeros_like(g) for g in case.grads)
 

@@ -10,13 +10,12 @@ import torch
 
 import nt_attention as nta
 from nt_attention.kernels import cost_model, select, support
-from nt_attention.kernels.call import AttentionSpec
-from nt_attention.kernels.cost_model import expected_us
+from nt_attention.kernels.call import AttentionSpec, Call
+from nt_attention.kernels.cost_model import CallSize, expected_us
 from nt_attention.kernels.select import BACKENDS, choose, explain_spec, fastest_first
-from nt_attention.kernels.work import Work
 
 SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 5, 5, 64, 64, 0.125)
-SIZE = Work(7, 1009.0, 100_003)
+SIZE = CallSize(7, 1009.0, 100_003)
 # µs for a call, ns for a head's sequence, token and 1000 pairs
 TABLE = {
     ("16-bit", "forward", "full"): {
@@ -48,9 +47,9 @@ def measured(monkeypatch):
 def test_no_call_is_expected_to_be_shorter_than_its_launch(monkeypatch):
     """And where all are, the table's order decides: what the fits say of so little work is noise."""
     monkeypatch.setattr(cost_model, "costs", lambda: TABLE)
-    assert expected_us(SPEC, Work(1, 1.0, 1)) == dict.fromkeys(TABLE["16-bit", "forward", "full"][64], 50.0)
-    assert select.fastest_first(SPEC, Work(1, 1.0, 1))[0] == "token_tiled"
-    assert max(expected_us(SPEC, Work(10**6, 1.0, 1)).values()) > 50
+    assert expected_us(SPEC, CallSize(1, 1.0, 1)) == dict.fromkeys(TABLE["16-bit", "forward", "full"][64], 50.0)
+    assert select.fastest_first(SPEC, CallSize(1, 1.0, 1))[0] == "token_tiled"
+    assert max(expected_us(SPEC, CallSize(10**6, 1.0, 1)).values()) > 50
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def card(monkeypatch):
     """A card of compute capability 9.0, whatever is in this machine, on which all backends are installed."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an NVIDIA H199")
-    monkeypatch.setattr(support, "checked_on", lambda _: None)
+    monkeypatch.setattr(support, "verified_on", lambda _: None)
     for name, backend in BACKENDS.items():
         monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, missing=lambda: None))
 
@@ -79,7 +78,7 @@ class TestExpectedTime:
         assert got == pytest.approx(want, rel=1e-12)
 
     def test_is_nothing_but_a_call_where_there_is_no_work(self):
-        assert expected_us(SPEC, Work(0, 0, 0)) == {"token_tiled": 11, "torch_flash": 5, "flash_attn_4": 31}
+        assert expected_us(SPEC, CallSize(0, 0, 0)) == {"token_tiled": 11, "torch_flash": 5, "flash_attn_4": 31}
 
     def test_grows_with_the_query_heads(self):
         one, two = (expected_us(call(num_heads=n, num_kv_heads=1), SIZE)["token_tiled"] for n in (3, 6))
@@ -94,7 +93,7 @@ class TestExpectedTime:
         ids=str,
     )
     def test_is_that_of_the_nearest_head_dim_above(self, dims, measured_at):
-        got = expected_us(call(head_dim=dims[0], value_dim=dims[1]), Work(0, 0, 0))
+        got = expected_us(call(head_dim=dims[0], value_dim=dims[1]), CallSize(0, 0, 0))
         assert got["token_tiled"] == {64: 11, 128: 23}[measured_at]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -123,10 +122,10 @@ class TestOrder:
     @pytest.mark.parametrize(
         ("changes", "size", "order"),
         [
-            ({}, Work(0, 0, 0), ("torch_flash", "token_tiled", "flash_attn_4")),
-            ({}, Work(997, 1009, 0), ("flash_attn_4", "token_tiled", "torch_flash")),  # many short sequences
-            ({}, Work(1, 1009, 1_000_003), ("flash_attn_4", "torch_flash", "token_tiled")),  # a long one
-            ({"head_dim": 65}, Work(0, 0, 0), ("torch_flash", "token_tiled")),
+            ({}, CallSize(0, 0, 0), ("torch_flash", "token_tiled", "flash_attn_4")),
+            ({}, CallSize(997, 1009, 0), ("flash_attn_4", "token_tiled", "torch_flash")),  # many short sequences
+            ({}, CallSize(1, 1009, 1_000_003), ("flash_attn_4", "torch_flash", "token_tiled")),  # a long one
+            ({"head_dim": 65}, CallSize(0, 0, 0), ("torch_flash", "token_tiled")),
             ({"needs_grad": True}, SIZE, ("token_tiled", "torch_flash")),
             ({"is_causal": True}, SIZE, ("token_tiled", "torch_flash")),
             ({"dtype": torch.float32}, SIZE, ("torch_efficient", "token_tiled")),
@@ -138,10 +137,10 @@ class TestOrder:
         assert fastest_first(call(**changes), size) == (*order, *others, "reference")
 
     def test_decides_what_runs(self, card):
-        assert choose(SPEC, Work(0, 0, 0)).name == "torch_flash"
-        assert choose(SPEC, Work(1, 1009, 1_000_003)).name == "flash_attn_4"
+        assert choose(SPEC, CallSize(0, 0, 0)).name == "torch_flash"
+        assert choose(SPEC, CallSize(1, 1009, 1_000_003)).name == "flash_attn_4"
         # a kernel without what is asked for is passed over
-        assert choose(call(softcap=3.0), Work(0, 0, 0)).name == "token_tiled"
+        assert choose(call(softcap=3.0), CallSize(0, 0, 0)).name == "token_tiled"
         assert choose(call(needs_grad=True), SIZE, "torch_flash").name == "torch_flash"
 
     def test_nobody_measured_is_asked_before_those_who_were(self, card):
@@ -151,7 +150,7 @@ class TestOrder:
         assert choose(call(dtype=torch.float64), SIZE).name == "reference"
 
     def test_explain_tells_the_times_of_those_who_can_run(self, card):
-        told = explain_spec(call(softcap=3.0), Work(0, 0, 0))
+        told = explain_spec(call(softcap=3.0), CallSize(0, 0, 0))
         assert told.chosen == "token_tiled"
         assert told.expected_us == {"token_tiled": 11, "flash_attn_4": 31}
         lines = {line.split()[0]: line for line in str(told).splitlines()[1:]}
@@ -191,7 +190,7 @@ class TestWhatWasMeasured:
             "16-bit": {"both": {"full": {"64": {"token_tiled": [1009, 2, 3, 4]}, "128": {}}}},
             "float32": {"forward": {"causal": {}}},
         }
-        (tmp_path / "measured" / "sm90.json").write_text(json.dumps({"card": "…", "costs": written}))
+        (tmp_path / "measured" / "sm90.json").write_text(json.dumps({"gpu": "…", "costs": written}))
         monkeypatch.setattr(cost_model.resources, "files", lambda _: tmp_path)
         cost_model.costs.cache_clear()
         try:
@@ -199,8 +198,8 @@ class TestWhatWasMeasured:
                 ("16-bit", "both", "full"): {64: {"token_tiled": (1009, 2, 3, 4)}, 128: {}},
                 ("float32", "forward", "causal"): {},
             }
-            assert expected_us(call(needs_grad=True), Work(0, 0, 0)) == {"token_tiled": 1009}
-            assert expected_us(call(dtype=torch.float32, is_causal=True), Work(0, 0, 0)) == {}
+            assert expected_us(call(needs_grad=True), CallSize(0, 0, 0)) == {"token_tiled": 1009}
+            assert expected_us(call(dtype=torch.float32, is_causal=True), CallSize(0, 0, 0)) == {}
         finally:
             cost_model.costs.cache_clear()
 
@@ -221,7 +220,7 @@ class TestWhatWasMeasured:
                     assert any(row), (*at, name)
                     measured = torch.float32 if dtype == "float32" else torch.bfloat16
                     assert measured in BACKENDS[name].dtypes, (*at, name)
-                    assert head_dim <= BACKENDS[name].max_head_dim, (*at, name)
+                    assert head_dim <= BACKENDS[name].head_dims.most, (*at, name)
 
     @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -236,7 +235,7 @@ class TestWhatWasMeasured:
 def test_the_reference_is_warned_of_with_the_reasons_of_who_would_be_fastest(card, measured):
     """The first of the order, whatever stands first on the list."""
     spec = call(dtype=torch.float64)
-    assert select.fastest_first(spec, Work(0, 0, 0))[0] == "torch_flash"
-    problem = select.Problem(*(nta.SequenceLayout.from_lengths([]),) * 2, None, spec)
+    assert select.fastest_first(spec, CallSize(0, 0, 0))[0] == "torch_flash"
+    problem = Call(*(nta.SequenceLayout.from_lengths([]),) * 2, None, spec)
     with pytest.warns(select.SlowBackendWarning, match="torch_flash needs float16 or bfloat16, got torch.float64"):
         select.warn_if_slow(problem, "auto", stacklevel=1)

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from nt_attention import SequenceLayout, use_backend, varlen_attention
-from nt_attention.kernels import custom_ops
+from nt_attention.kernels import autograd, custom_ops
+from nt_attention.kernels.backend import HeadDims
 from nt_attention.kernels.backends import cpu
 from nt_attention.kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, SlowBackendWarning
 
@@ -81,7 +82,8 @@ def operands(
     rows, keys = sum(LENGTHS) + past[0], sum(key_lengths) + past[1]
     tensors = (random(rows, 6, 11), random(keys, 3, 11), random(keys, 3, 7))
     slopes = torch.rand(len(LENGTHS), 6) if alibi else None
-    options = (0.3, causal, lower_right, -1, -1, 0.0, 0.0, False, False, True)
+    alignment = "lower_right" if lower_right else "upper_left"
+    options = (0.3, causal, alignment, (-1, -1), 0.0, 0.0, False, False, True)
     return (*tensors, offsets, key_offsets, slopes, *options, *(["auto"] if name == "auto" else []))
 
 
@@ -108,9 +110,9 @@ def test_operators_are_what_they_say(backend, lengths, grad_lse):
 
 VARIANTS = {
     "plain": {},
-    "padded": {"head_dim_multiple": 8},
+    "padded": {"head_dims": HeadDims(multiple=8, equal=True)},
     "lower-right-alone": {"lower_right_only": True},
-    "no-blind-rows": {"bears_blind_rows": False, "features": cpu.BACKEND.features - {"window"}},
+    "no-blind-rows": {"takes_fully_masked_rows": False, "features": cpu.BACKEND.features - {"window"}},
 }
 
 
@@ -297,7 +299,7 @@ class TestWhatNoOperatorTakes:
     def test_is_told_where_the_graph_is_made_already(self):
         arguments = list(operands("auto"))
         arguments[:3] = [x.double() for x in arguments[:3]]
-        arguments[11] = 2.0  # softcap
+        arguments[custom_ops.argument_index("softcap")] = 2.0
         with pytest.raises(ValueError, match=r"(?s)reference is no operator.* has no softcap"):
             operator("auto", "forward")(*arguments)
 
@@ -349,7 +351,7 @@ def test_where_nobody_looks_no_operator_is_called(monkeypatch):
     def refused(*_):
         raise AssertionError("called as an operator")
 
-    monkeypatch.setattr(custom_ops.Operator, "_operator", refused)
+    monkeypatch.setattr(autograd.Kernel, "_operator", refused)
     case = case_of("cross", "causal", "gqa")
     function = call(case, "cpu")
     assert_same(case.solve(lambda **inputs: function(**only(inputs))), case.truth(), 1e-9)
@@ -544,7 +546,7 @@ def test_a_backward_operator_refuses_other_shapes(backend, which):
         operator(backend, "backward")(*given)
 
 
-OPTIONS = {"softcap": 2.0, "dropout_p": 0.25, "window_left": 3, "window_right": 3, "deterministic": True}
+OPTIONS = {"softcap": 2.0, "dropout_p": 0.25, "window_size": (3, 3), "deterministic": True}
 
 
 @pytest.mark.parametrize("backend", [*(name for name, x in BACKENDS.items() if x.backward is not None), "auto"])
@@ -552,7 +554,7 @@ OPTIONS = {"softcap": 2.0, "dropout_p": 0.25, "window_left": 3, "window_right": 
 def test_a_fake_has_a_random_state_under_dropout_alone(backend, option):
     arguments = list(operands(backend))
     for name in option.split(" and "):
-        arguments[3 + custom_ops._OPTIONS.index(name)] = OPTIONS[name]
+        arguments[custom_ops.argument_index(name)] = OPTIONS[name]
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         state = operator(backend, "forward")(*fakes)[2]

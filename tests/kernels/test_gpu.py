@@ -263,21 +263,21 @@ def operands(backend, cross=False):
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype, sum(key_lengths))
     key_offsets = key_offsets if cross else offsets
-    call = (0.3, True, True, -1, -1, 0.0, 0.0, False, False, True)
+    call = (0.3, True, "lower_right", (-1, -1), 0.0, 0.0, False, False, True)
     return (*tensors, offsets, key_offsets, None, *call), grad
 
 
-OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": 9, "window_right": 9, "deterministic": True}
+OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": (9, -1), "window_right": (-1, 9), "deterministic": True}
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("backend", OPERATORS)
 def test_operators_are_what_they_say_under_each_option(backend, option):
     (*arguments,), grad = operands(backend, cross=False)
-    arguments[3 + custom_ops._OPTIONS.index(option)] = OPTIONS[option]
+    name = "window_size" if "window" in option else option
+    arguments[custom_ops.argument_index(name)] = OPTIONS[option]
     lengths = arguments[3].diff().tolist()
-    asked = {"window_left": {"window_size": (9, -1)}, "window_right": {"window_size": (-1, 9)}}
-    claimed(backend, arguments[:3], lengths, lengths, is_causal=True, **asked.get(option, {option: OPTIONS[option]}))
+    claimed(backend, arguments[:3], lengths, lengths, is_causal=True, **{name: OPTIONS[option]})
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")  # the others compare random numbers
     forward, backward = (getattr(torch.ops.nt_attention, f"{backend}_{way}").default for way in ("forward", "backward"))
     torch.library.opcheck(forward, tuple(arguments), test_utils=tests)

@@ -11,8 +11,8 @@ import torch
 from oracle import Problem, assert_same, problem
 
 from nt_attention import SequenceLayout, varlen_attention
+from nt_attention.kernels.backend import COMMON
 from nt_attention.kernels.backends import cpu
-from nt_attention.kernels.call import COMMON
 
 LENGTHS = {
     # more queries than keys, fewer, as many, one of either, none of either
@@ -32,7 +32,9 @@ def call(case: Problem):
 
 def never_upper_left(problem):
     spec = problem.spec
-    assert problem.layout.same_lengths(problem.key_layout) or spec.sees_all or spec.causal_alignment == "lower_right"
+    assert (
+        problem.layout.same_lengths(problem.key_layout) or spec.window.is_open or spec.causal_alignment == "lower_right"
+    )
 
 
 def never_blind(problem):
@@ -83,13 +85,13 @@ def lower_right(fake):
 
 @pytest.fixture
 def sighted(fake):
-    return fake(never_blind, bears_blind_rows=False, features=cpu.BACKEND.features - {"window"})
+    return fake(never_blind, takes_fully_masked_rows=False, features=cpu.BACKEND.features - {"window"})
 
 
 @pytest.fixture
 def both(fake):
     """Lower right alone, and no blind rows: without windows, which upper left causality becomes, it has but one."""
-    return fake(never_upper_left, never_blind, lower_right_only=True, bears_blind_rows=False, features=COMMON)
+    return fake(never_upper_left, never_blind, lower_right_only=True, takes_fully_masked_rows=False, features=COMMON)
 
 
 UPPER_LEFT = {
@@ -190,7 +192,7 @@ class TestNoBlindRows:
 
     @pytest.mark.parametrize("key_lengths", [[0, 0, 0], [0, 3, 0]], ids=str)
     @pytest.mark.parametrize("geometry", SIGHTED)
-    def test_all_of_them_may_be_blind(self, sighted, geometry, key_lengths):
+    def test_all_of_them_may_have_fully_masked_rows(self, sighted, geometry, key_lengths):
         """Keys where no queries are count as none."""
         case = Problem([5, 0, 7], key_lengths, 6, 3, past=(3, 2), options=SIGHTED[geometry])
         want = case.truth()
@@ -241,9 +243,9 @@ def garbage_is_never_read(options, past):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2), (0, 0)], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"lower_right_only": True}, {"bears_blind_rows": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"lower_right_only": True}, {"takes_fully_masked_rows": False}], ids=str)
 def test_a_kernel_may_be_kept_from_what_is_past_the_end(fake, changes, past):
-    if "bears_blind_rows" in changes:
+    if "takes_fully_masked_rows" in changes:
         changes = changes | {"features": cpu.BACKEND.features - {"window"}}
     handed = fake(reads_past_end=True, **changes)
     garbage_is_never_read({"is_causal": True, "causal_alignment": "upper_left"}, past)

@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from nt_attention.kernels import support, token_tiled
+from nt_attention.kernels.backend import COMMON
 from nt_attention.kernels.backends import flash_attn_2, flash_attn_4, torch_efficient, torch_flash
-from nt_attention.kernels.call import COMMON, FEATURES, AttentionSpec
+from nt_attention.kernels.call import FEATURES, AttentionSpec
+from nt_attention.kernels.cost_model import CallSize
 from nt_attention.kernels.select import BACKENDS, choose, explain_spec
-from nt_attention.kernels.support import Checked, by_documentation
-from nt_attention.kernels.work import Work
+from nt_attention.kernels.support import VerifiedSupport, by_documentation
 
 CUDA = torch.device("cuda")
-SIZE = Work(3, 17.0, 101.0)
+SIZE = CallSize(3, 17.0, 101.0)
 SPEC = AttentionSpec(CUDA, torch.bfloat16, 4, 4, 64, 64, 0.125)
 CROSS = {"equal_lengths": False, "keyless": False}
 BOTH = dict.fromkeys(FEATURES, "both")
 STATES = ("both", "forward", "no")
 
-TABLE = Checked(
+TABLE = VerifiedSupport(
     "an NVIDIA H199",
     {"torch": "2.13.0"},
     {
@@ -68,13 +69,13 @@ def card(monkeypatch):
 @pytest.fixture
 def checked(card, monkeypatch):
     """The table above is what was run on this card."""
-    monkeypatch.setattr(support, "checked_on", {(9, 0): TABLE}.get)
+    monkeypatch.setattr(support, "verified_on", {(9, 0): TABLE}.get)
 
 
 @pytest.fixture
 def unchecked(card, monkeypatch):
     """Nothing was run on this card."""
-    monkeypatch.setattr(support, "checked_on", lambda _: None)
+    monkeypatch.setattr(support, "verified_on", lambda _: None)
 
 
 @pytest.mark.usefixtures("checked")
@@ -234,20 +235,20 @@ class TestByDocumentation:
             return bool(support.reasons(flash_attn_4.BACKEND, spec))
 
         assert refused()
-        assert support.in_force()
+        assert support.uses_results()
         with by_documentation():
             assert not refused()
             with by_documentation():
                 assert not refused()
-                assert not support.in_force()
+                assert not support.uses_results()
             assert not refused()
         assert refused()
-        assert support.in_force()
+        assert support.uses_results()
 
     def test_ends_with_an_exception(self, checked):
         with pytest.raises(KeyError), by_documentation():
             raise KeyError("anything")
-        assert support.in_force()
+        assert support.uses_results()
         assert support.reasons(flash_attn_2.BACKEND, call())
 
     def test_lifts_no_documented_limit(self, checked):
@@ -266,22 +267,22 @@ class TestByDocumentation:
 
 class TestBasis:
     def test_is_told_where_nothing_was_run(self, unchecked):
-        assert support.basis(CUDA) == "by its documentation; not run on this card yet"
+        assert support.basis(CUDA) == "as documented; not verified on this GPU yet"
         told = explain_spec(call(), SIZE)
         assert told.basis == support.basis(CUDA)
         first = str(told).splitlines()[0]
-        assert first.endswith("runs. Claims: by its documentation; not run on this card yet.")
+        assert first.endswith("runs. Support: as documented; not verified on this GPU yet.")
 
     def test_is_the_card_that_was_run(self, checked):
-        assert support.basis(CUDA) == "run on an NVIDIA H199"
-        assert str(explain_spec(call(), SIZE)).splitlines()[0].endswith("runs. Claims: run on an NVIDIA H199.")
+        assert support.basis(CUDA) == "verified on an NVIDIA H199"
+        assert str(explain_spec(call(), SIZE)).splitlines()[0].endswith("runs. Support: verified on an NVIDIA H199.")
         with by_documentation():
-            assert "by its documentation" in support.basis(CUDA)
+            assert "as documented" in support.basis(CUDA)
 
     def test_is_nothing_on_a_cpu(self):
         spec = call(device=torch.device("cpu"), dtype=torch.float32)
         assert support.basis(spec.device) == ""
-        assert "Claims" not in str(explain_spec(spec, SIZE))
+        assert "Support:" not in str(explain_spec(spec, SIZE))
 
 
 class TestTables:
@@ -290,27 +291,27 @@ class TestTables:
         """A package that holds nothing but tables."""
         (tmp_path / "verified").mkdir()
         monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
-        support.checked_on.cache_clear()
+        support.verified_on.cache_clear()
         yield tmp_path / "verified"
-        support.checked_on.cache_clear()
+        support.verified_on.cache_clear()
 
     def test_are_found_by_the_card_s_capability(self, folder, monkeypatch):
-        written = {"command": "…", "date": "…", "card": TABLE.card, "versions": TABLE.versions, "held": TABLE.held}
+        written = {"command": "…", "date": "…", "gpu": TABLE.gpu, "versions": TABLE.versions, "results": TABLE.results}
         (folder / "sm90.json").write_text(json.dumps(written))
-        assert support.checked_on((9, 0)) == TABLE
-        assert support.checked_on((9, 0)) is support.checked_on((9, 0)), "read anew"
-        assert support.checked_on((8, 0)) is None
+        assert support.verified_on((9, 0)) == TABLE
+        assert support.verified_on((9, 0)) is support.verified_on((9, 0)), "read anew"
+        assert support.verified_on((8, 0)) is None
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        assert support.checked_for(CUDA) == TABLE
+        assert support.verified_for(CUDA) == TABLE
         with by_documentation():
-            assert support.checked_for(CUDA) is None
-        assert support.checked_for(torch.device("cpu")) is None
+            assert support.verified_for(CUDA) is None
+        assert support.verified_for(torch.device("cpu")) is None
 
     def test_are_nvidia_s(self, folder, monkeypatch):
         (folder / "sm90.json").write_text("not read")
         monkeypatch.setattr(torch.version, "hip", "7.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        assert support.checked_for(CUDA) is None
+        assert support.verified_for(CUDA) is None
 
 
 SAVED = sorted((Path(support.__file__).parent / "verified").glob("*"))
@@ -327,12 +328,12 @@ def test_saved_tables_lie_where_they_are_looked_for():
 def test_a_saved_table_is_sound(file):
     capability = file.stem.removeprefix("sm")
     assert file.name == f"sm{int(capability)}.json"
-    table = support.checked_on((int(capability[:-1]), int(capability[-1])))
+    table = support.verified_on((int(capability[:-1]), int(capability[-1])))
     assert table is not None
-    assert table.card
+    assert table.gpu
     assert "torch" in table.versions
     assert json.loads(file.read_text())["command"].startswith("python -m nt_attention check")
-    for name, by_dtype in table.held.items():
+    for name, by_dtype in table.results.items():
         backend = BACKENDS[name]
         assert set(by_dtype) <= {str(dtype).removeprefix("torch.") for dtype in backend.dtypes}, name
         for dtype, kinds in by_dtype.items():
@@ -341,10 +342,10 @@ def test_a_saved_table_is_sound(file):
             assert set(kinds["features"]) <= backend.features, at
             assert all(state in STATES for row in kinds.values() for state in row.values()), at
             dims = [support._dims(which) for which in kinds["head dims"]]
-            assert all(0 < max(pair) <= backend.max_head_dim for pair in dims), at
-            assert all(dim % backend.head_dim_multiple == 0 for pair in dims for dim in pair), at
-            assert all(d == v for d, v in dims) or not backend.one_head_dim, at
-            assert set(backend.head_dims or ()) <= set(dims), at
+            assert all(0 < max(pair) <= backend.head_dims.most for pair in dims), at
+            assert all(dim % backend.head_dims.multiple == 0 for pair in dims for dim in pair), at
+            assert all(d == v for d, v in dims) or not backend.head_dims.equal, at
+            assert set(backend.head_dims.only or ()) <= set(dims), at
 
 
 @pytest.mark.parametrize("file", SAVED, ids=lambda file: file.name)

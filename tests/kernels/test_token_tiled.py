@@ -566,7 +566,7 @@ def operands(lengths=(5, 37, 1, 13), heads=4, kv_heads=2, head_dim=20, value_dim
         q, k = torch.randn(rows, heads, head_dim), torch.randn(rows, kv_heads, head_dim)
         v, grad = torch.randn(rows, kv_heads, value_dim), torch.randn(rows, heads, value_dim)
         slopes = torch.rand(len(lengths), heads) if alibi else None
-    options = (0.3, False, True, 11, 0, 0.0, dropout_p, False, False, True)
+    options = (0.3, False, "lower_right", (11, 0), 0.0, dropout_p, False, False, True)
     return (q, k, v, cu_seqlens, cu_seqlens, slopes, *options), grad
 
 

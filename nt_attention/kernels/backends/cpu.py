@@ -4,12 +4,12 @@ That kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) takes a dens
 are cut into tiles, each some queries of one sequence with all the keys that they see, and nothing is padded:
 
 - without a mask, or causal from the upper left, which the kernel knows, a tile is a sequence;
-- with any other mask a tile is at most ``MASKED_ROWS`` queries, with only the keys in their reach, so a window costs
+- with any other mask a tile is at most ``MASKED_ROWS`` queries, with only the keys that they see, so a window costs
   tokens × window, and interior tiles share one mask;
-- tiles of equal shape form a group; short ones are gathered into one call, long ones run where they lie.
+- short tiles of equal shape are gathered into one call, long ones run where they lie.
 
-Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and gives lse 0 where a row sees nothing or
-has NaN for all its scores.
+Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and gives lse 0 where a row is fully masked
+or has NaN for all its scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ...layout import SequenceLayout
-from ..call import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
+from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
+from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances
 
 GATHER_UP_TO = 64  # rows and keys; from about 128 on, one call a tile is as fast and copies nothing
@@ -68,8 +69,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of the kernel, over n tiles of one shape."""
+class Tiles:
+    """n tiles of one shape, which run in one call of the kernel."""
 
     shape: Shape
     sequences: Tensor  # (n,)
@@ -79,13 +80,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    calls: list[Call]
-    rows_left_out: list[slice]  # queries that see no key at all
+    calls: list[Tiles]
+    fully_masked: list[slice]  # rows that see no key
     all_keys_once: bool  # whether every key is in just one tile, so that its gradient is written, not summed
 
 
-def plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
-    """The calls for these lengths and this mask; kept with the layout, so a second layer does not plan again."""
+def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
+    """The calls for these lengths and this mask; cached with the layout, so a second layer does not plan again."""
     key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, spec.has_positive_scale)
     return layout.cached(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
 
@@ -93,7 +94,7 @@ def plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec
 def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
-    left_out: list[slice] = []
+    fully_masked: list[slice] = []
     keys_used, most_tiles = 0, 0
     for b in range(layout.batch_size):
         begin, key_begin = starts[b], key_starts[b]
@@ -104,14 +105,14 @@ def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: Attenti
                 groups[shape].append((b, begin + first, key_begin + first_key))
                 keys_used += shape.keys
             else:
-                left_out.append(slice(begin + first, begin + first + shape.rows))
+                fully_masked.append(slice(begin + first, begin + first + shape.rows))
     calls = []
     for shape, places in groups.items():
         batches = [places] if max(shape.rows, shape.keys) <= GATHER_UP_TO else [[place] for place in places]
         for batch in batches:
             sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
-            calls.append(Call(shape, sequences, _rows(begins, shape.rows), _rows(key_begins, shape.keys)))
-    return Plan(calls, left_out, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
+            calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), _rows(key_begins, shape.keys)))
+    return Plan(calls, fully_masked, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
 
 
 def _rows(begins: Tensor, length: int) -> Rows:
@@ -126,8 +127,8 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     shift = spec.shift(queries, keys)
     # the kernel masks before it scales, so a scale of 0 or below turns its −inf into NaN or inf
     kernel_causal = spec.window == (math.inf, 0) and shift == 0 and spec.has_positive_scale
-    if not keys or (not spec.alibi and (spec.sees_all or kernel_causal)):
-        return [(0, 0, Shape(queries, keys, 0, causal=not spec.sees_all))]
+    if not keys or (not spec.alibi and (spec.window.is_open or kernel_causal)):
+        return [(0, 0, Shape(queries, keys, 0, causal=not spec.window.is_open))]
     left, right = spec.window
     tiles = []
     for first in range(0, queries, MASKED_ROWS):
@@ -138,24 +139,24 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     return tiles
 
 
-def _mask(call: Call, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
-    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True where a row sees nothing."""
-    rows, keys, diagonal, causal = call.shape
-    if causal:
+def _mask(tiles: Tiles, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True in fully masked rows."""
+    rows, keys, diagonal, causal = tiles.shape
+    if causal or (alibi_slopes is None and spec.window.is_open):
         return None, None
-    seen = spec.window.mask(rows, keys, diagonal, spec.device)
-    bias = None
+    visible = spec.window.mask(rows, keys, diagonal, spec.device)
     # the kernel takes a float32 bias beside 16-bit inputs, where a 16-bit one would round ALiBi
     dtype = torch.promote_types(spec.dtype, torch.float32)
+    bias = None
     if alibi_slopes is not None:
-        slopes = alibi_slopes[call.sequences] if alibi_slopes.dim() == 2 else alibi_slopes[None]
+        slopes = alibi_slopes[tiles.sequences] if alibi_slopes.dim() == 2 else alibi_slopes[None]
         bias = alibi_bias(distances(rows, keys, diagonal, spec.device), slopes.to(dtype))
-    if seen is None:
+    if visible is None:
         return bias, None
     if bias is None:
         bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device="cpu")
-    blind = ~seen.any(1)
-    return bias.masked_fill(~seen, -torch.inf), blind if bool(blind.any()) else None
+    masked = ~visible.any(1)
+    return bias.masked_fill(~visible, -torch.inf), masked if bool(masked.any()) else None
 
 
 def _heads_first(packed: Tensor) -> Tensor:
@@ -163,29 +164,28 @@ def _heads_first(packed: Tensor) -> Tensor:
     return packed.transpose(0, 1).unsqueeze(0)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    layout, key_layout, alibi_slopes, spec, _ = problem
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    layout, key_layout, alibi_slopes, spec, _ = call
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
-    work = plan(layout, key_layout, spec)
-    for rows in work.rows_left_out:
+    plan = make_plan(layout, key_layout, spec)
+    for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
     query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
-    has_mask = alibi_slopes is not None or not spec.sees_all
-    for call in work.calls:
-        bias, blind = _mask(call, alibi_slopes, spec) if has_mask else (None, None)
-        q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
-        tiles, tiles_lse = _run(q, k, v, 0.0, call.shape.causal, attn_mask=bias, scale=spec.scale)
-        if blind is not None:
-            tiles_lse = tiles_lse.masked_fill(blind, -torch.inf)
-        call.queries.give(to_out, tiles)
-        call.queries.give(to_lse, tiles_lse)
+    for tiles in plan.calls:
+        bias, masked = _mask(tiles, alibi_slopes, spec)
+        q, k, v = tiles.queries.take(query), tiles.keys.take(key), tiles.keys.take(value)
+        tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
+        if masked is not None:
+            tiles_lse = tiles_lse.masked_fill(masked, -torch.inf)
+        tiles.queries.give(to_out, tiles_out)
+        tiles.queries.give(to_lse, tiles_lse)
     _spread_nan(out, lse, query)
     return out, lse
 
 
 def _spread_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
-    """Write NaN where a query (1, H, T, D) holds NaN: the kernel takes such a row for one that sees nothing.
+    """Write NaN where a query (1, H, T, D) holds NaN: the kernel takes such a row for a fully masked one.
 
     It then gives an output of 0 and an lse of 0, which is rare enough in other rows to look there alone.
     """
@@ -196,31 +196,30 @@ def _spread_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
     lse.masked_fill_(wrong, torch.nan)
 
 
-def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
-    grad, _, out, lse, _ = known
-    layout, key_layout, alibi_slopes, spec, _ = problem
+def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
+    grad, _, out, lse, _ = saved
+    layout, key_layout, alibi_slopes, spec, _ = call
     # The kernel's own backward on slices: autograd through slices would fill a whole gradient with zeros for each.
-    work = plan(layout, key_layout, spec)
+    plan = make_plan(layout, key_layout, spec)
     grad_query = torch.empty_like(query)
-    fresh = torch.empty_like if work.all_keys_once else torch.zeros_like
+    fresh = torch.empty_like if plan.all_keys_once else torch.zeros_like
     grad_key, grad_value = fresh(key), fresh(value)
-    for rows in work.rows_left_out:
+    for rows in plan.fully_masked:
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
-    has_mask = alibi_slopes is not None or not spec.sees_all
-    for call in work.calls:
-        bias, blind = _mask(call, alibi_slopes, spec) if has_mask else (None, None)
-        q, k, v = call.queries.take(query), call.keys.take(key), call.keys.take(value)
-        tiles_grad, tiles_out, tiles_lse = (call.queries.take(x) for x in (grad, out, lse))
-        if blind is not None:  # the kernel's own mark, with which their weights come out as 0
-            tiles_lse = tiles_lse.masked_fill(blind, 0.0)
+    for tiles in plan.calls:
+        bias, masked = _mask(tiles, alibi_slopes, spec)
+        q, k, v = tiles.queries.take(query), tiles.keys.take(key), tiles.keys.take(value)
+        tiles_grad, tiles_out, tiles_lse = (tiles.queries.take(x) for x in (grad, out, lse))
+        if masked is not None:  # the kernel's own mark, with which their weights come out as 0
+            tiles_lse = tiles_lse.masked_fill(masked, 0.0)
         dq, dk, dv = _run_backward(
-            tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, call.shape.causal, attn_mask=bias, scale=spec.scale
+            tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale
         )
-        call.queries.give(to_query, dq)
-        call.keys.give(to_key, dk, add=not work.all_keys_once)
-        call.keys.give(to_value, dv, add=not work.all_keys_once)
+        tiles.queries.give(to_query, dq)
+        tiles.keys.give(to_key, dk, add=not plan.all_keys_once)
+        tiles.keys.give(to_value, dv, add=not plan.all_keys_once)
     return grad_query, grad_key, grad_value
 
 
@@ -233,5 +232,5 @@ BACKEND = Backend(
     features=COMMON | {"scale ≤ 0", "window", "alibi", "deterministic"},
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    one_head_dim=True,
+    head_dims=HeadDims(equal=True),
 )

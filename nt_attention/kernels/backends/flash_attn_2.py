@@ -11,9 +11,10 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ..call import COMMON, Backend, Gradients, Known, Problem
+from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
+from ..call import Call
 from ..device import no_cuda
-from .flash import HALVES, heads_first, longest, tokens_first, window
+from .flash import HALVES, heads_first, longest, tokens_first
 
 
 @functools.cache
@@ -23,30 +24,30 @@ def missing() -> str | None:
     return no_cuda()
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     import flash_attn_2_cuda
 
-    layout, key_layout, slopes, spec, _ = problem
+    layout, key_layout, slopes, spec, _ = call
     out, lse, _, rng_state = flash_attn_2_cuda.varlen_fwd(
         *(query, key, value, None, layout.cu_seqlens, key_layout.cu_seqlens),
         *(None, None, None, slopes),  # seqused_k, leftpad_k, block_table
         *(longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
-        *(*window(spec), spec.softcap, False, None),  # no weights returned, torch's own generator
+        *(*spec.window.sizes, spec.softcap, False, None),  # no weights returned, torch's own generator
     )
     lse = tokens_first(lse, spec)
     return (out, lse, rng_state) if spec.dropout_p else (out, lse)
 
 
-def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
     import flash_attn_2_cuda
 
-    grad, _, out, lse, rng_state = known
-    layout, key_layout, slopes, spec, _ = problem
+    grad, _, out, lse, rng_state = saved
+    layout, key_layout, slopes, spec, _ = call
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     flash_attn_2_cuda.varlen_bwd(
         *(grad, query, key, value, out, heads_first(lse, spec), *grads, layout.cu_seqlens, key_layout.cu_seqlens),
         *(slopes, longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
-        *(*window(spec), spec.softcap, spec.deterministic, None, rng_state if spec.dropout_p else None),
+        *(*spec.window.sizes, spec.softcap, spec.deterministic, None, rng_state if spec.dropout_p else None),
     )
     return grads
 
@@ -61,9 +62,6 @@ BACKEND = Backend(
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=HALVES,
-    max_head_dim=256,
-    head_dim_multiple=8,
-    compiled_for=(32, 64, 96, 128, 192, 256),
-    one_head_dim=True,
+    head_dims=HeadDims(256, multiple=8, equal=True, compiled=(32, 64, 96, 128, 192, 256)),
     lower_right_only=True,
 )

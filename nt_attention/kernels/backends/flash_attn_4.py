@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from .. import device
-from ..call import COMMON, Backend, Gradients, Known, Problem
+from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
+from ..call import Call
 from ..device import no_cuda
-from .flash import HALVES, window
+from .flash import HALVES
 
 
 @functools.cache
@@ -29,9 +30,9 @@ def missing() -> str | None:
     return no_cuda()
 
 
-def _options(problem: Problem) -> dict[str, Any]:
-    layout, key_layout, _, spec, _ = problem
-    left, right = (None if side < 0 else side for side in window(spec))
+def _options(call: Call) -> dict[str, Any]:
+    layout, key_layout, _, spec, _ = call
+    left, right = (None if side < 0 else side for side in spec.window.sizes)
     return {
         "cu_seqlens_q": layout.cu_seqlens,
         "cu_seqlens_k": key_layout.cu_seqlens,
@@ -45,26 +46,26 @@ def _options(problem: Problem) -> dict[str, Any]:
     }
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     with device.current(query.device):
-        out, lse, *_ = _flash_attn_fwd(query, key, value, **_options(problem), return_lse=True)
+        out, lse, *_ = _flash_attn_fwd(query, key, value, **_options(call), return_lse=True)
     return out, lse.transpose(0, 1)
 
 
-def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    grad, grad_lse, out, lse, _ = known
+    grad, grad_lse, out, lse, _ = saved
     lse = lse.transpose(0, 1).contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.transpose(0, 1).contiguous()
     with device.current(query.device):
         grads = _flash_attn_bwd(
             *(query, key, value, out, grad, lse),
-            **_options(problem),
-            deterministic=problem.spec.deterministic,
+            **_options(call),
+            deterministic=call.spec.deterministic,
             dlse=grad_lse,
         )
     return grads[0], grads[1], grads[2]
@@ -80,8 +81,7 @@ BACKEND = Backend(
     device_type="cuda",
     min_capability=(9, 0),
     dtypes=HALVES,
-    max_head_dim=256,
-    head_dims=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+    head_dims=HeadDims(256, only=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
     lower_right_only=True,
     reads_past_end=True,
     lse_gradient=True,

@@ -3,8 +3,8 @@
 A token of one sequence and a token of another meet in no block that is run: which blocks meet is read off the layout
 (every mask here is an interval a row) and kept with it, in memory that grows with the tokens and not their square.
 
-It has no softcap and no ALiBi, which can be written into the score_mod: with both of ours in it, torch 2.11 fails to
-compile some calls for any lengths.
+It caps no scores and has no ALiBi, which can be written into the score_mod: with both of ours in it, torch 2.11 fails
+to compile some calls for any lengths.
 
 Dimensions: T tokens of one side, N blocks of 128 of them, M the most blocks of the other side that one of these meets.
 """
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ...layout import SequenceLayout
-from ..call import COMMON, AttentionSpec, Backend, Problem
+from ..backend import COMMON, Backend, HeadDims
+from ..call import AttentionSpec, Call
 
 BLOCK = 128
 _KINDS = 256  # of calls that may be compiled; torch's own limit of 8 is meant for one model's graph
@@ -44,17 +45,17 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)  # rather an error than its unfused form
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    layout, key_layout, _, spec, _ = problem
+    layout, key_layout, _, spec, _ = call
     past = query.shape[0] - layout.total
     # a NaN past the end would spread through weights of 0, so those rows stay out
     q = query[: layout.total].transpose(0, 1).unsqueeze(0)
     k, v = (x[: key_layout.total].transpose(0, 1).unsqueeze(0) for x in (key, value))
     with torch._dynamo.config.patch(recompile_limit=_KINDS):
         out, aux = _compiled()(
-            *(q, k, v, _score_mod(problem), _block_mask(problem)),
+            *(q, k, v, _score_mod(call), _block_mask(call)),
             scale=spec.scale,
             enable_gqa=spec.num_heads != spec.num_kv_heads,
             return_aux=AuxRequest(lse=True),
@@ -66,8 +67,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tupl
     return out, lse
 
 
-def _score_mod(problem: Problem) -> Callable[..., Tensor] | None:
-    layout, key_layout, _, spec, _ = problem
+def _score_mod(call: Call) -> Callable[..., Tensor] | None:
+    layout, key_layout, _, spec, _ = call
     user = spec.score_mod
     if user is None:
         return None
@@ -79,24 +80,21 @@ def _score_mod(problem: Problem) -> Callable[..., Tensor] | None:
     return score_mod
 
 
-def _mask_mod(problem: Problem) -> Callable[..., Tensor]:
-    layout, key_layout, _, spec, _ = problem
+def _mask_mod(call: Call) -> Callable[..., Tensor]:
+    layout, key_layout, _, spec, _ = call
     of_query, of_key, at_query, at_key = (
         *(layout.sequence_ids, key_layout.sequence_ids),
         *(layout.position_ids, key_layout.position_ids),
     )
     shift = _shift(layout, key_layout, spec)
-    left, right = spec.window
-    user = spec.mask_mod
+    window, user = spec.window, spec.mask_mod
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = of_query[i] == of_key[j]
-        ahead = at_key[j] - at_query[i] - shift[of_query[i]]
-        if left != math.inf:
-            seen = seen & (ahead >= -int(left))
-        if right != math.inf:
-            seen = seen & (ahead <= int(right))
-        return seen if user is None else seen & user(of_query[i], h, at_query[i], at_key[j])
+        visible = of_query[i] == of_key[j]
+        in_window = window.visible(at_key[j] - at_query[i] - shift[of_query[i]])
+        if in_window is not None:
+            visible = visible & in_window
+        return visible if user is None else visible & user(of_query[i], h, at_query[i], at_key[j])
 
     return mask_mod
 
@@ -106,10 +104,10 @@ def _shift(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSp
     return key_layout.lengths - layout.lengths if spec.lower_right else torch.zeros_like(layout.lengths)
 
 
-def _block_mask(problem: Problem) -> Any:
+def _block_mask(call: Call) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    layout, key_layout, _, spec, _ = problem
+    layout, key_layout, _, spec, _ = call
 
     def build() -> tuple[Tensor, ...]:
         left, right = spec.window
@@ -132,7 +130,7 @@ def _block_mask(problem: Problem) -> Any:
         full_q_num_blocks=None,
         full_q_indices=None,
         BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=_mask_mod(problem),
+        mask_mod=_mask_mod(call),
     )
 
 
@@ -175,5 +173,5 @@ BACKEND = Backend(
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    max_head_dim=256,
+    head_dims=HeadDims(256),
 )

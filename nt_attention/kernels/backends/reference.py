@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..call import FEATURES, AttentionSpec, Backend, Problem
+from ..backend import Backend
+from ..call import FEATURES, AttentionSpec, Call
 from ..masks import alibi_bias, distances, for_each_score
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Computes in float32, or in float64 where the inputs are; differentiable in every output, twice if need be."""
-    layout, key_layout, alibi_slopes, spec, _ = problem
+    layout, key_layout, alibi_slopes, spec, _ = call
     precision = torch.promote_types(query.dtype, torch.float32)
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     outs, lses = [], []

@@ -1,7 +1,7 @@
 """Torch's in-tree memory-efficient attention (Rabe and Staats 2021, xformers' kernels): float32 and dropout on CUDA.
 
-It takes as many key heads as query heads, so those of a group are repeated. It can't bear queries that see no key (NaN
-in their gradients, and garbage under lower right causality), so they are left out. Its lse is padded to the longest
+It takes as many key heads as query heads, so those of a group are repeated. It does not take fully masked rows (NaN in
+their gradients, and garbage under lower right causality), so they are left out. Its lse is padded to the longest
 sequence, B · H · max_seqlen numbers for as long as the gradients are awaited.
 """
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...layout import SequenceLayout
-from ..call import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
+from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
+from ..call import AttentionSpec, Call
 from ..device import no_cuda
 
 _NONE, _UPPER_LEFT, _LOWER_RIGHT = 0, 1, 2  # custom_mask_type
@@ -19,13 +20,13 @@ _ROWS = 32  # its lse has a multiple of these for each sequence
 
 
 def _mask_type(spec: AttentionSpec) -> int:
-    if spec.sees_all:
+    if spec.window.is_open:
         return _NONE
     return _UPPER_LEFT if spec.equal_lengths or not spec.lower_right else _LOWER_RIGHT
 
 
-def _sequences(problem: Problem) -> tuple[Tensor, Tensor, int, int]:
-    layout, key_layout = problem[:2]
+def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int]:
+    layout, key_layout = call[:2]
     return layout.cu_seqlens, key_layout.cu_seqlens, layout.max_seqlen, key_layout.max_seqlen
 
 
@@ -39,38 +40,38 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
     return tuple(_batch(x, heads, groups) for x in (query, key, value))
 
 
-def _places(layout: SequenceLayout) -> tuple[Tensor, int]:
-    """(T,) where a token's lse stands among a head's B · L numbers, and L."""
+def _lse_index(layout: SequenceLayout) -> tuple[Tensor, int]:
+    """(T,) the index of a token's lse among a head's B · L numbers, and L."""
     length = -(-layout.max_seqlen // _ROWS) * _ROWS
     build = lambda: layout.sequence_ids * length + layout.position_ids  # noqa: E731
     return layout.cached(("efficient lse", length), build), length
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    layout, _, _, spec, _ = problem
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+    layout, _, _, spec, _ = call
     out, padded, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
         *_inputs(query, key, value, spec),
-        *(None, *_sequences(problem), spec.dropout_p, _mask_type(spec), True),
+        *(None, *_sequences(call), spec.dropout_p, _mask_type(spec), True),
         scale=spec.scale,
     )
-    places, _ = _places(layout)
+    index, _ = _lse_index(layout)
     lse = query.new_empty(spec.num_heads, query.shape[0], dtype=padded.dtype)
-    lse[:, : layout.total] = padded.transpose(0, 1).flatten(1).index_select(1, places)
+    lse[:, : layout.total] = padded.transpose(0, 1).flatten(1).index_select(1, index)
     return (out[0], lse.T, torch.stack([seed, offset])) if spec.dropout_p else (out[0], lse.T)
 
 
-def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
-    grad, _, out, lse, rng_state = known
-    layout, _, _, spec, _ = problem
-    places, length = _places(layout)
+def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
+    grad, _, out, lse, rng_state = saved
+    layout, _, _, spec, _ = call
+    index, length = _lse_index(layout)
     padded = lse.new_full((spec.num_heads, layout.batch_size * length), torch.inf)
-    padded[:, places] = lse.T[:, : layout.total]
+    padded[:, index] = lse.T[:, : layout.total]
     padded = padded.unflatten(1, (layout.batch_size, length)).transpose(0, 1).contiguous()
     if rng_state is None or not spec.dropout_p:
         rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
     seed, offset = rng_state.unbind()
     grads = torch.ops.aten._efficient_attention_backward(
-        *(grad.unsqueeze(0), *_inputs(query, key, value, spec), None, out.unsqueeze(0), *_sequences(problem)),
+        *(grad.unsqueeze(0), *_inputs(query, key, value, spec), None, out.unsqueeze(0), *_sequences(call)),
         *(padded, spec.dropout_p, seed, offset, _mask_type(spec), False),
         scale=spec.scale,
     )
@@ -90,7 +91,7 @@ BACKEND = Backend(
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    head_dim_multiple=8,
-    bears_blind_rows=False,
+    head_dims=HeadDims(multiple=8),
+    takes_fully_masked_rows=False,
     rng_on_host=True,
 )

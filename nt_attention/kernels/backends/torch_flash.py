@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from ..call import COMMON, AttentionSpec, Backend, Gradients, Known, Problem
+from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
+from ..call import AttentionSpec, Call
 from ..device import no_cuda
-from .flash import HALVES, heads_first, longest, tokens_first, window
+from .flash import HALVES, heads_first, longest, tokens_first
 
 
 @functools.cache
@@ -31,39 +32,39 @@ def refuses(spec: AttentionSpec) -> list[str]:
     if activated is None:
         return []
     return [
-        f"{activated} is activated in its place, and what that gets right was not run here: call "
+        f"{activated} is activated in its place, and was not verified here: call "
         "torch.nn.attention.restore_flash_attention_impl()."
     ]
 
 
 def _options(spec: AttentionSpec) -> dict[str, float | int | None]:
-    left, right = (None if side < 0 else side for side in window(spec))
+    left, right = (None if side < 0 else side for side in spec.window.sizes)
     return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}
 
 
-def _sequences(problem: Problem) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    layout, key_layout, _, spec, _ = problem
+def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    layout, key_layout, _, spec, _ = call
     offsets = (layout.cu_seqlens, key_layout.cu_seqlens)
     return (*offsets, longest(layout), longest(key_layout), spec.dropout_p, spec.is_causal)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    spec = problem.spec
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+    spec = call.spec
     out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *_sequences(problem), False, **_options(spec)
+        query, key, value, *_sequences(call), False, **_options(spec)
     )
     lse = tokens_first(lse, spec)
     return (out, lse, rng_state.view(torch.int64)) if spec.dropout_p else (out, lse)
 
 
-def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
-    grad, _, out, lse, rng_state = known
-    spec = problem.spec
+def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
+    grad, _, out, lse, rng_state = saved
+    spec = call.spec
     if rng_state is None or not spec.dropout_p:
         rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
     state, unused = rng_state.view(torch.uint64), torch.empty(0, dtype=torch.uint64, device=query.device)
     return torch.ops.aten._flash_attention_backward(
-        *(grad, query, key, value, out, heads_first(lse, spec)), *_sequences(problem), state, unused, **_options(spec)
+        *(grad, query, key, value, out, heads_first(lse, spec)), *_sequences(call), state, unused, **_options(spec)
     )
 
 
@@ -77,10 +78,7 @@ BACKEND = Backend(
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=HALVES,
-    max_head_dim=256,
-    head_dim_multiple=8,
-    compiled_for=(32, 64, 96, 128, 192, 256),
-    one_head_dim=True,
+    head_dims=HeadDims(256, multiple=8, equal=True, compiled=(32, 64, 96, 128, 192, 256)),
     refuses=refuses,
     lower_right_only=True,
 )

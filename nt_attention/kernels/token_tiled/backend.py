@@ -8,7 +8,8 @@ import os
 
 import torch
 
-from ..call import COMMON, AttentionSpec, Backend
+from ..backend import COMMON, Backend, HeadDims
+from ..call import AttentionSpec
 from . import ops
 
 
@@ -46,7 +47,7 @@ BACKEND = Backend(
     features=COMMON | {"scale ≤ 0", "window", "softcap", "alibi", "dropout", "deterministic", "batch_invariant"},
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    max_head_dim=256,
+    head_dims=HeadDims(256),
     refuses=refuses,
     lse_gradient=True,
 )

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...layout import SequenceLayout
 from .. import device
-from ..call import Gradients, Known, Problem
+from ..backend import BackwardInputs, Gradients
+from ..call import Call
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
 
@@ -65,7 +66,7 @@ class _Recipe(NamedTuple):
         return cls(plan, config, config.shared, constants)
 
 
-class _Call(NamedTuple):
+class Launcher(NamedTuple):
     """What all launches of a call share."""
 
     recipe: _Recipe
@@ -75,8 +76,8 @@ class _Call(NamedTuple):
     query_heads: int
 
     @classmethod
-    def prepare(cls, query: Tensor, key: Tensor, value: Tensor, problem: Problem, seed: Tensor | None) -> _Call:
-        layout, key_layout, slopes, spec, _ = problem
+    def prepare(cls, query: Tensor, key: Tensor, value: Tensor, call: Call, seed: Tensor | None) -> Launcher:
+        layout, key_layout, slopes, spec, _ = call
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
             if slopes.dim() == 2:
@@ -102,7 +103,7 @@ class _Call(NamedTuple):
     ) -> None:
         if not len(tiles):
             return
-        some = meeting.lo  # stands for what this call does not have, and the kernel does not read
+        placeholder = meeting.lo  # for what this call does not have, and the kernel does not read
         given = (*tensors, tiles, meeting.lo, meeting.hi, self.recipe.plan.queries.own, self.slopes, self.seed)
         unit = math.gcd(16, *strides)
         far = max(strides[1::2]) * self.query_heads > _INT32_MAX
@@ -110,7 +111,7 @@ class _Call(NamedTuple):
         launch(
             kernel,
             (len(tiles), heads),
-            tuple([some if x is None else x for x in given]),
+            tuple([placeholder if x is None else x for x in given]),
             (*[stride // unit for stride in strides], *more_strides, slope_row),
             self.floats,
             (*self.recipe.constants, unit, far, tile.block_m, tile.block_n, *constants),
@@ -123,33 +124,33 @@ def _rows_and_heads(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in (x.stride(0), x.stride(1)))
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     """(T, H, V), the log-sum-exp (T, H) in float32, and the seed if weights are dropped."""
     from . import triton_kernels as kernels
 
-    seed = torch.randint(2**62, (2,), device=query.device) if problem.spec.dropout_p else None
+    seed = torch.randint(2**62, (2,), device=query.device) if call.spec.dropout_p else None
     out = query.new_empty(*query.shape[:2], value.shape[2])
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
-    call = _Call.prepare(query, key, value, problem, seed)
-    plan, tile = call.recipe.plan, call.recipe.config.forward
+    launcher = Launcher.prepare(query, key, value, call, seed)
+    plan, tile = launcher.recipe.plan, launcher.recipe.config.forward
     tensors = (query, key, value, out, lse)
     strides = _rows_and_heads(query, key, value, out)
-    tiles = plan.query_tiles(tile.block_m, call.recipe.shared)
+    tiles = plan.query_tiles(tile.block_m, launcher.recipe.shared)
     with device.current(query.device):
-        call.launch(
+        launcher.launch(
             kernels.forward_kernel, tile, tiles, query.shape[1], plan.queries, tensors, strides, (lse.stride(1),)
         )
     return (out, lse) if seed is None else (out, lse, seed)
 
 
-def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: Problem) -> Gradients:
+def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
     """The gradients of query, key and value."""
     from . import triton_kernels as kernels
 
-    grad, grad_lse, out, lse, rng_state = known
+    grad, grad_lse, out, lse, rng_state = saved
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    call = _Call.prepare(query, key, value, problem, rng_state if problem.spec.dropout_p else None)
-    plan, config, shared, _ = call.recipe
+    launcher = Launcher.prepare(query, key, value, call, rng_state if call.spec.dropout_p else None)
+    plan, config, shared, _ = launcher.recipe
     heads, key_heads = query.shape[1], key.shape[1]
     inputs = _rows_and_heads(query, key, value)
     has_grad_lse = grad_lse is not None
@@ -159,7 +160,7 @@ def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: P
     with device.current(query.device):
         if len(tiles) or len(key_tiles):
             delta = torch.empty_like(lse)
-            call.launch(
+            launcher.launch(
                 *(kernels.query_kernel, config.query, tiles, heads, plan.queries),
                 (query, key, value, out, grad, lse, grad_lse, delta, grad_query),
                 (*inputs, *_rows_and_heads(out, grad, grad_query)),
@@ -171,7 +172,7 @@ def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: P
             targets = [grad_key, grad_value]
             if parts > 1:
                 targets = [x.new_empty(x.shape[0], programs, x.shape[2], dtype=torch.float32) for x in targets]
-            call.launch(
+            launcher.launch(
                 *(kernels.key_kernel, config.key, key_tiles, programs, plan.keys),
                 (query, key, value, grad, lse, delta, *targets),
                 (*inputs, *_rows_and_heads(grad, *targets)),
@@ -182,7 +183,7 @@ def backward(known: Known, query: Tensor, key: Tensor, value: Tensor, problem: P
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):
                     x.copy_(by_part.unflatten(1, (key_heads, parts)).sum(2))
         if shared:  # last: the sum over parts also wrote to its rows
-            call.launch(
+            launcher.launch(
                 *(kernels.closed_kernel, config.closed, plan.closed_tiles(shared), key_heads, plan.keys),
                 (query, key, value, out, grad, lse, grad_lse, *grads),
                 (*inputs, *_rows_and_heads(out, grad, *grads)),

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nt_attention import SequenceLayout, varlen_attention
 from nt_attention.kernels.call import AttentionSpec
+from nt_attention.kernels.cost_model import CallSize
 from nt_attention.kernels.masks import Window
-from nt_attention.kernels.work import Work, work
 
 SPEC = AttentionSpec(torch.device("cpu"), torch.float32, 5, 5, 7, 7, 0.3)
 OPEN = math.inf
@@ -54,7 +54,7 @@ def test_no_sequences_have_no_pairs(lower_right):
     none = torch.zeros(0, dtype=torch.int64)
     assert Window(3, 5).pairs(none, none, lower_right).shape == (0,)
     layout, key_layout, spec = of_lengths([], [], window_size=(3, 5))
-    assert work(layout, key_layout, spec) == Work(0, 0, 0)
+    assert CallSize.of(layout, key_layout, spec) == CallSize(0, 0, 0)
 
 
 @ALIGNMENTS
@@ -83,12 +83,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("equal", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_work_is_sequences_tokens_and_pairs(options, equal):
+def test_the_size_is_sequences_tokens_and_pairs(options, equal):
     queries, keys = LENGTHS if not equal else (LENGTHS[0],) * 2
     layout, key_layout, spec = of_lengths(queries, keys, equal=equal, **options)
-    size = work(layout, key_layout, spec)
+    size = CallSize.of(layout, key_layout, spec)
     want = sum(counted(a, b, spec.window, spec.lower_right) for a, b in zip(queries, keys, strict=True))
-    assert size == Work(5, (sum(queries) + sum(keys)) / 2, want)
+    assert size == CallSize(5, (sum(queries) + sum(keys)) / 2, want)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -98,9 +98,9 @@ def test_the_fast_path_counts_the_same(lengths, is_causal, monkeypatch):
         raise AssertionError("counted sequence by sequence")
 
     layout, _, spec = of_lengths(lengths, lengths, equal=True, is_causal=is_causal)
-    slow = work(layout, SequenceLayout.from_lengths(lengths), dataclasses.replace(spec, equal_lengths=False))
+    slow = CallSize.of(layout, SequenceLayout.from_lengths(lengths), dataclasses.replace(spec, equal_lengths=False))
     monkeypatch.setattr(Window, "pairs", refused)
-    assert work(layout, layout, spec) == slow
+    assert CallSize.of(layout, layout, spec) == slow
 
 
 class TestRemembered:
@@ -118,12 +118,12 @@ class TestRemembered:
 
     def test_a_second_layer_counts_nothing(self, counts):
         layout, key_layout, spec = of_lengths(*LENGTHS, window_size=(7, 3))
-        first = work(layout, key_layout, spec)
+        first = CallSize.of(layout, key_layout, spec)
         # what pairs do not depend on
         again = dataclasses.replace(spec, num_heads=10, head_dim=64, scale=1.0, dtype=torch.float64, needs_grad=True)
-        assert work(layout, key_layout, again) == first
+        assert CallSize.of(layout, key_layout, again) == first
         same = SequenceLayout.from_offsets(layout.offsets)
-        assert work(same, SequenceLayout.from_offsets(key_layout.cu_seqlens), spec) == first
+        assert CallSize.of(same, SequenceLayout.from_offsets(key_layout.cu_seqlens), spec) == first
         assert counts == [(7, 3)]
 
     @pytest.mark.parametrize(
@@ -131,27 +131,27 @@ class TestRemembered:
     )
     def test_another_mask_is_counted_anew(self, counts, options):
         layout, key_layout, spec = of_lengths(*LENGTHS, window_size=(7, 3))
-        first = work(layout, key_layout, spec)
-        assert work(layout, key_layout, dataclasses.replace(spec, **options)) != first
+        first = CallSize.of(layout, key_layout, spec)
+        assert CallSize.of(layout, key_layout, dataclasses.replace(spec, **options)) != first
         assert len(counts) == 2
 
     def test_other_keys_are_counted_anew(self, counts):
         layout, key_layout, spec = of_lengths(*LENGTHS)
         others = SequenceLayout.from_lengths([11, 3, 0, 31, 17])
-        assert work(layout, others, spec).pairs - work(layout, key_layout, spec).pairs == 4 * 13
+        assert CallSize.of(layout, others, spec).pairs - CallSize.of(layout, key_layout, spec).pairs == 4 * 13
         assert len(counts) == 2
 
     def test_both_alignments_are_one_where_lengths_are_equal(self, counts):
         layout, _, spec = of_lengths(LENGTHS[0], None, equal=True, window_size=(7, 3))
         upper = dataclasses.replace(spec, causal_alignment="upper_left")
-        assert work(layout, layout, upper) == work(layout, layout, spec)
+        assert CallSize.of(layout, layout, upper) == CallSize.of(layout, layout, spec)
         assert len(counts) == 1
 
     def test_it_goes_when_either_layout_goes(self):
         layout, key_layout, spec = of_lengths(*LENGTHS)
         cache = layout._facts.cache
         before = set(cache._entries)
-        work(layout, key_layout, spec)
+        CallSize.of(layout, key_layout, spec)
         (added,) = set(cache._entries) - before
         assert len(cache.find(added)) == 1
         del key_layout
@@ -170,7 +170,7 @@ def test_flops_are_those_of_the_pairs(options, equal, backend):
         torch.randn(key_layout.total, 5, 7, requires_grad=True),
         torch.randn(key_layout.total, 5, 3, requires_grad=True),
     )
-    products = 2 * 10 * work(layout, key_layout, spec).pairs
+    products = 2 * 10 * CallSize.of(layout, key_layout, spec).pairs
     with FlopCounterMode(display=False) as counter:
         out = varlen_attention(*tensors, layout, key_layout, backend=backend, **options)
     assert counter.get_total_flops() == products * (7 + 3)
