@@ -339,11 +339,11 @@ class TestTable:
         assert written["command"].startswith("python -m nt_attention")
         assert len(written["date"].split("-")) == 3
         monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
-        support.checked_on.cache_clear()
+        support.verified_on.cache_clear()
         try:
-            checked = support.checked_on((9, 0))
+            checked = support.verified_on((9, 0))
         finally:
-            support.checked_on.cache_clear()
+            support.verified_on.cache_clear()
         assert checked.card == table.card
         spec = AttentionSpec(torch.device("cuda"), torch.bfloat16, 3, 3, 16, 16, 0.25)
         assert checked.head_dims(flash_attn_4.BACKEND, spec) == (16, 16)
