@@ -86,7 +86,10 @@ def option_lists(module: ast.Module) -> list[tuple[int, str]]:
     return sorted(
         (node.lineno, KINDS[type(node)])
         for node in ast.walk(module)
-        if isinstance(node, tuple(KINDS)) and id(node) not in skipped and _longest_run(_items(node)) >= MIN_OPTIONS
+        if isinstance(node, (ast.stmt, ast.expr))
+        and type(node) in KINDS
+        and id(node) not in skipped
+        and _longest_run(_items(node)) >= MIN_OPTIONS
     )
 
 
