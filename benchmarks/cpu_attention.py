@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_attention.py [--repeats 9] [--save]
 
-8192 tokens of sequences with lognormal lengths, 12 heads of 64. Every rival runs in every round, so that noise falls on
-all alike; a figure is the median over rounds (of NestedTensor SDPA, which takes
-seconds, one run). ``--save`` writes the table to benchmarks/results/cpu_attention.md.
+8192 tokens of sequences with lognormal lengths, 12 heads of 64. Every implementation runs in every round, so that noise
+affects all alike; a figure is the median over rounds (of NestedTensor SDPA, which takes seconds, one run).
+``--save`` writes the table to benchmarks/results/cpu_attention.md.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def lognormal_lengths(longest: int, tokens: int = TOKENS, seed: int = 0) -> list
     return lengths
 
 
-class Batch:
-    """One batch in the form that each rival takes, and the rivals, by name: each a function of no arguments."""
+class Workload:
+    """One workload in the form that each implementation takes, and these by name: functions of no arguments."""
 
     def __init__(self, lengths: list[int], dtype: torch.dtype, backward: bool) -> None:
         self.layout = nta.SequenceLayout.from_lengths(lengths)
@@ -52,13 +52,13 @@ class Batch:
         self.padded = [self.layout.pad(x).transpose(1, 2).detach().requires_grad_(backward) for x in self.packed]
         self.mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])[:, None, None]
         self.padded_grad = self.layout.pad(self.grad).transpose(1, 2)
-        self.rivals: dict[str, Callable[[], Tensor]] = {
+        self.implementations: dict[str, Callable[[], Tensor]] = {
             "nt_attention": self.ours,
             "padded SDPA": self.padded_sdpa,
             "SDPA a sequence": self.loop,
         }
         if not backward:
-            self.rivals["NestedTensor SDPA"] = self.nested_sdpa
+            self.implementations["NestedTensor SDPA"] = self.nested_sdpa
 
     def finish(self, out: Tensor, grad: Tensor, leaves: list[Tensor]) -> Tensor:
         if self.backward:
@@ -82,22 +82,22 @@ class Batch:
         return F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
 
 
-def measure(batch: Batch, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each rival, after a check that they agree."""
-    times: dict[str, list[float]] = {name: [] for name in batch.rivals}
+def measure(workload: Workload, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each implementation, after a check that they agree."""
+    times: dict[str, list[float]] = {name: [] for name in workload.implementations}
 
     def timed(name: str) -> Tensor:
         start = time.perf_counter()
-        out = batch.rivals[name]()
+        out = workload.implementations[name]()
         times[name].append((time.perf_counter() - start) * 1e3)
         return out
 
-    outs = {name: timed(name) for name in batch.rivals}
+    outs = {name: timed(name) for name in workload.implementations}
     for name, out in outs.items():
         torch.testing.assert_close(
             out, outs["padded SDPA"], rtol=0.03, atol=0.03, msg=lambda text, n=name: f"{n}: {text}"
         )
-    often = [name for name in batch.rivals if name not in ONCE]
+    often = [name for name in workload.implementations if name not in ONCE]
     for name in often:
         times[name].clear()  # the first run warmed up
     for i in range(repeats):
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     print(*rows, sep="\n", flush=True)
     for longest, dtype, backward in itertools.product((512, 64), (torch.float32, torch.bfloat16), (False, True)):
         lengths = lognormal_lengths(longest)
-        taken = measure(Batch(lengths, dtype, backward), options.repeats)
+        taken = measure(Workload(lengths, dtype, backward), options.repeats)
         ours = taken["nt_attention"]
         cells = [f"{taken[n]:.1f} ({taken[n] / ours:.2f} ×)" if n in taken else "–" for n in names[1:]]
         what = [

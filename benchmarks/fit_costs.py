@@ -19,17 +19,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nt_attention.kernels.work import work
 from scipy.optimize import nnls
 
-from nt_attention.cli.baselines import backend
 from nt_attention.cli.environment import versions
-from nt_attention.cli.inputs import Problem
+from nt_attention.cli.implementations import backend
+from nt_attention.cli.inputs import WorkloadTensors
 from nt_attention.cli.lengths import Lengths
 from nt_attention.cli.timing import device_ms
-from nt_attention.cli.workloads import Batch
+from nt_attention.cli.workloads import Workload
 from nt_attention.functional import plan
-from nt_attention.kernels.cost_model import mask_kind
+from nt_attention.kernels.cost_model import CallSize, mask_kind
 
 TOKENS = 16384
 EQUAL = (1, 40, 150, 700, 4000)
@@ -42,19 +41,19 @@ MASKS = {
     "window behind": [(True, (600, 0))],
 }
 HEADS = {32: 16, 64: 16, 96: 8, 128: 8, 192: 4, 256: 4}
-RIVALS = {
+BACKENDS = {
     torch.bfloat16: ("token_tiled", "flash_attn_4", "torch_flash"),
     torch.float32: ("token_tiled", "torch_efficient"),
 }
 
 
-def batches(head_dim: int, kinds: list[str]) -> list[Batch]:
+def workloads(head_dim: int, kinds: list[str]) -> list[Workload]:
     lengths = [(n,) * (TOKENS // n) for n in EQUAL]
     lengths += [Lengths(kind="lognormal", number=cap).up_to(TOKENS, seed=9) for cap in CAPS]
     masks = [mask for kind in kinds for mask in MASKS[kind]]
     heads = HEADS[head_dim]
     return [
-        Batch(f"{head_dim} {len(each)} {is_causal} {window}", "", each, heads, heads, head_dim, is_causal, window)
+        Workload(f"{head_dim} {len(each)} {is_causal} {window}", "", each, heads, heads, head_dim, is_causal, window)
         for each in lengths
         for is_causal, window in masks
     ]
@@ -63,24 +62,24 @@ def batches(head_dim: int, kinds: list[str]) -> list[Batch]:
 def measure(dtype: torch.dtype, head_dim: int, kinds: list[str]) -> dict[tuple[str, str, str], list[tuple[float, ...]]]:
     """(direction, mask, backend) → rows of µs, 1, and thousands of a head's sequences, tokens and 1000 pairs."""
     rows = defaultdict(list)
-    for batch in batches(head_dim, kinds):
-        problem = Problem(batch, torch.device("cuda"), dtype)
-        for name in RIVALS[dtype]:
-            rival = backend(name)
-            if rival.reasons(problem, True):
+    for workload in workloads(head_dim, kinds):
+        tensors = WorkloadTensors(workload, torch.device("cuda"), dtype)
+        for name in BACKENDS[dtype]:
+            implementation = backend(name)
+            if implementation.reasons(tensors, True):
                 continue
-            run = rival.prepare(problem)
-            spec = _spec(problem)
-            size = work(problem.layout, problem.layout, spec)
-            counts = (1.0, *(batch.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
+            call = implementation.prepare(tensors)
+            spec = _spec(tensors)
+            size = CallSize.of(tensors.layout, tensors.layout, spec)
+            counts = (1.0, *(workload.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
             mask = mask_kind(spec)
-            for direction, function in (("forward", run.forward), ("both", run.both)):
+            for direction, function in (("forward", call.forward), ("both", call.both)):
                 rows[direction, mask, name].append((1000 * device_ms(function, repeats=3), *counts))
     return rows
 
 
-def _spec(problem: Problem):
-    return plan(*problem.qkv, problem.layout, **problem.masks).call.spec
+def _spec(tensors: WorkloadTensors):
+    return plan(*tensors.qkv, tensors.layout, **tensors.options).call.spec
 
 
 def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
@@ -110,7 +109,7 @@ def main() -> None:
     }
     before = json.loads(options.save.read_text()) if options.save and options.save.exists() else {}
     table, worst, kept = before.get("costs", {}), before.get("error of the fit (median, largest)", {}), {}
-    for dtype in RIVALS:
+    for dtype in BACKENDS:
         kind = "float32" if dtype == torch.float32 else "16-bit"
         if kind not in options.dtypes:
             continue

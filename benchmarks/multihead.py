@@ -19,17 +19,17 @@ from torch import nn
 
 import nt_attention as nta
 from nt_attention.cli.timing import device_ms, host_us, wall_ms
-from nt_attention.cli.workloads import BATCHES
+from nt_attention.cli.workloads import WORKLOADS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", default="E", choices=BATCHES)
+    parser.add_argument("--batch", default="E", choices=WORKLOADS)
     parser.add_argument("--embed-dim", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
-    batch, embed_dim = BATCHES[options.batch], options.embed_dim
+    batch, embed_dim = WORKLOADS[options.batch], options.embed_dim
 
     torch.manual_seed(0)
     stock = nn.MultiheadAttention(embed_dim, options.heads, batch_first=True, device="cuda", dtype=torch.bfloat16)

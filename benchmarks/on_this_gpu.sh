@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one go: what holds on this card, what each backend is expected to take, the tables and
-# the picture, and the whole output of the GPU tests.
+# Everything that needs a GPU: verified support, the fit of expected times, the tables and the plot, and the output of
+# the GPU tests.
 #
 #   benchmarks/on_this_gpu.sh [DIR]        DIR: where results go, benchmarks/results/gpu if left out
 #
 # Run it where the package, its test requirements, matplotlib and whichever of flash-attn and flash-attn-4 there is are
-# installed. Claims and expected times are written into the package (nt_attention/kernels/verified, measured): read the
+# installed. Verified support and expected times are written into the package (nt_attention/kernels/verified, measured): read the
 # difference before you commit it. A stage that fails does not stop the others; the script ends with what failed.
 set -u
 cd "$(dirname "$0")/.."

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import nt_attention as nta
 from nt_attention.cli.timing import once
-from nt_attention.cli.workloads import BATCHES
+from nt_attention.cli.workloads import WORKLOADS
 
 CUDA = torch.device("cuda")
 LAYERS, WIDTH, HEADS = 4, 1024, 16
@@ -51,7 +51,7 @@ def make_layer() -> nn.TransformerEncoderLayer:
 
 
 def encoders(name: str, rounds: int) -> list[str]:
-    lengths = BATCHES[name].lengths
+    lengths = WORKLOADS[name].lengths
     layout = nta.SequenceLayout.from_lengths(lengths, device=CUDA)
     torch.manual_seed(0)
     stock = nn.TransformerEncoder(make_layer(), LAYERS, enable_nested_tensor=True)
@@ -84,7 +84,7 @@ def encoders(name: str, rounds: int) -> list[str]:
 
 
 def one_layer(name: str, rounds: int) -> list[str]:
-    layout = nta.SequenceLayout.from_lengths(BATCHES[name].lengths, device=CUDA)
+    layout = nta.SequenceLayout.from_lengths(WORKLOADS[name].lengths, device=CUDA)
     torch.manual_seed(0)
     layer = make_layer()
     layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn)
@@ -108,7 +108,7 @@ def one_layer(name: str, rounds: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", default=["A", "E"], choices=BATCHES)
+    parser.add_argument("--batches", nargs="+", default=["A", "E"], choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()

@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 
 from nt_attention import SequenceLayout
 from nt_attention.cli.timing import device_ms
-from nt_attention.cli.workloads import BATCHES, Batch
+from nt_attention.cli.workloads import WORKLOADS, Workload
 from nt_attention.functional import plan
 from nt_attention.kernels.token_tiled import ops
 from nt_attention.kernels.token_tiled.configs import Tile
@@ -31,7 +31,7 @@ from nt_attention.kernels.token_tiled.configs import Tile
 KERNELS = ("forward", "query", "key", "closed")
 
 
-def candidates(kernel: str, batch: Batch) -> list[tuple[int, Tile]]:
+def candidates(kernel: str, batch: Workload) -> list[tuple[int, Tile]]:
     """(shared, tile) to try."""
     big, short = batch.head_dim > 64, max(batch.lengths) <= 128
     found = []
@@ -52,7 +52,7 @@ def candidates(kernel: str, batch: Batch) -> list[tuple[int, Tile]]:
 class Bench:
     """One batch's tensors, what the kernels should make of them, and each kernel as a function of its tile."""
 
-    def __init__(self, batch: Batch, dtype: torch.dtype, tokens: int | None = None) -> None:
+    def __init__(self, batch: Workload, dtype: torch.dtype, tokens: int | None = None) -> None:
         lengths = batch.lengths if tokens is None else (tokens,)
         self.layout = SequenceLayout.from_lengths(lengths, device="cuda")
         total = self.layout.total
@@ -105,7 +105,7 @@ class Bench:
             )
         call.launch(*work)
 
-    def truth(self) -> None:
+    def compute_expected(self) -> None:
         """Fill in the forward's results and delta, and keep what each kernel should give, from float64."""
         lengths = self.layout.host_offsets.diff().tolist()
         group = self.heads // self.kv_heads
@@ -141,7 +141,7 @@ class Bench:
 
 def compile_some(jobs: list[tuple[str, str, int, Tile]], dtype: torch.dtype) -> None:
     """Leave these kernels in Triton's cache."""
-    benches = {name: Bench(BATCHES[name], dtype, tokens=16) for name in {job[0] for job in jobs}}
+    benches = {name: Bench(WORKLOADS[name], dtype, tokens=16) for name in {job[0] for job in jobs}}
     for name, kernel, shared, tile in jobs:
         try:
             benches[name].run(kernel, shared, tile)
@@ -151,7 +151,7 @@ def compile_some(jobs: list[tuple[str, str, int, Tile]], dtype: torch.dtype) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", default=list(BATCHES), choices=BATCHES)
+    parser.add_argument("--batches", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--out", type=Path, default=Path("tune.jsonl"))
@@ -163,7 +163,7 @@ def main() -> None:
         (name, kernel, shared, tile)
         for name in options.batches
         for kernel in options.kernels
-        for shared, tile in candidates(kernel, BATCHES[name])
+        for shared, tile in candidates(kernel, WORKLOADS[name])
     ]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         parts = [jobs[i :: options.processes] for i in range(options.processes)]
@@ -171,11 +171,11 @@ def main() -> None:
 
     with options.out.open("w") as file:
         for name in options.batches:
-            bench = Bench(BATCHES[name], dtype)
-            bench.truth()
+            bench = Bench(WORKLOADS[name], dtype)
+            bench.compute_expected()
             for kernel in options.kernels:
                 rows = []
-                for shared, tile in candidates(kernel, BATCHES[name]):
+                for shared, tile in candidates(kernel, WORKLOADS[name]):
                     run = functools.partial(bench.run, kernel, shared, tile)
                     try:
                         run()

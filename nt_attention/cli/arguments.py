@@ -1,4 +1,4 @@
-"""The batches that a command line asks for: by name, by lengths, and with what is said of heads and masks."""
+"""The workloads that a command line asks for, by name or by lengths, and its options for heads and masks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from .lengths import KINDS, TOKENS, parse_lengths
-from .workloads import ALL, BATCHES, MORE, SMALL, Batch
+from .workloads import ALL, MORE, SMALL, WORKLOADS, Workload
 
 CPU_TOKENS = 4096
 
 
-def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("batches")
     which.add_argument(
         "--batches", nargs="+", metavar="NAME",
@@ -55,11 +55,11 @@ def parse_window(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
-def asked_batches(options: argparse.Namespace, device: torch.device) -> list[Batch]:
-    """What the options ask for.
+def requested_workloads(options: argparse.Namespace, device: torch.device) -> list[Workload]:
+    """The workloads that the options describe.
 
     Raises:
-        ValueError: options that do not fit each other, with what to pass.
+        ValueError: options that do not fit each other.
     """
     if options.lengths is not None and options.batches is not None:
         raise ValueError("--lengths describes a batch and --batches names some: pass one of both.")
@@ -74,55 +74,55 @@ def asked_batches(options: argparse.Namespace, device: torch.device) -> list[Bat
             raise ValueError(
                 f"--lengths {options.lengths.about} leaves no token: pass a length above 0, or more --tokens."
             )
-        batches = [Batch("given", options.lengths.about, lengths, 12, 12, 64)]
+        workloads = [Workload("given", options.lengths.about, lengths, 12, 12, 64)]
     else:
-        batches = named_batches(options.batches, device)
-    return [_changed(batch, options) for batch in batches]
+        workloads = named_workloads(options.batches, device)
+    return [_changed(workload, options) for workload in workloads]
 
 
-def named_batches(names: list[str] | None, device: torch.device) -> list[Batch]:
+def named_workloads(names: list[str] | None, device: torch.device) -> list[Workload]:
     if names is None:
-        return list(SMALL) if device.type == "cpu" else [BATCHES[name] for name in "ABCDE"]
+        return list(SMALL) if device.type == "cpu" else [WORKLOADS[name] for name in "ABCDE"]
     unknown = [name for name in names if name not in ALL and name != "all"]
     if unknown:
         raise ValueError(f"there is no batch {unknown[0]!r}: pass all, or some of {', '.join(map(repr, ALL))}.")
-    found = [[*BATCHES.values(), *MORE] if name == "all" else [ALL[name]] for name in names]
-    return list({batch.name: batch for some in found for batch in some}.values())
+    found = [[*WORKLOADS.values(), *MORE] if name == "all" else [ALL[name]] for name in names]
+    return list({workload.name: workload for some in found for workload in some}.values())
 
 
-def _changed(batch: Batch, options: argparse.Namespace) -> Batch:
-    """A batch with what the options say of it."""
+def _changed(workload: Workload, options: argparse.Namespace) -> Workload:
+    """A workload with the options applied."""
     changes: dict[str, Any] = {}
-    told: list[str] = []
+    changed: list[str] = []
     if options.heads is not None:
         changes["heads"] = changes["kv_heads"] = options.heads
     if options.kv_heads is not None:
         changes["kv_heads"] = options.kv_heads
-    heads, kv_heads = (changes.get(name, getattr(batch, name)) for name in ("heads", "kv_heads"))
+    heads, kv_heads = (changes.get(name, getattr(workload, name)) for name in ("heads", "kv_heads"))
     if heads % kv_heads:
         raise ValueError(
-            f"--kv-heads {kv_heads} does not divide the {heads} heads of batch {batch.name}: pass one that does, and "
-            "--heads with it."
+            f"--kv-heads {kv_heads} does not divide the {heads} heads of batch {workload.name}: pass one that does, "
+            "and --heads with it."
         )
     if options.head_dim is not None:
         changes["head_dim"] = options.head_dim
     if options.value_dim is not None:
         changes["value_dim"] = options.value_dim
-    if options.causal and not batch.is_causal:
+    if options.causal and not workload.is_causal:
         changes["is_causal"] = True
-        told.append("causal")
+        changed.append("causal")
     if options.window is not None:
         changes["window_size"] = options.window
-        told.append("window {},{}".format(*options.window))
+        changed.append("window {},{}".format(*options.window))
     if options.softcap is not None:
         changes["softcap"] = options.softcap
-        told.append(f"softcap {options.softcap:g}")
+        changed.append(f"softcap {options.softcap:g}")
     if options.key_lengths is not None:
         try:
-            changes["key_lengths"] = options.key_lengths.of(len(batch.lengths), seed=1)
+            changes["key_lengths"] = options.key_lengths.of(len(workload.lengths), seed=1)
         except ValueError as error:
-            raise ValueError(f"--key-lengths for batch {batch.name}: {error}") from None
+            raise ValueError(f"--key-lengths for workload {workload.name}: {error}") from None
         if not sum(changes["key_lengths"]):
             raise ValueError("--key-lengths leaves no key: pass a length above 0.")
-        told.append(f"keys {options.key_lengths.about}")
-    return dataclasses.replace(batch, **changes, about=", ".join([batch.about, *told]))
+        changed.append(f"keys {options.key_lengths.about}")
+    return dataclasses.replace(workload, **changes, about=", ".join([workload.about, *changed]))

@@ -1,7 +1,7 @@
 """``python -m nt_attention bench``: every backend beside padded SDPA and NestedTensor SDPA, compared and timed.
 
-Puts a Markdown table on stdout and its progress on stderr. The exit status is 1 if a rival's results are wrong, or if
-it fails where it should run.
+Prints a Markdown table on stdout and progress on stderr. The exit status is 1 if the results of an implementation are
+wrong, or if it fails where it should run.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch
 
 from ..kernels.select import SlowBackendWarning, available_backends
 from . import plot
-from .accuracy import truth
-from .arguments import add_batch_arguments, asked_batches
-from .baselines import rivals
+from .accuracy import expected_results
+from .arguments import add_workload_arguments, requested_workloads
 from .environment import device_name, versions
-from .inputs import Problem
+from .implementations import all_implementations
+from .inputs import WorkloadTensors
 from .measure import Result, host_us, measure
 from .progress import Progress
 from .table import Report
-from .workloads import Batch
+from .workloads import Workload
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PATIENCE = {"cpu": 2.0, "cuda": 0.2}  # seconds; a median on a GPU takes some twenty calls and more
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_batch_arguments(parser)
+    add_workload_arguments(parser)
     how = parser.add_argument_group("how")
     how.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 on a CPU")
     how.add_argument("--device", help="cpu, cuda or cuda:N; the GPU if there is one")
@@ -51,63 +51,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a call of more than S seconds is timed once; 2, on a GPU 0.2",
     )
     where = parser.add_argument_group("results")
-    where.add_argument("--save", type=Path, metavar="DIR", help="write table.md, table.json and plot.svg there")
+    where.add_argument("--save", type=Path, metavar="DIR", help="write table.md, table.json and picture.svg there")
     where.add_argument("--picture", type=Path, metavar="FILE", help="draw the results to a .svg, .png or .pdf file")
 
 
 def main(options: argparse.Namespace) -> int:
     try:
         device = _device(options.device)
-        batches = asked_batches(options, device)
+        workloads = requested_workloads(options, device)
         backends = _backends(options.backends)
-        _check_places(options)
+        _check_files(options)
     except ValueError as error:
         options.refuse(str(error))
-    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", SlowBackendWarning)  # the table tells what "auto" took
+        warnings.simplefilter("ignore", SlowBackendWarning)  # the table shows what "auto" selected
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
-        report = _run(options, batches, backends, device, dtype)
+        report = _run(options, workloads, backends, device)
     return int(report.is_bad)
 
 
-def _run(
-    options: argparse.Namespace, batches: list[Batch], backends: list[str], device: torch.device, dtype: torch.dtype
-) -> Report:
-    contestants = rivals(backends)
-    promises = {"deterministic": options.deterministic, "batch_invariant": options.batch_invariant}
-    report = Report(_about(options, device), _unit(device, dtype, options), dtype, [x.name for x in contestants])
+def _run(options: argparse.Namespace, workloads: list[Workload], backends: list[str], device: torch.device) -> Report:
+    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    implementations = all_implementations(backends)
+    guarantees = {"deterministic": options.deterministic, "batch_invariant": options.batch_invariant}
+    report = Report(_about(options, device), _unit(device, dtype, options), dtype, [x.name for x in implementations])
     patience = PATIENCE[device.type] if options.patience is None else options.patience
+    how = {"forward_only": options.forward_only, "patience": patience}
     progress = Progress(sys.stderr)
     try:
-        for i, batch in enumerate(batches, 1):
-            where = f"batch {i} of {len(batches)}, {batch.name}"
-            progress.say(f"{where}: float64, to compare with")
-            problem = Problem(batch, device, dtype, **promises)
-            exact = truth(problem, not options.forward_only)
+        for i, workload in enumerate(workloads, 1):
+            step = f"batch {i} of {len(workloads)}, {workload.name}"
+            progress.say(f"{step}: float64, to compare with")
+            tensors = WorkloadTensors(workload, device, dtype, **guarantees)
+            expected = expected_results(tensors, not options.forward_only)
             results: dict[str, Result] = {}
-            for rival in contestants:
-                progress.say(f"{where}: {rival.name}")
-                results[rival.name] = measure(rival, problem, exact, options.forward_only, patience)
-            report.results.append((batch, results))
+            for implementation in implementations:
+                progress.say(f"{step}: {implementation.name}")
+                results[implementation.name] = measure(implementation, tensors, expected, **how)
+            report.results.append((workload, results))
             _save_tables(report, options)
         if device.type == "cuda" and not options.forward_only:
-            tiny = Problem(Batch("tiny", "", (17, 5, 11, 29), 4, 4, 64), device, dtype, **promises)
-            for rival in contestants:
-                progress.say(f"host time of a call: {rival.name}")
-                report.host[rival.name] = host_us(rival, tiny)
-    finally:  # what is measured is shown, also when the rest is cut short
+            tiny = WorkloadTensors(Workload("tiny", "", (17, 5, 11, 29), 4, 4, 64), device, dtype, **guarantees)
+            for implementation in implementations:
+                progress.say(f"host time of a call: {implementation.name}")
+                report.host[implementation.name] = host_us(implementation, tiny)
+    finally:  # an interrupted run shows what it has measured
         progress.clear()
         if options.backends is None:
             report.leave_out_idle(backends)
         print(report.markdown(), end="", flush=True)
     _save_tables(report, options)
-    _save_pictures(report, options)
+    _save_plots(report, options)
     return report
 
 
@@ -118,18 +117,18 @@ def _save_tables(report: Report, options: argparse.Namespace) -> None:
         (options.save / "table.json").write_text(numbers + "\n", encoding="utf-8")
 
 
-def _save_pictures(report: Report, options: argparse.Namespace) -> None:
+def _save_plots(report: Report, options: argparse.Namespace) -> None:
     if options.save is not None:
         reason = plot.missing()
         if reason is None:
             plot.draw(report, options.save / "picture.svg")
         else:
-            print(f"no plot.svg: {reason}", file=sys.stderr)
+            print(f"no picture.svg: {reason}", file=sys.stderr)
     if options.picture is not None:
         plot.draw(report, options.picture)
 
 
-def _check_places(options: argparse.Namespace) -> None:
+def _check_files(options: argparse.Namespace) -> None:
     if options.picture is not None:
         reason = plot.reason_against(options.picture)
         if reason is not None:
@@ -170,5 +169,5 @@ def _about(options: argparse.Namespace, device: torch.device) -> dict[str, str]:
 
 def _unit(device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> str:
     what = "ms of device time, medians of bursts of calls" if device.type == "cuda" else "ms by the clock, medians"
-    passes = "forward" if options.forward_only else "forward / forward + backward"
-    return f"{str(dtype)[6:]}, {passes}: {what}; in brackets the time over that of auto."
+    directions = "forward" if options.forward_only else "forward / forward + backward"
+    return f"{str(dtype)[6:]}, {directions}: {what}; in brackets the time over that of auto."

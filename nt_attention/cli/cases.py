@@ -1,4 +1,4 @@
-"""One call of a backend against float64: which calls there are to try, and what comes of one."""
+"""One call of a backend against float64: the calls to verify, and the result of one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLACK, SOFTCAP_SLACK = 2.0, 3.0
 DETERMINISTIC_RUNS = 50
 
 
-def leaning(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def tilt(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return score + 0.01 * (i - j) * (h + 1)
 
 
@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (70, 30)},
     "softcap": {"softcap": 5.0},
     "alibi": {"alibi": True},
-    "score_mod": {"score_mod": leaning},
+    "score_mod": {"score_mod": tilt},
     "mask_mod": {"mask_mod": every_third},
     "dropout": {"dropout_p": 0.2},
     "deterministic": {"deterministic": True, "is_causal": True},
@@ -56,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: what of it is looked at ("head dims" or "features", and which), and the call."""
+    """One call, and what it verifies: kind "head dims" or "features", and which of them."""
 
     backend: str
     dtype: torch.dtype
@@ -73,21 +73,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a case: "both", "forward" or "no", and the worst of its errors over PyTorch's own, or why."""
+    """The result of a case, "both", "forward" or "no"; its worst error relative to PyTorch's own, or the reason."""
 
     case: Case
-    held: str
-    told: str
+    result: str
+    details: str
 
 
 def cases_of(backend: Backend) -> Iterator[Case]:
     for dtype in backend.dtypes or ():
         if dtype == torch.float64:
-            continue  # there is nothing closer to hold it against
+            continue  # nothing is more accurate to compare it with
         for head_dim, value_dim in (*((d, d) for d in HEAD_DIMS), *PAIRS):
-            step = backend.head_dims.multiple
-            own = head_dim % step == value_dim % step == 0 and (head_dim == value_dim or not backend.head_dims.equal)
-            if own and max(head_dim, value_dim) <= backend.head_dims.most:
+            if backend.head_dims.padded(head_dim, value_dim, ignore_only=True) == (head_dim, value_dim):
                 which = str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}"
                 yield Case(backend.name, dtype, "head dims", which, head_dim, value_dim, options={"is_causal": True})
         for feature in FEATURES:
@@ -99,21 +97,21 @@ def cases_of(backend: Backend) -> Iterator[Case]:
                 yield Case(backend.name, dtype, "features", feature, head_dim, **fields, options=call)
 
 
-def look_at(case: Case, device: torch.device) -> Finding:
+def run_case(case: Case, device: torch.device) -> Finding:
     """Run a case forward, then backward."""
     try:
         with support.by_documentation():
             return _Run(case, device).finding()
-    except Exception as refusal:  # whatever a library raises is its answer, which the table tells
-        return Finding(case, "no", _told(refusal))
+    except Exception as error:  # kernels of other libraries raise errors of any type: each is a result
+        return Finding(case, "no", _message(error))
 
 
-def _told(refusal: BaseException) -> str:
-    return str(refusal).splitlines()[0][:120] if str(refusal) else type(refusal).__name__
+def _message(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 
 class _Run:
-    """A case's tensors, and its three ways: the backend's, PyTorch's in the same precision, and float64."""
+    """A case's tensors, and its attention by the backend, by PyTorch in the same precision and in float64."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -128,7 +126,7 @@ class _Run:
 
         def random(rows: int, heads: int, width: int) -> Tensor:
             x = torch.randn(rows, heads, width, generator=draw, device=device).to(case.dtype)
-            return torch.cat([x, x.new_full((2, heads, width), torch.nan)])  # past the end, where nobody may look
+            return torch.cat([x, x.new_full((2, heads, width), torch.nan)])  # past the end, which no kernel may read
 
         self.inputs = [
             random(self.layout.total, case.heads, case.head_dim),
@@ -149,11 +147,11 @@ class _Run:
             if worst > slack:
                 return Finding(self.case, "forward", f"gradients off by {worst:.1f} of PyTorch's own error")
             if self.case.which == "deterministic":
-                self._repeat(results)
+                self._check_determinism(results)
             if self.case.which == "batch_invariant":
-                self._alone(results[0])
-        except Exception as refusal:  # as above, after the forward held
-            return Finding(self.case, "forward", _told(refusal))
+                self._check_batch_invariance(results[0])
+        except Exception as error:  # as above; the forward is right
+            return Finding(self.case, "forward", _message(error))
         return Finding(self.case, "both", f"{worst:.2f} of PyTorch's own error")
 
     def _results(self, backend: str, backward: bool, double: bool = False) -> list[Tensor]:
@@ -176,12 +174,12 @@ class _Run:
             results.append(x[:total])
         return results
 
-    def _repeat(self, first: list[Tensor]) -> None:
+    def _check_determinism(self, first: list[Tensor]) -> None:
         for _ in range(DETERMINISTIC_RUNS):
             again = self._results(self.case.backend, backward=True)
             assert all(map(torch.equal, first, again)), "the same call gave other bits"
 
-    def _alone(self, out: Tensor) -> None:
+    def _check_batch_invariance(self, out: Tensor) -> None:
         for b, n in enumerate(self.lengths):
             rows = slice(start := self.layout.host_offsets[b].item(), start + n)
             alone = SequenceLayout.from_lengths([n], device=self.device)
@@ -195,18 +193,18 @@ class _Run:
         if self.case.which == "dropout":
             return self._compare_dropped(got)
         backward = len(got) > 1
-        want, rival = self._results("reference", backward, double=True), self._pytorch(backward)
+        expected, baseline = self._results("reference", backward, double=True), self._pytorch(backward)
         ratios = [0.0]
-        for mine, theirs, true in zip(got, rival, want, strict=True):
-            if not mine.isfinite().all():
+        for result, theirs, true in zip(got, baseline, expected, strict=True):
+            if not result.isfinite().all():
                 return torch.inf
-            own, other = ((x.double() - true).norm().item() for x in (mine, theirs))
+            own, other = ((x.double() - true).norm().item() for x in (result, theirs))
             tiny = torch.finfo(self.case.dtype).eps * true.norm().item() / 4
             ratios.append(own / max(other, tiny, 1e-30))
         return max(ratios)
 
     def _compare_dropped(self, got: list[Tensor]) -> float:
-        """Weights that were dropped can't be held against another's, but their share can, and dv against out.
+        """Dropped weights can't be compared with another implementation's, but their share can, and dv with out.
 
         With values of 1 a row's output is the sum of its weights that were kept, and the sum of dv under a gradient of
         1 is the sum of all outputs.
@@ -248,9 +246,9 @@ class _Run:
                 out = F.scaled_dot_product_attention(q[None], k[None], v[None], scale=positive)
                 outs.append(out[0].transpose(0, 1))
                 continue
-            blind = ~mask.any(1)
-            out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask | blind[:, None])[0]
-            outs.append(out.masked_fill(blind[:, None], 0.0).transpose(0, 1))
+            fully_masked = ~mask.any(1)
+            out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask | fully_masked[:, None])[0]
+            outs.append(out.masked_fill(fully_masked[:, None], 0.0).transpose(0, 1))
         out = torch.cat(outs)
         results = [out.detach()]
         if backward:

@@ -15,10 +15,6 @@ from ..kernels import support
 from ..kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, available_backends
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
-
-
 def main(options: argparse.Namespace) -> int:
     print(f"nt_attention {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     for package in ("transformers", "flash-attn", "flash-attn-4", "triton"):
@@ -26,15 +22,15 @@ def main(options: argparse.Namespace) -> int:
         print(f"  {package}: not installed" if version is None else f"  {package} {version}")
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
-        print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}; claims: ", end="")
+        print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}; support: ", end="")
         print(support.basis(torch.device("cuda", i)))
     if named := os.environ.get(ENVIRONMENT_VARIABLE):
-        known = "" if named in (*BACKENDS, "auto") else ", which is none"
-        print(f"  {ENVIRONMENT_VARIABLE} names {named!r}{known}")
+        note = "" if named in (*BACKENDS, "auto") else ", which is no backend"
+        print(f"  {ENVIRONMENT_VARIABLE} names {named!r}{note}")
     print("backends:")
     width = max(map(len, BACKENDS))
     for name, missing in available_backends().items():
-        print(f"  {name:<{width}}  {BACKENDS[name].about if missing is None else 'not here: ' + missing}")
+        print(f"  {name:<{width}}  {BACKENDS[name].about if missing is None else 'not available: ' + missing}")
     return 0
 
 
@@ -53,7 +49,7 @@ def version_of(package: str) -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or the CPU's with the threads that torch uses."""
+    """The GPU's name, or the CPU's with the threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -1,7 +1,8 @@
-"""A batch as tensors, which is what every rival is given, and what a rival makes of it."""
+"""A workload as tensors, and an implementation that is ready to run on them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.masks import Window
 from ..layout import SequenceLayout
-from .workloads import Batch
+from .workloads import Workload
 
 
-class Problem:
-    """A batch's layouts, packed tensors with a fixed seed, and what is asked of attention.
+class WorkloadTensors:
+    """The layouts of a workload, packed tensors with a fixed seed, and the options of attention.
 
     T tokens of queries and S of keys, H heads and G of keys, head dims D and Dv.
 
@@ -22,31 +24,33 @@ class Problem:
         layout, key_layout: one object where the lengths are the same.
         qkv: (T, H, D), (S, G, D) and (S, G, Dv), standard normal; leaves that want gradients.
         grad: (T, H, Dv), the gradient that comes from above.
-        masks: what a query sees, and the softcap, as arguments of ``varlen_attention``.
-        promises: what is asked of our own backends beside that: the same bits each time, or in any batch.
+        options: the mask and the softcap, as arguments of ``varlen_attention``.
+        window: the window, causality included.
+        guarantees: ``deterministic`` and ``batch_invariant``, which this library's backends alone have.
     """
 
-    def __init__(self, batch: Batch, device: torch.device, dtype: torch.dtype, **promises: Any) -> None:
-        self.batch, self.promises = batch, promises
-        self.layout = self.key_layout = SequenceLayout.from_lengths(batch.lengths, device=device)
-        if batch.keys != batch.lengths:
-            self.key_layout = SequenceLayout.from_lengths(batch.keys, device=device)
+    def __init__(self, workload: Workload, device: torch.device, dtype: torch.dtype, **guarantees: Any) -> None:
+        self.workload, self.guarantees, self.device = workload, guarantees, device
+        self.window = Window.of(workload.window_size, workload.is_causal)
+        self.layout = self.key_layout = SequenceLayout.from_lengths(workload.lengths, device=device)
+        if workload.keys != workload.lengths:
+            self.key_layout = SequenceLayout.from_lengths(workload.keys, device=device)
         draw = torch.Generator(device).manual_seed(0)
 
         def normal(tokens: int, heads: int, width: int) -> Tensor:
             return torch.randn(tokens, heads, width, generator=draw, device=device, dtype=dtype)
 
         queries, keys = self.layout.total, self.key_layout.total
-        self.grad = normal(queries, batch.heads, batch.value_width)
+        self.grad = normal(queries, workload.heads, workload.value_width)
         self.qkv = (
-            normal(queries, batch.heads, batch.head_dim).requires_grad_(),
-            normal(keys, batch.kv_heads, batch.head_dim).requires_grad_(),
-            normal(keys, batch.kv_heads, batch.value_width).requires_grad_(),
+            normal(queries, workload.heads, workload.head_dim).requires_grad_(),
+            normal(keys, workload.kv_heads, workload.head_dim).requires_grad_(),
+            normal(keys, workload.kv_heads, workload.value_width).requires_grad_(),
         )
-        self.masks: dict[str, Any] = {
-            "is_causal": batch.is_causal,
-            "window_size": batch.window_size,
-            "softcap": batch.softcap,
+        self.options: dict[str, Any] = {
+            "is_causal": workload.is_causal,
+            "window_size": workload.window_size,
+            "softcap": workload.softcap,
         }
 
     @property
@@ -55,9 +59,8 @@ class Problem:
 
     @property
     def has_window(self) -> bool:
-        """Whether a query sees less than all keys, or than all up to its own place if it is causal."""
-        left, right = self.batch.window_size
-        return left >= 0 or (right >= 0 and not self.batch.is_causal)
+        """Whether the mask hides more keys than causality does."""
+        return self.window.left < math.inf or (self.window.right < math.inf and not self.workload.is_causal)
 
     @property
     def is_ragged(self) -> bool:
@@ -66,8 +69,8 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A rival, ready to run on one batch: tensors in its own form, and how to bring results back to packed rows.
+class PreparedCall:
+    """An implementation on one workload: tensors in its own form, and how to pack its results.
 
     Attributes:
         attention: the timed part, from the leaves to out.
@@ -102,16 +105,16 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Implementation:
     """A way to run attention.
 
     Attributes:
-        reasons: why it can't run a batch, forward alone or with its backward; empty if it can.
-        prepare: what is done once for a batch, and not timed.
-        chosen: the backend that "auto" takes, forward alone or with its backward; None for others.
+        reasons: why it can't run a workload, forward alone or with its backward; empty if it can.
+        prepare: what is done once for a workload, and not timed.
+        chosen: the backend that "auto" selects, forward alone or with its backward; None for others.
     """
 
     name: str
-    reasons: Callable[[Problem, bool], list[str]]
-    prepare: Callable[[Problem], Run]
-    chosen: Callable[[Problem, bool], str | None] = lambda problem, backward: None
+    reasons: Callable[[WorkloadTensors, bool], list[str]]
+    prepare: Callable[[WorkloadTensors], PreparedCall]
+    chosen: Callable[[WorkloadTensors, bool], str | None] = lambda tensors, backward: None

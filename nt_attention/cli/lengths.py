@@ -81,18 +81,6 @@ KINDS: dict[str, Callable[[int, random.Random], Callable[[], int]]] = {
 }
 
 
-def lognormal(cap: int, tokens: int = TOKENS) -> tuple[int, ...]:
-    return Lengths(kind="lognormal", number=cap).up_to(tokens)
-
-
-def uniform(cap: int, tokens: int = TOKENS) -> tuple[int, ...]:
-    return Lengths(kind="uniform", number=cap).up_to(tokens)
-
-
-def equal(length: int, tokens: int = TOKENS) -> tuple[int, ...]:
-    return Lengths(kind="equal", number=length).up_to(tokens)
-
-
 def parse_lengths(text: str) -> Lengths:
     """``5,0,900,17`` or ``KIND:NUMBER``, as argparse wants a type to be.
 

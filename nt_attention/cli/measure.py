@@ -1,4 +1,4 @@
-"""One rival on one batch: does it run, is it right, and how long does it take."""
+"""One implementation on one workload: whether it runs, its accuracy and its time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from . import timing
-from .accuracy import TOLERANCE, Truth
-from .inputs import Problem, Rival
+from .accuracy import TOLERANCE, ExpectedResults
+from .inputs import Implementation, WorkloadTensors
 
 
 @dataclass(frozen=True)
-class Pass:
+class Measurement:
     """A forward, or a forward with its backward.
 
     Attributes:
@@ -23,7 +23,7 @@ class Pass:
         wrong: those of them that are above the tolerance.
         reason: why it did not run.
         failed: whether it should have.
-        chosen: the backend that "auto" took.
+        chosen: the backend that "auto" selected.
     """
 
     ms: float | None = None
@@ -37,23 +37,27 @@ class Pass:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rival does on a batch. ``both`` is None if only forwards were asked for."""
+    """The measurements of an implementation on a workload. ``both`` is None if only forwards were asked for."""
 
-    forward: Pass
-    both: Pass | None
+    forward: Measurement
+    both: Measurement | None
 
     @property
-    def passes(self) -> tuple[Pass, ...]:
+    def measurements(self) -> tuple[Measurement, ...]:
         return (self.forward,) if self.both is None else (self.forward, self.both)
+
+    @property
+    def has_run(self) -> bool:
+        return any(each.ms is not None for each in self.measurements)
 
     @property
     def is_bad(self) -> bool:
         """Whether it gave wrong results, or none where it should have."""
-        return any(each.wrong or each.failed for each in self.passes)
+        return any(each.wrong or each.failed for each in self.measurements)
 
     @property
     def max_error(self) -> float | None:
-        return worst([error for each in self.passes for error in each.errors.values()])
+        return worst([error for each in self.measurements for error in each.errors.values()])
 
 
 def worst(errors: list[float]) -> float | None:
@@ -61,41 +65,47 @@ def worst(errors: list[float]) -> float | None:
     return math.nan if any(map(math.isnan, errors)) else max(errors, default=None)
 
 
-def measure(rival: Rival, p: Problem, truth: Truth | None, forward_only: bool, patience: float) -> Result:
-    """Compare and time a rival, forward and then with its backward.
+def measure(
+    implementation: Implementation,
+    tensors: WorkloadTensors,
+    expected: ExpectedResults | None,
+    *,
+    forward_only: bool,
+    patience: float,
+) -> Result:
+    """Compare and time an implementation, forward and then with its backward.
 
     Args:
-        truth: what its results are compared with, if they can be.
+        expected: what its results are compared with; None if no sequence is short enough.
         patience: seconds; a call that takes more is timed once.
     """
-    forward = _guarded(rival, p, truth, False, patience)
-    return Result(forward, None if forward_only else _guarded(rival, p, truth, True, patience))
+
+    def measured(backward: bool) -> Measurement:
+        reasons = implementation.reasons(tensors, backward)
+        if reasons:
+            return Measurement(reason=" ".join(reasons))
+        try:
+            call = implementation.prepare(tensors)
+            errors = expected.errors(call.results(backward)) if expected is not None and call.exact else {}
+            ms, once = timing.call_ms(call.both if backward else call.forward, tensors.device, patience)
+        except torch.OutOfMemoryError:
+            return Measurement(reason="out of memory")
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return Measurement(reason=first_line(error), failed=True)
+        tolerance = TOLERANCE[tensors.grad.dtype]
+        wrong = tuple(name for name, x in errors.items() if not x <= tolerance)  # NaN is wrong
+        return Measurement(ms, once, errors, wrong, chosen=implementation.chosen(tensors, backward))
+
+    return Result(measured(backward=False), None if forward_only else measured(backward=True))
 
 
-def _guarded(rival: Rival, p: Problem, truth: Truth | None, backward: bool, patience: float) -> Pass:
-    reasons = rival.reasons(p, backward)
-    if reasons:
-        return Pass(reason=" ".join(reasons))
-    try:
-        run = rival.prepare(p)
-        errors = truth.errors(run.results(backward)) if truth is not None and run.exact else {}
-        ms, once = timing.call_ms(run.both if backward else run.forward, p.grad.device, patience)
-    except torch.OutOfMemoryError:
-        return Pass(reason="out of memory")
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        return Pass(reason=first_line(error), failed=True)
-    tolerance = TOLERANCE[p.grad.dtype]
-    wrong = tuple(name for name, x in errors.items() if not x <= tolerance)  # NaN is wrong
-    return Pass(ms, once, errors, wrong, chosen=rival.chosen(p, backward))
-
-
-def host_us(rival: Rival, p: Problem) -> float | str:
-    """The host's time in µs to call a rival's forward where gradients are wanted, or why there is none."""
-    reasons = rival.reasons(p, True)
+def host_us(implementation: Implementation, tensors: WorkloadTensors) -> float | str:
+    """The host's time in µs to call an implementation's forward where gradients are wanted, or why there is none."""
+    reasons = implementation.reasons(tensors, True)
     if reasons:
         return " ".join(reasons)
     try:
-        return timing.host_us(rival.prepare(p).attention)
+        return timing.host_us(implementation.prepare(tensors).attention)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return "failed: " + first_line(error)
 

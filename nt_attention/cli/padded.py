@@ -1,4 +1,4 @@
-"""SDPA on the padded batch, with the mask that makes it exact, and without one.
+"""SDPA on the padded workload, with the mask that makes it exact, and without one.
 
 Dimensions: B sequences, L the longest, H heads and G of keys, D and Dv head dims.
 """
@@ -9,52 +9,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .inputs import Problem, Run
+from ..kernels.masks import distances
+from .inputs import PreparedCall, WorkloadTensors
 
-MOST_PADDING = 16  # padded tokens to real ones: past that, the time says nothing that the number does not
-MOST_SEQUENCES = 16384  # with 32768 of one token, torch 2.11's backward on a GPU reads outside of its memory
-MOST_MASKED = {"cpu": 2**28, "cuda": 2**32}  # entries of a mask (B, L, L), which SDPA turns into numbers
+MAX_PADDING = 16  # padded tokens to real ones: past that, the time says nothing that the number does not
+MAX_SEQUENCES = 16384  # with 32768 of one token, torch 2.11's backward on a GPU reads outside of its memory
+MAX_MASKED = {"cpu": 2**28, "cuda": 2**32}  # entries of a mask (B, L, L), which SDPA turns into numbers
 
 
-def too_much_padding(p: Problem) -> list[str]:
-    if p.grad.device.type == "cuda" and p.layout.batch_size > MOST_SEQUENCES:
-        return [f"torch's kernels fail with {p.layout.batch_size} sequences, and take the process with them."]
-    for layout, what in ((p.layout, "tokens"), (p.key_layout, "keys")):
+def too_much_padding(tensors: WorkloadTensors) -> list[str]:
+    if tensors.device.type == "cuda" and tensors.layout.batch_size > MAX_SEQUENCES:
+        return [f"torch's kernels fail with {tensors.layout.batch_size} sequences, and take the process with them."]
+    for layout, what in ((tensors.layout, "tokens"), (tensors.key_layout, "keys")):
         padded = layout.batch_size * layout.max_seqlen
-        if padded > MOST_PADDING * layout.total:
-            return [f"it would compute {padded} padded {what} for {layout.total} real ones, past {MOST_PADDING} times."]
-    return ["has no softcap."] if p.batch.softcap else []
+        if padded > MAX_PADDING * layout.total:
+            return [f"it would compute {padded} padded {what} for {layout.total} real ones, past {MAX_PADDING} times."]
+    return ["has no softcap."] if tensors.workload.softcap else []
 
 
-def padded_reasons(p: Problem, backward: bool) -> list[str]:
-    reasons = too_much_padding(p)
-    entries = p.layout.batch_size * p.layout.max_seqlen * p.key_layout.max_seqlen
-    if not reasons and (p.has_window or p.batch.is_causal) and entries > MOST_MASKED[p.grad.device.type]:
+def padded_reasons(tensors: WorkloadTensors, backward: bool) -> list[str]:
+    reasons = too_much_padding(tensors)
+    entries = tensors.layout.batch_size * tensors.layout.max_seqlen * tensors.key_layout.max_seqlen
+    if not reasons and not tensors.window.is_open and entries > MAX_MASKED[tensors.device.type]:
         reasons.append(f"its mask would have {entries:.1e} entries.")
     return reasons
 
 
-def unmasked_reasons(p: Problem, backward: bool) -> list[str]:
-    if p.has_window:
+def unmasked_reasons(tensors: WorkloadTensors, backward: bool) -> list[str]:
+    if tensors.has_window:
         return ["has no window without a mask."]
-    if p.is_cross and p.batch.is_causal:
+    if tensors.is_cross and tensors.workload.is_causal:
         return ["has no causal mask that ends where each sequence's queries and keys end."]
-    return too_much_padding(p)
+    return too_much_padding(tensors)
 
 
-def padded(p: Problem, masked: bool) -> Run:
+def padded(tensors: WorkloadTensors, masked: bool) -> PreparedCall:
     """SDPA on (B, H, L, D), with the mask that makes it exact or with none.
 
     Grouped heads go as transformers sends them: repeated beside a mask, by ``enable_gqa`` without one.
     """
-    q, k, v, grad = (
-        layout.pad(x.detach()).transpose(1, 2)
-        for layout, x in zip((p.layout, p.key_layout, p.key_layout, p.layout), (*p.qkv, p.grad), strict=True)
+    layouts = (tensors.layout, tensors.key_layout, tensors.key_layout)
+    q, k, v = leaves = tuple(
+        layout.pad(x.detach()).transpose(1, 2).requires_grad_() for layout, x in zip(layouts, tensors.qkv, strict=True)
     )
-    q, k, v = leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-    mask = padding_mask(p) if masked else None
-    causal = p.batch.is_causal and not masked
-    group = p.batch.heads // p.batch.kv_heads
+    grad = tensors.layout.pad(tensors.grad).transpose(1, 2)
+    mask = padding_mask(tensors) if masked else None
+    causal = tensors.workload.is_causal and not masked
+    group = tensors.workload.heads // tensors.workload.kv_heads
 
     def attention() -> Tensor:
         key, value = (x.repeat_interleave(group, 1) if masked and group > 1 else x for x in (k, v))
@@ -62,26 +63,20 @@ def padded(p: Problem, masked: bool) -> Run:
             q, key, value, attn_mask=mask, is_causal=causal, enable_gqa=group > 1 and not masked
         )
 
-    return Run(
-        attention, leaves, grad, lambda x: p.layout.pack(x.transpose(1, 2)),
-        lambda x: p.key_layout.pack(x.transpose(1, 2)), exact=masked or causal or not p.is_ragged,
+    return PreparedCall(
+        attention, leaves, grad, lambda x: tensors.layout.pack(x.transpose(1, 2)),
+        lambda x: tensors.key_layout.pack(x.transpose(1, 2)), exact=masked or causal or not tensors.is_ragged,
     )  # fmt: skip
 
 
-def padding_mask(p: Problem) -> Tensor:
+def padding_mask(tensors: WorkloadTensors) -> Tensor:
     """True where a query sees a key: the key padding mask (B, 1, 1, L), or (B, 1, L, L) where queries differ."""
-    lengths, key_lengths = (layout.lengths[:, None, None] for layout in (p.layout, p.key_layout))
-    keys = torch.arange(p.key_layout.max_seqlen, device=lengths.device)
-    real = keys < key_lengths
-    if not p.has_window and not p.batch.is_causal:
+    lengths, key_lengths = (layout.lengths[:, None, None] for layout in (tensors.layout, tensors.key_layout))
+    queries, keys, device = tensors.layout.max_seqlen, tensors.key_layout.max_seqlen, tensors.device
+    real = torch.arange(keys, device=device) < key_lengths
+    # aligned lower right: the last query of a sequence is at the position of its last key
+    visible = tensors.window.visible(distances(queries, keys, 0, device) - (key_lengths - lengths))
+    if visible is None:
         return real.unsqueeze(1)
-    queries = torch.arange(p.layout.max_seqlen, device=lengths.device)[:, None]
-    place = queries + key_lengths - lengths  # the sequence's last query stands across from its last key
-    left, right = p.batch.window_size
-    right = 0 if p.batch.is_causal else right
-    seen = real.expand(-1, len(queries), -1)
-    if left >= 0:
-        seen = seen & (keys >= place - left)
-    if right >= 0:
-        seen = seen & (keys <= place + right)
-    return (seen | (real & (queries >= lengths))).unsqueeze(1)  # padding sees what is there, so no row is blind for it
+    padding = torch.arange(queries, device=device)[:, None] >= lengths
+    return (real & (visible | padding)).unsqueeze(1)  # padded queries see the real keys: no row is fully masked

@@ -1,15 +1,15 @@
-"""The batches that are measured by name: 32768 packed tokens each, and two small ones for a CPU."""
+"""The workloads that are measured by name: 32768 packed tokens each, and two small ones for a CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .lengths import equal, lognormal, uniform
+from .lengths import TOKENS, Lengths
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Lengths of the sequences, the heads of the model that they go through, and what a query sees.
+class Workload:
+    """Lengths of the sequences, the heads of the model that they go through, and the mask.
 
     Attributes:
         lengths: of the queries; of keys and values as well, if ``key_lengths`` is None.
@@ -43,32 +43,36 @@ class Batch:
         return self.heads * sum(n * m for n, m in zip(self.lengths, self.keys, strict=True))
 
 
-BATCHES = {
-    batch.name: batch
-    for batch in (
-        Batch("A", "lognormal ≤ 2048", lognormal(2048), 16, 16, 64),
-        Batch("B", "lognormal ≤ 8192, causal", lognormal(8192), 32, 8, 128, True),
-        Batch("C", "8 × 4096, causal", equal(4096), 16, 16, 128, True),
-        Batch("D", "uniform ≤ 128", uniform(128), 12, 12, 64),
-        Batch("E", "lognormal ≤ 128", lognormal(128), 12, 12, 64),
-        Batch("F", "lognormal ≤ 512", lognormal(512), 12, 12, 64),
-        Batch("G", "uniform ≤ 256, causal", uniform(256), 16, 16, 128, True),
+def lengths(kind: str, number: int, tokens: int = TOKENS) -> tuple[int, ...]:
+    return Lengths(kind=kind, number=number).up_to(tokens)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("A", "lognormal ≤ 2048", lengths("lognormal", 2048), 16, 16, 64),
+        Workload("B", "lognormal ≤ 8192, causal", lengths("lognormal", 8192), 32, 8, 128, True),
+        Workload("C", "8 × 4096, causal", lengths("equal", 4096), 16, 16, 128, True),
+        Workload("D", "uniform ≤ 128", lengths("uniform", 128), 12, 12, 64),
+        Workload("E", "lognormal ≤ 128", lengths("lognormal", 128), 12, 12, 64),
+        Workload("F", "lognormal ≤ 512", lengths("lognormal", 512), 12, 12, 64),
+        Workload("G", "uniform ≤ 256, causal", lengths("uniform", 256), 16, 16, 128, True),
     )
 }
 MORE = (
-    Batch("one long", "one of 8192 beside lognormal ≤ 128", (8192, *lognormal(128)[:800]), 12, 12, 64),
-    Batch("all 17", "1927 × 17", equal(17), 12, 12, 64),
-    Batch("all 1", "32768 × 1", equal(1), 12, 12, 64),
-    Batch("window", "A, 128 on either side", BATCHES["A"].lengths, 16, 16, 64, window_size=(128, 128)),
-    Batch("GQA 32/1", "B's lengths, causal", BATCHES["B"].lengths, 32, 1, 128, True),
+    Workload("one long", "one of 8192 beside lognormal ≤ 128", (8192, *lengths("lognormal", 128)[:800]), 12, 12, 64),
+    Workload("all 17", "1927 × 17", lengths("equal", 17), 12, 12, 64),
+    Workload("all 1", "32768 × 1", lengths("equal", 1), 12, 12, 64),
+    Workload("window", "A, 128 on either side", WORKLOADS["A"].lengths, 16, 16, 64, window_size=(128, 128)),
+    Workload("GQA 32/1", "B's lengths, causal", WORKLOADS["B"].lengths, 32, 1, 128, True),
     *(
-        Batch(f"{name} d{d}", f"{name}, head dim {d}", BATCHES[name].lengths, width // d, width // d, d)
+        Workload(f"{name} d{d}", f"{name}, head dim {d}", WORKLOADS[name].lengths, width // d, width // d, d)
         for name, width in (("A", 1024), ("F", 768), ("E", 768))
         for d in (32, 72, 80, 96, 128, 160, 192, 256)
     ),
 )
 SMALL = (
-    Batch("small", "lognormal ≤ 256", lognormal(256, 2048), 8, 8, 64),
-    Batch("small causal", "uniform ≤ 128, causal", uniform(128, 2048), 8, 2, 64, True),
+    Workload("small", "lognormal ≤ 256", lengths("lognormal", 256, 2048), 8, 8, 64),
+    Workload("small causal", "uniform ≤ 128, causal", lengths("uniform", 128, 2048), 8, 2, 64, True),
 )
-ALL = BATCHES | {batch.name: batch for batch in (*MORE, *SMALL)}
+ALL = WORKLOADS | {workload.name: workload for workload in (*MORE, *SMALL)}

@@ -1,4 +1,4 @@
-"""The command line, from its arguments to the table, the numbers and the picture."""
+"""The command line, from its arguments to the table, the numbers and the plot."""
 
 import argparse
 import functools
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from nt_attention.__main__ import main
 from nt_attention.cli import plot, timing
-from nt_attention.cli.accuracy import truth
-from nt_attention.cli.baselines import NESTED, PADDED, UNMASKED, rivals
-from nt_attention.cli.inputs import Problem
+from nt_attention.cli.accuracy import expected_results
+from nt_attention.cli.implementations import NESTED, PADDED, UNMASKED, all_implementations
+from nt_attention.cli.inputs import WorkloadTensors
 from nt_attention.cli.lengths import KINDS, Lengths, parse_lengths
-from nt_attention.cli.workloads import ALL, Batch
+from nt_attention.cli.workloads import ALL, Workload
 
 GIVEN = ["bench", "--device", "cpu", "--lengths", "5,0,11,17", "--heads", "4", "--head-dim", "16", "--backends", "auto"]
 
@@ -27,10 +27,10 @@ def _in_a_hurry(monkeypatch):
 
 
 def saved(folder, *arguments):
-    """The exit status and each rival's numbers of the one batch."""
+    """The exit status and each implementation's numbers of the one batch."""
     status = main([*GIVEN, *arguments, "--save", str(folder)])
-    (batch,) = json.loads((folder / "table.json").read_text())["batches"]
-    return status, batch["rivals"]
+    (workload,) = json.loads((folder / "table.json").read_text())["batches"]
+    return status, workload["rivals"]
 
 
 def test_lengths_are_given_one_by_one():
@@ -70,7 +70,7 @@ def test_a_described_batch_runs_from_end_to_end(tmp_path, capsys):
     assert header == f"| batch | auto | {PADDED} | {UNMASKED} | {NESTED} |"
     assert "given: 4 sequences, 5 + 0 + 11 + 17, 4 × 16" in row
     assert "(1.00)" in row
-    assert row.split("|")[2].endswith(" cpu ")  # what auto took
+    assert row.split("|")[2].endswith(" cpu ")  # what auto selected
     assert numbers["auto"]["chosen"] == ["cpu", "cpu"]
     for name, result in numbers.items():
         assert result["forward_ms"] > 0
@@ -117,7 +117,7 @@ def test_a_wrong_result_is_caught(factor, tmp_path, monkeypatch, capsys):
     assert f"✗ given, {PADDED} with its backward: dk is off by" in table
 
 
-def test_what_fails_is_told(tmp_path, monkeypatch, capsys):
+def test_a_failure_is_reported(tmp_path, monkeypatch, capsys):
     def failing(query, *_, **how):
         raise RuntimeError("no kernel | here\nand more") if query.is_nested else torch.OutOfMemoryError("too much")
 
@@ -148,23 +148,26 @@ def test_no_gradients_if_forwards_are_enough(tmp_path):
     assert set(numbers["auto"]["errors"]) == {"forward"}
 
 
-def test_the_impatient_time_a_call_once(capsys):
+def test_without_patience_a_call_is_timed_once(capsys):
     assert main([*GIVEN, "--patience", "0"]) == 0
     assert "† (1.00)" in capsys.readouterr().out
 
 
 def test_what_is_too_large_is_left_out():
-    problem = Problem(Batch("long", "", (4000, *[1] * 99), 8, 8, 8), torch.device("cpu"), torch.float32)
-    reasons = {rival.name: rival.reasons(problem, True) for rival in rivals(["reference", "cpu"])}
+    tensors = WorkloadTensors(Workload("long", "", (4000, *[1] * 99), 8, 8, 8), torch.device("cpu"), torch.float32)
+    reasons = {
+        implementation.name: implementation.reasons(tensors, True)
+        for implementation in all_implementations(["reference", "cpu"])
+    }
     assert "400000 padded tokens" in reasons[PADDED][0]
     assert "scores" in reasons["reference"][0]
     assert not reasons["cpu"]
 
 
 def test_the_sample_is_the_first_few_and_the_longest():
-    batch = Batch("ragged", "", (3, 5, 1500, 700, 2500, 30000), 1, 1, 8)
-    problem = Problem(batch, torch.device("cpu"), torch.float32)
-    sample = truth(problem, backward=False)
+    workload = Workload("ragged", "", (3, 5, 1500, 700, 2500, 30000), 1, 1, 8)
+    tensors = WorkloadTensors(workload, torch.device("cpu"), torch.float32)
+    sample = expected_results(tensors, backward=False)
     assert sample is not None
     assert sample.rows["out"].tolist() == [*range(1508), *range(2208, 4708)]  # 30000² scores would not fit
 
@@ -184,22 +187,22 @@ def test_the_sample_is_the_first_few_and_the_longest():
         (["--picture", "bars.gif"], ".svg, .png, .pdf"),
     ],
 )
-def test_bad_arguments_are_refused_at_the_door(arguments, message, capsys):
+def test_bad_arguments_are_refused_before_anything_runs(arguments, message, capsys):
     with pytest.raises(SystemExit) as refusal:
         main(["bench", *arguments])
     assert refusal.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, capsys, tmp_path):
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main([*GIVEN, "--picture", str(tmp_path / "bars.svg")])
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_batches_have_the_tokens_that_they_say():
-    assert {sum(batch.lengths) for name, batch in ALL.items() if len(name) == 1} == {32768}
+def test_workloads_have_the_tokens_that_they_declare():
+    assert {sum(workload.lengths) for name, workload in ALL.items() if len(name) == 1} == {32768}
 
 
 def test_without_a_command_the_environment(capsys):

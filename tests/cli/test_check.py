@@ -1,4 +1,4 @@
-"""What ``python -m nt_attention check`` finds, and what it tells of it. A few small cases: the whole takes a minute."""
+"""What ``python -m nt_attention check`` finds and prints. A few small cases: the whole takes a minute."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,8 @@ import torch
 
 from nt_attention.__main__ import main
 from nt_attention.cli import cases, check
-from nt_attention.cli.cases import Case, Finding, cases_of, look_at
-from nt_attention.cli.support_table import Table
+from nt_attention.cli.cases import Case, Finding, cases_of, run_case
+from nt_attention.cli.support_table import SupportTable
 from nt_attention.kernels import support, token_tiled
 from nt_attention.kernels.backend import HeadDims
 from nt_attention.kernels.backends import cpu, flash_attn_4, reference, torch_flash
@@ -56,23 +56,23 @@ class TestTheCPU:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("dims", [(16, 16), (8, 24)], ids=str)
     def test_is_right(self, dtype, dims):
-        found = look_at(case(backend="cpu", dtype=dtype, head_dim=dims[0], value_dim=dims[1]), CPU)
-        assert found.held == "both", found.told
-        assert found.told.endswith(" of PyTorch's own error")
-        assert 0 < float(found.told.split()[0]) <= cases.SLACK
+        found = run_case(case(backend="cpu", dtype=dtype, head_dim=dims[0], value_dim=dims[1]), CPU)
+        assert found.result == "both", found.details
+        assert found.details.endswith(" of PyTorch's own error")
+        assert 0 < float(found.details.split()[0]) <= cases.SLACK
 
     @pytest.mark.parametrize("feature", sorted(cpu.BACKEND.features))
-    def test_is_right_in_all_that_it_claims(self, feature):
+    def test_is_right_in_all_that_it_declares(self, feature):
         (first, *_) = (c for c in cases_of(cpu.BACKEND) if c.which == feature and c.dtype == torch.float32)
         keys = {} if first.key_lengths is None else {"key_lengths": FEW_KEYS}
-        found = look_at(dataclasses.replace(first, **keys), CPU)
-        assert found.held == "both", found.told
+        found = run_case(dataclasses.replace(first, **keys), CPU)
+        assert found.result == "both", found.details
         assert found.case.which == feature
 
     def test_is_not_right_in_what_it_refuses(self):
-        found = look_at(case("softcap", "cpu", options={"softcap": 5.0}), CPU)
-        assert found.held == "no"
-        assert found.told == "backend='cpu': it can't run this call."
+        found = run_case(case("softcap", "cpu", options={"softcap": 5.0}), CPU)
+        assert found.result == "no"
+        assert found.details == "backend='cpu': it can't run this call."
 
 
 def scaled(which, factor):
@@ -90,27 +90,27 @@ def with_nan(x):
 class TestAFault:
     def test_none(self, fake):
         fake()
-        assert look_at(case(), CPU).held == "both"
+        assert run_case(case(), CPU).result == "both"
 
     @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
     @pytest.mark.parametrize("factor", [1.01, 0.0, -1.0, torch.nan])
     def test_in_one_gradient(self, fake, which, factor):
         fake(grads=scaled(which, factor))
-        found = look_at(case(), CPU)
-        assert found.held == "forward"
-        assert found.told.startswith("gradients off by ")
+        found = run_case(case(), CPU)
+        assert found.result == "forward"
+        assert found.details.startswith("gradients off by ")
 
     @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
     def test_in_the_last_number_of_one_gradient(self, fake, which):
         fake(grads=lambda *grads: (with_nan(g) if i == which else g for i, g in enumerate(grads)))
-        assert look_at(case(), CPU) == Finding(case(), "forward", "gradients off by inf of PyTorch's own error")
+        assert run_case(case(), CPU) == Finding(case(), "forward", "gradients off by inf of PyTorch's own error")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_in_the_output(self, fake, dtype):
         fake(out=lambda out, query, problem: out * 1.05)
-        found = look_at(case(dtype=dtype), CPU)
-        assert found.held == "no"
-        assert found.told.startswith("output off by ")
+        found = run_case(case(dtype=dtype), CPU)
+        assert found.result == "no"
+        assert found.details.startswith("output off by ")
 
     def test_in_one_row_of_the_output(self, fake):
         def one_row(out, query, problem):
@@ -118,16 +118,16 @@ class TestAFault:
             return out
 
         fake(out=one_row)
-        assert look_at(case(), CPU).held == "no"
+        assert run_case(case(), CPU).result == "no"
 
     def test_in_one_number_of_the_output(self, fake):
         fake(out=lambda out, query, problem: with_nan(out))
-        assert look_at(case(), CPU) == Finding(case(), "no", "output off by inf of PyTorch's own error")
+        assert run_case(case(), CPU) == Finding(case(), "no", "output off by inf of PyTorch's own error")
 
     def test_that_grouped_heads_alone_show(self, fake):
         fake(grads=lambda dq, dk, dv: (dq, dk if dk.shape[1] == dq.shape[1] else dk * 0.5, dv))
-        assert look_at(case(), CPU).held == "both"
-        assert look_at(case("grouped heads", kv_heads=2), CPU).held == "forward"
+        assert run_case(case(), CPU).result == "both"
+        assert run_case(case("grouped heads", kv_heads=2), CPU).result == "forward"
 
     @pytest.mark.parametrize("value", [1.0, torch.nan])
     def test_that_is_written_past_the_end(self, fake, value):
@@ -139,27 +139,27 @@ class TestAFault:
             return out.masked_fill(past[:, None, None], value), lse
 
         fake(forward=forward, backward=None)
-        assert look_at(case(), CPU) == Finding(case(), "no", "rows past the last offset are not 0")
+        assert run_case(case(), CPU) == Finding(case(), "no", "rows past the last offset are not 0")
 
     def test_that_is_read_past_the_end(self, fake):
         fake(out=lambda out, query, problem: out + 0 * query[-1, 0, 0])
-        assert look_at(case(), CPU).held == "no"
+        assert run_case(case(), CPU).result == "no"
 
     def test_of_other_bits_each_time(self, fake):
         times = itertools.count()
         fake(grads=lambda dq, dk, dv: (dq, dk * (1 + 2**-22 * (next(times) % 2)), dv))
-        found = look_at(case("deterministic", options={"deterministic": True}), CPU)
-        assert (found.held, found.told) == ("forward", "the same call gave other bits")
-        assert look_at(case(), CPU).held == "both"  # where nobody asks for it
+        found = run_case(case("deterministic", options={"deterministic": True}), CPU)
+        assert (found.result, found.details) == ("forward", "the same call gave other bits")
+        assert run_case(case(), CPU).result == "both"  # where nobody asks for it
 
     def test_of_other_bits_in_another_batch(self, fake):
         changes = {"features": cpu.BACKEND.features | {"batch_invariant"}}
         fake(out=lambda out, query, problem: out * (1 + 2**-22 * (problem.layout.batch_size > 1)), **changes)
-        found = look_at(case("batch_invariant", options={"batch_invariant": True}), CPU)
-        assert (found.held, found.told) == ("forward", "a sequence alone gave other bits than in the batch")
+        found = run_case(case("batch_invariant", options={"batch_invariant": True}), CPU)
+        assert (found.result, found.details) == ("forward", "a sequence alone gave other bits than in the batch")
 
     @pytest.mark.parametrize(
-        ("error", "told"),
+        ("error", "details"),
         [
             (RuntimeError("no kernel image\nis available"), "no kernel image"),
             (ValueError("x" * 1000), "x" * 120),
@@ -173,13 +173,13 @@ class TestAFault:
         ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",
     )
     @pytest.mark.parametrize("when", ["forward", "backward"])
-    def test_that_is_raised(self, fake, error, told, when):
+    def test_that_is_raised(self, fake, error, details, when):
         def failing(*_):
             raise error
 
         fake(**{"out" if when == "forward" else "grads": failing})
-        found = look_at(case(), CPU)
-        assert (found.held, found.told) == ("no" if when == "forward" else "forward", told)
+        found = run_case(case(), CPU)
+        assert (found.result, found.details) == ("no" if when == "forward" else "forward", details)
 
 
 DROPPED = {"options": {"dropout_p": 0.2}, "head_dim": 8, "value_dim": 8}
@@ -193,17 +193,17 @@ class TestDropout:
         monkeypatch.setattr(cases, "LENGTHS", [1, 129, 0, 17, 300])
 
     def test_that_is_right(self):
-        assert look_at(case("dropout", "reference", **DROPPED), CPU).held == "both"
+        assert run_case(case("dropout", "reference", **DROPPED), CPU).result == "both"
 
     def test_that_never_happens(self, fake):
         fake(features=cpu.BACKEND.features | {"dropout"})
-        found = look_at(case("dropout", **DROPPED), CPU)
-        assert (found.held, found.told) == ("no", "nothing was dropped")
+        found = run_case(case("dropout", **DROPPED), CPU)
+        assert (found.result, found.details) == ("no", "nothing was dropped")
 
     @pytest.mark.parametrize(
-        ("factor", "held"), [((1.1, 1.0), "no"), ((1.0, 1.1), "forward")], ids=["not-rescaled", "wrong-gradient"]
+        ("factor", "result"), [((1.1, 1.0), "no"), ((1.0, 1.1), "forward")], ids=["not-rescaled", "wrong-gradient"]
     )
-    def test_that_is_wrong(self, fake, factor, held):
+    def test_that_is_wrong(self, fake, factor, result):
         def forward(query, key, value, problem):
             forth, back = factor
             value = value * back - (value * (back - 1)).detach()  # its gradient is off, and it is not
@@ -211,7 +211,7 @@ class TestDropout:
             return out * forth, lse
 
         fake(forward=forward, backward=None, features=cpu.BACKEND.features | {"dropout"})
-        assert look_at(case("dropout", **DROPPED), CPU).held == held
+        assert run_case(case("dropout", **DROPPED), CPU).result == result
 
 
 class TestCases:
@@ -235,8 +235,8 @@ class TestCases:
                 assert c.head_dim == c.value_dim or not backend.head_dims.equal
 
     @pytest.mark.parametrize("feature", FEATURES)
-    def test_ask_for_what_they_look_at(self, feature):
-        """By what a spec says of the same call, so that a claim is read from the row where it was written."""
+    def test_ask_for_what_they_verify(self, feature):
+        """By what a spec says of the same call, so that support is read from the row where it was written."""
         backend = dataclasses.replace(cpu.BACKEND, features=frozenset(FEATURES))
         for c in (c for c in cases_of(backend) if c.which == feature):
             options = {name: x for name, x in c.options.items() if name in AttentionSpec.__dataclass_fields__}
@@ -252,14 +252,14 @@ class TestCases:
 
     def test_of_a_list_go_beyond_it(self):
         """What an implementation documents is to be found out."""
-        looked_at = {c.which for c in cases_of(flash_attn_4.BACKEND) if c.kind == "head dims"}
-        assert {"16", "80", "64/128", "192/128"} <= looked_at
+        verified = {c.which for c in cases_of(flash_attn_4.BACKEND) if c.kind == "head dims"}
+        assert {"16", "80", "64/128", "192/128"} <= verified
 
     def test_there_are_none_for_the_reference(self):
         assert not list(cases_of(reference.BACKEND))
 
     @pytest.mark.parametrize(("dims", "listed"), [((16, 24), "16/24"), ((64, 64), "64")])
-    def test_a_head_dim_is_looked_at_as_it_is(self, dims, listed, fake):
+    def test_a_head_dim_is_verified_as_it_is(self, dims, listed, fake):
         """Not padded to one that is known to be right."""
         seen = []
 
@@ -268,8 +268,8 @@ class TestCases:
             raise RuntimeError("seen")
 
         fake(forward=forward, head_dims=HeadDims(only=((64, 64), (128, 128))))
-        found = look_at(case(listed, head_dim=dims[0], value_dim=dims[1]), CPU)
-        assert (found.held, found.told) == ("no", "seen")
+        found = run_case(case(listed, head_dim=dims[0], value_dim=dims[1]), CPU)
+        assert (found.result, found.details) == ("no", "seen")
         assert seen == [dims]
 
 
@@ -289,14 +289,14 @@ class TestTable:
     @pytest.fixture
     def table(self):
         findings = [
-            Finding(Case("flash_attn_4", dtype, kind, which, width, width), held, told)
-            for dtype, kind, which, width, held, told in self.FOUND
+            Finding(Case("flash_attn_4", dtype, kind, which, width, width), result, details)
+            for dtype, kind, which, width, result, details in self.FOUND
         ]
         findings.append(Finding(Case("token_tiled", torch.float32, "head dims", "64"), "both", "…"))
-        return Table.of(reversed(findings), CPU)  # they come as processes end
+        return SupportTable.of(reversed(findings), CPU)  # they come as processes end
 
-    def test_holds_the_worst_of_each(self, table):
-        assert table.held == {
+    def test_has_the_worst_of_each(self, table):
+        assert table.results == {
             "token_tiled": {"float32": {"head dims": {"64": "both"}}},
             "flash_attn_4": {
                 "bfloat16": {
@@ -306,8 +306,8 @@ class TestTable:
                 "float16": {"head dims": {"8": "both"}},
             },
         }
-        assert list(table.held) == ["token_tiled", "flash_attn_4"], "as on the list"
-        assert list(table.held["flash_attn_4"]["bfloat16"]["head dims"]) == ["8", "16", "128"], "by number"
+        assert list(table.results) == ["token_tiled", "flash_attn_4"], "as on the list"
+        assert list(table.results["flash_attn_4"]["bfloat16"]["head dims"]) == ["8", "16", "128"], "by number"
 
     def test_is_printed(self, table):
         lines = str(table).splitlines()
@@ -329,12 +329,12 @@ class TestTable:
             "    bfloat16, head dims 16 at 16/16: gradients off by 3.0 of PyTorch's own error",
         ]
 
-    def test_is_written_and_becomes_what_is_claimed(self, table, tmp_path, monkeypatch, capsys):
+    def test_is_written_and_becomes_the_verified_support(self, table, tmp_path, monkeypatch, capsys):
         file = tmp_path / "verified" / "sm90.json"
         table.write(file, COMMAND)
         assert f"written to {file}" in capsys.readouterr().out
         written = json.loads(file.read_text())
-        assert written["results"] == table.held
+        assert written["results"] == table.results
         assert written["versions"]["torch"] == torch.__version__
         assert written["command"].startswith("python -m nt_attention")
         assert len(written["date"].split("-")) == 3
@@ -344,7 +344,7 @@ class TestTable:
             checked = support.verified_on((9, 0))
         finally:
             support.verified_on.cache_clear()
-        assert checked.card == table.card
+        assert checked.gpu == table.device
         spec = AttentionSpec(torch.device("cuda"), torch.bfloat16, 3, 3, 16, 16, 0.25)
         assert checked.head_dims(flash_attn_4.BACKEND, spec) == (16, 16)
         assert checked.head_dims(flash_attn_4.BACKEND, dataclasses.replace(spec, needs_grad=True)) == (128, 128)
@@ -354,8 +354,8 @@ class TestTable:
         file = tmp_path / "sm90.json"
         table.write(file, COMMAND)
         row = [Finding(Case("flash_attn_4", torch.bfloat16, "head dims", "16", 16, 16), "both", "…")]
-        Table.of(row, CPU).write(file, COMMAND)
-        want = json.loads(json.dumps(table.held))
+        SupportTable.of(row, CPU).write(file, COMMAND)
+        want = json.loads(json.dumps(table.results))
         want["flash_attn_4"]["bfloat16"]["head dims"]["16"] = "both"
         assert json.loads(file.read_text())["results"] == want
 
@@ -371,7 +371,7 @@ class TestTheCommand:
 
         monkeypatch.setattr(check, "cases_of", short)
 
-    def test_prints_what_holds(self, capsys):
+    def test_prints_the_results(self, capsys):
         assert main(["check", "--device", "cpu", "--backends", "cpu"]) == 0
         table, waiting = capsys.readouterr()
         lines = table.splitlines()
@@ -381,32 +381,32 @@ class TestTheCommand:
         assert len(lines) == 5
         assert "2 of 2: cpu, torch.float32, features grouped heads: both" in waiting
 
-    def test_saves_where_it_is_told(self, tmp_path, capsys):
+    def test_saves_to_a_file(self, tmp_path, capsys):
         file = tmp_path / "held.json"
         assert main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)]) == 0
         assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
         assert f"written to {file}" in capsys.readouterr().out
 
-    def test_tells_what_does_not_hold(self, capsys, monkeypatch):
-        told = "gradients off by 9.0 of PyTorch's own error"
-        monkeypatch.setattr(check, "look_at", lambda case, device: Finding(case, "forward", told))
+    def test_prints_what_is_not_right(self, capsys, monkeypatch):
+        details = "gradients off by 9.0 of PyTorch's own error"
+        monkeypatch.setattr(check, "run_case", lambda case, device: Finding(case, "forward", details))
         main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16"])
         lines = capsys.readouterr().out.splitlines()
         assert lines[3].split() == ["float32", "head", "dims", "right", "without", "gradients:", "16"]
-        assert lines[4].strip() == f"float32, head dims 16 at 16/16: {told}"
+        assert lines[4].strip() == f"float32, head dims 16 at 16/16: {details}"
 
-    def test_claims_are_kept_for_cards_alone(self, capsys):
+    def test_verified_support_is_kept_for_gpus_alone(self, capsys):
         with pytest.raises(SystemExit) as refusal:
             main(["check", "--device", "cpu", "--backends", "cpu", "--save"])
         assert refusal.value.code == 2
         assert "--save without a file is for a CUDA device" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        ("arguments", "told"),
+        ("arguments", "details"),
         [(["--backends", "nobody"], "invalid choice: 'nobody'"), (["--which", "17"], "nothing to run")],
     )
-    def test_bad_arguments_are_refused_at_the_door(self, arguments, told, capsys):
+    def test_bad_arguments_are_refused_before_anything_runs(self, arguments, details, capsys):
         with pytest.raises(SystemExit) as refusal:
             main(["check", "--device", "cpu", *arguments])
         assert refusal.value.code == 2
-        assert told in capsys.readouterr().err
+        assert details in capsys.readouterr().err
