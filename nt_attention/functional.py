@@ -165,7 +165,8 @@ def plan(
     """
     inputs = _pack(query, key, value, layout, key_layout)
     every = all_options(options)
-    every["window_size"] = OPTIONS["window_size"].parse("window_size", every["window_size"])  # a list has no hash
+    if "window_size" in options:  # a list has no hash
+        every["window_size"] = OPTIONS["window_size"].parse("window_size", options["window_size"])
 
     def decide() -> tuple[AttentionSpec, Backend | str, tuple[int, int] | None]:
         spec = _spec(inputs, alibi_slopes is not None, every)
@@ -175,11 +176,10 @@ def plan(
         spec, chosen, dims = decide()  # a cache would keep these functions as long as the batch
     else:
         q, k, v = inputs.query, inputs.key, inputs.value
-        values = every.values()
         cache_key = (
             *("call", q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             *(alibi_slopes is None, inputs.needs_grad, *selection_key(backend)),
-            *(*map(type, values), *values),  # 1 is no bool, but equal to True
+            *(*every.values(), *map(type, options.values())),  # 1 is no bool, but equal to True
         )
         other = None if inputs.key_layout is inputs.layout else inputs.key_layout
         spec, chosen, dims = inputs.layout.cached(cache_key, decide, other)

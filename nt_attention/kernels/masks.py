@@ -29,8 +29,8 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, window_size: tuple[int, int], is_causal: bool = False) -> Window:
         """From ``varlen_attention``'s arguments, in which −1 is no limit."""
-        left, right = (math.inf if side < 0 else side for side in window_size)
-        return cls(left, 0 if is_causal else right)
+        left, right = window_size
+        return cls(math.inf if left < 0 else left, 0 if is_causal else math.inf if right < 0 else right)
 
     @property
     def is_open(self) -> bool:

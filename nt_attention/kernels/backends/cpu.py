@@ -142,7 +142,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
 def _mask(tiles: Tiles, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
     """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True in fully masked rows."""
     rows, keys, diagonal, causal = tiles.shape
-    if causal or (alibi_slopes is None and spec.window.is_open):
+    if causal:
         return None, None
     visible = spec.window.mask(rows, keys, diagonal, spec.device)
     # the kernel takes a float32 bias beside 16-bit inputs, where a 16-bit one would round ALiBi
@@ -172,8 +172,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
     query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
+    has_mask = alibi_slopes is not None or not spec.window.is_open
     for tiles in plan.calls:
-        bias, masked = _mask(tiles, alibi_slopes, spec)
+        bias, masked = _mask(tiles, alibi_slopes, spec) if has_mask else (None, None)
         q, k, v = tiles.queries.take(query), tiles.keys.take(key), tiles.keys.take(value)
         tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
         if masked is not None:
@@ -208,8 +209,9 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
+    has_mask = alibi_slopes is not None or not spec.window.is_open
     for tiles in plan.calls:
-        bias, masked = _mask(tiles, alibi_slopes, spec)
+        bias, masked = _mask(tiles, alibi_slopes, spec) if has_mask else (None, None)
         q, k, v = tiles.queries.take(query), tiles.keys.take(key), tiles.keys.take(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.take(x) for x in (grad, out, lse))
         if masked is not None:  # the kernel's own mark, with which their weights come out as 0
