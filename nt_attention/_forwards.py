@@ -7,15 +7,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
+
+from ._tracing import outside_of_graphs as outside_of_graphs
 
 if TYPE_CHECKING:
     from .patching.patch import PatchHandle
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 
 
@@ -83,17 +83,6 @@ class Replicate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicate:
         return Replicate(copy.deepcopy(self.patched, memo))
-
-
-def outside_of_graphs(function: _F) -> _F:
-    """Let a graph break where it calls ``function``. Where nothing is compiled the call costs nothing more."""
-    disabled = torch.compiler.disable(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return cast(_F, call)
 
 
 # Packages whose wrappers around a ``forward`` change no shapes: casts, devices, hooks, autocast and compilation.

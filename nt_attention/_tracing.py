@@ -1,32 +1,80 @@
-"""Whether tensors have values that the host can read, or a tracer is recording what is done with them."""
+"""Compilers and tracers: whether one is recording, what stands for a layout in its graph, and where graphs break.
+
+Dimensions: B sequences, N rows.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
 
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_F = TypeVar("_F", bound=Callable[..., Any])
+_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
+def outside_of_graphs(function: _F) -> _F:
+    """``torch.compiler.disable``, which imports the compiler where it is used: graphs break at ``function``."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def _only_inlined(function: _F) -> _F:
+    """Let torch.compile inline ``function`` into a graph, but never compile a call that comes from outside of a graph.
+
+    In the compiled function the answer would always be that a graph is being made.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return function
+
+
+@_only_inlined
 def is_tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is recording operators."""
     return torch.compiler.is_compiling() or _is_in_make_fx()
 
 
+@_only_inlined
 def _is_in_make_fx() -> bool:
     """As ``get_proxy_mode() is not None``, in a third of its host time."""
-    in_mode = torch._C._get_dispatch_mode(_PROXY) is not None
+    in_mode = torch._C._get_dispatch_mode(_PROXY_MODE) is not None
     return in_mode or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
-def is_traced(tensor: Tensor) -> bool:
+@_only_inlined
+def is_traced(tensor: object) -> bool:
     """Whether ``tensor`` stands for values that a recorded program will have later."""
-    return is_tracing() or isinstance(tensor, FakeTensor)
+    return is_tracing() or isinstance(tensor, (FakeTensor, Proxy))
 
 
+@_only_inlined
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether the host can look at values: not in a graph that is being made, on the meta device, or under vmap."""
+    return not (
+        is_traced(tensor) or torch._C._is_tracing() or tensor.is_meta or torch._C._are_functorch_transforms_active()
+    )
+
+
+@_only_inlined
+def is_observed(*tensors: Tensor) -> bool:
+    """Whether a compiler, a dispatch mode, a function transform or a tensor subclass has to see operators."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(type(x) not in _PLAIN_TENSORS or x.is_meta for x in tensors)
+    )
+
+
+@_only_inlined
 def refuse_jit_trace() -> None:
     """Refuse to be recorded by torch.jit.trace, which would keep the lengths of its example as constants.
 
@@ -40,12 +88,15 @@ def refuse_jit_trace() -> None:
         )
 
 
+@_only_inlined
 def check_readable(tensor: Tensor, name: str) -> None:
-    """Refuse a tensor whose values the host can't read.
+    """Refuse a tensor whose values the host can't read, or would make constants of a recorded program.
 
     Raises:
+        RuntimeError: torch.jit.trace is recording.
         ValueError: a tensor on the meta device, a FakeTensor, or one that make_fx is tracing.
     """
+    refuse_jit_trace()
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         where = "a FakeTensor" if isinstance(tensor, FakeTensor) else "on the meta device"
         raise ValueError(f"{name} is {where} and has no values to read: pass a tensor on the CPU or a GPU.")
@@ -56,8 +107,65 @@ def check_readable(tensor: Tensor, name: str) -> None:
         )
 
 
-# torch.compile may inline these functions into a graph, but must not compile a call that comes from outside of a graph:
-# in the compiled function the answer would always be True.
-_NOT_BY_ITSELF = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-for _function in (is_tracing, _is_in_make_fx, is_traced, refuse_jit_trace, check_readable):
-    set_code_exec_strategy(_function.__code__, _NOT_BY_ITSELF)
+class TracedLayout:
+    """What stands for a ``SequenceLayout`` in a graph of torch.compile, torch.export or make_fx: offsets, no lengths.
+
+    The operators in the graph read and check the lengths when it runs, once for each offsets tensor. Where a graph
+    breaks, and eager code is passed one of these, it is read there, and has all that a layout has.
+    """
+
+    _read_offsets: ClassVar[Callable[[Tensor], Any]]  # SequenceLayout.from_offsets outside of graphs; set by layout.py
+
+    def __init__(self, offsets: Tensor) -> None:
+        self.offsets = offsets
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or is_traced(self.offsets):
+            raise AttributeError(f"{name} wants lengths, which a graph does not know: ask for it outside of the graph.")
+        return getattr(TracedLayout._read_offsets(self.offsets), name)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return self.offsets  # operators take int32 and int64
+
+    @property
+    def min_seqlen(self) -> int:
+        return 0 if is_traced(self.offsets) else TracedLayout._read_offsets(self.offsets).min_seqlen
+
+    @property
+    def batch_size(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.offsets.device
+
+    def cached(self, key: object, build: Any, other: object = None) -> Any:
+        return build()
+
+    def same_lengths(self, other: object) -> bool:
+        return self is other
+
+    def check_rows(self, values: Tensor, name: str) -> None:
+        if values.device != self.device:
+            raise ValueError(f"{name} is on {values.device} and the layout on {self.device}.")
+
+    def check_keys(self, key: Tensor, value: Tensor) -> None:
+        for name, x in (("key", key), ("value", value)):
+            self.check_rows(x, name)  # the operator checks how many there are
+
+    def check_saved(self) -> None:
+        """The operator of the backward checks whether the offsets were changed."""
+
+    def extended(self, extra: int) -> TracedLayout:
+        return TracedLayout(self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device))
+
+    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        row = torch.arange(rows, device=self.device)
+        found = torch.searchsorted(self.offsets, row, right=True) - 1
+        sequence = found.clamp(max=self.offsets.shape[0] - 2)
+        return sequence, row - self.offsets[sequence]
+
+    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
+        past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
+        return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._offsets import Snapshot, read_offsets
 from ._tracing import is_tracing, refuse_jit_trace
-from .layout import SequenceLayout, Snapshot, read_offsets
+from .layout import SequenceLayout, register_nested
 
 
 class Unwrapped(NamedTuple):
@@ -51,28 +52,52 @@ def are_nested(*tensors: object) -> list[bool]:
 
 
 def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
-    """``unwrap`` for each argument by its name; one that is given twice is taken apart once.
+    """Take NestedTensors apart, each given by its argument's name: (B, j, …), or (B, H, j, D), jagged or strided.
+
+    A jagged one whose tokens lie end to end from row 0 is a view. Where they do not (``lengths`` with holes, offsets
+    that begin later) the tokens are gathered into a copy, and ``rewrap`` puts the results back into as many rows, with
+    0 between. A strided one is concatenated. Syncs once for each new offsets tensor, and once for each new lengths
+    tensor. One that is given twice is taken apart once.
 
     Args:
         for_weights: whether an operation with weights may save the values for its backward, so that a NestedTensor that
             wants no gradient itself has to share its version counter as well.
+
+    Raises:
+        ValueError: ragged in another dimension than 1 or 2, sequences that overlap, or make_fx is recording.
+        RuntimeError: torch.jit.trace is recording.
     """
     refuse_jit_trace()
     if torch.compiler.is_compiling():
-        return _unwrap_traced(named)
+        return _unwrap_in_graph(named)
     if is_tracing():
         raise ValueError("make_fx can't record NestedTensors: pass packed tensors and offsets to the traced function.")
     with _past_torch_function():
-        distinct = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
-        may_save = torch.is_grad_enabled() and (for_weights or any(x.requires_grad for x in distinct.values()))
-        values = dict(zip(distinct, _values(*distinct.values(), may_save=may_save), strict=True))
+        jagged = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
+        may_save = for_weights or any([x.requires_grad for x in jagged.values()])
+        values = dict(zip(jagged, _values(*jagged.values(), may_save=may_save), strict=True))
         layouts: dict[int, SequenceLayout] = {}
         done: dict[int, Unwrapped] = {}
         for name, x in named.items():
             at = id(x)
             if at not in done:
-                done[at] = _unwrap_jagged(x, values[at], name, layouts) if at in distinct else unwrap(x, name)
+                done[at] = _unwrap_jagged(x, values[at], name, layouts) if at in values else _unwrap_strided(x, name)
         return tuple([done[id(x)] for x in named.values()])
+
+
+def unwrap(nested: Tensor, name: str) -> Unwrapped:
+    """``unwrap_each`` for one argument, which need not be a NestedTensor.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not is_nested(nested):
+        kind = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
+        raise TypeError(
+            f"{name} must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
+            "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
+        )
+    return unwrap_each(**{name: nested})[0]
 
 
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
@@ -84,66 +109,44 @@ def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
     )
 
 
-def unwrap(nested: Tensor, name: str) -> Unwrapped:
-    """Take a NestedTensor apart: (B, j, …), or (B, H, j, D), jagged or strided.
-
-    A jagged one whose tokens lie end to end from row 0 is a view. Where they do not (``lengths`` with holes, offsets
-    that begin later) the tokens are gathered into a copy, and ``rewrap`` puts the results back into as many rows, with
-    0 between. A strided one is concatenated. Syncs once for each new offsets tensor, and once for each new lengths
-    tensor.
-
-    Raises:
-        ValueError: ragged in another dimension than 1 or 2, or sequences that overlap.
-    """
-    if not is_nested(nested):
-        kind = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
-        raise TypeError(
-            f"{name} must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
-            "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
-        )
-    with _past_torch_function():
-        if isinstance(nested, NestedTensor):
-            return _unwrap_jagged(nested, _values(nested)[0], name, {})
-        return _unwrap_strided(nested, name)
+register_nested(wrap=wrap, unwrap=unwrap)
 
 
-def _unwrap_jagged(nested: Tensor, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:
-    """``layouts``: those of the offsets that have been met, by their id, for one layout to serve all of them."""
-    ragged_dim: int = nested._ragged_idx  # type: ignore[attr-defined]
+def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:
+    """``layouts``: by the id of their offsets, so that one layout serves all NestedTensors of the same offsets."""
+    offsets, lengths, ragged_dim = nested._offsets, nested._lengths, nested._ragged_idx
     if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
             f"{name} is ragged in dimension {ragged_dim} of {values.dim() + 1}: pass (B, j, …), or (B, H, j, D) "
             f"(a transpose of dimensions 1 and {ragged_dim} makes it)."
         )
-    offsets: Tensor = nested._offsets  # type: ignore[attr-defined]
-    lengths: Tensor | None = nested._lengths  # type: ignore[attr-defined]
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
-    layout = layouts.get(id(offsets)) if lengths is None else None
-    if layout is None and lengths is None:
+    index = None
+    if lengths is not None:
+        layout, index = _tokens_among_rows(offsets, lengths, rows, name)
+    elif id(offsets) in layouts:
+        layout = layouts[id(offsets)]
+    else:
         source, facts = read_offsets(offsets)
-        if facts.first == 0:
+        if facts.first:
+            layout, index = _tokens_among_rows(offsets, None, rows, name)
+        else:
             layout = layouts[id(offsets)] = SequenceLayout.from_facts(source, facts)
-    if layout is not None:
+    if index is None:
         layout.check_rows(values, name)
+    else:
+        values = values.index_select(0, index)
 
-        whole = layout
+    def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
+        if index is not None:
+            result = result.new_zeros(rows, *result.shape[1:]).index_copy(0, index, result)
+        return _jagged(result, offsets, lengths, 1 if tokens_first else ragged_dim, layout)
 
-        def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
-            return _jagged(result, offsets, None, 1 if tokens_first else ragged_dim, whole)
-
-        return Unwrapped(values, whole, rewrap)
-
-    layout, index = _rows_with_tokens(offsets, lengths, rows, name)
-
-    def spread(result: Tensor, tokens_first: bool = False) -> Tensor:
-        full = result.new_zeros(rows, *result.shape[1:]).index_copy(0, index, result)
-        return _jagged(full, offsets, lengths, 1 if tokens_first else ragged_dim, layout)
-
-    return Unwrapped(values.index_select(0, index), layout, spread)
+    return Unwrapped(values, layout, rewrap)
 
 
-def _unwrap_traced(named: dict[str, Tensor]) -> tuple[Unwrapped, ...]:
+def _unwrap_in_graph(named: dict[str, Tensor]) -> tuple[Unwrapped, ...]:
     """In a graph, by NestedTensor's own operations alone; those of one ragged size share a layout."""
     done: list[tuple[Any, Unwrapped]] = []
     for name, x in named.items():
@@ -154,11 +157,11 @@ def _unwrap_traced(named: dict[str, Tensor]) -> tuple[Unwrapped, ...]:
             raise ValueError(f"{name} has holes between its sequences: make it contiguous() outside of the graph.")
         twin = next((u for y, u in done if y is x), None)
         layout = next((u.layout for y, u in done if y.size(y._ragged_idx) == x.size(dim)), None)
-        done.append((x, twin if twin is not None else _traced(x, dim, layout)))
+        done.append((x, twin if twin is not None else _unwrap_one_in_graph(x, dim, layout)))
     return tuple([u for _, u in done])
 
 
-def _traced(nested: Any, ragged_dim: int, layout: SequenceLayout | None) -> Unwrapped:
+def _unwrap_one_in_graph(nested: Any, ragged_dim: int, layout: SequenceLayout | None) -> Unwrapped:
     values, offsets = nested.values(), nested.offsets()
     least, most = nested._maybe_min_seqlen, nested._maybe_max_seqlen
 
@@ -295,25 +298,29 @@ def _made(
     return nested
 
 
-class _Rows:
-    """Where the tokens stand among rows with holes, for one lengths tensor at one version."""
+class _TokenRows(NamedTuple):
+    """The rows that hold tokens, of a NestedTensor with holes or whose first token is in a later row."""
 
-    def __init__(self, layout: SequenceLayout, index: Tensor, end: int, lengths: Tensor | None) -> None:
-        self.layout, self.index, self.end = layout, index, end
-        self._lengths = None if lengths is None else weakref.ref(lengths)
-        self._at = None if lengths is None else Snapshot(lengths)
+    layout: SequenceLayout  # of the tokens alone
+    index: Tensor  # (T,) int64, the row of each token
+    end: int  # of the last one's row
+    lengths: weakref.ref[Tensor] | None  # what this was read from, beside the offsets
+    snapshot: Snapshot | None
 
-    def made_from(self, lengths: Tensor) -> bool:
-        return self._lengths is not None and self._lengths() is lengths and self._at.holds(lengths)  # type: ignore[union-attr]
+    def holds_for(self, rows: int, lengths: Tensor | None) -> bool:
+        """Whether this is valid for a NestedTensor of so many rows and these lengths."""
+        if self.end > rows or self.lengths is None or self.snapshot is None:
+            return self.end <= rows and lengths is None
+        return lengths is not None and self.lengths() is lengths and self.snapshot.matches(lengths)
 
 
-def _rows_with_tokens(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> tuple[SequenceLayout, Tensor]:
-    """The layout of the tokens alone, and (T,) the row that each of them stands in."""
+def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> tuple[SequenceLayout, Tensor]:
+    """The layout of the tokens alone, and (T,) the row of each of them."""
     _, facts = read_offsets(offsets)
     key = "rows" if lengths is None else "rows with holes"
-    kept = facts.cache.find(key)
-    if isinstance(kept, _Rows) and kept.end <= rows and (lengths is None or kept.made_from(lengths)):
-        return kept.layout, kept.index
+    found: _TokenRows | None = facts.cache.find(key)
+    if found is not None and found.holds_for(rows, lengths):
+        return found.layout, found.index
     begins = facts.host[:-1]
     counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
     ends = begins + counts
@@ -329,8 +336,11 @@ def _rows_with_tokens(offsets: Tensor, lengths: Tensor | None, rows: int, name: 
         layout = SequenceLayout.from_lengths(counts, device=offsets.device)
         shift = offsets[:-1].to(torch.int64) - layout.offsets[:-1]
         index = torch.arange(layout.total, device=offsets.device) + shift[layout.sequence_ids]
-    if lengths is None or not lengths.is_inference():
-        facts.cache.add(key, _Rows(layout, index, int(ends.max()) if len(ends) else 0, lengths))
+    end = int(ends.max()) if len(ends) else 0
+    if lengths is None:
+        facts.cache.add(key, _TokenRows(layout, index, end, None, None))
+    elif not lengths.is_inference():
+        facts.cache.add(key, _TokenRows(layout, index, end, weakref.ref(lengths), Snapshot(lengths)))
     return layout, index
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.layout import _facts_of, read_offsets
+from nt_attention._offsets import _facts_of, read_offsets
 
 LENGTHS = [5, 0, 1, 7]
 

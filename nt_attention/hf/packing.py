@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layout import SequenceLayout, layout_where, scatter_rows, to_device
+from .._offsets import to_device
+from ..layout import SequenceLayout, layout_where, scatter_rows
 from .positions import begins, previous
 
 

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..layout import creating_cached_tensors
+from .._offsets import creating_cached_tensors
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._tracing import is_traced
+from .._tracing import can_be_read as can_be_read
 from ..layout import SequenceLayout
 from . import masked
 from .masked import InputError
@@ -186,16 +186,6 @@ def _is_self(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _in_memory(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def can_be_read(tensor: Tensor) -> bool:
-    """Whether there are values that the host may look at: not in a graph that is being made, or under vmap."""
-    return not (
-        is_traced(tensor)
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        or tensor.is_meta
-        or torch._C._are_functorch_transforms_active()
-    )
 
 
 def _each(function, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .. import nested
 from .._forwards import PatchedForward
+from .._tracing import outside_of_graphs
 from ..layout import SequenceLayout
 from ..modules import dense
 from ..modules.multihead import VarlenMultiheadAttention
@@ -240,12 +241,9 @@ def _encoder_forward(
     return out if batch_first else out.transpose(0, 1)
 
 
+@outside_of_graphs
 def _layout(mask: Tensor) -> SequenceLayout:
-    if not torch.compiler.is_compiling():
-        return SequenceLayout.from_attention_mask(mask)
-    from ..breaks import read_mask  # which a compiler is needed for
-
-    return cast(SequenceLayout, read_mask(mask))
+    return SequenceLayout.from_attention_mask(mask)
 
 
 def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayout, causal: bool) -> Tensor:

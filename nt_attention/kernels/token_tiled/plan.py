@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...layout import SequenceLayout, to_device
+from ..._offsets import to_device
+from ...layout import SequenceLayout
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
