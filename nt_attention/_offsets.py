@@ -44,39 +44,27 @@ class Cache:
         self._entries: dict[object, Any] = {}
         self._captured: dict[object, Any] = {}
 
-    def find(self, key: object, default: Any = None) -> Any:
-        value = self._entries.get(key, _MISSING)
-        if value is _MISSING:
-            return self._captured.get(key, default)
-        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
-            self._captured[key] = value
-        return value
-
-    def add(self, key: object, value: Any) -> None:
-        with self._lock:
-            self._entries[key] = value
-            if len(self._entries) > self.MOST_ENTRIES:
-                del self._entries[next(iter(self._entries))]
-        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
-            self._captured[key] = value
-
     def find_or_build(self, key: object, build: Callable[[], Any], other: Cache | None = None) -> Any:
         """The value of ``key``, built the first time. With ``other``, it is kept as long as both caches are."""
-        if other is None:
-            value = self.find(key, _MISSING)
-        else:
-            by_other = self.find((key, "with"))
-            if by_other is None:
-                self.add((key, "with"), by_other := WeakIdKeyDictionary())
-            value = by_other.get(other, _MISSING)
-        if value is not _MISSING:
+        if other is not None:
+            values = self.find_or_build((key, "with"), WeakIdKeyDictionary)
+            value = values.get(other, _MISSING)
+            if value is _MISSING:
+                with creating_cached_tensors():
+                    value = values[other] = build()
             return value
-        with creating_cached_tensors(), no_modes():  # which may make tensors without numbers
-            value = build()
-        if other is None:
-            self.add(key, value)
-        else:
-            by_other[other] = value
+        value = self._entries.get(key, _MISSING)
+        if value is _MISSING:
+            value = self._captured.get(key, _MISSING)
+        if value is _MISSING:
+            with creating_cached_tensors():
+                value = build()
+            with self._lock:
+                self._entries[key] = value
+                if len(self._entries) > self.MOST_ENTRIES:
+                    del self._entries[next(iter(self._entries))]
+        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
+            self._captured[key] = value
         return value
 
     def __len__(self) -> int:
@@ -115,7 +103,7 @@ def _content(tensor: Tensor) -> object:
         return None
     if tensor.is_contiguous():  # a sixth of the time of tolist for few numbers, and less for many
         return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    with no_modes():
+    with _no_modes():
         return tensor.tolist()
 
 
@@ -186,7 +174,7 @@ def _read(offsets: Tensor) -> HostFacts:
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so an empty batch is torch.tensor([0]).")
     snapshot = Snapshot(offsets)
-    with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch(), no_modes():
+    with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch(), _no_modes():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         converted = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
         numbers = host.numpy()
@@ -242,21 +230,21 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
             f"the lengths add up to {sum(map(int, lengths))} tokens, past the kernels' limit of {INT32_MAX}: "
             "pass fewer sequences at a time."
         )
-    with creating_cached_tensors(), no_modes():  # offsets with a version, by which they are known again
+    with creating_cached_tensors():  # offsets with a version, by which they are known again
         host = torch.from_numpy(ends)
         offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
         return offsets, cache_facts(offsets, Snapshot(offsets), host, offsets.to(torch.int32))
 
 
-def no_modes() -> AbstractContextManager[Any]:
+def _no_modes() -> AbstractContextManager[Any]:
     """Within the block, no dispatch mode sees operators or makes their results."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager
 def creating_cached_tensors() -> Iterator[None]:
-    """Tensors made within the block belong to no inference mode, graph or function transform: they serve all callers."""
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
+    """Tensors made in the block serve all callers: no inference mode, graph, dispatch mode or transform owns them."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), _no_modes():
         yield
 
 

@@ -117,28 +117,15 @@ class TracedLayout:
     _read_offsets: ClassVar[Callable[[Tensor], Any]]  # SequenceLayout.from_offsets outside of graphs; set by layout.py
 
     def __init__(self, offsets: Tensor) -> None:
-        self.offsets = offsets
+        self.offsets = self.cu_seqlens = offsets  # operators take int32 and int64
+        self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or is_traced(self.offsets):
-            raise AttributeError(f"{name} wants lengths, which a graph does not know: ask for it outside of the graph.")
-        return getattr(TracedLayout._read_offsets(self.offsets), name)
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        return self.offsets  # operators take int32 and int64
-
-    @property
-    def min_seqlen(self) -> int:
-        return 0 if is_traced(self.offsets) else TracedLayout._read_offsets(self.offsets).min_seqlen
-
-    @property
-    def batch_size(self) -> int:
-        return self.offsets.shape[0] - 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.offsets.device
+        if not is_traced(self.offsets) and not name.startswith("__"):
+            return getattr(TracedLayout._read_offsets(self.offsets), name)
+        if name == "min_seqlen":
+            return 0
+        raise AttributeError(f"{name} wants lengths, which a graph does not know: ask for it outside of the graph.")
 
     def cached(self, key: object, build: Any, other: object = None) -> Any:
         return build()

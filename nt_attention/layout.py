@@ -8,24 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ._offsets import (
-    HostFacts,
-    Snapshot,
-    cache_facts,
-    creating_cached_tensors,
-    facts_of_lengths,
-    no_modes,
-    on_host,
-    plain,
-    read_offsets,
-    to_device,
-)
+from . import _offsets
+from ._offsets import HostFacts, creating_cached_tensors, facts_of_lengths, on_host, plain
 from ._tracing import TracedLayout, check_readable, is_traced, is_tracing, outside_of_graphs, refuse_jit_trace
 
 if TYPE_CHECKING:
@@ -66,6 +56,10 @@ class SequenceLayout:
     padded_index: Tensor | None = field(default=None, repr=False)
     has_holes: bool = field(default=False, repr=False)
 
+    # NestedTensor's conversions, set by nested.py, which builds on this file
+    _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
+    _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
+
     @classmethod
     def from_offsets(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
         """The layout of ``offsets`` (B+1,) int32 or int64, which begin at 0 and never fall.
@@ -87,7 +81,7 @@ class SequenceLayout:
         refuse_jit_trace()
         if is_traced(offsets):
             return cast(SequenceLayout, TracedLayout(offsets))
-        return cls.from_facts(*read_offsets(offsets), max_seqlen)
+        return cls.from_facts(*_offsets.read_offsets(offsets), max_seqlen)
 
     @classmethod
     def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
@@ -131,7 +125,7 @@ class SequenceLayout:
         refuse_jit_trace()
         if isinstance(lengths, Tensor):
             check_readable(lengths, "lengths")
-        with creating_cached_tensors(), no_modes():
+        with creating_cached_tensors():
             given = _as_tensor(lengths)
             host = given.detach().to("cpu", torch.int64).numpy()
         return cls.from_facts(*facts_of_lengths(host, given.device if device is None else torch.device(device)))
@@ -139,7 +133,7 @@ class SequenceLayout:
     @classmethod
     def from_nested(cls, nested: Tensor) -> SequenceLayout:
         """The layout of a jagged or strided NestedTensor; of its tokens alone, where it has holes between them."""
-        return _nested["unwrap"](nested, "nested").layout
+        return SequenceLayout._layout_of_nested(nested)
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
@@ -166,7 +160,7 @@ class SequenceLayout:
         return dataclasses.replace(
             layout,
             padded_length=length,
-            padded_index=to_device(index, mask.device),
+            padded_index=_offsets.to_device(index, mask.device),
             has_holes=bool((index[last] - index[first] > last - first).any()),
         )
 
@@ -239,7 +233,7 @@ class SequenceLayout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        facts = cache_facts(self.offsets, Snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
+        facts = _offsets.cache_facts(self.offsets, _offsets.Snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
         self.__dict__["_facts"] = facts
 
     @staticmethod
@@ -368,7 +362,7 @@ class SequenceLayout:
         """The jagged NestedTensor (B, j, …) of tokens (T, …), ragged by this layout's own ``offsets`` object."""
         self._check_usable(values, "values")
         self.check_rows(values, "values")
-        return cast(Tensor, _nested["wrap"](values, self))
+        return SequenceLayout._wrap(values, self)
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         """``values`` (N, …) with ``value`` in the rows past ``total``, which belong to no sequence."""
@@ -426,12 +420,6 @@ def _read_outside_of_graphs(offsets: Tensor) -> SequenceLayout:
 
 
 TracedLayout._read_offsets = staticmethod(_read_outside_of_graphs)
-_nested: dict[str, Callable[..., Any]] = {}
-
-
-def register_nested(**functions: Callable[..., Any]) -> None:
-    """For nested.py, which builds on this file: its ``wrap`` and ``unwrap``."""
-    _nested.update(functions)
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
@@ -470,7 +458,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    """(B, L, …) of ``shape`` with row t of ``values`` (T, …) at position ``index[t]`` of B · L, and ``value`` elsewhere.
+    """(B, L, …) of ``shape`` with row t of ``values`` (T, …) at position ``index[t]`` of B · L, else ``value``.
 
     ``index_copy_`` would save the values for its backward, which does not need them, and its result would be a view.
     """

@@ -10,18 +10,19 @@ its offsets, so only then can the result be added to the input. What is done to 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ._offsets import Snapshot, read_offsets
+from ._offsets import Snapshot, creating_cached_tensors, read_offsets
 from ._tracing import is_tracing, refuse_jit_trace
-from .layout import SequenceLayout, register_nested
+from .layout import SequenceLayout
 
 
 class Unwrapped(NamedTuple):
@@ -40,10 +41,6 @@ class Unwrapped(NamedTuple):
 
 
 _past_torch_function = torch._C.DisableTorchFunctionSubclass
-
-
-def is_nested(tensor: object) -> bool:
-    return are_nested(tensor)[0]
 
 
 def are_nested(*tensors: object) -> list[bool]:
@@ -74,7 +71,7 @@ def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped
         raise ValueError("make_fx can't record NestedTensors: pass packed tensors and offsets to the traced function.")
     with _past_torch_function():
         jagged = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
-        may_save = for_weights or any([x.requires_grad for x in jagged.values()])
+        may_save = for_weights or any(x.requires_grad for x in jagged.values())
         values = dict(zip(jagged, _values(*jagged.values(), may_save=may_save), strict=True))
         layouts: dict[int, SequenceLayout] = {}
         done: dict[int, Unwrapped] = {}
@@ -85,31 +82,26 @@ def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped
         return tuple([done[id(x)] for x in named.values()])
 
 
-def unwrap(nested: Tensor, name: str) -> Unwrapped:
-    """``unwrap_each`` for one argument, which need not be a NestedTensor.
+def layout_of(nested: Tensor) -> SequenceLayout:
+    """The layout of a NestedTensor's tokens.
 
     Raises:
-        TypeError: it is none.
+        TypeError: not a NestedTensor.
     """
-    if not is_nested(nested):
+    if not any(are_nested(nested)):
         kind = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
         raise TypeError(
-            f"{name} must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
+            f"nested must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
             "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
         )
-    return unwrap_each(**{name: nested})[0]
+    return unwrap_each(nested=nested)[0].layout
 
 
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
     """The jagged NestedTensor (B, j, …) of ``values`` (N, …) on the layout's own offsets: a view of ``values``."""
-    if torch.is_inference_mode_enabled():  # where the function below can't take tensors from outside
+    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():  # stock can't take tensors from outside
         return _jagged(values, layout.offsets, None, 1, layout)
-    return torch.nested.nested_tensor_from_jagged(
-        values, layout.offsets, min_seqlen=layout.min_seqlen, max_seqlen=layout.max_seqlen
-    )
-
-
-register_nested(wrap=wrap, unwrap=unwrap)
+    return nested_tensor_from_jagged(values, layout.offsets, None, 1, layout.min_seqlen, layout.max_seqlen)
 
 
 def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:
@@ -124,13 +116,13 @@ def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, Se
     rows = values.shape[0]
     index = None
     if lengths is not None:
-        layout, index = _tokens_among_rows(offsets, lengths, rows, name)
+        layout, index, *_ = _tokens_among_rows(offsets, lengths, rows, name)
     elif id(offsets) in layouts:
         layout = layouts[id(offsets)]
     else:
         source, facts = read_offsets(offsets)
         if facts.first:
-            layout, index = _tokens_among_rows(offsets, None, rows, name)
+            layout, index, *_ = _tokens_among_rows(offsets, None, rows, name)
         else:
             layout = layouts[id(offsets)] = SequenceLayout.from_facts(source, facts)
     if index is None:
@@ -146,31 +138,28 @@ def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, Se
     return Unwrapped(values, layout, rewrap)
 
 
-def _unwrap_in_graph(named: dict[str, Tensor]) -> tuple[Unwrapped, ...]:
+def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Unwrapped, ...]:
     """In a graph, by NestedTensor's own operations alone; those of one ragged size share a layout."""
     done: list[tuple[Any, Unwrapped]] = []
     for name, x in named.items():
-        if not is_nested(x) or x.layout != torch.jagged:
+        if x.layout != torch.jagged:
             raise TypeError(f"{name} must be a jagged NestedTensor under torch.compile.")
-        dim: int = x._ragged_idx  # type: ignore[attr-defined]
-        if x._lengths is not None:  # type: ignore[attr-defined]
+        if x._lengths is not None:
             raise ValueError(f"{name} has holes between its sequences: make it contiguous() outside of the graph.")
         twin = next((u for y, u in done if y is x), None)
-        layout = next((u.layout for y, u in done if y.size(y._ragged_idx) == x.size(dim)), None)
-        done.append((x, twin if twin is not None else _unwrap_one_in_graph(x, dim, layout)))
+        layout = next((u.layout for y, u in done if y.size(y._ragged_idx) == x.size(x._ragged_idx)), None)
+        done.append((x, twin if twin is not None else _unwrap_one_in_graph(x, layout)))
     return tuple([u for _, u in done])
 
 
-def _unwrap_one_in_graph(nested: Any, ragged_dim: int, layout: SequenceLayout | None) -> Unwrapped:
-    values, offsets = nested.values(), nested.offsets()
-    least, most = nested._maybe_min_seqlen, nested._maybe_max_seqlen
+def _unwrap_one_in_graph(nested: Any, layout: SequenceLayout | None) -> Unwrapped:
+    values, offsets, ragged_dim = nested.values(), nested.offsets(), nested._ragged_idx
+    extremes = nested._maybe_min_seqlen, nested._maybe_max_seqlen
 
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         dim = 1 if tokens_first else ragged_dim
         result = result if dim == 1 else result.movedim(0, dim - 1)
-        return torch.nested.nested_tensor_from_jagged(
-            result, offsets, jagged_dim=dim, min_seqlen=least, max_seqlen=most
-        )
+        return nested_tensor_from_jagged(result, offsets, None, dim, *extremes)
 
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     return Unwrapped(values, SequenceLayout.from_offsets(offsets) if layout is None else layout, rewrap)
@@ -220,61 +209,67 @@ class _ReturnInstead(TorchDispatchMode):
         return self.result
 
 
+class _Form(NamedTuple):
+    """All of a jagged NestedTensor but its values."""
+
+    offsets: Tensor
+    lengths: Tensor | None
+    ragged_dim: int
+    extremes: dict[str, Tensor]  # NestedTensor's own cache: see ``_extremes``
+
+    def made_of(self, values: Tensor) -> Tensor:
+        """The NestedTensor of ``values`` in this form, without history."""
+        with _past_torch_function():
+            nested = NestedTensor(values, self.offsets, lengths=self.lengths, _ragged_idx=self.ragged_dim)
+            nested._metadata_cache = dict(self.extremes)
+        return nested
+
+
 class _Values(torch.autograd.Function):
     """From NestedTensors to their values. Stock's goes through two dispatchers, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.places = [(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
+        ctx.forms = [_Form(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
         return tuple([_values_of(x) for x in nested])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(
-            [
-                None if grad is None or not wanted else _Values._one_back(grad, *place)
-                for grad, place, wanted in zip(grads, ctx.places, ctx.needs_input_grad, strict=True)
-            ]
-        )
+        each = zip(grads, ctx.forms, ctx.needs_input_grad, strict=True)
+        return tuple([None if grad is None or not wanted else _Values._wrap(grad, form) for grad, form, wanted in each])
 
     @staticmethod
-    def _one_back(grad: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, extremes: Any) -> Tensor:
+    def _wrap(grad: Tensor, form: _Form) -> Tensor:
         if torch.is_grad_enabled():  # someone differentiates the gradient
-            return torch.nested.nested_tensor_from_jagged(grad, offsets, lengths, jagged_dim=ragged_dim)
-        return _made(grad, offsets, lengths, ragged_dim, extremes)
+            return nested_tensor_from_jagged(grad, form.offsets, form.lengths, form.ragged_dim)
+        return form.made_of(grad)
 
 
 class _Nested(torch.autograd.Function):
     """From values to a NestedTensor."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, offsets: Tensor, ragged_dim: int, extremes: dict[str, Tensor]) -> Tensor:
+    def forward(ctx: Any, values: Tensor, form: _Form) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _share_version_counter(values, _made(values.detach(), offsets, None, ragged_dim, extremes))
+        return _share_version_counter(values, form.made_of(values.detach()))
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None, None, None]:
-        return None if grad is None else _values(grad)[0], None, None, None
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
+        return None if grad is None else _values(grad)[0], None
 
 
 def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:
-    """Rewrap rows (N, …); the extremes travel along, so that nothing downstream asks the device for them."""
-    values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
+    """Rewrap rows (N, …) as stock does it, for a third of its host time.
+
+    The extremes travel along, so that nothing downstream asks the device for them.
+    """
     with _past_torch_function():
-        if lengths is None and not torch.compiler.is_compiling():  # as stock does it, for a third of its host time
-            extremes = layout.cached("extremes", lambda: _extremes(layout))
-            if torch.is_grad_enabled() and values.requires_grad:
-                return cast(Tensor, _Nested.apply(values, offsets, ragged_dim, extremes))
-            return _made(values.detach(), offsets, None, ragged_dim, extremes)
-        return torch.nested.nested_tensor_from_jagged(
-            values,
-            offsets,
-            lengths,
-            jagged_dim=ragged_dim,
-            min_seqlen=layout.min_seqlen,
-            max_seqlen=layout.max_seqlen,
-        )
+        values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
+        form = _Form(offsets, lengths, ragged_dim, layout.cached("extremes", lambda: _extremes(layout)))
+        if torch.is_grad_enabled() and values.requires_grad:
+            return cast(Tensor, _Nested.apply(values, form))
+        return form.made_of(values.detach())
 
 
 def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
@@ -289,38 +284,22 @@ def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
     return extremes
 
 
-def _made(
-    values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, extremes: dict[str, Tensor]
-) -> Tensor:
-    with _past_torch_function():
-        nested = NestedTensor(values, offsets, lengths=lengths, _ragged_idx=ragged_dim)
-        nested._metadata_cache = dict(extremes)
-    return nested
-
-
 class _TokenRows(NamedTuple):
     """The rows that hold tokens, of a NestedTensor with holes or whose first token is in a later row."""
 
     layout: SequenceLayout  # of the tokens alone
-    index: Tensor  # (T,) int64, the row of each token
-    end: int  # of the last one's row
-    lengths: weakref.ref[Tensor] | None  # what this was read from, beside the offsets
-    snapshot: Snapshot | None
-
-    def holds_for(self, rows: int, lengths: Tensor | None) -> bool:
-        """Whether this is valid for a NestedTensor of so many rows and these lengths."""
-        if self.end > rows or self.lengths is None or self.snapshot is None:
-            return self.end <= rows and lengths is None
-        return lengths is not None and self.lengths() is lengths and self.snapshot.matches(lengths)
+    row_of_token: Tensor  # (T,) int64
+    end: int  # past the last of them
+    snapshot: Snapshot  # of the lengths that this was made from
 
 
-def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> tuple[SequenceLayout, Tensor]:
-    """The layout of the tokens alone, and (T,) the row of each of them."""
+def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> _TokenRows:
     _, facts = read_offsets(offsets)
-    key = "rows" if lengths is None else "rows with holes"
-    found: _TokenRows | None = facts.cache.find(key)
-    if found is not None and found.holds_for(rows, lengths):
-        return found.layout, found.index
+    given = facts.host if lengths is None else lengths  # without lengths, the offsets say it all
+    by_lengths = facts.cache.find_or_build("token rows", WeakIdKeyDictionary)
+    found: _TokenRows | None = by_lengths.get(given)
+    if found is not None and found.end <= rows and found.snapshot.matches(given):
+        return found
     begins = facts.host[:-1]
     counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
     ends = begins + counts
@@ -332,16 +311,13 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
             f"sequence {at} of {name} covers rows {int(begins[at])} to {int(ends[at])}, but the next one begins, or "
             f"the values end, at row {int(limits[at])}: sequences may not overlap."
         )
-    with torch.inference_mode(False), torch.no_grad():  # kept, so it must serve training as well
+    with creating_cached_tensors():
         layout = SequenceLayout.from_lengths(counts, device=offsets.device)
-        shift = offsets[:-1].to(torch.int64) - layout.offsets[:-1]
-        index = torch.arange(layout.total, device=offsets.device) + shift[layout.sequence_ids]
-    end = int(ends.max()) if len(ends) else 0
-    if lengths is None:
-        facts.cache.add(key, _TokenRows(layout, index, end, None, None))
-    elif not lengths.is_inference():
-        facts.cache.add(key, _TokenRows(layout, index, end, weakref.ref(lengths), Snapshot(lengths)))
-    return layout, index
+        index = layout.position_ids + offsets[:-1].to(torch.int64)[layout.sequence_ids]
+    found = _TokenRows(layout, index, int(ends.max()) if len(ends) else 0, Snapshot(given))
+    if not given.is_inference():
+        by_lengths[given] = found
+    return found
 
 
 def _unwrap_strided(nested: Tensor, name: str) -> Unwrapped:
@@ -374,3 +350,7 @@ def _strided_token_dim(shapes: list[tuple[int, ...]], name: str) -> int:
         f"{name} is a strided NestedTensor of shapes such as {shapes[0]}, in which the ragged dimension is not "
         "one of 1 and 2 alone: make it with layout=torch.jagged."
     )
+
+
+SequenceLayout._wrap = staticmethod(wrap)
+SequenceLayout._layout_of_nested = staticmethod(layout_of)
