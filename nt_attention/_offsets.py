@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,62 +70,49 @@ class Cache:
         return len(self._entries)
 
 
-class Snapshot:
-    """A tensor as it was when it was read: tells whether it was changed in place since.
+def snapshot(tensor: Tensor) -> object:
+    """The state of a tensor: two of them are equal unless it was changed in place in between.
 
     On a CPU the memory itself is compared, so changes through NumPy or ``.data`` are found. On other devices they are
-    not, because they raise no version counter.
+    not, because they raise no version counter. Inference tensors have no counter: their changes are not found.
+    """
+    if tensor.is_inference():
+        return None
+    content: object = None
+    if tensor.is_cpu and tensor.is_contiguous():  # a sixth of the time of tolist for few numbers, and less for many
+        content = ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    elif tensor.is_cpu:
+        with _no_modes():
+            content = tensor.tolist()
+    return tensor._version, tensor.data_ptr(), tensor.numel(), content
+
+
+class HostFacts:
+    """What one device sync tells about an offsets tensor. Holds no reference to it, or it would never be freed.
+
+    Attributes:
+        host: (B+1,) int64, a copy on the CPU.
+        converted: (B+1,) the offsets in the other of int32 and int64, on their own device.
+        sum_of_squares: of the lengths.
+        digest: equal for equal offsets, and hardly for others.
+        cache: whatever else was derived; see ``SequenceLayout.cached``.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.version = None if tensor.is_inference() else tensor._version
-        self.data_ptr, self.numel = tensor.data_ptr(), tensor.numel()
-        self.content = _content(tensor)
-
-    def matches(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, the one that was read, has the same content. Assumed of inference tensors.
-
-        They have no version counter, so what is read from them is not cached.
-        """
-        if self.version is None:
-            return True
-        if self.version != tensor._version or self.data_ptr != tensor.data_ptr():
-            return False
-        if self.content is None:
-            return self.numel == tensor.numel()
-        return self.content == _content(tensor)
-
-
-def _content(tensor: Tensor) -> object:
-    """The numbers of a tensor on the CPU, to compare; None for one on another device."""
-    if not tensor.is_cpu:
-        return None
-    if tensor.is_contiguous():  # a sixth of the time of tolist for few numbers, and less for many
-        return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    with _no_modes():
-        return tensor.tolist()
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """What was read from an offsets tensor in one device sync. Holds no reference to it, or it would never be freed."""
-
-    snapshot: Snapshot  # of the offsets as they were read
-    host: Tensor  # (B+1,) int64, a copy on the CPU
-    converted: Tensor  # (B+1,) the offsets in the other of int32 and int64, on their own device
-    converted_snapshot: Snapshot  # of ``converted`` as it was made
-    first: int
-    total: int
-    max_seqlen: int
-    min_seqlen: int
-    sum_of_squares: int  # of the lengths
-    digest: int  # equal for equal offsets, and hardly for others
-    cache: Cache  # whatever else was derived; see SequenceLayout.cached
+    def __init__(self, as_read: object, host: Tensor, converted: Tensor) -> None:
+        """``as_read``: the offsets' snapshot."""
+        self.host, self.converted = host, converted
+        self._as_read, self._as_converted = as_read, snapshot(converted)
+        numbers = host.numpy()
+        lengths = np.diff(numbers)
+        self.first, self.total = int(numbers[0]), int(numbers[-1] - numbers[0])
+        self.max_seqlen, self.min_seqlen = int(lengths.max(initial=0)), int(lengths.min()) if lengths.size else 0
+        self.sum_of_squares = int(lengths.dot(lengths))
+        self.digest = hash(numbers.tobytes())
+        self.cache = Cache(converted.device)
 
     def match(self, offsets: Tensor) -> bool:
         """Whether ``offsets``, the tensor that was read or ``converted``, are unchanged since."""
-        snapshot = self.converted_snapshot if offsets is self.converted else self.snapshot
-        return snapshot.matches(offsets)
+        return snapshot(offsets) == (self._as_converted if offsets is self.converted else self._as_read)
 
 
 # By weak reference: an offsets tensor that is freed is not mistaken for another one.
@@ -173,7 +159,7 @@ def _read(offsets: Tensor) -> HostFacts:
     check_readable(offsets, "offsets")
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so an empty batch is torch.tensor([0]).")
-    snapshot = Snapshot(offsets)
+    as_read = snapshot(offsets)
     with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch(), _no_modes():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         converted = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
@@ -188,29 +174,14 @@ def _read(offsets: Tensor) -> HostFacts:
     if numbers[0] < 0 or numbers[-1] > INT32_MAX:
         bad = numbers[0] if numbers[0] < 0 else numbers[-1]
         raise ValueError(f"offsets must lie in 0 … {INT32_MAX}, which is what the kernels can address; got {bad}.")
-    return cache_facts(offsets, snapshot, host, converted)
+    return cache_facts(offsets, HostFacts(as_read, host, converted))
 
 
-def cache_facts(offsets: Tensor, snapshot: Snapshot, host: Tensor, converted: Tensor) -> HostFacts:
-    """The facts of valid ``offsets``, found by them and by ``converted`` from now on."""
-    numbers = on_host(host)
-    lengths = np.diff(numbers)
-    facts = HostFacts(
-        snapshot=snapshot,
-        host=host,
-        converted=converted,
-        converted_snapshot=Snapshot(converted),
-        first=int(numbers[0]),
-        total=int(numbers[-1] - numbers[0]),
-        max_seqlen=int(lengths.max(initial=0)),
-        min_seqlen=int(lengths.min()) if lengths.size else 0,
-        sum_of_squares=int(lengths.dot(lengths)),
-        digest=hash(numbers.tobytes()),
-        cache=Cache(offsets.device),
-    )
-    if snapshot.version is not None:
+def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
+    """Have ``facts`` found by ``offsets``, and by what they were converted to, as long as the offsets live."""
+    if not offsets.is_inference():
         _facts_of[offsets] = facts
-        _source_of[converted] = weakref.ref(offsets)
+        _source_of[facts.converted] = weakref.ref(offsets)
     return facts
 
 
@@ -233,7 +204,7 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
     with creating_cached_tensors():  # offsets with a version, by which they are known again
         host = torch.from_numpy(ends)
         offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
-        return offsets, cache_facts(offsets, Snapshot(offsets), host, offsets.to(torch.int32))
+        return offsets, cache_facts(offsets, HostFacts(snapshot(offsets), host, offsets.to(torch.int32)))
 
 
 def _no_modes() -> AbstractContextManager[Any]:

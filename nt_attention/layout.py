@@ -233,8 +233,8 @@ class SequenceLayout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        facts = _offsets.cache_facts(self.offsets, _offsets.Snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
-        self.__dict__["_facts"] = facts
+        facts = HostFacts(_offsets.snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
+        self.__dict__["_facts"] = _offsets.cache_facts(self.offsets, facts)
 
     @staticmethod
     def require(given: object, name: str) -> SequenceLayout:

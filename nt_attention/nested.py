@@ -20,7 +20,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._offsets import Snapshot, creating_cached_tensors, read_offsets
+from ._offsets import creating_cached_tensors, read_offsets, snapshot
 from ._tracing import is_tracing, refuse_jit_trace
 from .layout import SequenceLayout
 
@@ -290,7 +290,7 @@ class _TokenRows(NamedTuple):
     layout: SequenceLayout  # of the tokens alone
     row_of_token: Tensor  # (T,) int64
     end: int  # past the last of them
-    snapshot: Snapshot  # of the lengths that this was made from
+    as_read: object  # the snapshot of the lengths that this was made from
 
 
 def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> _TokenRows:
@@ -298,7 +298,7 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
     given = facts.host if lengths is None else lengths  # without lengths, the offsets say it all
     by_lengths = facts.cache.find_or_build("token rows", WeakIdKeyDictionary)
     found: _TokenRows | None = by_lengths.get(given)
-    if found is not None and found.end <= rows and found.snapshot.matches(given):
+    if found is not None and found.end <= rows and found.as_read == snapshot(given):
         return found
     begins = facts.host[:-1]
     counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
@@ -314,7 +314,7 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
     with creating_cached_tensors():
         layout = SequenceLayout.from_lengths(counts, device=offsets.device)
         index = layout.position_ids + offsets[:-1].to(torch.int64)[layout.sequence_ids]
-    found = _TokenRows(layout, index, int(ends.max()) if len(ends) else 0, Snapshot(given))
+    found = _TokenRows(layout, index, int(ends.max()) if len(ends) else 0, snapshot(given))
     if not given.is_inference():
         by_lengths[given] = found
     return found
