@@ -153,10 +153,10 @@ class TestRemembered:
         before = set(cache._entries)
         CallSize.of(layout, key_layout, spec)
         (added,) = set(cache._entries) - before
-        assert len(cache.find(added)) == 1
+        assert len(cache._entries[added]) == 1
         del key_layout
         gc.collect()
-        assert len(cache.find(added)) == 0
+        assert len(cache._entries[added]) == 0
 
 
 @pytest.mark.parametrize("backend", ["cpu", "auto"])
