@@ -102,7 +102,7 @@ class HostFacts:
         """``as_read``: the offsets' snapshot."""
         self.host, self.converted = host, converted
         self._as_read, self._as_converted = as_read, snapshot(converted)
-        numbers = host.numpy()
+        numbers = on_host(host)
         lengths = np.diff(numbers)
         self.first, self.total = int(numbers[0]), int(numbers[-1] - numbers[0])
         self.max_seqlen, self.min_seqlen = int(lengths.max(initial=0)), int(lengths.min()) if lengths.size else 0
