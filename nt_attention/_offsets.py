@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._tracing import check_readable
+from ._tracing import check_readable, outside_of_graphs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -185,6 +185,7 @@ def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
     return facts
 
 
+@outside_of_graphs  # NumPy's numbers would become constants or fake tensors there
 def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts]:
     """New offsets (B+1,) on ``device`` for ``lengths`` (B,) on the host, and their facts, without a device sync.
 

@@ -180,8 +180,7 @@ class SequenceLayout:
                 got = f"shape {tuple(position_ids.shape)} and {position_ids.dtype}"
             raise ValueError(f"position_ids must be a (T,) or (R, T) tensor of integers, got {got}.")
         check_readable(position_ids, "position_ids")
-        rows = position_ids.long()  # a narrow integer type would wrap around in the difference
-        rows = rows.unsqueeze(0) if rows.dim() == 1 else rows
+        rows = torch.atleast_2d(position_ids.long())  # a narrow integer type would wrap around in the difference
         begins = torch.ones_like(rows, dtype=torch.bool)
         begins[:, 1:] = rows.diff(dim=1) != 1
         return layout_where(on_host(begins.flatten()), position_ids.device)
@@ -414,12 +413,7 @@ class SequenceLayout:
         return self.cached(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
 
 
-@outside_of_graphs
-def _read_outside_of_graphs(offsets: Tensor) -> SequenceLayout:
-    return SequenceLayout.from_offsets(offsets)
-
-
-TracedLayout._read_offsets = staticmethod(_read_outside_of_graphs)
+TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda offsets: SequenceLayout.from_offsets(offsets)))
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
