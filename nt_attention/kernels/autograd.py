@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._tracing import is_tracing
+from .._tracing import is_observed, is_tracing
 from ..layout import SequenceLayout
 from . import adapters, flops
 from .adapters import Inputs
@@ -54,13 +54,13 @@ class Kernel:
         """out (T, H, Dv), lse (T, H), the random numbers' state or None, and what else the backward takes."""
         if self.backend is None:
             return self._operator("forward")(*inputs, *arguments_of(call), self.name)
-        if not _is_watched(*inputs):
+        if not is_observed(*inputs):
             return adapters.forward(self.backend, inputs, call)
         return self._operator("forward")(*inputs, *arguments_of(call))
 
     def backward(self, saved: BackwardInputs, more: tuple[Any, ...], inputs: Inputs, call: Call) -> Gradients:
         """The gradients. ``more``: what else the forward gave."""
-        if self.backend is not None and not _is_watched(saved.grad, *inputs):
+        if self.backend is not None and not is_observed(saved.grad, *inputs):
             return adapters.backward(self.backend, saved, inputs, call)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
@@ -71,19 +71,6 @@ class Kernel:
         if not torch.compiler.is_compiling():
             flops.register(name)
         return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _is_watched(*tensors: Tensor) -> bool:
-    """Whether a compiler, a dispatch mode, a function transform or a tensor subclass wants to see operators."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any(type(x) not in _PLAIN or x.is_meta for x in tensors)
-    )
 
 
 def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
