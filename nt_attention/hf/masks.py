@@ -6,7 +6,7 @@ Dimensions: B rows, L positions of a row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .families import FAMILIES
 
 MaskFunction = Callable[..., Any]
 
-# What attention is told of besides by is_causal, sliding_window, cu_seq_lens and position_ids.
+# What attention is also told by is_causal, sliding_window, cu_seq_lens and position_ids.
 _PLAIN = {
     part.__code__
     for part in (
@@ -51,18 +51,18 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: a (B, 1, L, L) mask, or None where the attention function needs none.
 
-    None stands for whole rows without padding under causality, a window or neither, in a family that hands its
-    attention what it takes to know which; packed rows among them, which the attention function finds by their positions
-    or ``cu_seq_lens``. Every other pattern (padding, caches, chunks, images, masks of the caller's) is what the
-    implementation ``over`` makes of it. Where padding is in question the device is read once, as it is there.
+    None stands for whole rows without padding under causality, a window or neither, in a family that passes these to
+    its attention; packed rows among them, which the attention function finds by their positions or ``cu_seq_lens``.
+    Every other pattern (padding, caches, chunks, images, a caller's masks) is what the implementation ``over`` makes of
+    it. Where padding is in question the device is read once, as it is there.
     """
     whole = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
     if (
         whole
-        and not kwargs.get("use_vmap")  # as where a caller laid a mask of its own, maybe a window, over the model's
-        and _is_told(config, kwargs.get("device"))
+        and not kwargs.get("use_vmap")  # set where a caller combined a mask of its own with the model's
+        and _passes_geometry(config, kwargs.get("device"))
         and is_plain(mask_function)
-        and not _has_padding(attention_mask)
+        and (attention_mask is None or bool(attention_mask.all()))
     ):
         return None
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](
@@ -75,50 +75,40 @@ def mask(
         **kwargs,
     )
     if whole and isinstance(made, Tensor) and not _is_traced(made):
-        setattr(made.untyped_storage(), _MADE_FROM, (attention_mask,))
+        setattr(made.untyped_storage(), _SOURCE, (attention_mask,))
     return made
 
 
-# An attribute of the storage of a mask of ours: the mask (B, L) that it was made from, None where there is no padding.
-# Of the storage, since checkpoints detach masks. It lives and dies with it, and no two threads share it.
-_MADE_FROM = "_nt_attention_made_from"
+# An attribute of the storage of a mask of ours: the token mask (B, L) that it was made from, None without padding.
+# Of the storage, since checkpoints detach masks. It lives as long as the storage, and no two threads share it.
+_SOURCE = "_nt_attention_source"
 
 
-def made_from(attention_mask: Tensor | None) -> tuple[bool, Tensor | None]:
-    """Whether a mask is ours, or none at all; and (B, L) where tokens are, if that is not everywhere."""
+def source_of(attention_mask: Tensor | None) -> tuple[bool, Tensor | None]:
+    """Whether a mask is ours, or None; and the token mask (B, L) that it was made from, None without padding."""
     if attention_mask is None:
         return True, None
-    found: tuple[Tensor | None] | None = getattr(attention_mask.untyped_storage(), _MADE_FROM, None)
-    return found is not None, None if found is None else found[0]
+    source: tuple[Tensor | None] | None = getattr(attention_mask.untyped_storage(), _SOURCE, None)
+    return (False, None) if source is None else (True, source[0])
 
 
 def is_plain(mask_function: MaskFunction) -> bool:
-    """Whether a mask says causality, a window and packed rows, and nothing else."""
-    return all(part is not None and part.__code__ in _PLAIN for part in _parts(mask_function))
-
-
-def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction | None]:
-    """The functions that have to hold together; None for one that can't be looked into."""
+    """Whether a mask function combines causality, a window and packed rows, and nothing else."""
     code = getattr(mask_function, "__code__", None)
     if code is _AND:
-        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
-            yield from _parts(part)
-    elif code in _REMAP:
-        yield from _parts(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
-    else:
-        yield mask_function if code is not None else None
+        return all(map(is_plain, inspect.getclosurevars(mask_function).nonlocals["mask_functions"]))
+    if code in _REMAP:
+        return is_plain(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
+    return code in _PLAIN
 
 
-def _is_told(config: Any, device: Any) -> bool:
-    """Whether the model's attention is handed its window and positions; not known while a graph is traced."""
-    # such a Gemma's attention is told that it is not causal, and its masks may be
-    told = not getattr(config, "use_bidirectional_attention", False)
-    return told and getattr(config, "model_type", None) in FAMILIES and not _is_traced(torch.empty(0, device=device))
+def _passes_geometry(config: Any, device: Any) -> bool:
+    """Whether the model passes window and positions on to its attention; not known while a graph is traced."""
+    # such a Gemma calls its attention as not causal, and its masks may be
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    is_family = getattr(config, "model_type", None) in FAMILIES
+    return is_family and not bidirectional and not _is_traced(torch.empty(0, device=device))
 
 
 def _is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_tracing(tensor)
-
-
-def _has_padding(attention_mask: Tensor | None) -> bool:
-    return attention_mask is not None and not bool(attention_mask.all())
