@@ -102,8 +102,8 @@ def attention(
             "continuous batching (generate_batch) hands attention a paged cache, which nt_attention can't read: "
             "call generate, or set_attn_implementation('sdpa') for it (remove() a patch first)."
         )
-    if position_bias is not None:
-        options["position_bias"] = position_bias
+    extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+    options |= {name: extra for name, extra in extras.items() if extra is not None}
     decoding = query.shape[2] == 1 and cu_seq_lens_q is None
     if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path: one token in each layer
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
@@ -111,10 +111,6 @@ def attention(
         is_causal = bool(getattr(module, "is_causal", over == "sdpa" and _has_sdpa(cast(Any, type(module)))))
     if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
         sliding_window += 1  # in a decoder that is called as not causal, transformers' mask reaches w to both sides
-    if softcap is not None:
-        options["softcap"] = softcap
-    if s_aux is not None:
-        options["s_aux"] = s_aux
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
     if not decoding:

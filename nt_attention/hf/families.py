@@ -109,38 +109,29 @@ NOT_PACKED = {
     "t5": "its position bias is made for whole rows, and cu_seq_lens reaches cross-attention as well",
     "vit": "its images have one length",
     "whisper": "its rows have one length, padding included",
-    "qwen2_vl": "its positions have three axes",
-    "qwen2_5_vl": "its positions have three axes",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "its positions have three axes"),
 }
 # Why attention does not go through transformers' interface, and a workaround where there is one.
+_ADDS_ALIBI = "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten"
 NOT_ROUTED = {
+    **dict.fromkeys(("bloom", "mpt"), _ADDS_ALIBI),
+    **dict.fromkeys(("codegen", "gptj"), "its attention is its own"),
+    **dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention adds two terms that no flash kernel has"),
+    **dict.fromkeys(("led", "longformer"), "its attention is a sliding window in blocks of its own"),
     "big_bird": "its attention is block sparse",
-    "bloom": "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten",
-    "codegen": "its attention is its own",
-    "deberta": "its disentangled attention adds two terms that no flash kernel has",
-    "deberta-v2": "its disentangled attention adds two terms that no flash kernel has",
     "falcon": "its attention is its own; varlen_attention takes alibi_slopes, so a layer can be rewritten",
-    "gptj": "its attention is its own",
     "layoutlmv3": "its attention adds two position terms that no flash kernel has",
-    "led": "its attention is a sliding window in blocks of its own",
-    "longformer": "its attention is a sliding window in blocks of its own",
     "luke": "its attention has queries of its own for words and entities",
     "mpnet": "it adds a relative position bias inside its own attention; a model such as bert runs packed",
-    "mpt": "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten",
     "wavlm": "it adds a gated position bias inside its own attention",
     "xlnet": "its attention has two streams",
 }
 
 # Inputs with a value for every token, besides position_ids.
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
-# Outputs with a value for every token, and what they have at padding: 0, or the lowest logit.
-TOKEN_OUTPUTS = {
-    "last_hidden_state": 0,
-    "hidden_states": 0,
-    "logits": 0,
-    "start_logits": "lowest",
-    "end_logits": "lowest",
-}
+# Outputs with a value for every token; and those among them that have the lowest logit at padding, where others have 0.
+TOKEN_OUTPUTS = {"last_hidden_state", "hidden_states", "logits", "start_logits", "end_logits"}
+LOWEST_AT_PADDING = {"start_logits", "end_logits"}
 # Other outputs. An unknown one is padded if it has the shape of values for tokens; otherwise the call may fall back.
 OTHER_OUTPUTS = {"loss", "pooler_output", "past_key_values", "attentions", "aux_loss"}
 

@@ -38,44 +38,31 @@ _REMAP = {  # older versions of transformers have none
 }
 
 
-def mask(
-    *,
-    over: str,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    mask_function: MaskFunction = stock.causal_mask_function,
-    attention_mask: Tensor | None = None,
-    config: Any = None,
-    **kwargs: Any,
-) -> Tensor | None:
+def mask(*, over: str, **given: Any) -> Tensor | None:
     """transformers' mask function: a (B, 1, L, L) mask, or None where the attention function needs none.
 
     None stands for whole rows without padding under causality, a window or neither, in a family that passes these to
     its attention; packed rows among them, which the attention function finds by their positions or ``cu_seq_lens``.
     Every other pattern (padding, caches, chunks, images, a caller's masks) is what the implementation ``over`` makes of
     it. Where padding is in question the device is read once, as it is there.
+
+    Args:
+        given: what transformers passes to every mask function, among it q_length, kv_length, q_offset (int or Tensor),
+            mask_function, attention_mask (B, L) and config.
     """
-    whole = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+    token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
+    whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
     if (
         whole
-        and not kwargs.get("use_vmap")  # set where a caller combined a mask of its own with the model's
-        and _passes_geometry(config, kwargs.get("device"))
-        and is_plain(mask_function)
-        and (attention_mask is None or bool(attention_mask.all()))
+        and not given.get("use_vmap")  # set where a caller combined a mask of its own with the model's
+        and _passes_geometry(given.get("config"), given.get("device"))
+        and is_plain(given.get("mask_function", stock.causal_mask_function))
+        and (token_mask is None or bool(token_mask.all()))
     ):
         return None
-    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        config=config,
-        **kwargs,
-    )
+    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor) and not _is_traced(made):
-        setattr(made.untyped_storage(), _SOURCE, (attention_mask,))
+        setattr(made.untyped_storage(), _SOURCE, (token_mask,))
     return made
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +50,8 @@ Unpacked = Literal["all", "head"]
 
 # The base model that runs its call as it was made, since the plan of its head holds for it too.
 _planned_by_head: ContextVar[Any] = ContextVar("the base model of which the head has planned the call", default=None)
+_set_planned = outside_of_graphs(_planned_by_head.set)
+_reset_planned = outside_of_graphs(_planned_by_head.reset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,16 +180,6 @@ class PackedCall:
         return out if as_dict else out.to_tuple()
 
 
-@outside_of_graphs
-def _set_planned(base: Any) -> Token[Any]:
-    return _planned_by_head.set(base)
-
-
-@outside_of_graphs
-def _reset_planned(before: Token[Any]) -> None:
-    _planned_by_head.reset(before)
-
-
 def _has_bypass_mask(given: dict[str, Any]) -> bool:
     mask = given.get("attention_mask")
     return isinstance(mask, Tensor) and is_bypass_mask(mask)
@@ -241,10 +233,8 @@ def _points_at_padding(given: dict[str, Any], packing: Packing) -> bool:
     if not spans:
         return False
     positions = torch.stack(spans, 1)  # (B, 2)
-    inside = positions < packing.length  # the loss ignores the others
-    row = torch.arange(packing.rows, device=positions.device)[:, None]
-    is_token = packing.pad(torch.ones(1, packing.layout.total, dtype=torch.bool, device=positions.device))
-    return bool((inside & ~is_token[row, positions.clamp(0, packing.length - 1)]).any())
+    _, is_token = packing.tokens_at(positions.clamp(0, packing.length - 1))
+    return bool(((positions < packing.length) & ~is_token).any())  # the loss ignores the others
 
 
 def _read_packing(given: dict[str, Any]) -> Packing | None:
@@ -319,7 +309,7 @@ def _default_position_ids(family: Family, base: Any, packing: Packing, input_ids
 
 
 def _tokens_to_keep(packing: Packing, keep: int | Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens whose logits are wanted, (B, K), and where there is one, of the last ``keep`` positions, or of these."""
+    """The tokens at the last ``keep`` positions, or at these positions, (B, K); and where there is one."""
     positions = torch.arange(packing.length, device=packing.layout.device)
     return packing.tokens_at(positions[-keep:] if isinstance(keep, int) else positions[keep])
 
@@ -336,6 +326,10 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
         _UnknownOutput: one that is in no table may have such values in some other form.
     """
     total = packing.layout.total
+
+    def pad_tokens(x: Tensor) -> Tensor:
+        return packing.pad(x) if x.shape[:2] == (1, total) else x
+
     for name in [name for name in out if name not in done and name not in families.OTHER_OUTPUTS]:
         packed = out[name]
         if name == "logits" and kept is not None:
@@ -343,14 +337,12 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
             out[name] = packed.view(*tokens.shape, -1).masked_fill(~found.unsqueeze(2), 0)
         elif name == "logits" and packed.dim() == 2:  # of the labelled tokens alone (ModernBERT's sparse_prediction)
             continue
-        elif families.TOKEN_OUTPUTS.get(name) == "lowest":
+        elif name in families.TOKEN_OUTPUTS & families.LOWEST_AT_PADDING:
             out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
         else:
             if name not in families.TOKEN_OUTPUTS:
                 _check_form(name, packed, total)
-            out[name] = pytree.tree_map_only(
-                Tensor, lambda x: packing.pad(x) if x.shape[:2] == (1, total) else x, packed
-            )
+            out[name] = pytree.tree_map_only(Tensor, pad_tokens, packed)
 
 
 def _check_form(name: str, value: Any, total: int) -> None:

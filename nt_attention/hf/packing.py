@@ -91,7 +91,7 @@ class Packing:
         return values.masked_fill(~found.view(*found.shape, *[1] * (packed.dim() - 2)), 0)
 
     def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """The tokens at these positions (K,) of each padded row, (B, K) int64, 0 if there is none; and whether one is.
+        """The tokens at positions (K,) or (B, K) of the padded rows, (B, K) int64, 0 if there is none; and where one is.
 
         With ``nearest``, a position of padding has the last token before it, else the row's first.
         """

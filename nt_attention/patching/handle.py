@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -67,9 +66,7 @@ class PatchHandle:
     def __enter__(self) -> PatchHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -115,9 +112,8 @@ class PatchHandle:
             first = reason not in self._warned
             self._warned.add(reason)
         if self.on_fallback == "raise":
-            raise NotPackedError(
-                f'{what} can\'t run packed: {reason}. With on_fallback="warn" it runs padded, as before the patch.'
-            )
+            hint = 'With on_fallback="warn" it runs padded, as before the patch.'
+            raise NotPackedError(f"{what} can't run packed: {reason}. {hint}")
         if first:
             message = f"{what} runs padded, as before the patch: {reason}."
             warnings.warn(message, NotPackedWarning, stacklevel=_frames_to_caller())
