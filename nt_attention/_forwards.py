@@ -138,17 +138,18 @@ _WRAPPERS = {"accelerate", "nt_attention", "torch", "transformers"}
 
 
 def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | None:
-    """The name of what replaces a class's own ``forward``; None if ``forward`` is that, or only wraps it.
+    """What replaces a class's own ``forward``, as a reason to fall back; None if it is that, or only wraps it.
 
     ``functools.wraps`` proves nothing: a function may declare that it wraps the class's forward, and not call it.
     So each link of the chain has to be defined in a package that is known to wrap.
     """
+    links = _links(forward)
+    foreign = (link for link in links if _module_of(link).partition(".")[0] not in _WRAPPERS)
     own = _links(kind.forward)[-1]
-    for link in _links(forward):
-        package, _, _ = _module_of(link).partition(".")
-        if package not in _WRAPPERS:
-            return _name_of(link)
-    return None if link is own else _name_of(link)
+    replacement = next(foreign, None if links[-1] is own else links[-1])
+    if replacement is None:
+        return None
+    return f"{_name_of(replacement)} stands in the place of {kind.__name__}.forward, and may read rows"
 
 
 def _links(forward: Callable[..., Any]) -> list[Any]:

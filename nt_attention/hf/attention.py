@@ -102,8 +102,8 @@ def attention(
             "continuous batching (generate_batch) hands attention a paged cache, which nt_attention can't read: "
             "call generate, or set_attn_implementation('sdpa') for it (remove() a patch first)."
         )
-    extras = {"softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
-    options |= {name: extra for name, extra in extras.items() if extra is not None}
+    if position_bias is not None:
+        options["position_bias"] = position_bias
     decoding = query.shape[2] == 1 and cu_seq_lens_q is None
     if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path: one token in each layer
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
@@ -111,6 +111,7 @@ def attention(
         is_causal = bool(getattr(module, "is_causal", over == "sdpa" and _has_sdpa(cast(Any, type(module)))))
     if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
         sliding_window += 1  # in a decoder that is called as not causal, transformers' mask reaches w to both sides
+    options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
     if not decoding:
@@ -127,7 +128,7 @@ def _plan(
     layouts = None
     if cu_seq_lens_q is not None:
         layouts = _layouts_of(query, key, cu_seq_lens_q, cu_seq_lens_k, traced)
-        mask = None if mask is not None and is_bypass_mask(mask) else mask
+        mask = None if is_bypass_mask(mask) else mask
     elif ids is not None and _may_be_packed(call, ids):
         ours, token_mask = (True, None) if traced else masks.source_of(mask)
         if traced:
@@ -263,5 +264,5 @@ def bypass_mask(device: torch.device) -> Tensor:
     return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
 
 
-def is_bypass_mask(mask: Tensor) -> bool:
-    return mask.shape == (1, 1, 0, 0)
+def is_bypass_mask(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.shape == (1, 1, 0, 0)

@@ -50,8 +50,8 @@ Unpacked = Literal["all", "head"]
 
 # The base model that runs its call as it was made, since the plan of its head holds for it too.
 _planned_by_head: ContextVar[Any] = ContextVar("the base model of which the head has planned the call", default=None)
-_set_planned = outside_of_graphs(_planned_by_head.set)
-_reset_planned = outside_of_graphs(_planned_by_head.reset)
+_set_planned = outside_of_graphs(lambda base: _planned_by_head.set(base))
+_reset_planned = outside_of_graphs(lambda token: _planned_by_head.reset(token))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class PackedCall:
         if len(args) > len(self.names) or positional.keys() & kwargs.keys():
             return original(*args, **kwargs)  # which raises the error
         given = {name: value for name, value in {**positional, **kwargs}.items() if value is not None}
-        if "cu_seq_lens_q" in given and _has_bypass_mask(given):  # the head's entry has packed it
+        if "cu_seq_lens_q" in given and is_bypass_mask(given.get("attention_mask")):  # the head's entry has packed it
             if self.family.embed is not None:  # whose embeddings read the mask
                 del given["attention_mask"]
             return original(**given)
@@ -104,10 +104,10 @@ class PackedCall:
         if "cu_seq_lens_q" in given:
             return self._count("it was packed already")
         base = families.base_model(model, self.family)
-        if (name := replacement_of(original, type(model))) is not None:
-            return self._fall_back_head(model, _replaced_by(name, model))
-        if base is not model and (name := replacement_of(base.forward, type(base))) is not None:
-            return self._fall_back(_replaced_by(name, base))  # it would get the packed row of the head
+        if (reason := replacement_of(original, type(model))) is not None:
+            return self._fall_back_head(model, reason)
+        if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
+            return self._fall_back(reason)  # it would get the packed row of the head
         if (reason := _not_supported(given, model, self.family)) is not None:
             return self._fall_back(reason)
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
@@ -180,11 +180,6 @@ class PackedCall:
         return out if as_dict else out.to_tuple()
 
 
-def _has_bypass_mask(given: dict[str, Any]) -> bool:
-    mask = given.get("attention_mask")
-    return isinstance(mask, Tensor) and is_bypass_mask(mask)
-
-
 def _not_supported(given: dict[str, Any], model: PreTrainedModel, family: Family) -> str | None:
     """Why a call can't be packed, at the head's entry or the base model's."""
     config = model.config
@@ -221,10 +216,6 @@ def _head_not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | 
     if labels is not None and (isinstance(keep, Tensor) or keep):
         return "it asks for a loss of the logits of some positions only"
     return None
-
-
-def _replaced_by(name: str, model: Any) -> str:
-    return f"{name} stands in the place of {type(model).__name__}.forward, and may read rows"
 
 
 def _points_at_padding(given: dict[str, Any], packing: Packing) -> bool:
@@ -337,7 +328,7 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
             out[name] = packed.view(*tokens.shape, -1).masked_fill(~found.unsqueeze(2), 0)
         elif name == "logits" and packed.dim() == 2:  # of the labelled tokens alone (ModernBERT's sparse_prediction)
             continue
-        elif name in families.TOKEN_OUTPUTS & families.LOWEST_AT_PADDING:
+        elif name in families.LOWEST_AT_PADDING:
             out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
         else:
             if name not in families.TOKEN_OUTPUTS:

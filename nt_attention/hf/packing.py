@@ -85,29 +85,22 @@ class Packing:
 
     def _nearest(self, packed: Tensor, positions: Tensor) -> Tensor:
         tokens, found = self.tokens_at(positions, nearest=True)
-        if not self.layout.total:
-            return packed.new_zeros(*tokens.shape, *packed.shape[2:])
         values = packed[0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
         return values.masked_fill(~found.view(*found.shape, *[1] * (packed.dim() - 2)), 0)
 
     def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """The tokens at positions (K,) or (B, K) of the padded rows, (B, K) int64, 0 if there is none; and where one is.
+        """The tokens at positions (K,) or (B, K) of the padded rows, (B, K) int64, 0 if there is none; and which exist.
 
         With ``nearest``, a position of padding has the last token before it, else the row's first.
         """
-        row = torch.arange(self.rows, device=positions.device)[:, None]
-        flat = row * self.length + positions
-        if self.index is None:
-            return flat, torch.ones_like(flat, dtype=torch.bool)
-        if not self.layout.total:
-            return torch.zeros_like(flat), torch.zeros_like(flat, dtype=torch.bool)
-        token = torch.searchsorted(self.index, flat, right=nearest)
+        total = self.layout.total
+        tokens = self.pad(torch.arange(total, device=positions.device)[None], -1)  # (B, L)
         if nearest:
-            token = torch.maximum(token - 1, torch.searchsorted(self.index, row * self.length))
-        token = token.clamp(max=self.layout.total - 1)
-        at = self.index[token]
-        found = at.div(self.length, rounding_mode="floor") == row if nearest else at == flat
-        return token.where(found, 0), found
+            first = tokens.masked_fill(tokens < 0, total).amin(1, keepdim=True)
+            before = tokens.cummax(1).values
+            tokens = before.where(before >= 0, first.where(first < total, -1))
+        tokens = tokens[torch.arange(self.rows, device=positions.device)[:, None], positions]
+        return tokens.clamp(min=0), tokens >= 0
 
     def pack(self, padded: Tensor) -> Tensor:
         """(B, L, …) or (1, L, …) to (1, T, …)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -60,8 +60,8 @@ def _layer_not_supported(layer: nn.Module) -> str | None:
     own = [x for part in parts if (x := layer.__dict__.get(part)) is not None and not isinstance(x, PatchedForward)]
     if own or any(getattr(type(layer), part) is not getattr(stock, part) for part in parts):
         return f"{type(layer).__name__} has a forward of its own."
-    for name, kinds in _TOKEN_BY_TOKEN.items():
-        part = getattr(layer, name)
+    for name in ("linear1", "linear2", "norm1", "norm2"):
+        part, kinds = getattr(layer, name), (nn.Linear,) if name.startswith("linear") else (nn.LayerNorm, nn.RMSNorm)
         if not isinstance(getattr(part, "base_layer", part), kinds):  # base_layer: below an adapter
             return f"its {name} is a {type(part).__name__}, which may look at more than one token."
     if not layer.activation_relu_or_gelu and type(layer.activation) not in _ACTIVATIONS:
@@ -72,10 +72,7 @@ def _layer_not_supported(layer: nn.Module) -> str | None:
     return None if type(attention) is VarlenMultiheadAttention else _attention_not_supported(attention)
 
 
-_TOKEN_BY_TOKEN: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("linear1", "linear2"), (nn.Linear,)),
-    **dict.fromkeys(("norm1", "norm2"), (nn.LayerNorm, nn.RMSNorm)),
-}
+# Activations that look at one token at a time.
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6)
 
 
@@ -264,13 +261,14 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool
     if is_causal is not None or mask.shape != (length, length):
         return None
     later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
-    wanted: Any = later if mask.dtype == torch.bool else torch.zeros_like(mask).masked_fill(later, -torch.inf)
-    return True if torch.equal(mask, wanted) else None
+    return True if torch.equal(mask, later if mask.dtype == torch.bool else _additive(later, mask)) else None
 
 
 def _as_padding(mask: Tensor) -> Tensor | None:
     """(B, L) bool, True at padding; None where a floating-point mask holds other values than 0 and −inf."""
-    if mask.dtype == torch.bool:
-        return mask
-    padding = mask == -torch.inf
-    return padding if torch.equal(mask, torch.zeros_like(mask).masked_fill(padding, -torch.inf)) else None
+    padding = mask if mask.dtype == torch.bool else mask == -torch.inf
+    return padding if padding is mask or torch.equal(mask, _additive(padding, mask)) else None
+
+
+def _additive(blocked: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).masked_fill(blocked, -torch.inf)

@@ -256,7 +256,7 @@ def test_another_value_for_on_fallback_is_refused():
 def test_an_output_that_no_table_knows_comes_back_padded(monkeypatch):
     model, batch = make(), make_batch()
     want = model(**batch, output_hidden_states=True)
-    monkeypatch.setattr(packed_forward.families, "TOKEN_OUTPUTS", {})
+    monkeypatch.setattr(packed_forward.families, "TOKEN_OUTPUTS", set())
     with nta.patch(model) as handle:
         got = model(**batch, output_hidden_states=True)
     assert handle.calls == {None: 1}
