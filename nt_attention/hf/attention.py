@@ -130,11 +130,11 @@ def _plan(
         layouts = _layouts_of(query, key, cu_seq_lens_q, cu_seq_lens_k, traced)
         mask = None if is_bypass_mask(mask) else mask
     elif ids is not None and _may_be_packed(call, ids):
-        ours, token_mask = (True, None) if traced else masks.source_of(mask)
         if traced:
             mask = _both(_causal_mask(call) if mask is None else mask, positions.same_sequence(ids, query.shape[0]))
-        elif ours:  # a caller's mask already says which keys are visible
-            layout = positions.read_layout(ids, query.shape[0], getattr(call.module, "layer_idx", None), token_mask)
+        elif (source := masks.source_of(mask)) is not None:  # a caller's mask already says which keys are visible
+            layer = getattr(call.module, "layer_idx", None)
+            layout = positions.read_layout(ids, query.shape[0], layer, source.token_mask)
             layouts = None if layout is None else (layout, layout)
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]

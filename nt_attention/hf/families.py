@@ -51,7 +51,7 @@ class Family:
         pool: what its base model makes of each row's first token, if anything.
         embed: the embeddings of a packed row, where those of a token depend on the rest of its sequence.
         base: the ending of the base model's class name.
-        padded_if: a flag of the config under which only the mask, which packing drops, says what attention may see.
+        padded_if: a flag of the config under which only the mask, which packing drops, says which keys are visible.
     """
 
     prefix: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,21 +62,24 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         return None
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor) and not _is_traced(made):
-        setattr(made.untyped_storage(), _SOURCE, (token_mask,))
+        setattr(made.untyped_storage(), _SOURCE, Source(token_mask))
     return made
 
 
-# An attribute of the storage of a mask of ours: the token mask (B, L) that it was made from, None without padding.
-# Of the storage, since checkpoints detach masks. It lives as long as the storage, and no two threads share it.
+class Source(NamedTuple):
+    """What a mask was made from: the token mask (B, L), None without padding."""
+
+    token_mask: Tensor | None = None
+
+
+# The attribute of a mask's storage that holds its Source. Of the storage, since checkpoints detach masks. It lives as
+# long as the storage, and no two threads share it.
 _SOURCE = "_nt_attention_source"
 
 
-def source_of(attention_mask: Tensor | None) -> tuple[bool, Tensor | None]:
-    """Whether a mask is ours, or None; and the token mask (B, L) that it was made from, None without padding."""
-    if attention_mask is None:
-        return True, None
-    source: tuple[Tensor | None] | None = getattr(attention_mask.untyped_storage(), _SOURCE, None)
-    return (False, None) if source is None else (True, source[0])
+def source_of(attention_mask: Tensor | None) -> Source | None:
+    """What a mask of ours was made from; None for a mask of the caller's."""
+    return Source() if attention_mask is None else getattr(attention_mask.untyped_storage(), _SOURCE, None)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:

@@ -190,7 +190,7 @@ def _not_supported(given: dict[str, Any], model: PreTrainedModel, family: Family
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return "NEFTune scales its noise by the length of a row"
     if family.padded_if and getattr(config, family.padded_if, None):
-        return f"under {family.padded_if} its attention is not told what its mask says"
+        return f"under {family.padded_if} only its mask says which keys are visible"
     if getattr(config, "output_router_logits", False):
         return _NOT_SUPPORTED["output_router_logits"]
     for name, reason in _NOT_SUPPORTED.items():
