@@ -93,14 +93,19 @@ class Packing:
 
         With ``nearest``, a position of padding has the last token before it, else the row's first.
         """
-        total = self.layout.total
-        tokens = self.pad(torch.arange(total, device=positions.device)[None], -1)  # (B, L)
+        row = torch.arange(self.rows, device=positions.device)[:, None]
+        flat = row * self.length + positions
+        if self.index is None:
+            return flat, torch.ones_like(flat, dtype=torch.bool)
+        if not self.layout.total:
+            return torch.zeros_like(flat), torch.zeros_like(flat, dtype=torch.bool)
+        token = torch.searchsorted(self.index, flat, right=nearest)
         if nearest:
-            first = tokens.masked_fill(tokens < 0, total).amin(1, keepdim=True)
-            before = tokens.cummax(1).values
-            tokens = before.where(before >= 0, first.where(first < total, -1))
-        tokens = tokens[torch.arange(self.rows, device=positions.device)[:, None], positions]
-        return tokens.clamp(min=0), tokens >= 0
+            token = torch.maximum(token - 1, torch.searchsorted(self.index, row * self.length))
+        token = token.clamp(max=self.layout.total - 1)
+        at = self.index[token]
+        found = at.div(self.length, rounding_mode="floor") == row if nearest else at == flat
+        return token.where(found, 0), found
 
     def pack(self, padded: Tensor) -> Tensor:
         """(B, L, …) or (1, L, …) to (1, T, …)."""
