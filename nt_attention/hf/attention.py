@@ -99,7 +99,7 @@ def attention(
     """
     if cache is not None:
         raise ValueError(
-            "continuous batching (generate_batch) hands attention a paged cache, which nt_attention can't read: "
+            "continuous batching (generate_batch) passes attention a paged cache, which nt_attention can't read: "
             "call generate, or set_attn_implementation('sdpa') for it (remove() a patch first)."
         )
     if position_bias is not None:
@@ -219,7 +219,7 @@ def _layouts_of(
 
 
 def _may_be_packed(call: _Call, position_ids: Tensor) -> bool:
-    """Whether positions tell sequences apart: in self-attention, one for each token, and without a cache."""
+    """Whether positions can separate sequences: in self-attention, one for each token, and without a cache."""
     query, key, module = call.query, call.key, call.module
     if position_ids.dim() != 2 or not position_ids.shape[1] == query.shape[2] == key.shape[2] > 1:
         return False  # with three axes (M-RoPE), positions need not go on by one

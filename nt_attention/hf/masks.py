@@ -19,7 +19,7 @@ from .families import FAMILIES
 
 MaskFunction = Callable[..., Any]
 
-# What attention is also told by is_causal, sliding_window, cu_seq_lens and position_ids.
+# What attention also gets as is_causal, sliding_window, cu_seq_lens and position_ids.
 _PLAIN = {
     part.__code__
     for part in (

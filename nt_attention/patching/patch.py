@@ -29,7 +29,7 @@ def patch(
     The device is read at most once a forward, and once more for the labels of question answering. A call that packing
     can't serve falls back to the forward that the model had; ``handle.calls`` counts it with the reason, and a
     ``NotPackedWarning`` says so once. Any other ``nn.MultiheadAttention`` inside is swapped, layer by layer, for one
-    that takes NestedTensors as well and skips the padding that its ``key_padding_mask`` tells of.
+    that takes NestedTensors as well and skips the padding in its ``key_padding_mask``.
 
     Args:
         model: any module. Its parameters, state_dict and optimizer stay as they are.
