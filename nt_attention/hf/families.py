@@ -42,56 +42,54 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
 
 @dataclass(frozen=True)
 class Family:
-    """What a family of models does in its own way.
+    """How a family of models differs from the others.
 
     Attributes:
         prefix: of its class names, "Bert" of BertModel and BertForMaskedLM.
-        counts: what its positions count if the caller passes none: "places" in the padded row; "tokens" that the
-            attention mask shows (OPT); or "ids" that are not the padding id, from that id on (RoBERTa).
-        position_ids_arrive: whether its attention is handed ``position_ids``.
+        positions: what its positions count if the caller passes none: all positions of the "padded" row; the "tokens"
+            of the attention mask (OPT); or the "ids" that are not the padding id, from that id on (RoBERTa).
         pool: what its base model makes of each row's first token, if anything.
         embed: the embeddings of a packed row, where those of a token depend on the rest of its sequence.
         base: the ending of the base model's class name.
-        apart_under: a flag of the config under which its attention is not told what its mask says.
+        padded_if: a flag of the config under which only the mask, which packing drops, says which keys are visible.
     """
 
     prefix: str
-    counts: Literal["places", "tokens", "ids"] = "places"
-    position_ids_arrive: bool = True
+    positions: Literal["padded", "tokens", "ids"] = "padded"
     pool: Callable[[Any, Tensor], Tensor | None] | None = None
     embed: Callable[[Any, Tensor, Tensor, SequenceLayout], Tensor | None] | None = None
     base: str = "Model"
-    apart_under: str = ""
+    padded_if: str = ""
 
 
-# By config.model_type. All hand their attention cu_seq_lens, and sliding_window where a layer has one.
+# By config.model_type. All pass cu_seq_lens to their attention, and sliding_window where a layer has one.
 FAMILIES = {
     "albert": Family("Albert", pool=_pool_albert),
     "bert": Family("Bert", pool=_pool),
     "deepseek_v3": Family("DeepseekV3"),
-    "distilbert": Family("DistilBert", position_ids_arrive=False),
+    "distilbert": Family("DistilBert"),
     "electra": Family("Electra"),
-    "esm": Family("Esm", counts="ids", position_ids_arrive=False, pool=_pool, embed=_embed_esm),
+    "esm": Family("Esm", positions="ids", pool=_pool, embed=_embed_esm),
     "eurobert": Family("EuroBert"),
-    "gemma2": Family("Gemma2", apart_under="use_bidirectional_attention"),
+    "gemma2": Family("Gemma2", padded_if="use_bidirectional_attention"),
     "gemma3_text": Family("Gemma3", base="TextModel"),
     "gpt2": Family("GPT2"),
     "gpt_neox": Family("GPTNeoX"),
     "gpt_oss": Family("GptOss"),
     "llama": Family("Llama"),
     "mistral": Family("Mistral"),
-    "modernbert": Family("ModernBert", position_ids_arrive=False),
-    "opt": Family("OPT", counts="tokens"),
+    "modernbert": Family("ModernBert"),
+    "opt": Family("OPT", positions="tokens"),
     "phi3": Family("Phi3"),
     "qwen2": Family("Qwen2"),
     "qwen3": Family("Qwen3"),
-    "roberta": Family("Roberta", counts="ids", pool=_pool),
-    "xlm-roberta": Family("XLMRoberta", counts="ids", pool=_pool),
+    "roberta": Family("Roberta", positions="ids", pool=_pool),
+    "xlm-roberta": Family("XLMRoberta", positions="ids", pool=_pool),
 }
 
-# What a head works on, by the ending of its class name: each "token", packed, its loss included; "next token", where
-# the first of a sequence follows none; a "span" of tokens, packed up to its logits, whose loss is over rows; or the
-# whole "sequence", padded as it was.
+# What a head works on, by the ending of its class name: each "token", packed, its loss included; the "next token", of
+# which a sequence's first is none; a "span" of tokens, packed up to its logits, with a loss over padded rows; or the
+# whole "sequence", padded.
 Head = Literal["token", "next token", "sequence", "span"]
 HEADS: dict[str, Head] = {
     "ForCausalLM": "next token",
@@ -103,98 +101,75 @@ HEADS: dict[str, Head] = {
     "ForQuestionAnswering": "span",
 }
 
-# Their attention runs as it was asked for, but nothing is packed; why.
+# Why nothing is packed in models whose attention we run.
 NOT_PACKED = {
     "bart": "one cu_seq_lens reaches self-attention and cross-attention alike, which have other lengths",
-    "clip": "its images have one length, and its text is pooled by place in the padded row",
+    "clip": "its images have one length, and its text is pooled by its position in the padded row",
     "siglip": "its rows have one length",
     "t5": "its position bias is made for whole rows, and cu_seq_lens reaches cross-attention as well",
     "vit": "its images have one length",
     "whisper": "its rows have one length, padding included",
-    "qwen2_vl": "its positions have three axes",
-    "qwen2_5_vl": "its positions have three axes",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "its positions have three axes"),
 }
-# Parts of the above that configurations know by names of their own.
-PARTS = {
-    "clip_text_model": "clip",
-    "clip_vision_model": "clip",
-    "qwen2_5_vl_text": "qwen2_5_vl",
-    "qwen2_5_vl_vision": "qwen2_5_vl",
-    "qwen2_vl_text": "qwen2_vl",
-    "qwen2_vl_vision": "qwen2_vl",
-    "siglip_text_model": "siglip",
-    "siglip_vision_model": "siglip",
-}
-
-# Why attention that does not go through transformers' interface can't be reached, and the way round where there is one.
+# Why attention does not go through transformers' interface, and a workaround where there is one.
+_ADDS_ALIBI = "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten"
 NOT_ROUTED = {
+    **dict.fromkeys(("bloom", "mpt"), _ADDS_ALIBI),
+    **dict.fromkeys(("codegen", "gptj"), "its attention is its own"),
+    **dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention adds two terms that no flash kernel has"),
+    **dict.fromkeys(("led", "longformer"), "its attention is a sliding window in blocks of its own"),
     "big_bird": "its attention is block sparse",
-    "bloom": "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten",
-    "codegen": "its attention is its own",
-    "deberta": "its disentangled attention adds two terms that no flash kernel has",
-    "deberta-v2": "its disentangled attention adds two terms that no flash kernel has",
     "falcon": "its attention is its own; varlen_attention takes alibi_slopes, so a layer can be rewritten",
-    "gptj": "its attention is its own",
     "layoutlmv3": "its attention adds two position terms that no flash kernel has",
-    "led": "its attention is a sliding window in blocks of its own",
-    "longformer": "its attention is a sliding window in blocks of its own",
     "luke": "its attention has queries of its own for words and entities",
     "mpnet": "it adds a relative position bias inside its own attention; a model such as bert runs packed",
-    "mpt": "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten",
     "wavlm": "it adds a gated position bias inside its own attention",
     "xlnet": "its attention has two streams",
 }
 
-# Inputs with a place for every token, besides position_ids, packed where they are given.
+# Inputs with a value for every token, besides position_ids.
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
-# Outputs with a place for every token, padded again, with what stands where there is none: 0, or a logit of no weight.
-TOKEN_OUTPUTS = {
-    "last_hidden_state": 0,
-    "hidden_states": 0,
-    "logits": 0,
-    "start_logits": "lowest",
-    "end_logits": "lowest",
-}
-# Outputs without one. Any other is padded if its form says that it has one, or the call falls back.
+# Outputs with a value for every token; and those among them that have the lowest logit at padding, where others have 0.
+TOKEN_OUTPUTS = {"last_hidden_state", "hidden_states", "logits", "start_logits", "end_logits"}
+LOWEST_AT_PADDING = {"start_logits", "end_logits"}
+# Other outputs. An unknown one is padded if it has the shape of values for tokens; otherwise the call may fall back.
 OTHER_OUTPUTS = {"loss", "pooler_output", "past_key_values", "attentions", "aux_loss"}
 
 
+def model_type(module: nn.Module) -> str:
+    """The ``config.model_type`` of a Hugging Face model, "" without one."""
+    return getattr(getattr(module, "config", None), "model_type", "")
+
+
 def family_of(module: nn.Module) -> Family | None:
-    """The row of a Hugging Face model, by its config, if its class is transformers' own and one of the family's."""
-    family = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", ""))
-    if family is None or not _kind(module).__module__.startswith("transformers."):
+    """The family of a Hugging Face model, by its config, if its class is transformers' own and one of the family's."""
+    family = FAMILIES.get(model_type(module))
+    if family is None or not _class_of(module).__module__.startswith("transformers."):
         return None
-    return family if re.match(f"{family.prefix}(Text)?(Model|For|LMHead)", _name(module)) else None
+    return family if re.match(f"{family.prefix}(Text)?(Model|For|LMHead)", _class_of(module).__name__) else None
 
 
 def head_of(module: nn.Module, family: Family) -> Head | None:
-    """What the head of a family's model works on.
-
-    Returns:
-        None for the base model.
+    """What the head of a family's model works on; None for the base model.
 
     Raises:
         KeyError: a head that is not in the table.
     """
-    ending = _name(module).removeprefix(family.prefix)
+    ending = _class_of(module).__name__.removeprefix(family.prefix)
     return None if ending == family.base else HEADS[ending.removeprefix("Text")]
 
 
 def base_model(module: nn.Module, family: Family) -> nn.Module:
-    """The base model of a family's model: itself, or what its head stands on."""
-    return module if _name(module) == family.prefix + family.base else module.base_model  # type: ignore[return-value]
+    """The base model of a family's model: itself, or the one below its head."""
+    is_base = _class_of(module).__name__ == family.prefix + family.base
+    return module if is_base else module.base_model  # type: ignore[return-value]
 
 
 def kind(module: nn.Module) -> str:
-    """The model type by which the tables know a model."""
-    model_type = getattr(getattr(module, "config", None), "model_type", "")
-    return PARTS.get(model_type, model_type)
+    """The model type by which NOT_PACKED and NOT_ROUTED know a model: "clip" also for the parts of a CLIP."""
+    return re.sub("_(text|vision)(_model)?$", "", model_type(module))
 
 
-def _kind(module: nn.Module) -> type:
-    """Its class; that beneath FSDP2's, which stands in for it."""
+def _class_of(module: nn.Module) -> type:
+    """Its class; the original one of what FSDP2 has given a class of its own."""
     return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
-
-
-def _name(module: nn.Module) -> str:
-    return _kind(module).__name__

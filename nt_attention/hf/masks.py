@@ -6,8 +6,8 @@ Dimensions: B rows, L positions of a row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .families import FAMILIES
 
 MaskFunction = Callable[..., Any]
 
-# What attention is told of besides by is_causal, sliding_window, cu_seq_lens and position_ids.
+# What attention also gets as is_causal, sliding_window, cu_seq_lens and position_ids.
 _PLAIN = {
     part.__code__
     for part in (
@@ -38,87 +38,67 @@ _REMAP = {  # older versions of transformers have none
 }
 
 
-def mask(
-    *,
-    over: str,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    mask_function: MaskFunction = stock.causal_mask_function,
-    attention_mask: Tensor | None = None,
-    config: Any = None,
-    **kwargs: Any,
-) -> Tensor | None:
+def mask(*, over: str, **given: Any) -> Tensor | None:
     """transformers' mask function: a (B, 1, L, L) mask, or None where the attention function needs none.
 
-    None stands for whole rows without padding under causality, a window or neither, in a family that hands its
-    attention what it takes to know which; packed rows among them, which the attention function finds by their positions
-    or ``cu_seq_lens``. Every other pattern (padding, caches, chunks, images, masks of the caller's) is what the
-    implementation ``over`` makes of it. Where padding is in question the device is read once, as it is there.
+    None stands for whole rows without padding under causality, a window or neither, in a family that passes these to
+    its attention; packed rows among them, which the attention function finds by their positions or ``cu_seq_lens``.
+    Every other pattern (padding, caches, chunks, images, a caller's masks) is what the implementation ``over`` makes of
+    it. Where padding is in question the device is read once, as it is there.
+
+    Args:
+        given: what transformers passes to every mask function, among it q_length, kv_length, q_offset (int or Tensor),
+            mask_function, attention_mask (B, L) and config.
     """
-    whole = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+    token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
+    whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
     if (
         whole
-        and not kwargs.get("use_vmap")  # as where a caller laid a mask of its own, maybe a window, over the model's
-        and _is_told(config, kwargs.get("device"))
-        and is_plain(mask_function)
-        and not _has_padding(attention_mask)
+        and not given.get("use_vmap")  # set where a caller combined a mask of its own with the model's
+        and _passes_geometry(given.get("config"), given.get("device"))
+        and is_plain(given.get("mask_function", stock.causal_mask_function))
+        and (token_mask is None or bool(token_mask.all()))
     ):
         return None
-    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        config=config,
-        **kwargs,
-    )
+    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor) and not _is_traced(made):
-        setattr(made.untyped_storage(), _MADE_FROM, (attention_mask,))
+        setattr(made.untyped_storage(), _SOURCE, Source(token_mask))
     return made
 
 
-# An attribute of the storage of a mask of ours: the mask (B, L) that it was made from, None where there is no padding.
-# Of the storage, since checkpoints detach masks. It lives and dies with it, and no two threads share it.
-_MADE_FROM = "_nt_attention_made_from"
+class Source(NamedTuple):
+    """What a mask was made from: the token mask (B, L), None without padding."""
+
+    token_mask: Tensor | None = None
 
 
-def made_from(attention_mask: Tensor | None) -> tuple[bool, Tensor | None]:
-    """Whether a mask is ours, or none at all; and (B, L) where tokens are, if that is not everywhere."""
-    if attention_mask is None:
-        return True, None
-    found: tuple[Tensor | None] | None = getattr(attention_mask.untyped_storage(), _MADE_FROM, None)
-    return found is not None, None if found is None else found[0]
+# The attribute of a mask's storage that holds its Source. Of the storage, since checkpoints detach masks. It lives as
+# long as the storage, and no two threads share it.
+_SOURCE = "_nt_attention_source"
+
+
+def source_of(attention_mask: Tensor | None) -> Source | None:
+    """What a mask of ours was made from; None for a mask of the caller's."""
+    return Source() if attention_mask is None else getattr(attention_mask.untyped_storage(), _SOURCE, None)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:
-    """Whether a mask says causality, a window and packed rows, and nothing else."""
-    return all(part is not None and part.__code__ in _PLAIN for part in _parts(mask_function))
-
-
-def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction | None]:
-    """The functions that have to hold together; None for one that can't be looked into."""
+    """Whether a mask function combines causality, a window and packed rows, and nothing else."""
     code = getattr(mask_function, "__code__", None)
     if code is _AND:
-        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
-            yield from _parts(part)
-    elif code in _REMAP:
-        yield from _parts(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
-    else:
-        yield mask_function if code is not None else None
+        return all(map(is_plain, inspect.getclosurevars(mask_function).nonlocals["mask_functions"]))
+    if code in _REMAP:
+        return is_plain(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
+    return code in _PLAIN
 
 
-def _is_told(config: Any, device: Any) -> bool:
-    """Whether the model's attention is handed its window and positions; not known while a graph is traced."""
-    # such a Gemma's attention is told that it is not causal, and its masks may be
-    told = not getattr(config, "use_bidirectional_attention", False)
-    return told and getattr(config, "model_type", None) in FAMILIES and not _is_traced(torch.empty(0, device=device))
+def _passes_geometry(config: Any, device: Any) -> bool:
+    """Whether the model passes window and positions on to its attention; not known while a graph is traced."""
+    # such a Gemma calls its attention as not causal, and its masks may be
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    is_family = getattr(config, "model_type", None) in FAMILIES
+    return is_family and not bidirectional and not _is_traced(torch.empty(0, device=device))
 
 
 def _is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_tracing(tensor)
-
-
-def _has_padding(attention_mask: Tensor | None) -> bool:
-    return attention_mask is not None and not bool(attention_mask.all())

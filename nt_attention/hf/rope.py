@@ -48,44 +48,43 @@ def rotate_apart(
     The lengths are known on the host, so the device is not read.
     """
     layout = _running.get()
-    more = () if layer_type is None else (layer_type,)
-    if layout is None or not _by_length(_kind(rotary, layer_type)):
-        return original(x, position_ids, *more)
-    pieces, end = [], 0
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    if layout is None or not _by_length(_type_of(rotary, layer_type)):
+        return original(x, position_ids, **options)
+    parts, end = [], 0
     lengths = layout.host_offsets.diff().tolist()
-    for scaled_for, neighbours in itertools.groupby(lengths, lambda n: _scaled_for(rotary, n, layer_type)):
+    for scaled_for, neighbours in itertools.groupby(lengths, lambda length: _scaled_for(rotary, length, layer_type)):
         begin, end = end, end + sum(neighbours)
-        fixed = _fixed(rotary, scaled_for, layer_type, x.device)
-        pieces.append(type(rotary).forward(fixed, x, position_ids[:, begin:end], *more))
-    cosines, sines = zip(*pieces, strict=True)
+        fixed = _with_fixed_frequencies(rotary, scaled_for, layer_type, x.device)
+        parts.append(type(rotary).forward(fixed, x, position_ids[:, begin:end], **options))
+    cosines, sines = zip(*parts, strict=True)
     return torch.cat(cosines, 1), torch.cat(sines, 1)
 
 
-def _by_length(kind: str | None) -> bool:
-    return kind is not None and ("dynamic" in kind or kind == "longrope")
+def _by_length(rope_type: str | None) -> bool:
+    return rope_type is not None and ("dynamic" in rope_type or rope_type == "longrope")
 
 
-def _kind(rotary: Any, layer_type: str | None) -> str:
+def _type_of(rotary: Any, layer_type: str | None) -> str:
     return rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
 
 
 def _scaled_for(rotary: Any, length: int, layer_type: str | None) -> int:
-    """The length by which a sequence is scaled; 0 if it is not. Longrope knows long ones and short ones alone."""
-    if _kind(rotary, layer_type) != "longrope":
+    """The length by which a sequence is scaled; 0 if it is not. Longrope distinguishes only long and short ones."""
+    if _type_of(rotary, layer_type) != "longrope":
         return length if length > rotary.original_max_seq_len else 0
     parameters = rotary.config.rope_parameters
     trained = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
     return trained + 1 if length > trained else 0
 
 
-def _fixed(rotary: Any, length: int, layer_type: str | None, device: torch.device) -> Any:
-    """The embedding with the frequencies of one length, or its own if that is 0, which it keeps."""
-    prefix = "" if layer_type is None else f"{layer_type}_"
+def _with_fixed_frequencies(rotary: Any, length: int, layer_type: str | None, device: torch.device) -> Any:
+    """A copy of the embedding with the frequencies of one length; those that it was made with if the length is 0."""
+    prefix, options = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
     frequencies = getattr(rotary, f"{prefix}original_inv_freq")
     if length:
-        make = ROPE_INIT_FUNCTIONS[_kind(rotary, layer_type)]
-        more = {} if layer_type is None else {"layer_type": layer_type}
-        frequencies, _ = make(rotary.config, device, seq_len=length, **more)
+        make = ROPE_INIT_FUNCTIONS[_type_of(rotary, layer_type)]
+        frequencies, _ = make(rotary.config, device, seq_len=length, **options)
     fixed = copy.copy(rotary)
     fixed._buffers = {**rotary._buffers, f"{prefix}inv_freq": frequencies.to(device)}
     fixed.rope_type = "default" if layer_type is None else {**rotary.rope_type, layer_type: "default"}

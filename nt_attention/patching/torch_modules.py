@@ -2,9 +2,9 @@
 
 Dimensions: B sequences, L positions of a padded row, T tokens, E embed dim.
 
-A patched ``nn.TransformerEncoder`` packs at its entry and hands the layout to its layers in ``src_mask``'s place. A
-patched layer that finds one there runs on packed tokens (T, E); without one it runs as it did. Attention anywhere else
-is swapped where it stands, and the modules around it stay as they are.
+A patched ``nn.TransformerEncoder`` packs at its entry and passes the layout to its layers as ``src_mask``. A
+patched layer runs packed tokens (T, E) with a layout, and its original forward without one. Attention anywhere else is
+swapped, and the modules around it stay as they are.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from .. import nested
-from .._forwards import PatchedForward
+from .._forwards import PatchedForward, override_forward
 from .._tracing import outside_of_graphs
 from ..layout import SequenceLayout
 from ..modules import dense
 from ..modules.multihead import VarlenMultiheadAttention
-
-if TYPE_CHECKING:
-    from .patch import PatchHandle
+from .handle import PatchHandle
 
 
 def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle, padding_free: bool) -> bool:
     """Swap the attention of every layer, with the parameters shared; and pack at the entry, if ``padding_free``.
 
-    False, with the reason in the handle, if its forward or its layers are not the ones that are known.
+    False, with the reason in the handle, if its forward or its layers are not PyTorch's own.
     """
     own = encoder.__dict__.get("forward", None)
     known = type(encoder).forward is nn.TransformerEncoder.forward and isinstance(own, (PatchedForward, type(None)))
@@ -40,24 +38,22 @@ def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle
         what = "a forward of its own" if len(encoder.layers) else "no layers"
         handle.leave(name, f"{type(encoder).__name__} has {what}.")
         return False
-    layers = [layer for layer in encoder.layers if isinstance(layer, nn.TransformerEncoderLayer)]
     for i, layer in enumerate(encoder.layers):
-        why = _why_not(layer)
-        if why is not None:
-            handle.leave(f"{name}.layers.{i}" if name else f"layers.{i}", why)
+        if (reason := _layer_not_supported(layer)) is not None:
+            handle.leave(f"{name}.layers.{i}", reason)
             return False
-    for layer in layers:
+    for layer in encoder.layers:
         swap_attention(layer, "self_attn", handle)
         if padding_free:
-            handle.override_forward(layer, _layer_forward)
+            override_forward(layer, _layer_forward, handle)
     if padding_free:
-        handle.override_forward(encoder, functools.partial(_encoder_forward, handle))
-    done = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
-    handle.change(name, f"nn.TransformerEncoder of {len(layers)} layers, {done}")
+        override_forward(encoder, functools.partial(_encoder_forward, handle), handle)
+    how = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
+    handle.change(name, f"nn.TransformerEncoder of {len(encoder.layers)} layers, {how}")
     return True
 
 
-def _why_not(layer: nn.Module) -> str | None:
+def _layer_not_supported(layer: nn.Module) -> str | None:
     stock = nn.TransformerEncoderLayer
     if not isinstance(layer, stock):
         return f"{type(layer).__name__} is not an nn.TransformerEncoderLayer, so its forward is unknown."
@@ -65,27 +61,24 @@ def _why_not(layer: nn.Module) -> str | None:
     own = [x for part in parts if (x := layer.__dict__.get(part)) is not None and not isinstance(x, PatchedForward)]
     if own or any(getattr(type(layer), part) is not getattr(stock, part) for part in parts):
         return f"{type(layer).__name__} has a forward of its own."
-    for name, kinds in _TOKEN_BY_TOKEN.items():
-        part = getattr(layer, name)
-        if not isinstance(getattr(part, "base_layer", part), kinds):  # an adapter's
+    for name in ("linear1", "linear2", "norm1", "norm2"):
+        part, kinds = getattr(layer, name), (nn.Linear,) if name.startswith("linear") else (nn.LayerNorm, nn.RMSNorm)
+        if not isinstance(getattr(part, "base_layer", part), kinds):  # base_layer: below an adapter
             return f"its {name} is a {type(part).__name__}, which may look at more than one token."
     if not layer.activation_relu_or_gelu and type(layer.activation) not in _ACTIVATIONS:
         return "its activation may look at more than one token."
     attention = layer.self_attn
     if attention._forward_hooks or attention._forward_pre_hooks:
         return "its self_attn carries hooks, which would see packed tokens."
-    return None if type(attention) is VarlenMultiheadAttention else _why_not_stock(attention)
+    return None if type(attention) is VarlenMultiheadAttention else _attention_not_supported(attention)
 
 
-_TOKEN_BY_TOKEN: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("linear1", "linear2"), (nn.Linear,)),
-    **dict.fromkeys(("norm1", "norm2"), (nn.LayerNorm, nn.RMSNorm)),
-}
+# Activations that look at one token at a time.
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6)
 
 
-def _why_not_stock(attention: nn.Module) -> str | None:
-    """Why something can't be swapped for a module with the same parameters and nothing else."""
+def _attention_not_supported(attention: nn.Module) -> str | None:
+    """Why attention can't be swapped for a module with the same parameters and nothing else."""
     kind = type(attention).__name__
     if type(attention) is not nn.MultiheadAttention:
         return f"{kind} is not nn.MultiheadAttention."
@@ -96,8 +89,8 @@ def _why_not_stock(attention: nn.Module) -> str | None:
         return f"{kind} holds {', '.join(more)}, which would be lost."
     try:
         VarlenMultiheadAttention.from_torch(attention)
-    except ValueError as made_of_others:
-        return str(made_of_others)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -116,25 +109,25 @@ def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | N
     """
     stock = cast(nn.MultiheadAttention, parent._modules[name])
     if isinstance(stock, VarlenMultiheadAttention):
-        other = _swapped_by[stock]() if stock in _swapped_by else None
+        reference = _swapped_by.get(stock)
+        other = None if reference is None else reference()
         if other is not None and other is not handle and other.active:
             raise ValueError(f"{type(parent).__name__} is patched already: remove() the handle of that patch first.")
         return "it is a VarlenMultiheadAttention already."
-    ragged = handle.stand_ins.get(stock)
+    ragged = handle.replacements.get(stock)
     if ragged is None:
-        why = _why_not_stock(stock)
-        if why is not None:
-            return why
-        ragged = handle.stand_ins[stock] = VarlenMultiheadAttention.from_torch(stock)
+        if (reason := _attention_not_supported(stock)) is not None:
+            return reason
+        ragged = handle.replacements[stock] = VarlenMultiheadAttention.from_torch(stock)
         _share(_HOOKS, stock, ragged)
         _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_OURS, stock, ragged)
     _swapped_by[ragged] = ref(handle)
     parent._modules[name] = ragged
-    handle.on_remove(functools.partial(_put_back_attention, parent, name, ragged, stock))
+    handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock))
     return None
 
 
-# the very dictionaries are shared, so that handles take hooks out of both
+# The dictionaries of hooks are shared, so that a hook's handle removes it from both.
 _HOOKS = {name for name in vars(nn.Module()) if "_hook" in name}
 _NOT_OURS = {"_qkv_same_embed_dim"}  # a property there
 _SETTINGS = {"dropout", "batch_first", "_is_full_backward_hook"}
@@ -144,7 +137,7 @@ def _share(names: Iterable[str], of: nn.Module, to: nn.Module) -> None:
     to.__dict__.update({name: of.__dict__[name] for name in names if name in of.__dict__})
 
 
-def _put_back_attention(
+def _restore_attention(
     parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention
 ) -> None:
     """With the parameters that it has by now: load_state_dict(assign=True) puts new ones in."""
@@ -199,7 +192,7 @@ def _feed_forward(layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
     if not fused:
         return layer._ff_block(x)
     hidden = torch._addmm_activation(first.bias, x, first.weight.t())
-    return layer.dropout2(second(layer.dropout(hidden)))  # which somebody may have left in training
+    return layer.dropout2(second(layer.dropout(hidden)))  # a dropout may be in training by itself
 
 
 def _encoder_forward(
@@ -211,34 +204,40 @@ def _encoder_forward(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool | None = None,
 ) -> Tensor:
-    as_before = (src, mask, src_key_padding_mask, is_causal)
     if src.is_nested:
-        if (mask is not None and not is_causal) or src_key_padding_mask is not None:
-            raise ValueError(
-                "a NestedTensor has no padding and takes no dense mask: pass is_causal=True for a causal encoder, "
-                "and leave out src_key_padding_mask."
-            )
-        (unwrapped,) = nested.unwrap_each(src=src)
-        return unwrapped.rewrap(_run_layers(encoder, unwrapped.values, unwrapped.layout, bool(is_causal)))
+        return _nested_forward(encoder, src, mask, src_key_padding_mask, bool(is_causal))
+    original = functools.partial(original, src, mask, src_key_padding_mask, is_causal)
     readable = torch.compiler.is_compiling() or dense.can_be_read(src)  # a compiler breaks its graph for it
     if src_key_padding_mask is None or src.dim() != 3 or not readable:
-        return original(*as_before)  # no padding to skip, or none that the host can see
+        return original()  # no padding to skip, or none that the host can read
     batch_first = encoder.layers[0].self_attn.batch_first
     padded = src if batch_first else src.transpose(0, 1)
-    a_mask = src_key_padding_mask.dtype == torch.bool or src_key_padding_mask.is_floating_point()
-    if src_key_padding_mask.shape != padded.shape[:2] or not a_mask:
-        return original(*as_before)  # which refuses it
+    is_mask = src_key_padding_mask.dtype == torch.bool or src_key_padding_mask.is_floating_point()
+    if src_key_padding_mask.shape != padded.shape[:2] or not is_mask:
+        return original()  # which raises the error
     causal = _is_causal(mask, is_causal, padded.shape[1])
     padding = _as_padding(src_key_padding_mask)
     if causal is None or padding is None:
-        handle.not_packed(
+        handle.fall_back(
             "mask is neither None nor causal" if causal is None else "src_key_padding_mask is an additive bias"
         )
-        return original(*as_before)
+        return original()
     handle.count(None)
     layout = _layout(~padding)
     out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
     return out if batch_first else out.transpose(0, 1)
+
+
+def _nested_forward(
+    encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+) -> Tensor:
+    if (mask is not None and not is_causal) or padding is not None:
+        raise ValueError(
+            "a NestedTensor has no padding and takes no dense mask: pass is_causal=True for a causal encoder, "
+            "and leave out src_key_padding_mask."
+        )
+    (unwrapped,) = nested.unwrap_each(src=src)
+    return unwrapped.rewrap(_run_layers(encoder, unwrapped.values, unwrapped.layout, is_causal))
 
 
 @outside_of_graphs
@@ -254,19 +253,20 @@ def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayou
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool | None:
-    """Whether a mask says just causal; None where it says something else. A hint is trusted, and saves a sync."""
+    """Whether attention is causal; None for any other mask. ``is_causal=True`` is trusted, and saves a sync."""
     if is_causal or mask is None:
         return bool(is_causal)
     if is_causal is not None or mask.shape != (length, length):
         return None
     later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
-    wanted: Any = later if mask.dtype == torch.bool else torch.zeros_like(mask).masked_fill(later, -torch.inf)
-    return True if torch.equal(mask, wanted) else None
+    return True if torch.equal(mask, later if mask.dtype == torch.bool else _additive(later, mask)) else None
 
 
 def _as_padding(mask: Tensor) -> Tensor | None:
     """(B, L) bool, True at padding; None where a floating-point mask holds other values than 0 and −inf."""
-    if mask.dtype == torch.bool:
-        return mask
-    padding = mask == -torch.inf
-    return padding if torch.equal(mask, torch.zeros_like(mask).masked_fill(padding, -torch.inf)) else None
+    padding = mask if mask.dtype == torch.bool else mask == -torch.inf
+    return padding if padding is mask or torch.equal(mask, _additive(padding, mask)) else None
+
+
+def _additive(blocked: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).masked_fill(blocked, -torch.inf)

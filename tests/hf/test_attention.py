@@ -393,14 +393,14 @@ def test_one_tensor_of_positions_serves_batches_of_several_sizes():
 
 
 def test_positions_are_not_kept_alive():
-    from nt_attention.hf.attention import _found
+    from nt_attention.hf.positions import _cache
 
     q, k, v = states()
-    before = len(_found)
+    before = len(_cache)
     for _ in range(3):
         call(q, k, v, position_ids=positions_of(LENGTHS))
     gc.collect()
-    assert len(_found) <= before
+    assert len(_cache) <= before
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

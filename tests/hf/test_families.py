@@ -12,12 +12,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import nt_attention as nta
-from nt_attention.hf.families import FAMILIES
 
 LAYOUT = nta.SequenceLayout.from_lengths(LENGTHS)
 LOWEST = torch.finfo(torch.float32).min
 NO_SDPA = ("gemma2", "gpt_oss")
 BY_ID = ("roberta", "xlm-roberta")
+WITHOUT_POSITION_IDS = ("distilbert", "esm", "modernbert")  # their attention is passed none
 
 # on a CPU the reference runs softcap, and says that it is slow
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
@@ -129,17 +129,17 @@ def test_packed_rows_are_kept_apart(model_type, name, by, mask):
     with nta.patch(model):
         check(run(model, **row), want)
     with nta.patch(model, padding_free=False):
-        if by == "cu_seq_lens" or FAMILIES[model_type].position_ids_arrive:
+        if by == "cu_seq_lens" or model_type not in WITHOUT_POSITION_IDS:
             check(run(model, **row), want)
     model.set_attn_implementation(nta.hf.register())
-    if by == "cu_seq_lens" or FAMILIES[model_type].position_ids_arrive:
+    if by == "cu_seq_lens" or model_type not in WITHOUT_POSITION_IDS:
         check(run(model, **row), want)
         if name.endswith(("ForCausalLM", "LMHeadModel")):
             check(run(model, **row, use_cache=False), want)
 
 
 @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
-@families(*[model_type for model_type in tiny.CONFIGS if FAMILIES[model_type].position_ids_arrive])
+@families(*[model_type for model_type in tiny.CONFIGS if model_type not in WITHOUT_POSITION_IDS])
 def test_packed_rows_with_padding_of_their_own_are_kept_apart(model_type, name, by):
     model, row = tiny.make(model_type, name), packed(model_type, by)
     places = row["position_ids"][:, :3]

@@ -144,11 +144,11 @@ def test_an_encoder_that_does_not_say_so_is_not_causal(over):
 
 
 def test_positions_are_read_once_for_all_kinds_of_masks(monkeypatch):
-    from nt_attention.hf import attention
+    from nt_attention.hf import positions
 
     model = tiny.make("gemma2", "Gemma2Model", nta.hf.register(), num_hidden_layers=6)
-    asked, begins = [], attention.begins
-    monkeypatch.setattr(attention, "begins", lambda *given: asked.append(1) or begins(*given))
+    reads, starts = [], positions.starts
+    monkeypatch.setattr(positions, "starts", lambda *given: reads.append(1) or starts(*given))
     mask = (torch.arange(11) < torch.tensor([[11], [4]])).long()
     model(torch.randint(5, 97, (2, 11)), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-    assert len(asked) <= 2  # of full and of sliding layers
+    assert len(reads) <= 2  # of full and of sliding layers

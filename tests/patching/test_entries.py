@@ -256,7 +256,7 @@ def test_another_value_for_on_fallback_is_refused():
 def test_an_output_that_no_table_knows_comes_back_padded(monkeypatch):
     model, batch = make(), make_batch()
     want = model(**batch, output_hidden_states=True)
-    monkeypatch.setattr(packed_forward.families, "TOKEN_OUTPUTS", {})
+    monkeypatch.setattr(packed_forward.families, "TOKEN_OUTPUTS", set())
     with nta.patch(model) as handle:
         got = model(**batch, output_hidden_states=True)
     assert handle.calls == {None: 1}
@@ -297,7 +297,7 @@ def test_a_call_with_such_an_output_falls_back(monkeypatch):
     with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="its output 'flat' is not known"):
         got = model(**batch)
     assert torch.equal(got.last_hidden_state, want.last_hidden_state)
-    assert handle.calls["its output 'flat' is not known, and may have places for tokens"] == 1
+    assert handle.calls["its output 'flat' is not known, and may have a value for each token"] == 1
 
 
 @pytest.mark.parametrize("wanted", [[0, 2], [1]])

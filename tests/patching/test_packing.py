@@ -75,7 +75,7 @@ def test_agrees_with_a_loop_over_rows(batch):
         assert len(flat) < rows * length
         assert packing.index.tolist() == flat
         assert packing.index.dtype == torch.int64
-    assert packing.places.tolist() == [place % length for place in flat]
+    assert packing.padded_positions.tolist() == [place % length for place in flat]
     whole = len(sequences) == rows and all(len(members) == length for members in sequences)
     assert packing.saves_nothing == (whole or not flat)
 
@@ -186,7 +186,7 @@ def test_a_batch_without_a_token_or_without_a_row_saves_nothing(positions):
         packing = Packing.of(mask.long(), given, *mask.shape)
         assert packing.layout.total == 0
         assert packing.saves_nothing
-        assert packing.places.shape == (0,)
+        assert packing.padded_positions.shape == (0,)
         packed = packing.pack(torch.randn(*mask.shape, 5))
         assert packed.shape == (1, 0, 5)
         assert torch.equal(packing.pad(packed, 3.0), torch.full((*mask.shape, 5), 3.0))
