@@ -102,6 +102,7 @@ class HostFacts:
         """``as_read``: the offsets' snapshot."""
         self.host, self.converted = host, converted
         self._as_read, self._as_converted = as_read, snapshot(converted)
+        self._converted_version = None if converted.is_inference() else converted._version
         numbers = on_host(host)
         lengths = np.diff(numbers)
         self.first, self.total = int(numbers[0]), int(numbers[-1] - numbers[0])
@@ -113,6 +114,13 @@ class HostFacts:
     def match(self, offsets: Tensor) -> bool:
         """Whether ``offsets``, the tensor that was read or ``converted``, are unchanged since."""
         return snapshot(offsets) == (self._as_converted if offsets is self.converted else self._as_read)
+
+    def match_both(self, offsets: Tensor, cu_seqlens: Tensor) -> bool:
+        """``match`` for both dtypes, in less host time: of the converted one, changes that raise its version alone."""
+        if self._as_read is None:
+            return True
+        read, converted = (cu_seqlens, offsets) if offsets is self.converted else (offsets, cu_seqlens)
+        return snapshot(read) == self._as_read and converted._version == self._converted_version
 
 
 # By weak reference: an offsets tensor that is freed is not mistaken for another one.
