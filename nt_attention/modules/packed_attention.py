@@ -1,0 +1,59 @@
+"""Attention of a ``VarlenMultiheadAttention`` on packed heads, through ``varlen_attention``.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..functional import varlen_attention
+from ..layout import SequenceLayout
+from .config import AttentionConfig
+from .inputs import Inputs
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig) -> tuple[Tensor, None]:
+    """(T, H, D), (S, G, D), (S, G, Dv) to (T, H, Dv), and no weights."""
+    assert inputs.layouts is not None
+    layout, key_layout = inputs.layouts
+    is_causal, alignment, options = inputs.masks.is_causal, "upper_left", config.options
+    added = config.num_added_keys
+    if added:
+        equal = layout.same_lengths(key_layout)
+        longer = key_layout.extended(added)
+        ks, vs = config.added_keys(k, v)
+        k, v = _prepend(ks, k, key_layout, longer), _prepend(vs, v, key_layout, longer)
+        key_layout = longer
+        if is_causal and equal:
+            alignment = "lower_right"  # which, with the added keys in front, leaves them visible to all
+        elif is_causal:
+            is_causal, options = False, {**options, "window_size": (-1, added)}
+    out = varlen_attention(
+        q,
+        k,
+        v,
+        layout,
+        key_layout,
+        is_causal=is_causal,
+        causal_alignment=alignment,  # type: ignore[arg-type]
+        mask_mod=inputs.masks.mask_mod,
+        score_mod=inputs.masks.score_mod,
+        **options,
+    )
+    return cast(Tensor, out), None
+
+
+def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
+    """``x`` (S, G, D) with the ``added`` rows (n, G, D) at the start of every sequence; attention asks for no order."""
+    rows, count = x.shape[0], added.shape[0]
+
+    def build() -> Tensor:
+        sequence, position = longer.locate_rows(rows + count * layout.batch_size)
+        own = position - count
+        return torch.where(own < 0, rows + position, layout.offsets[sequence] + own)
+
+    return torch.cat([x, added]).index_select(0, layout.cached(("prepended", count, rows), build))
