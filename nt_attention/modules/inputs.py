@@ -27,14 +27,9 @@ class InputError(ValueError, AssertionError, RuntimeError):
 
 
 class Masks(NamedTuple):
-    """The arguments of a call that say which key a query sees.
+    """The masks of a call, as the caller gave them; with a batch dimension, ``key_padding_mask`` is (B, S).
 
-    Attributes:
-        is_causal: query i sees keys 0 … i.
-        key_padding_mask: (B, S), True at padding, or numbers to add to the scores.
-        attn_mask: as the caller gave it, True where a key is hidden, or numbers to add to the scores.
-        mask_mod, score_mod: as for ``varlen_attention``.
-        counts_added_keys: whether causality goes by the order of all keys, added ones last.
+    Where ``counts_added_keys``, causality goes by the order of all keys, added ones last.
     """
 
     is_causal: bool = False
@@ -85,8 +80,8 @@ class Inputs(NamedTuple):
     @property
     def is_self_attention(self) -> bool:
         """Whether padded query, key and value are one tensor; module hooks hand in views of it."""
-        query = self.query
-        return all(x is query or (can_be_read(x) and _memory(x) == _memory(query)) for x in (self.key, self.value))
+        query, *others = self[:3]
+        return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
 
     @property
     def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Tensor, Tensor]:
@@ -115,11 +110,10 @@ class Inputs(NamedTuple):
         k = q if key is query and key_layout is layout else key_layout.pack(key)
         v = q if value is query and key_layout is layout else k if value is key else key_layout.pack(value)
 
-        def restore(out: Tensor) -> Any:
-            padded = layout.pad(out)
-            return padded if self.restore is None else self.restore(padded)
-
-        return Inputs(q, k, v, Masks(self.masks.is_causal), False, (layout, key_layout), restore, self.is_batched)
+        unpack = self.restore or (lambda out: out)
+        return Inputs(
+            q, k, v, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
+        )
 
     def give_back(self, out: Tensor, weights: Tensor | None, average: bool) -> tuple[Any, Tensor | None]:
         """``out`` (T, E) or (B, L, E) in the form of the query that came in, and weights (B, H, L, S) as asked for."""
@@ -183,26 +177,9 @@ def read_inputs(
 
 
 def _from_dense(tensors: _Tensors, masks: Masks, need_weights: bool, dims: Dims) -> Inputs:
-    """nn.MultiheadAttention's own inputs, (L, E) or three-dimensional, as (B, L, E)."""
+    """nn.MultiheadAttention's own inputs, (L, E) or three-dimensional, as (B, L, E); refuses what that refuses."""
     if masks.mask_mod or masks.score_mod:
         raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")
-    _check_dense(tensors, masks, dims)
-    if masks.is_causal and masks.attn_mask is None and need_weights:
-        raise InputError("is_causal=True alone gives no weights: pass attn_mask with it, or need_weights=False.")
-    masks = masks.without_hint(need_weights)
-    if tensors[0].dim() == 2:
-        if masks.key_padding_mask is not None:
-            masks = masks._replace(key_padding_mask=masks.key_padding_mask.unsqueeze(0))
-        q, k, v = _each(lambda x: x.unsqueeze(0), *tensors)
-        return Inputs(q, k, v, masks, need_weights, restore=lambda out: out.squeeze(0), is_batched=False)
-    if dims.batch_first:
-        return Inputs(*tensors, masks, need_weights)
-    q, k, v = _each(lambda x: x.transpose(0, 1), *tensors)
-    return Inputs(q, k, v, masks, need_weights, restore=lambda out: out.transpose(0, 1).contiguous())
-
-
-def _check_dense(tensors: _Tensors, masks: Masks, dims: Dims) -> None:
-    """Refuse what nn.MultiheadAttention refuses: shapes and dtypes that do not fit."""
     query, key, value = tensors
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
         raise InputError(
@@ -210,28 +187,38 @@ def _check_dense(tensors: _Tensors, masks: Masks, dims: Dims) -> None:
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
         )
     _check_widths(tensors, dims, InputError)
-    batched = query.dim() == 3
-    order = (0, 1) if dims.batch_first or not batched else (1, 0)
-    (batch, queries), (key_batch, keys), values = (
-        (x.shape[order[0]], x.shape[order[1]]) if batched else (1, x.shape[0]) for x in tensors
-    )
+    restore: Callable[[Tensor], Tensor] | None = None
+    is_batched = query.dim() == 3
+    if not is_batched:
+        tensors, restore = _each(lambda x: x.unsqueeze(0), *tensors), lambda out: out.squeeze(0)
+    elif not dims.batch_first:
+        tensors, restore = _each(lambda x: x.transpose(0, 1), *tensors), lambda out: out.transpose(0, 1).contiguous()
+    _check_padded(tensors, masks, dims.num_heads, is_batched)
+    if masks.is_causal and masks.attn_mask is None and need_weights:
+        raise InputError("is_causal=True alone gives no weights: pass attn_mask with it, or need_weights=False.")
+    if masks.key_padding_mask is not None and not is_batched:
+        masks = masks._replace(key_padding_mask=masks.key_padding_mask.unsqueeze(0))
+    return Inputs(*tensors, masks.without_hint(need_weights), need_weights, None, restore, is_batched)
+
+
+def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: bool) -> None:
+    (batch, queries), (key_batch, keys), values = (tuple(x.shape[:2]) for x in tensors)
     if key_batch != batch or values != (key_batch, keys):
         raise InputError(
             "query, key and value must share their batch, and key and value their length, got "
             f"{(batch, queries)}, {(key_batch, keys)} and {values} (batch, length)."
         )
-    _check_mask("key_padding_mask", masks.key_padding_mask, [(batch, keys) if batched else (keys,)])
-    _check_mask("attn_mask", masks.attn_mask, [(queries, keys), (batch * dims.num_heads, queries, keys)])
-
-
-def _check_mask(name: str, mask: object, shapes: Sequence[tuple[int, ...]]) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"{name} must be a tensor of booleans or floating-point numbers, got {got}.")
-    if mask.shape not in shapes:
-        raise InputError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
+    padding_shapes: list[tuple[int, ...]] = [(batch, keys) if is_batched else (keys,)]
+    attn_shapes: list[tuple[int, ...]] = [(queries, keys), (batch * num_heads, queries, keys)]
+    for name, shapes in (("key_padding_mask", padding_shapes), ("attn_mask", attn_shapes)):
+        mask = getattr(masks, name)
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
+            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise InputError(f"{name} must be a tensor of booleans or floating-point numbers, got {got}.")
+        if mask.shape not in shapes:
+            raise InputError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
 
 
 def _check_widths(tensors: _Tensors, dims: Dims, error: type[ValueError]) -> None:
@@ -298,8 +285,8 @@ def can_be_read(tensor: Tensor) -> bool:
     )
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 
 def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> _Tensors:

@@ -146,19 +146,17 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
                 raise
 
     def _reset_parameters(self) -> None:
-        if self.in_proj_weight is not None:
-            nn.init.xavier_uniform_(self.in_proj_weight)
-        else:
-            for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-                nn.init.xavier_uniform_(weight)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
+        init = {
+            nn.init.xavier_uniform_: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+            nn.init.xavier_normal_: ("bias_k", "bias_v"),
+            nn.init.zeros_: ("in_proj_bias", "sinks"),
+        }
+        for initialise, names in init.items():
+            for name in names:
+                if (parameter := getattr(self, name)) is not None:
+                    initialise(parameter)
+        if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
-        for added in (self.bias_k, self.bias_v):
-            if added is not None:
-                nn.init.xavier_normal_(added)
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
@@ -186,9 +184,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if isinstance(module, VarlenMultiheadAttention) and not module.is_stock:
             raise ValueError(f"{module._beyond_stock()} would be lost: copy.copy(module) shares parameters as well.")
         new = cls(**_stock_arguments(module), backend=backend)
-        _check_parameters(module, new)
         cls.share_parameters(module, new)
-        return new.train(module.training)
+        return new
 
     def to_torch(self) -> nn.MultiheadAttention:
         """The stock module that shares these parameters.
@@ -199,17 +196,26 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if not self.is_stock:
             raise ValueError(f"nn.MultiheadAttention has no {self._beyond_stock()}.")
         stock = nn.MultiheadAttention(**_stock_arguments(self))
-        _check_parameters(self, stock)
         self.share_parameters(self, stock)
-        return stock.train(self.training)
+        return stock
 
     @staticmethod
     def share_parameters(of: nn.MultiheadAttention, to: nn.MultiheadAttention) -> None:
-        """Let ``to`` hold the parameters of ``of``, and its ``out_proj``, in place of its own."""
-        for name, own in of._parameters.items():
-            if name in to._parameters:
-                to._parameters[name] = own
+        """Let ``to`` hold the parameters of ``of``, its ``out_proj`` and its mode, in place of its own.
+
+        Raises:
+            ValueError: one lacks parameters that the other has.
+        """
+        given, wanted = ({name for name, x in module._parameters.items() if x is not None} for module in (of, to))
+        if given != wanted:
+            raise ValueError(
+                f"{', '.join(sorted(given ^ wanted))} of {type(of).__name__} are made of other parameters, or not "
+                "stock's: take that out before (parametrize.remove_parametrizations, prune.remove) and put it on the "
+                "other one."
+            )
+        to._parameters.update({name: x for name, x in of._parameters.items() if name in to._parameters})
         to.out_proj = of.out_proj
+        to.train(of.training)
 
     def forward(
         self,
@@ -265,13 +271,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         masks = Masks(is_causal, key_padding_mask, attn_mask, mask_mod, score_mod)
         dims = Dims((self.embed_dim, self.kdim, self.vdim), self.num_heads, self.batch_first)
         inputs = read_inputs(query, key, value, layout, key_layout, masks, need_weights, dims)
-        out: Tensor
-        weights: Tensor | None
+        attend: Callable[..., tuple[Tensor, Tensor | None]] = padded_attention
         if self._runs_packed(inputs):
-            inputs = inputs.pack()
-            out, weights = packed_attention(*self._project(inputs), inputs, self._config())
-        else:
-            out, weights = padded_attention(*self._project(inputs), inputs, self._config())
+            inputs, attend = inputs.pack(), packed_attention
+        q, k, v = self._project(inputs)
+        out, weights = attend(q, k, v, inputs, self._config())
         return inputs.give_back(self.out_proj(out.flatten(-2)), weights, average_attn_weights)
 
     def _runs_packed(self, inputs: Inputs) -> bool:
@@ -320,11 +324,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _config(self) -> AttentionConfig:
-        options = {name: getattr(self, name) for name in _SCORE_OPTIONS}
-        options["sinks"] = self.sinks
-        options["alibi_slopes"] = alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None
-        options["dropout_p"] = self._dropout_p
-        options["backend"] = self.backend
+        slopes = alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None
+        options = {name: getattr(self, name) for name in (*_SCORE_OPTIONS, "sinks", "backend")}
+        options.update(alibi_slopes=slopes, dropout_p=self._dropout_p)
         return AttentionConfig(options, self.bias_k, self.bias_v, self.add_zero_attn)
 
     @property
@@ -337,11 +339,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def _beyond_stock(self) -> str:
         """The options in use that nn.MultiheadAttention does not have."""
-        options = {name: getattr(self, name) != stock for name, stock in _SCORE_OPTIONS.items()}
         used = {
             "num_kv_heads": self.num_kv_heads != self.num_heads,
             "head_dim": self.head_dim * self.num_heads != self.embed_dim,
-            **options,
+            **{name: getattr(self, name) != stock for name, stock in _SCORE_OPTIONS.items()},
             "window_size": tuple(self.window_size) != (-1, -1),
             "sinks": self.sinks is not None,
             "alibi": self.alibi,
@@ -377,15 +378,6 @@ def _stock_arguments(module: nn.MultiheadAttention) -> dict[str, Any]:
         "add_bias_kv": module.bias_k is not None,
         "device": "meta",
     }
-
-
-def _check_parameters(of: nn.Module, to: nn.Module) -> None:
-    there, wanted = ({name for name, x in module._parameters.items() if x is not None} for module in (of, to))
-    if there != wanted:
-        raise ValueError(
-            f"{', '.join(sorted(there ^ wanted))} of {type(of).__name__} are made of other parameters, or not stock's: "
-            "take that out before (parametrize.remove_parametrizations, prune.remove) and put it on the other one."
-        )
 
 
 def _norm(kind: QkNorm | None, head_dim: int, factory: dict[str, Any]) -> nn.Module | None:
