@@ -32,14 +32,13 @@ class _ScoreMask(NamedTuple):
         visible: which keys a query sees, bool.
         bias: added to the scores; −inf hides a key.
         is_causal: query i sees keys 0 … i of all S, besides.
-        score_mod, mask_mod: as for ``varlen_attention``; applied after the bias.
-        lengths: of each sequence's queries and keys, beyond which the mods are not called.
+        lengths: of each sequence's queries and keys, beyond which score_mod and mask_mod are not called.
     """
 
     visible: Tensor | None = None
     bias: Tensor | None = None
     is_causal: bool = False
-    score_mod: ScoreMod | None = None
+    score_mod: ScoreMod | None = None  # after the bias
     mask_mod: MaskMod | None = None
     lengths: Sequence[tuple[int, int]] = ()
 
@@ -161,7 +160,9 @@ def _attend(
         )
     q, k, v = (rearrange(x, "b l h d -> b h l d") for x in (q, k, v))
     options, need_weights = config.options, inputs.need_weights
-    fused = not need_weights and _is_for_fused(q, scores, options)
+    fused = (
+        not need_weights and options["dropout_p"] != 1 and _is_plain(scores, options) and _takes_bias(q, scores.bias)
+    )
     if scores.is_causal and not (fused and scores.visible is scores.bias is None):
         earlier = Window(right=0).visible(distances(q.shape[2], k.shape[2], 0, q.device))
         scores = scores._replace(is_causal=False).only(earlier)
@@ -203,11 +204,8 @@ def _is_plain(scores: _ScoreMask, options: Mapping[str, Any]) -> bool:
     return not options["softcap"] and options["sinks"] is None and scores.score_mod is None and scores.mask_mod is None
 
 
-def _is_for_fused(query: Tensor, scores: _ScoreMask, options: Mapping[str, Any]) -> bool:
-    """Whether scaled_dot_product_attention takes the call, with a bias of this dtype."""
-    bias = scores.bias
-    if options["dropout_p"] == 1 or not _is_plain(scores, options):
-        return False
+def _takes_bias(query: Tensor, bias: Tensor | None) -> bool:
+    """Whether scaled_dot_product_attention takes a bias of this dtype."""
     if bias is None or bias.dtype == query.dtype:
         return True
     return query.is_cpu and bias.dtype == torch.promote_types(query.dtype, torch.float32)
