@@ -144,12 +144,9 @@ def read_inputs(
     in_lists = isinstance(query, (list, tuple))
     if in_lists:
         refuse_jit_trace()
-    else:
-        for name, x in zip(_NAMES, (query, key, value), strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"query, key and value must be tensors, or lists of them; {name} is {type(x).__name__}."
-                )
+    elif not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if not isinstance(x[1], Tensor))
+        raise TypeError(f"query, key and value must be tensors, or lists of them; {name} is {type(other).__name__}.")
     are_nested = [] if in_lists else nested.are_nested(query, key, value)
     if not in_lists and layout is None and not any(are_nested):
         return _from_dense((query, key, value), masks, need_weights is not False, dims)
@@ -167,9 +164,9 @@ def read_inputs(
     layout = SequenceLayout.require(layout, "layout")
     key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
     _check_widths((query, key, value), dims, ValueError)
-    for name, x in zip(_NAMES, (query, key, value), strict=True):
-        if x.dim() != 2:
-            raise ValueError(f"packed {name} must be (tokens, features), got {tuple(x.shape)}.")
+    if not query.dim() == key.dim() == value.dim() == 2:
+        name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
+        raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
     layout.check_rows(query, "query")
     key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
@@ -223,7 +220,7 @@ def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: b
 
 def _check_widths(tensors: _Tensors, dims: Dims, error: type[ValueError]) -> None:
     for name, x, width in zip(_NAMES, tensors, dims.embed_dims, strict=True):
-        if x.dim() < 2 or x.shape[-1] != width:
+        if len(shape := x.shape) < 2 or shape[-1] != width:
             raise error(f"{name} must have {width} features in its last dimension, got {tuple(x.shape)}.")
 
 

@@ -280,7 +280,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def _runs_packed(self, inputs: Inputs) -> bool:
         """Whether ``varlen_attention`` runs the call; else every score of the padded batch is computed."""
-        if inputs.need_weights or inputs.masks.attn_mask is not None or self._dropout_p == 1:
+        if inputs.need_weights or inputs.masks.attn_mask is not None or (self.dropout == 1 and self.training):
             return False  # kernels take no dropout of everything
         if inputs.layouts is not None:
             return True
@@ -291,7 +291,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             return self.backend != "auto" or not self.is_stock
         if padding.dtype != torch.bool:
             return False
-        if self.backend == "auto" and self._dropout_p and inputs.query.device.type == "cpu":
+        if self.backend == "auto" and self.dropout and self.training and inputs.query.device.type == "cpu":
             return False  # where nothing but the reference drops weights
         uses_positions = inputs.masks.is_causal or self.alibi or self.rotation is not None
         # queries of cross-attention are not packed as keys are then, and positions would be counted apart
@@ -305,7 +305,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         widths = [q_dim, kv_dim, kv_dim]
         if weight is not None and key is query and value is query:
             heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-            q, k, v = F.linear(query, weight, bias).unflatten(-1, (sum(heads), self.head_dim)).split(heads, -2)
+            qkv = F.linear(query, weight, bias)
+            q, k, v = qkv.view(*query.shape[:-1], sum(heads), self.head_dim).split(heads, -2)
         else:
             biases = (None,) * 3 if bias is None else bias.split(widths)
             if weight is not None and value is key:
@@ -324,14 +325,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _config(self) -> AttentionConfig:
-        slopes = alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None
-        options = {name: getattr(self, name) for name in (*_SCORE_OPTIONS, "sinks", "backend")}
-        options.update(alibi_slopes=slopes, dropout_p=self._dropout_p)
-        return AttentionConfig(options, self.bias_k, self.bias_v, self.add_zero_attn)
-
-    @property
-    def _dropout_p(self) -> float:
-        return self.dropout if self.training else 0.0
+        bias_k = self.bias_k
+        options = {name: getattr(self, name) for name in _SCORE_OPTIONS}
+        options["sinks"] = self.sinks
+        options["alibi_slopes"] = alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None
+        options["dropout_p"] = self.dropout if self.training else 0.0
+        options["backend"] = self.backend
+        return AttentionConfig(options, bias_k, None if bias_k is None else self.bias_v, self.add_zero_attn)
 
     @property
     def _adds_keys(self) -> bool:
