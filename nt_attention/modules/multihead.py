@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..functional import check_score_options, check_window_size
-from ..kernels.call import MaskMod, ScoreMod
+from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
 from ..layout import SequenceLayout
 from .alibi import alibi_slopes
@@ -26,8 +25,8 @@ from .padded_attention import padded_attention
 from .rotary import Rotary
 
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
-# options that are passed on to ``varlen_attention`` by their names, with their values in nn.MultiheadAttention
-_SCORE_OPTIONS: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "scale": None}
+# passed on to ``varlen_attention`` by name; nn.MultiheadAttention computes what their defaults say
+_SCORE_OPTIONS = ("window_size", "softcap", "scale")
 _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
 
 
@@ -123,8 +122,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         parameter("sinks", sinks, self.num_heads)
 
     def _check_options(self) -> None:
-        check_window_size(self.window_size)
-        check_score_options(self.scale, self.softcap)
+        check_options(**{name: getattr(self, name) for name in _SCORE_OPTIONS})
         check_backend_name(self.backend)
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout must be in [0, 1], got {self.dropout}.")
@@ -342,8 +340,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         used = {
             "num_kv_heads": self.num_kv_heads != self.num_heads,
             "head_dim": self.head_dim * self.num_heads != self.embed_dim,
-            **{name: getattr(self, name) != stock for name, stock in _SCORE_OPTIONS.items()},
-            "window_size": tuple(self.window_size) != (-1, -1),
+            **{
+                name: OPTIONS[name].parse(name, getattr(self, name)) != OPTIONS[name].default for name in _SCORE_OPTIONS
+            },
             "sinks": self.sinks is not None,
             "alibi": self.alibi,
             "qk_norm": self.q_norm is not None,
