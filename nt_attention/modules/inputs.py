@@ -228,11 +228,12 @@ _Packed = tuple[_Tensors, SequenceLayout, SequenceLayout, Callable[[Tensor], Any
 
 
 def _pack_nested(tensors: _Tensors, are_nested: list[bool]) -> _Packed:
-    for name, x, is_nested in zip(_NAMES, tensors, are_nested, strict=True):
-        if not is_nested:
-            raise ValueError(
-                f"query, key and value must all be NestedTensors (B, j, E); {name} is a plain tensor {tuple(x.shape)}."
-            )
+    if not all(are_nested):
+        plain = are_nested.index(False)
+        raise ValueError(
+            "query, key and value must all be NestedTensors (B, j, E); "
+            f"{_NAMES[plain]} is a plain tensor {tuple(tensors[plain].shape)}."
+        )
     q, k, v = nested.unwrap_each(query=tensors[0], key=tensors[1], value=tensors[2])
     for name, rows in zip(_NAMES, (q.values, k.values, v.values), strict=True):
         if rows.dim() != 2:

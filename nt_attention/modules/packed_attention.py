@@ -20,31 +20,19 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: At
     """(T, H, D), (S, G, D), (S, G, Dv) to (T, H, Dv), and no weights."""
     assert inputs.layouts is not None
     layout, key_layout = inputs.layouts
-    is_causal, alignment, options = inputs.masks.is_causal, "upper_left", config.options
-    added = config.num_added_keys
-    if added:
-        equal = layout.same_lengths(key_layout)
+    masks, is_causal = inputs.masks, inputs.masks.is_causal
+    options = {**config.options, "is_causal": is_causal, "causal_alignment": "upper_left"}
+    options |= {"mask_mod": masks.mask_mod, "score_mod": masks.score_mod}
+    if added := config.num_added_keys:
+        if is_causal and layout.same_lengths(key_layout):
+            options["causal_alignment"] = "lower_right"  # with the added keys in front it leaves them visible to all
+        elif is_causal:
+            options.update(is_causal=False, window_size=(-1, added))
         longer = key_layout.extended(added)
         ks, vs = config.added_keys(k, v)
         k, v = _prepend(ks, k, key_layout, longer), _prepend(vs, v, key_layout, longer)
         key_layout = longer
-        if is_causal and equal:
-            alignment = "lower_right"  # which, with the added keys in front, leaves them visible to all
-        elif is_causal:
-            is_causal, options = False, {**options, "window_size": (-1, added)}
-    out = varlen_attention(
-        q,
-        k,
-        v,
-        layout,
-        key_layout,
-        is_causal=is_causal,
-        causal_alignment=alignment,  # type: ignore[arg-type]
-        mask_mod=inputs.masks.mask_mod,
-        score_mod=inputs.masks.score_mod,
-        **options,
-    )
-    return cast(Tensor, out), None
+    return cast(Tensor, varlen_attention(q, k, v, layout, key_layout, **options)), None
 
 
 def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
