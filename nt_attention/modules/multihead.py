@@ -299,13 +299,12 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """(…, H, D), (…, G, D), (…, G, D) of inputs (…, E): views of one product where the inputs are one."""
         query, key, value = inputs[:3]
         weight, bias = self.in_proj_weight, self.in_proj_bias
-        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = [q_dim, kv_dim, kv_dim]
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         if weight is not None and key is query and value is query:
-            heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
             qkv = F.linear(query, weight, bias)
             q, k, v = qkv.view(*query.shape[:-1], sum(heads), self.head_dim).split(heads, -2)
         else:
+            q_dim, kv_dim, _ = widths = [n * self.head_dim for n in heads]
             biases = (None,) * 3 if bias is None else bias.split(widths)
             if weight is not None and value is key:
                 both = F.linear(key, weight[q_dim:], None if bias is None else bias[q_dim:])
