@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import nested
-from .._tracing import is_traced, refuse_jit_trace
+from .._tracing import can_be_read, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
 from ..layout import SequenceLayout
 
@@ -271,16 +271,6 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
 def _check_values(key_layout: SequenceLayout, value_layout: SequenceLayout) -> None:
     if not key_layout.same_lengths(value_layout):
         raise ValueError("key and value must have the same lengths.")
-
-
-def can_be_read(tensor: Tensor) -> bool:
-    """Whether there are values that the host may look at: not in a graph that is being made, or under vmap."""
-    return not (
-        is_traced(tensor)
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        or tensor.is_meta
-        or torch._C._are_functorch_transforms_active()
-    )
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .._tracing import can_be_read
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
 from ..layout import SequenceLayout
 from .alibi import alibi_slopes
 from .config import AttentionConfig
-from .inputs import Dims, Inputs, Masks, can_be_read, read_inputs
+from .inputs import Dims, Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
 from .rotary import Rotary
