@@ -17,11 +17,11 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     Where H is no power of 2, every second slope of the sequence for 2n fills up, as in Press et al. 2022's code.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return _made(num_heads, device)  # what a graph or a mode makes of it is not to be kept
-    return _kept(num_heads, device)
+        return _slopes(num_heads, device)  # what a graph or a mode makes of it is not to be cached
+    return _cached_slopes(num_heads, device)
 
 
-def _made(num_heads: int, device: torch.device) -> Tensor:
+def _slopes(num_heads: int, device: torch.device) -> Tensor:
     n = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
     slopes += [2 ** (-4 * (i + 1) / n) for i in range(0, 2 * (num_heads - n), 2)]
@@ -29,6 +29,6 @@ def _made(num_heads: int, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _kept(num_heads: int, device: torch.device) -> Tensor:
+def _cached_slopes(num_heads: int, device: torch.device) -> Tensor:
     with creating_cached_tensors():
-        return _made(num_heads, device)
+        return _slopes(num_heads, device)

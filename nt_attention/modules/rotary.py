@@ -85,32 +85,27 @@ class Rotation:
         angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
-    def turn_at(self, x: Tensor, places: SequenceLayout | Tensor) -> Tensor:
+    def rotate(self, x: Tensor, positions: SequenceLayout | Tensor) -> Tensor:
         """Packed (N, H, D) at the positions that a layout gives its rows, or (B, L, H, D) at positions (B or 1, L)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        if isinstance(places, Tensor):
-            return self.turn(x, self.tables(places, dtype))
-        if is_tracing() or not isinstance(places, SequenceLayout):  # no lengths are known
-            return self.turn(x, self.tables(places.locate_rows(x.shape[0])[1], dtype))
-        tables = places.cached(("rotary", self, dtype), lambda: self.tables(places.position_ids, dtype))
-        past = x.shape[0] - places.total  # rows that belong to no sequence
-        if past:
-            tables = F.pad(tables[0], (0, 0, 0, 0, 0, past)), F.pad(tables[1], (0, 0, 0, 0, 0, past))
-        return self.turn(x, tables)
+        if isinstance(positions, Tensor):
+            return self._apply(x, *self.tables(positions, dtype))
+        if is_tracing() or not isinstance(positions, SequenceLayout):  # no lengths are known
+            return self._apply(x, *self.tables(positions.locate_rows(x.shape[0])[1], dtype))
+        layout = positions
+        cos, sin = layout.cached(("rotary", self, dtype), lambda: self.tables(layout.position_ids, dtype))
+        if past := x.shape[0] - layout.total:  # rows that belong to no sequence
+            cos, sin = (F.pad(table, (0, 0, 0, 0, 0, past)) for table in (cos, sin))
+        return self._apply(x, cos, sin)
 
-    def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """(…, H, D) by the angles in ``tables``; computed in their dtype and given back in x's."""
-        cos, sin = tables
+    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(…, H, D) by the angles of the tables; computed in their dtype and given back in x's."""
         dims = 2 * len(self.frequencies)
-        turning, rest = x[..., :dims], x[..., dims:]
-        turning = turning.to(cos.dtype)
-        if self.interleaved:
-            first, second = turning[..., 0::2], turning[..., 1::2]
-        else:
-            first, second = turning.chunk(2, -1)
+        rotated, rest = x[..., :dims].to(cos.dtype), x[..., dims:]
+        first, second = (rotated[..., 0::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, -1)
         pair = (first * cos - second * sin, second * cos + first * sin)
-        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
-        return torch.cat([turned.to(x.dtype), rest], -1) if rest.shape[-1] else turned.to(x.dtype)
+        rotated = (torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)).to(x.dtype)
+        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
 def ntk(factor: float) -> Scaling:

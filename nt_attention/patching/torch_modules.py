@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from .. import nested
 from .._forwards import PatchedForward, override_forward
-from .._tracing import outside_of_graphs
+from .._tracing import can_be_read, outside_of_graphs
 from ..layout import SequenceLayout
-from ..modules import dense
 from ..modules.multihead import VarlenMultiheadAttention
 from .handle import PatchHandle
 
@@ -207,7 +206,7 @@ def _encoder_forward(
     if src.is_nested:
         return _nested_forward(encoder, src, mask, src_key_padding_mask, bool(is_causal))
     original = functools.partial(original, src, mask, src_key_padding_mask, is_causal)
-    readable = torch.compiler.is_compiling() or dense.can_be_read(src)  # a compiler breaks its graph for it
+    readable = torch.compiler.is_compiling() or can_be_read(src)  # a compiler breaks its graph for it
     if src_key_padding_mask is None or src.dim() != 3 or not readable:
         return original()  # no padding to skip, or none that the host can read
     batch_first = encoder.layers[0].self_attn.batch_first

@@ -69,7 +69,7 @@ def positions_of(lengths: list[int]) -> Tensor:
 def test_packed_rows_turn_as_complex_numbers_do(rotary):
     layout = nta.SequenceLayout.from_lengths(LENGTHS)
     x = heads(layout.total + 3)
-    got = rotary.of_head_dim(HEAD_DIM).turn_at(x, layout)
+    got = rotary.of_head_dim(HEAD_DIM).rotate(x, layout)
     assert got.shape == x.shape
     got = got[: layout.total]
     want = turned(x[: layout.total], positions_of(LENGTHS), frequencies_of(rotary), rotary.interleaved)
@@ -82,14 +82,14 @@ def test_packed_rows_turn_as_complex_numbers_do(rotary):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_padded_rows_turn_by_the_positions_that_are_passed(rotary, rows):
     x, positions = heads(2, 11), torch.randint(1000, (rows, 11))
-    got = rotary.of_head_dim(HEAD_DIM).turn_at(x, positions)
+    got = rotary.of_head_dim(HEAD_DIM).rotate(x, positions)
     torch.testing.assert_close(got, turned(x, positions, frequencies_of(rotary), rotary.interleaved), **CLOSE)
 
 
 def test_far_positions_are_as_exact_as_the_dtype():
     rotary, x = Rotary(), heads(1, 7)
     positions = torch.arange(100_003, 100_010).unsqueeze(0)
-    got = rotary.of_head_dim(HEAD_DIM).turn_at(x, positions)
+    got = rotary.of_head_dim(HEAD_DIM).rotate(x, positions)
     torch.testing.assert_close(got, turned(x, positions, frequencies_of(rotary), False), **CLOSE)
 
 
@@ -98,12 +98,12 @@ def test_far_positions_are_as_exact_as_the_dtype():
 def test_narrow_dtypes_turn_at_exact_positions(rotary, dtype, tolerance):
     layout = nta.SequenceLayout.from_lengths([2049])  # past where bfloat16 counts in steps of 16
     x = heads(2049, dtype=dtype)
-    got = rotary.of_head_dim(HEAD_DIM).turn_at(x, layout)
+    got = rotary.of_head_dim(HEAD_DIM).rotate(x, layout)
     assert got.dtype == dtype
     want = turned(x.double(), torch.arange(2049), frequencies_of(rotary), rotary.interleaved)
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
     if dtype != torch.float32:  # nothing but the result is rounded
-        wide = rotary.of_head_dim(HEAD_DIM).turn_at(x.float(), layout)
+        wide = rotary.of_head_dim(HEAD_DIM).rotate(x.float(), layout)
         assert torch.equal(got, wide.to(dtype))
 
 
@@ -114,7 +114,7 @@ def test_scores_depend_on_distances_alone(rotary):
 
     def scores(shift: int, key_shift: int) -> Tensor:
         places, key_places = (torch.arange(n).unsqueeze(0) + by for n, by in ((7, shift), (11, key_shift)))
-        return torch.einsum("blhd,bshd->bhls", rotation.turn_at(q, places), rotation.turn_at(k, key_places))
+        return torch.einsum("blhd,bshd->bhls", rotation.rotate(q, places), rotation.rotate(k, key_places))
 
     for shift in (1, 13, 1009):
         torch.testing.assert_close(scores(shift, shift), scores(0, 0), **CLOSE)
@@ -124,7 +124,7 @@ def test_scores_depend_on_distances_alone(rotary):
 @pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
 def test_lengths_stay_and_position_zero_and_the_other_dims_are_untouched(rotary):
     x = heads(1, 17)
-    got = rotary.of_head_dim(HEAD_DIM).turn_at(x, torch.arange(17).unsqueeze(0))
+    got = rotary.of_head_dim(HEAD_DIM).rotate(x, torch.arange(17).unsqueeze(0))
     dims = rotary.dims or HEAD_DIM
     assert torch.equal(got[:, 0], x[:, 0])
     assert torch.equal(got[..., dims:], x[..., dims:])
@@ -149,7 +149,7 @@ def test_a_scaling_of_one_s_own(interleaved, factor):
     x, positions = heads(1, 13), torch.arange(13).unsqueeze(0)
     want = turned(x, positions, frequencies_of(rotary) / 3, interleaved, factor)
     for _ in range(2):
-        torch.testing.assert_close(rotation.turn_at(x, positions), want, **CLOSE)
+        torch.testing.assert_close(rotation.rotate(x, positions), want, **CLOSE)
     assert len(given) == 1
     torch.testing.assert_close(given[0].double(), frequencies_of(rotary))
 
@@ -227,7 +227,7 @@ def test_yarn_multiplies_queries_and_keys():
     rotary = Rotary(101.0, dims=6, scaling=yarn(4.0, 31))
     rotation = rotary.of_head_dim(HEAD_DIM)
     x = heads(1, 13)
-    got = rotation.turn_at(x, torch.arange(13).unsqueeze(0))
+    got = rotation.rotate(x, torch.arange(13).unsqueeze(0))
     factor = 0.1 * math.log(4.0) + 1
     torch.testing.assert_close(got[..., :6].norm(dim=-1), factor * x[..., :6].norm(dim=-1), **CLOSE)
     assert torch.equal(got[..., 6:], x[..., 6:])
@@ -244,7 +244,7 @@ def test_halves_are_llama_s():
     want = llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     rotation = Rotary(503.0).of_head_dim(HEAD_DIM)
     for x, y in zip((q, k), want, strict=True):
-        torch.testing.assert_close(rotation.turn_at(x, positions), y, **NEAR)
+        torch.testing.assert_close(rotation.rotate(x, positions), y, **NEAR)
 
 
 @pytest.mark.parametrize("dims", [6, HEAD_DIM])
@@ -252,7 +252,7 @@ def test_pairs_are_gpt_j_s(dims):
     x = heads(1, 61)
     sin, cos = gptj.create_sinusoidal_positions(61, dims).double().unsqueeze(0).chunk(2, -1)
     want = torch.cat([gptj.apply_rotary_pos_emb(x[..., :dims], sin, cos), x[..., dims:]], -1)
-    got = Rotary(dims=dims, interleaved=True).of_head_dim(HEAD_DIM).turn_at(x, torch.arange(61).unsqueeze(0))
+    got = Rotary(dims=dims, interleaved=True).of_head_dim(HEAD_DIM).rotate(x, torch.arange(61).unsqueeze(0))
     torch.testing.assert_close(got, want, **NEAR)
 
 
@@ -275,7 +275,7 @@ def test_partial_rotation_is_gpt_neox_s():
     want = gpt_neox.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     rotation = Rotary(503.0, dims=6).of_head_dim(HEAD_DIM)
     for x, y in zip((q, k), want, strict=True):
-        torch.testing.assert_close(rotation.turn_at(x, positions), y, **NEAR)
+        torch.testing.assert_close(rotation.rotate(x, positions), y, **NEAR)
 
 
 # transformers' layers

@@ -1,0 +1,39 @@
+"""What the options of a ``VarlenMultiheadAttention`` ask of the functions that attend.
+
+Dimensions: G key heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AttentionConfig(NamedTuple):
+    """The options as they are in one call.
+
+    Attributes:
+        options: arguments of ``varlen_attention``, by name; their ``dropout_p`` may be 1 here.
+        bias_k, bias_v: (1, 1, G·D) a key that every sequence gets besides its own, and its value.
+        add_zero_attn: whether every sequence gets a key of zeros besides, with a value of zeros.
+    """
+
+    options: Mapping[str, Any]
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    add_zero_attn: bool
+
+    @property
+    def num_added_keys(self) -> int:
+        return (self.bias_k is not None) + self.add_zero_attn
+
+    def added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys that every sequence gets besides its own, and their values: (1 or 2, G, D) each, one at least."""
+        return self._added(self.bias_k, k), self._added(self.bias_v, v)
+
+    def _added(self, bias: Tensor | None, x: Tensor) -> Tensor:
+        rows = [] if bias is None else [bias.to(x.dtype).view(1, *x.shape[-2:])]
+        return torch.cat([*rows, x.new_zeros(1, *x.shape[-2:])] if self.add_zero_attn else rows)

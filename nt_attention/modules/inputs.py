@@ -1,0 +1,289 @@
+"""The forms that inputs of a ``VarlenMultiheadAttention`` come in, read into one, and outputs given back in them.
+
+Dimensions: B sequences, j their ragged length, L and S padded lengths of queries and keys, T tokens, E embed dim, H
+query heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import nested
+from .._tracing import can_be_read, refuse_jit_trace
+from ..kernels.call import MaskMod, ScoreMod
+from ..layout import SequenceLayout
+
+_NAMES = ("query", "key", "value")
+_Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+class InputError(ValueError, AssertionError, RuntimeError):
+    """Dense inputs that do not fit; nn.MultiheadAttention raises any of these types."""
+
+
+class Masks(NamedTuple):
+    """The masks of a call, as the caller gave them; with a batch dimension, ``key_padding_mask`` is (B, S).
+
+    Where ``counts_added_keys``, causality goes by the order of all keys, added ones last.
+    """
+
+    is_causal: bool = False
+    key_padding_mask: Tensor | None = None
+    attn_mask: Tensor | Sequence[Tensor] | None = None
+    mask_mod: MaskMod | None = None
+    score_mod: ScoreMod | None = None
+    counts_added_keys: bool = False
+
+    def without_hint(self, need_weights: bool) -> Masks:
+        """With one of ``is_causal`` and ``attn_mask``, where both say the same."""
+        if not self.is_causal or self.attn_mask is None:
+            return self
+        if need_weights or self.key_padding_mask is not None:
+            return self._replace(is_causal=False)
+        return self._replace(attn_mask=None, counts_added_keys=True)  # as stock's kernel goes by the hint
+
+
+class Dims(NamedTuple):
+    """What inputs have to fit: E of query, key and value, H, and the order of a padded batch's dimensions."""
+
+    embed_dims: tuple[int, int, int]
+    num_heads: int
+    batch_first: bool
+
+
+class Inputs(NamedTuple):
+    """The inputs of one call, checked.
+
+    Attributes:
+        query, key, value: packed (T, E) each, with layouts; or padded (B, L, E) each, without. What was one object is
+            one still.
+        need_weights: whether to return attention weights.
+        layouts: the sequences of packed queries, and of packed keys and values.
+        restore: gives outputs, (T, E) or (B, L, E), the form of the query that came in; None if they have it.
+        is_batched: False for a dense query (L, E), whose weights have no batch either.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    masks: Masks
+    need_weights: bool
+    layouts: tuple[SequenceLayout, SequenceLayout] | None = None
+    restore: Callable[[Tensor], Any] | None = None
+    is_batched: bool = True
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether padded query, key and value are one tensor; module hooks hand in views of it."""
+        query, *others = self[:3]
+        return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
+
+    @property
+    def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Tensor, Tensor]:
+        """Of queries and keys, in their sequences: layouts of packed rows; (B or 1, L) and (B or 1, S) of padded ones.
+
+        Padded self-attention counts tokens, as packed tokens are counted.
+        """
+        if self.layouts is not None:
+            return self.layouts
+        padding = self.masks.key_padding_mask
+        if padding is not None and self.is_self_attention:
+            hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
+            positions = (~hidden).cumsum(1) - 1
+            return positions, positions
+        rows, key_rows = (torch.arange(x.shape[1], device=x.device).unsqueeze(0) for x in (self.query, self.key))
+        return rows, key_rows
+
+    def pack(self) -> Inputs:
+        """Packed inputs, of padded ones whose only mask besides causality is a boolean ``key_padding_mask``."""
+        if self.layouts is not None:
+            return self
+        (query, key, value), padding = self[:3], self.masks.key_padding_mask
+        key_layout = _full(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
+        layout = key_layout if self.is_self_attention else _full(query)
+        q = layout.pack(query)
+        k = q if key is query and key_layout is layout else key_layout.pack(key)
+        v = q if value is query and key_layout is layout else k if value is key else key_layout.pack(value)
+
+        unpack = self.restore or (lambda out: out)
+        return Inputs(
+            q, k, v, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
+        )
+
+    def give_back(self, out: Tensor, weights: Tensor | None, average: bool) -> tuple[Any, Tensor | None]:
+        """``out`` (T, E) or (B, L, E) in the form of the query that came in, and weights (B, H, L, S) as asked for."""
+        if weights is not None:
+            weights = weights.mean(1) if average else weights
+            weights = weights if self.is_batched else weights.squeeze(0)
+        if self.layouts is not None:
+            out = self.layouts[0].fill_past_end(out, 0.0)
+        return out if self.restore is None else self.restore(out), weights
+
+
+def read_inputs(
+    query: Any,
+    key: Any,
+    value: Any,
+    layout: SequenceLayout | None,
+    key_layout: SequenceLayout | None,
+    masks: Masks,
+    need_weights: bool | None,
+    dims: Dims,
+) -> Inputs:
+    """Whatever came in as ``Inputs``; ``need_weights`` None is True for dense inputs, and False for ragged ones.
+
+    Raises:
+        ValueError: inputs that do not fit each other; an ``InputError`` where they are dense.
+        TypeError: query, key and value are neither tensors nor lists.
+    """
+    in_lists = isinstance(query, (list, tuple))
+    if in_lists:
+        refuse_jit_trace()
+    elif not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if not isinstance(x[1], Tensor))
+        raise TypeError(f"query, key and value must be tensors, or lists of them; {name} is {type(other).__name__}.")
+    are_nested = [] if in_lists else nested.are_nested(query, key, value)
+    if not in_lists and layout is None and not any(are_nested):
+        return _from_dense((query, key, value), masks, need_weights is not False, dims)
+    if masks.key_padding_mask is not None:
+        raise ValueError("a ragged batch has no padding: leave out key_padding_mask, whose tokens are not there.")
+    if layout is not None and (in_lists or any(are_nested)):
+        forms = "lists of tensors" if in_lists else "NestedTensors"
+        raise ValueError(f"{forms} bring their own layout: leave out layout= and key_layout=.")
+    restore = None
+    if in_lists:
+        (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
+    elif layout is None:
+        (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value), are_nested)
+    is_self = key_layout is None or key_layout is layout
+    layout = SequenceLayout.require(layout, "layout")
+    key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
+    _check_widths((query, key, value), dims, ValueError)
+    if not query.dim() == key.dim() == value.dim() == 2:
+        name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
+        raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
+    layout.check_rows(query, "query")
+    key_layout.check_keys(key, value)
+    need_weights = bool(need_weights)
+    return Inputs(query, key, value, masks.without_hint(need_weights), need_weights, (layout, key_layout), restore)
+
+
+def _from_dense(tensors: _Tensors, masks: Masks, need_weights: bool, dims: Dims) -> Inputs:
+    """nn.MultiheadAttention's own inputs, (L, E) or three-dimensional, as (B, L, E); refuses what that refuses."""
+    if masks.mask_mod or masks.score_mod:
+        raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")
+    query, key, value = tensors
+    if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+        raise InputError(
+            "query, key and value must be (L, E) each or three-dimensional each, got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+        )
+    _check_widths(tensors, dims, InputError)
+    restore: Callable[[Tensor], Tensor] | None = None
+    is_batched = query.dim() == 3
+    if not is_batched:
+        tensors, restore = _each(lambda x: x.unsqueeze(0), *tensors), lambda out: out.squeeze(0)
+    elif not dims.batch_first:
+        tensors, restore = _each(lambda x: x.transpose(0, 1), *tensors), lambda out: out.transpose(0, 1).contiguous()
+    _check_padded(tensors, masks, dims.num_heads, is_batched)
+    if masks.is_causal and masks.attn_mask is None and need_weights:
+        raise InputError("is_causal=True alone gives no weights: pass attn_mask with it, or need_weights=False.")
+    if masks.key_padding_mask is not None and not is_batched:
+        masks = masks._replace(key_padding_mask=masks.key_padding_mask.unsqueeze(0))
+    return Inputs(*tensors, masks.without_hint(need_weights), need_weights, None, restore, is_batched)
+
+
+def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: bool) -> None:
+    (batch, queries), (key_batch, keys), values = (tuple(x.shape[:2]) for x in tensors)
+    if key_batch != batch or values != (key_batch, keys):
+        raise InputError(
+            "query, key and value must share their batch, and key and value their length, got "
+            f"{(batch, queries)}, {(key_batch, keys)} and {values} (batch, length)."
+        )
+    padding_shapes: list[tuple[int, ...]] = [(batch, keys) if is_batched else (keys,)]
+    attn_shapes: list[tuple[int, ...]] = [(queries, keys), (batch * num_heads, queries, keys)]
+    for name, shapes in (("key_padding_mask", padding_shapes), ("attn_mask", attn_shapes)):
+        mask = getattr(masks, name)
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
+            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise InputError(f"{name} must be a tensor of booleans or floating-point numbers, got {got}.")
+        if mask.shape not in shapes:
+            raise InputError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
+
+
+def _check_widths(tensors: _Tensors, dims: Dims, error: type[ValueError]) -> None:
+    for name, x, width in zip(_NAMES, tensors, dims.embed_dims, strict=True):
+        if len(shape := x.shape) < 2 or shape[-1] != width:
+            raise error(f"{name} must have {width} features in its last dimension, got {tuple(x.shape)}.")
+
+
+_Packed = tuple[_Tensors, SequenceLayout, SequenceLayout, Callable[[Tensor], Any]]
+
+
+def _pack_nested(tensors: _Tensors, are_nested: list[bool]) -> _Packed:
+    if not all(are_nested):
+        plain = are_nested.index(False)
+        raise ValueError(
+            "query, key and value must all be NestedTensors (B, j, E); "
+            f"{_NAMES[plain]} is a plain tensor {tuple(tensors[plain].shape)}."
+        )
+    q, k, v = nested.unwrap_each(query=tensors[0], key=tensors[1], value=tensors[2])
+    for name, rows in zip(_NAMES, (q.values, k.values, v.values), strict=True):
+        if rows.dim() != 2:
+            raise ValueError(
+                f"query, key and value must all be NestedTensors (B, j, E); {name} has {rows.dim() + 1} dims."
+            )
+    _check_values(k.layout, v.layout)
+    return (q.values, k.values, v.values), q.layout, k.layout, q.rewrap
+
+
+def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> _Packed:
+    packed: dict[int, tuple[Tensor, SequenceLayout]] = {}
+    for name, xs in zip(_NAMES, (query, key, value), strict=True):
+        fits = isinstance(xs, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 2 for x in xs)
+        if not fits or len(xs) != len(query) or not len(xs):
+            got = f"{len(xs)} of them" if isinstance(xs, (list, tuple)) else type(xs).__name__
+            raise ValueError(
+                f"query, key and value must be lists of as many tensors (Li, E), one or more; {name} is {got}."
+            )
+        kinds = {(x.shape[1], x.dtype, x.device) for x in xs}
+        if len(kinds) > 1:
+            got = "; ".join(f"{width}, {dtype}, {device}" for width, dtype, device in kinds)
+            raise ValueError(f"the tensors of {name} must share their width, dtype and device, got {got}.")
+        if id(xs) not in packed:
+            lengths = [len(x) for x in xs]
+            packed[id(xs)] = torch.cat(list(xs)), SequenceLayout.from_lengths(lengths, device=xs[0].device)
+    (q, layout), (k, key_layout), (v, value_layout) = (packed[id(xs)] for xs in (query, key, value))
+    _check_values(key_layout, value_layout)
+    key_layout = layout if layout.same_lengths(key_layout) else key_layout
+    bounds = layout.host_offsets.tolist()
+    # slices one by one: outputs of split could not be changed in place
+    return (q, k, v), layout, key_layout, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def _check_values(key_layout: SequenceLayout, value_layout: SequenceLayout) -> None:
+    if not key_layout.same_lengths(value_layout):
+        raise ValueError("key and value must have the same lengths.")
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+
+
+def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> _Tensors:
+    """With inputs that were one object still one."""
+    q = function(query)
+    k = q if key is query else function(key)
+    return q, k, q if value is query else k if value is key else function(value)
+
+
+def _full(padded: Tensor) -> SequenceLayout:
+    """The layout of a batch (B, L, E) without padding."""
+    return SequenceLayout.from_lengths([padded.shape[1]] * padded.shape[0], device=padded.device)

@@ -1,0 +1,47 @@
+"""Attention of a ``VarlenMultiheadAttention`` on packed heads, through ``varlen_attention``.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..functional import varlen_attention
+from ..layout import SequenceLayout
+from .config import AttentionConfig
+from .inputs import Inputs
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig) -> tuple[Tensor, None]:
+    """(T, H, D), (S, G, D), (S, G, Dv) to (T, H, Dv), and no weights."""
+    assert inputs.layouts is not None
+    layout, key_layout = inputs.layouts
+    masks, is_causal = inputs.masks, inputs.masks.is_causal
+    options = {**config.options, "is_causal": is_causal, "causal_alignment": "upper_left"}
+    options |= {"mask_mod": masks.mask_mod, "score_mod": masks.score_mod}
+    if added := config.num_added_keys:
+        if is_causal and layout.same_lengths(key_layout):
+            options["causal_alignment"] = "lower_right"  # with the added keys in front it leaves them visible to all
+        elif is_causal:
+            options.update(is_causal=False, window_size=(-1, added))
+        longer = key_layout.extended(added)
+        ks, vs = config.added_keys(k, v)
+        k, v = _prepend(ks, k, key_layout, longer), _prepend(vs, v, key_layout, longer)
+        key_layout = longer
+    return cast(Tensor, varlen_attention(q, k, v, layout, key_layout, **options)), None
+
+
+def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
+    """``x`` (S, G, D) with the ``added`` rows (n, G, D) at the start of every sequence; attention asks for no order."""
+    rows, count = x.shape[0], added.shape[0]
+
+    def build() -> Tensor:
+        sequence, position = longer.locate_rows(rows + count * layout.batch_size)
+        own = position - count
+        return torch.where(own < 0, rows + position, layout.offsets[sequence] + own)
+
+    return torch.cat([x, added]).index_select(0, layout.cached(("prepended", count, rows), build))
