@@ -341,12 +341,3 @@ def _check_sinks(sinks: Tensor, query: Tensor) -> None:
 def _some(layout: SequenceLayout) -> str:
     lengths = layout.host_offsets.diff()
     return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"
-
-
-def check_window_size(window_size: object) -> None:
-    OPTIONS["window_size"].parse("window_size", window_size)
-
-
-def check_score_options(scale: object, softcap: object) -> None:
-    OPTIONS["scale"].parse("scale", scale)
-    OPTIONS["softcap"].parse("softcap", softcap)
