@@ -1,12 +1,13 @@
 """Host time per call of this tree and of another one, before and after a change, in one run on one machine.
 
-    python benchmarks/compare_host_time.py OTHER_TREE [--device cpu|cuda] [--rounds 7] [--save FILE]
+    python benchmarks/compare_host_time.py OTHER_TREE [--device cpu|cuda] [--rounds 7] [--host-time-only] [--save FILE]
 
 OTHER_TREE is the root of another checkout, such as a ``git worktree`` of the commit to compare with. Fresh processes of
 both trees alternate. Each measures every call on four short sequences, as the median over bursts: on a CPU the time of
 the calling thread, the kernel's part included; on a GPU the host's time while the device keeps up. On a GPU the device
 time of ``"auto"`` on batches A to E follows. A number is the median over rounds, and "new / old" the ratio of two of
-them. The last column has the lowest and the highest ratio of a round, which show the noise.
+them. On a busy machine the ratio of the fastest rounds is steadier. The last column has the lowest and the highest
+ratio of a round, which show the noise.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def main() -> None:
     parser.add_argument("other", type=Path, metavar="OTHER_TREE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--host-time-only", action="store_true", help="leave out the batches")
     parser.add_argument("--save", type=Path, metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # measure OTHER_TREE alone, as JSON
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps(measure(options.other, options.device)))
+        print(json.dumps(measure(options.other, options.device, options.host_time_only)))
         return
     trees = {"old": options.other.resolve(), "new": THIS_TREE}
     if not (trees["old"] / "nt_attention").is_dir():
@@ -54,22 +56,23 @@ def main() -> None:
     for i in range(options.rounds):
         for name in sorted(trees, reverse=i % 2 == 0):
             print(f"round {i + 1} of {options.rounds}: {name}", file=sys.stderr)
-            times[name].append(run_worker(trees[name], options.device))
+            times[name].append(run_worker(trees[name], options.device, options.host_time_only))
     text = "\n".join([*header(trees, options.device), "", *table(times)]) + "\n"
     print(text, end="")
     if options.save:
         options.save.write_text(f"`python benchmarks/compare_host_time.py {' '.join(sys.argv[1:])}`\n\n{text}")
 
 
-def run_worker(tree: Path, device: str) -> dict[str, float]:
+def run_worker(tree: Path, device: str, host_time_only: bool) -> dict[str, float]:
     """Measure a tree in a process of its own."""
     command = [sys.executable, "-W", "ignore", __file__, str(tree), "--device", device, "--worker"]
+    command += ["--host-time-only"] if host_time_only else []
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, check=True)
     result: dict[str, float] = json.loads(done.stdout)
     return result
 
 
-def measure(tree: Path, device: str) -> dict[str, float]:
+def measure(tree: Path, device: str, host_time_only: bool) -> dict[str, float]:
     """µs of host time by call, then ms of device time by batch."""
     assert Path(nta.__file__).is_relative_to(tree.resolve()), f"{nta.__file__} is not of {tree}"
     torch.manual_seed(0)
@@ -78,7 +81,7 @@ def measure(tree: Path, device: str) -> dict[str, float]:
     for name, functions in (*attention_calls(device), *module_calls(device)):
         for direction, function in functions.items():
             found[f"{name}, {direction}"] = host_us(function, device)
-    if device == "cuda":
+    if device == "cuda" and not host_time_only:
         for name, functions in batch_calls():
             for direction, function in functions.items():
                 found[f"batch {name}, {direction}"] = commands_module("timing").device_ms(function)
@@ -188,14 +191,14 @@ def commit(tree: Path) -> str:
 
 
 def table(times: dict[str, list[dict[str, float]]]) -> list[str]:
-    lines = ["| call | old | new | new / old | of a round |", "|---|---|---|---|---|"]
+    lines = ["| call | old | new | new / old | of the fastest rounds | of a round |", "|---|---|---|---|---|---|"]
     for call in times["new"][0]:
         old, new = ([each[call] for each in times[name]] for name in ("old", "new"))
         ratios = [b / a for a, b in zip(old, new, strict=True)]
         unit = "ms" if call.startswith("batch") else "µs"
         cells = [f"{statistics.median(x):.{3 if unit == 'ms' else 0}f} {unit}" for x in (old, new)]
-        ratio = statistics.median(new) / statistics.median(old)
-        lines.append(f"| {call} | {' | '.join(cells)} | {ratio:.3f} | {min(ratios):.2f} to {max(ratios):.2f} |")
+        cells += [f"{statistics.median(new) / statistics.median(old):.3f}", f"{min(new) / min(old):.3f}"]
+        lines.append(f"| {call} | {' | '.join(cells)} | {min(ratios):.2f} to {max(ratios):.2f} |")
     return lines
 
 

@@ -210,10 +210,10 @@ class AttentionSpec:
     @property
     def features(self) -> frozenset[str]:
         """What this call asks for, by the names in ``FEATURES``."""
-        window, causal = self.window, (math.inf, 0)
+        window = self.window
         asked = {
-            "causal": window == causal,
-            "window": window != causal and not window.is_open,
+            "causal": window.is_causal,
+            "window": not (window.is_causal or window.is_open),
             "alibi": self.alibi,
             "grouped heads": self.num_heads != self.num_kv_heads,
             "cross": not self.equal_lengths,

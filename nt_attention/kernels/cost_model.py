@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from importlib import resources
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ class CallSize(NamedTuple):
     def of(cls, layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> CallSize:
         """Without a window from what the layouts know; else cached with them, so that a second layer counts nothing."""
         tokens = (layout.total + key_layout.total) / 2
-        if spec.equal_lengths and spec.window.left == math.inf and spec.window.right in (0, math.inf):
+        if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
             squares = layout.sum_of_squares
             return cls(layout.batch_size, tokens, squares if spec.window.is_open else (squares + layout.total) / 2)
 
@@ -79,7 +78,7 @@ def mask_kind(spec: AttentionSpec) -> str:
     """The kind of mask, on which a kernel's time depends besides the visible pairs."""
     if spec.window.is_open:
         return "full"
-    if spec.window == (math.inf, 0):
+    if spec.window.is_causal:
         return "causal"
     return "window behind" if spec.window.right <= 0 else "window"
 

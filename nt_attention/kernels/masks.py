@@ -38,6 +38,11 @@ class Window(NamedTuple):
         return self.left == self.right == math.inf
 
     @property
+    def is_causal(self) -> bool:
+        """Whether just the keys up to its own position are visible. (A compiler of torch 2.11 can't compare tuples.)"""
+        return self.left == math.inf and self.right == 0
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """(left, right) with −1 where there is no limit, as flash kernels take them."""
         left, right = (-1 if side == math.inf else int(side) for side in self)

@@ -14,7 +14,6 @@ or has NaN for all its scores.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -126,7 +125,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
         return []
     shift = spec.shift(queries, keys)
     # the kernel masks before it scales, so a scale of 0 or below turns its −inf into NaN or inf
-    kernel_causal = spec.window == (math.inf, 0) and shift == 0 and spec.has_positive_scale
+    kernel_causal = spec.window.is_causal and shift == 0 and spec.has_positive_scale
     if not keys or (not spec.alibi and (spec.window.is_open or kernel_causal)):
         return [(0, 0, Shape(queries, keys, 0, causal=not spec.window.is_open))]
     left, right = spec.window
