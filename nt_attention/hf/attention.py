@@ -124,7 +124,7 @@ def _plan(
 ) -> tuple[Layouts | None, Tensor | None]:
     """The layouts with which a call runs packed; or None, and the mask under which it runs padded."""
     query, key, options = call.query, call.key, call.options
-    traced = is_traced(query) or isinstance(query, torch.fx.Proxy)
+    traced = is_traced(query)
     layouts = None
     if cu_seq_lens_q is not None:
         layouts = _layouts_of(query, key, cu_seq_lens_q, cu_seq_lens_k, traced)
