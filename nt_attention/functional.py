@@ -7,8 +7,8 @@ dims.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from . import nested
 from ._tracing import is_traced, refuse_jit_trace
 from .kernels.autograd import run
 from .kernels.backend import Backend
-from .kernels.call import DTYPES, OPTIONS, AttentionSpec, Call, Options, all_options, check_slopes, describe
+from .kernels.call import (
+    DTYPES,
+    OPTIONS,
+    AttentionSpec,
+    Call,
+    Options,
+    all_options,
+    check_options,
+    check_slopes,
+    describe,
+)
 from .kernels.cost_model import CallSize
 from .kernels.select import Explanation, can_choose_later, choose, explain_spec, selection_key, warn_if_slow
 from .kernels.support import head_dims
@@ -78,7 +88,7 @@ def varlen_attention(
         ValueError: shapes, dtypes, devices or layouts that do not fit each other, or no backend that can run this.
         TypeError: NestedTensors mixed with packed tensors.
     """
-    planned = plan(query, key, value, layout, key_layout, alibi_slopes=alibi_slopes, backend=backend, **options)
+    planned = _plan(_pack(query, key, value, layout, key_layout), alibi_slopes, backend, options)
     if sinks is not None:
         _check_sinks(sinks, planned.query)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
@@ -115,19 +125,21 @@ def explain(
     return explain_spec(spec, CallSize.of(inputs.layout, inputs.key_layout, spec), backend)
 
 
-def _with_options(function: Callable[..., Any]) -> inspect.Signature:
-    """The function's signature, with the options by their names."""
-    *parameters, _ = inspect.signature(function).parameters.values()
-    for name, option in OPTIONS.items():
-        annotation = Options.__annotations__[name]
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
-        )
-    return inspect.signature(function).replace(parameters=parameters)
+def _name_options(function: Any) -> None:
+    """Let ``help``, ``inspect`` and ``typing`` show the options by their names."""
+    signature, hints = inspect.signature(function), get_type_hints(Options)
+    *given, _ = signature.parameters.values()
+    by_name = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=hints[name])
+        for name, option in OPTIONS.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*given[:5], *by_name, *given[5:]])
+    del function.__annotations__["options"]
+    function.__annotations__ |= hints
 
 
-varlen_attention.__signature__ = _with_options(varlen_attention)  # type: ignore[attr-defined]
-explain.__signature__ = _with_options(explain)  # type: ignore[attr-defined]
+_name_options(varlen_attention)
+_name_options(explain)
 
 
 class Plan(NamedTuple):
@@ -159,32 +171,35 @@ def plan(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Plan:
-    """Check a call of ``varlen_attention`` and choose its backend, without running it.
+    """Check a call of ``varlen_attention`` and choose its backend, without running it."""
+    return _plan(_pack(query, key, value, layout, key_layout), alibi_slopes, backend, options)
 
-    The spec and the choice are cached with the layout, for all layers of a model.
-    """
-    inputs = _pack(query, key, value, layout, key_layout)
-    every = all_options(options)
-    if "window_size" in options:  # a list has no hash
-        every["window_size"] = OPTIONS["window_size"].parse("window_size", options["window_size"])
+
+def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Mapping[str, Any]) -> Plan:
+    """The spec and the choice are cached with the layout, for all layers of a model."""
+    options = all_options(given)
+    if "window_size" in given:  # a list has no hash
+        options["window_size"] = OPTIONS["window_size"].parse("window_size", options["window_size"])
 
     def decide() -> tuple[AttentionSpec, Backend | str, tuple[int, int] | None]:
-        spec = _spec(inputs, alibi_slopes is not None, every)
+        spec = _spec(inputs, alibi_slopes is not None, options)
         return spec, *_choose(inputs, spec, backend)
 
-    if inputs.is_traced or every["score_mod"] is not None or every["mask_mod"] is not None:
+    query, key, value, layout, key_layout, rewrap, is_traced, needs_grad = inputs
+    if is_traced or options["score_mod"] is not None or options["mask_mod"] is not None:
         spec, chosen, dims = decide()  # a cache would keep these functions as long as the batch
     else:
-        q, k, v = inputs.query, inputs.key, inputs.value
         cache_key = (
-            *("call", q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            *(alibi_slopes is None, inputs.needs_grad, *selection_key(backend)),
-            *(*every.values(), *map(type, options.values())),  # 1 is no bool, but equal to True
+            *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
+            *(query.device, key.device, value.device, alibi_slopes is None, needs_grad, *selection_key(backend)),
+            *(*options.values(), *map(type, options.values())),  # 1 is no bool, but equal to True
         )
-        other = None if inputs.key_layout is inputs.layout else inputs.key_layout
-        spec, chosen, dims = inputs.layout.cached(cache_key, decide, other)
+        try:
+            spec, chosen, dims = layout.cached(cache_key, decide, None if key_layout is layout else key_layout)
+        except TypeError:
+            check_options(**options)  # what has no hash can't be right
+            raise
     _check_rows(inputs, alibi_slopes)
-    query, key, value, layout, key_layout, rewrap, *_ = inputs
     return Plan(query, key, value, Call(layout, key_layout, alibi_slopes, spec, dims), chosen, rewrap)
 
 

@@ -72,6 +72,10 @@ def _alignment(name: str, value: Any) -> CausalAlignment:
 
 
 def _window_size(name: str, value: object) -> tuple[int, int]:
+    if type(value) is tuple and len(value) == 2:  # on the way of every call
+        left, right = value
+        if type(left) is type(right) is int and -1 <= left < 2**63 and -1 <= right < 2**63:
+            return left, right
     sides = value if isinstance(value, Sequence) else ()
     if len(sides) != 2 or any(not isinstance(side, int) or not -1 <= side < 2**63 for side in sides):
         raise ValueError(

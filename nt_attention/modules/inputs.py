@@ -160,15 +160,17 @@ def read_inputs(
         (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
     elif layout is None:
         (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value), are_nested)
-    is_self = key_layout is None or key_layout is layout
-    layout = SequenceLayout.require(layout, "layout")
-    key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
+    else:
+        key_layout = None if key_layout is layout else key_layout
+        layout = SequenceLayout.require(layout, "layout")
+        key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
     _check_widths((query, key, value), dims, ValueError)
-    if not query.dim() == key.dim() == value.dim() == 2:
-        name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
-        raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
-    layout.check_rows(query, "query")
-    key_layout.check_keys(key, value)
+    if restore is None:  # the others have been checked
+        if not query.dim() == key.dim() == value.dim() == 2:
+            name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
+            raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
+        layout.check_rows(query, "query")
+        key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
     return Inputs(query, key, value, masks.without_hint(need_weights), need_weights, (layout, key_layout), restore)
 

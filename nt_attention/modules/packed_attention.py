@@ -5,7 +5,7 @@ Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv h
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,19 +20,22 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: At
     """(T, H, D), (S, G, D), (S, G, Dv) to (T, H, Dv), and no weights."""
     assert inputs.layouts is not None
     layout, key_layout = inputs.layouts
-    masks, is_causal = inputs.masks, inputs.masks.is_causal
-    options = {**config.options, "is_causal": is_causal, "causal_alignment": "upper_left"}
-    options |= {"mask_mod": masks.mask_mod, "score_mod": masks.score_mod}
+    options, is_causal, alignment = config.options, inputs.masks.is_causal, "upper_left"
     if added := config.num_added_keys:
         if is_causal and layout.same_lengths(key_layout):
-            options["causal_alignment"] = "lower_right"  # with the added keys in front it leaves them visible to all
+            alignment = "lower_right"  # with the added keys in front it leaves them visible to all
         elif is_causal:
-            options.update(is_causal=False, window_size=(-1, added))
+            options, is_causal = {**options, "window_size": (-1, added)}, False
         longer = key_layout.extended(added)
         ks, vs = config.added_keys(k, v)
         k, v = _prepend(ks, k, key_layout, longer), _prepend(vs, v, key_layout, longer)
         key_layout = longer
-    return cast(Tensor, varlen_attention(q, k, v, layout, key_layout, **options)), None
+    if inputs.masks.mask_mod is not None or inputs.masks.score_mod is not None:
+        options = {**options, "mask_mod": inputs.masks.mask_mod, "score_mod": inputs.masks.score_mod}
+    out = varlen_attention(
+        q, k, v, layout, key_layout, is_causal=is_causal, causal_alignment=cast(Any, alignment), **options
+    )
+    return cast(Tensor, out), None
 
 
 def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
