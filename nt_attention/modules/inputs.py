@@ -48,14 +48,6 @@ class Masks(NamedTuple):
         return self._replace(attn_mask=None, counts_added_keys=True)  # as stock's kernel goes by the hint
 
 
-class Dims(NamedTuple):
-    """What inputs have to fit: E of query, key and value, H, and the order of a padded batch's dimensions."""
-
-    embed_dims: tuple[int, int, int]
-    num_heads: int
-    batch_first: bool
-
-
 class Inputs(NamedTuple):
     """The inputs of one call, checked.
 
@@ -133,9 +125,13 @@ def read_inputs(
     key_layout: SequenceLayout | None,
     masks: Masks,
     need_weights: bool | None,
-    dims: Dims,
+    embed_dims: tuple[int, int, int],
+    num_heads: int,
+    batch_first: bool,
 ) -> Inputs:
     """Whatever came in as ``Inputs``; ``need_weights`` None is True for dense inputs, and False for ragged ones.
+
+    ``embed_dims`` are those of query, key and value; ``batch_first`` is the order of a padded batch's dimensions.
 
     Raises:
         ValueError: inputs that do not fit each other; an ``InputError`` where they are dense.
@@ -149,7 +145,8 @@ def read_inputs(
         raise TypeError(f"query, key and value must be tensors, or lists of them; {name} is {type(other).__name__}.")
     are_nested = [] if in_lists else nested.are_nested(query, key, value)
     if not in_lists and layout is None and not any(are_nested):
-        return _from_dense((query, key, value), masks, need_weights is not False, dims)
+        tensors = query, key, value
+        return _from_dense(tensors, masks, need_weights is not False, embed_dims, num_heads, batch_first)
     if masks.key_padding_mask is not None:
         raise ValueError("a ragged batch has no padding: leave out key_padding_mask, whose tokens are not there.")
     if layout is not None and (in_lists or any(are_nested)):
@@ -164,18 +161,26 @@ def read_inputs(
         key_layout = None if key_layout is layout else key_layout
         layout = SequenceLayout.require(layout, "layout")
         key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
-    _check_widths((query, key, value), dims, ValueError)
+    _check_widths((query, key, value), embed_dims, ValueError)
     if restore is None:  # the others have been checked
         if not query.dim() == key.dim() == value.dim() == 2:
             name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
             raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
         layout.check_rows(query, "query")
-        key_layout.check_keys(key, value)
+        if key is not query or value is not query or key_layout is not layout:
+            key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
     return Inputs(query, key, value, masks.without_hint(need_weights), need_weights, (layout, key_layout), restore)
 
 
-def _from_dense(tensors: _Tensors, masks: Masks, need_weights: bool, dims: Dims) -> Inputs:
+def _from_dense(
+    tensors: _Tensors,
+    masks: Masks,
+    need_weights: bool,
+    embed_dims: tuple[int, int, int],
+    num_heads: int,
+    batch_first: bool,
+) -> Inputs:
     """nn.MultiheadAttention's own inputs, (L, E) or three-dimensional, as (B, L, E); refuses what that refuses."""
     if masks.mask_mod or masks.score_mod:
         raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")
@@ -185,14 +190,14 @@ def _from_dense(tensors: _Tensors, masks: Masks, need_weights: bool, dims: Dims)
             "query, key and value must be (L, E) each or three-dimensional each, got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
         )
-    _check_widths(tensors, dims, InputError)
+    _check_widths(tensors, embed_dims, InputError)
     restore: Callable[[Tensor], Tensor] | None = None
     is_batched = query.dim() == 3
     if not is_batched:
         tensors, restore = _each(lambda x: x.unsqueeze(0), *tensors), lambda out: out.squeeze(0)
-    elif not dims.batch_first:
+    elif not batch_first:
         tensors, restore = _each(lambda x: x.transpose(0, 1), *tensors), lambda out: out.transpose(0, 1).contiguous()
-    _check_padded(tensors, masks, dims.num_heads, is_batched)
+    _check_padded(tensors, masks, num_heads, is_batched)
     if masks.is_causal and masks.attn_mask is None and need_weights:
         raise InputError("is_causal=True alone gives no weights: pass attn_mask with it, or need_weights=False.")
     if masks.key_padding_mask is not None and not is_batched:
@@ -220,10 +225,12 @@ def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: b
             raise InputError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
 
 
-def _check_widths(tensors: _Tensors, dims: Dims, error: type[ValueError]) -> None:
-    for name, x, width in zip(_NAMES, tensors, dims.embed_dims, strict=True):
-        if len(shape := x.shape) < 2 or shape[-1] != width:
-            raise error(f"{name} must have {width} features in its last dimension, got {tuple(x.shape)}.")
+def _check_widths(tensors: _Tensors, embed_dims: tuple[int, int, int], error: type[ValueError]) -> None:
+    for i, width in enumerate(embed_dims):
+        if i and tensors[i] is tensors[0] and width == embed_dims[0]:
+            continue  # self-attention
+        if len(shape := tensors[i].shape) < 2 or shape[-1] != width:
+            raise error(f"{_NAMES[i]} must have {width} features in its last dimension, got {tuple(shape)}.")
 
 
 _Packed = tuple[_Tensors, SequenceLayout, SequenceLayout, Callable[[Tensor], Any]]

@@ -20,7 +20,7 @@ from ..kernels.select import check_backend_name
 from ..layout import SequenceLayout
 from .alibi import alibi_slopes
 from .config import AttentionConfig
-from .inputs import Dims, Inputs, Masks, read_inputs
+from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
 from .rotary import Rotary
@@ -268,8 +268,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if (mask_mod or score_mod) and self._adds_keys:
             raise ValueError("mask_mod and score_mod count keys, to which add_bias_kv and add_zero_attn add some.")
         masks = Masks(is_causal, key_padding_mask, attn_mask, mask_mod, score_mod)
-        dims = Dims((self.embed_dim, self.kdim, self.vdim), self.num_heads, self.batch_first)
-        inputs = read_inputs(query, key, value, layout, key_layout, masks, need_weights, dims)
+        embed_dims = self.embed_dim, self.kdim, self.vdim
+        inputs = read_inputs(
+            query, key, value, layout, key_layout, masks, need_weights, embed_dims, self.num_heads, self.batch_first
+        )
         attend: Callable[..., tuple[Tensor, Tensor | None]] = padded_attention
         if self._runs_packed(inputs):
             inputs, attend = inputs.pack(), packed_attention
