@@ -60,11 +60,11 @@ def _attend(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     # a row that sees nothing takes −inf from −inf nowhere, forward or backward
-    blind = (scores == -torch.inf).all(-1)
-    scores = scores.masked_fill(blind.unsqueeze(-1), 0.0)
+    masked = (scores == -torch.inf).all(-1)
+    scores = scores.masked_fill(masked.unsqueeze(-1), 0.0)
     lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(blind.unsqueeze(-1), 0.0)
-    return F.dropout(weights, spec.dropout_p) @ v, lse.masked_fill(blind, -torch.inf)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(masked.unsqueeze(-1), 0.0)
+    return F.dropout(weights, spec.dropout_p) @ v, lse.masked_fill(masked, -torch.inf)
 
 
 BACKEND = Backend(

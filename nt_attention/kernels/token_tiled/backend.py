@@ -14,7 +14,7 @@ from . import ops
 
 
 def interpreted() -> bool:
-    """Whether Triton was told to run kernels on the CPU, in Python: for tests, and slow."""
+    """Whether Triton runs kernels on the CPU, in Python (TRITON_INTERPRET=1): for tests, and slow."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

@@ -1,8 +1,8 @@
 """Tuned tile sizes: one table by head dim, dtype and length profile. Nothing is tuned at run time.
 
 Measured on an H200 (torch 2.11, Triton 3.6) with ``python benchmarks/tune_token_tiled.py``, over the batches of
-``cli/workloads.py``. Other cards take the same rows until they have their own: run that command there, and add a
-table under the card's name to ``TABLES``.
+``cli/workloads.py``. Other GPUs take the same rows until they have their own: run that command there, and add a
+table under the GPU's name to ``TABLES``.
 """
 
 from __future__ import annotations

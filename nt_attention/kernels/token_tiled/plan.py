@@ -1,4 +1,4 @@
-"""What the kernels are told of a batch: which rows each token meets on the other side, and the tiles.
+"""A batch as the kernels need it: the rows of the other side that each token meets, and the tiles.
 
 Dimensions: B sequences, T tokens of one side, R runs, N tiles.
 """
@@ -132,7 +132,7 @@ class Plan:
             bounds = [x for side in self.sides for x in (side.offsets[ends[:-1]], side.offsets[ends[1:]])]
             return self._to_device([x[closed] for x in bounds])
 
-        return self._remember(("closed", shared), build)
+        return self._cached(("closed", shared), build)
 
     def _tiles(self, side: int, rows: int, shared: int, without_closed: bool) -> Tensor:
         def build() -> Tensor:
@@ -148,7 +148,7 @@ class Plan:
                 begins, stops = begins[order], stops[order]
             return self._to_device([begins, stops])
 
-        return self._remember((side, rows, shared, without_closed), build)
+        return self._cached((side, rows, shared, without_closed), build)
 
     def _runs(self, shared: int) -> Ints:
         """(R+1,) where runs begin and end: as many neighbours as fit into ``shared`` tokens, or one sequence."""
@@ -167,14 +167,14 @@ class Plan:
                 ends.append(following[ends[-1]])
             return np.array(ends)
 
-        return self._remember(("runs", shared), build)
+        return self._cached(("runs", shared), build)
 
     def _closed(self, ends: Ints, shared: int) -> NDArray[np.bool_]:
         """(R,) whether a run fits into a tile with both sides, and so takes one kernel for all its gradients."""
         lengths = [np.diff(side.offsets[ends]) for side in self.sides]
         return np.maximum(*lengths) <= shared
 
-    def _remember(self, key: object, build: Callable[[], T]) -> T:
+    def _cached(self, key: object, build: Callable[[], T]) -> T:
         if key not in self._made:
             self._made[key] = build()
         return self._made[key]

@@ -249,9 +249,9 @@ def forward_kernel(
         out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
         peak = higher
 
-    blind = total == 0.0
-    out = out / tl.where(blind, 1.0, total)[:, None]
-    lse = tl.where(blind, -INF, (peak + tl.log2(tl.where(blind, 1.0, total))) / LOG2E)
+    masked = total == 0.0
+    out = out / tl.where(masked, 1.0, total)[:, None]
+    lse = tl.where(masked, -INF, (peak + tl.log2(tl.where(masked, 1.0, total))) / LOG2E)
     tl.store(Lse + head * lse_head + rows, lse, mask=rows < end)
     _put(Out, out_row, start, end, out, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
 
