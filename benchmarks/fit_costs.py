@@ -68,18 +68,14 @@ def measure(dtype: torch.dtype, head_dim: int, kinds: list[str]) -> dict[tuple[s
             implementation = backend(name)
             if implementation.reasons(tensors, True):
                 continue
-            call = implementation.prepare(tensors)
-            spec = _spec(tensors)
-            size = CallSize.of(tensors.layout, tensors.layout, spec)
+            prepared = implementation.prepare(tensors)
+            call = plan(*tensors.qkv, tensors.layout, **tensors.options).call
+            size = CallSize.of(call)
             counts = (1.0, *(workload.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
-            mask = mask_kind(spec)
-            for direction, function in (("forward", call.forward), ("both", call.both)):
+            mask = mask_kind(call.spec)
+            for direction, function in (("forward", prepared.forward), ("both", prepared.both)):
                 rows[direction, mask, name].append((1000 * device_ms(function, repeats=3), *counts))
     return rows
-
-
-def _spec(tensors: WorkloadTensors):
-    return plan(*tensors.qkv, tensors.layout, **tensors.options).call.spec
 
 
 def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:

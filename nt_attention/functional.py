@@ -28,9 +28,7 @@ from .kernels.call import (
     check_slopes,
     describe,
 )
-from .kernels.cost_model import CallSize
-from .kernels.select import Explanation, can_choose_later, choose, explain_spec, selection_key, warn_if_slow
-from .kernels.support import head_dims
+from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layout import SequenceLayout
 
 _NO_OPERATOR = "no operator takes this call (mask_mod and score_mod, and on a CPU dropout and softcap)"
@@ -122,7 +120,7 @@ def explain(
     _check_rows(inputs, alibi_slopes)
     if sinks is not None:
         _check_sinks(sinks, inputs.query)
-    return explain_spec(spec, CallSize.of(inputs.layout, inputs.key_layout, spec), backend)
+    return explain_call(Call(inputs.layout, inputs.key_layout, alibi_slopes, spec), backend)
 
 
 def _name_options(function: Any) -> None:
@@ -311,8 +309,7 @@ def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend
             torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, and what is no operator runs outside of a graph")
         else:
             raise ValueError(f"{_NO_OPERATOR}, so make_fx can't record it: make the call outside of the function.")
-    chosen = choose(spec, CallSize.of(inputs.layout, inputs.key_layout, spec), backend)
-    return chosen, head_dims(chosen, spec)
+    return choose_for(Call(inputs.layout, inputs.key_layout, None, spec), backend)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout import SequenceLayout
-from .call import AttentionSpec
+from .call import AttentionSpec, Call
 
 # Below these the host's launches take as long, and the fits, to batches of 16384 tokens, are no more exact.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
@@ -39,8 +38,9 @@ class CallSize(NamedTuple):
     pairs: float
 
     @classmethod
-    def of(cls, layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> CallSize:
+    def of(cls, call: Call) -> CallSize:
         """Without a window from what the layouts know; else cached with them, so that a second layer counts nothing."""
+        layout, key_layout, _, spec, _ = call
         tokens = (layout.total + key_layout.total) / 2
         if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
             squares = layout.sum_of_squares

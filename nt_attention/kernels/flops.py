@@ -47,5 +47,4 @@ def _pairs(*arguments: Any) -> int:
     query, key, _, cu_seqlens, key_cu_seqlens = arguments[:5]
     if is_traced(cu_seqlens) or is_traced(key_cu_seqlens):
         return query.shape[0] * key.shape[0] // max(1, cu_seqlens.shape[0] - 1) * query.shape[1]
-    call = call_of(*arguments)
-    return int(CallSize.of(call.layout, call.key_layout, call.spec).pairs) * query.shape[1]
+    return int(CallSize.of(call_of(*arguments)).pairs) * query.shape[1]

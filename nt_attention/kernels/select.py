@@ -65,6 +65,10 @@ class Explanation:
         return "\n".join(lines)
 
 
+def explain_call(call: Call, backend: str) -> Explanation:
+    return explain_spec(call.spec, CallSize.of(call), backend)
+
+
 def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Explanation:
     """What ``choose`` would do, and why."""
     name = _resolve(backend)
@@ -88,6 +92,12 @@ def fastest_first(spec: AttentionSpec, size: CallSize) -> tuple[str, ...]:
     return (*sorted(expected, key=expected.__getitem__), *others, "reference")
 
 
+def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | None]:
+    """The backend that runs this call, as ``choose``, and the head dims that it is called with."""
+    chosen = choose(call.spec, CallSize.of(call), backend)
+    return chosen, support.head_dims(chosen, call.spec)
+
+
 def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backend:
     """The backend that runs this call.
 
@@ -107,7 +117,7 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backen
 def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
     """Warn where ``"auto"`` found nothing but the reference."""
     if _resolve(backend) == "auto":
-        order = fastest_first(call.spec, CallSize.of(call.layout, call.key_layout, call.spec))
+        order = fastest_first(call.spec, CallSize.of(call))
         installed = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
         fast = installed[0] if not installed[0].is_reference else BACKENDS[order[0]]
         why = " ".join(_reasons(fast, call.spec))
@@ -132,12 +142,11 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
 
 def _choose_in_graph(call: Call, backend: str) -> int:
     """The index of the chosen backend in the list, for its backward to find it again."""
-    size = CallSize.of(call.layout, call.key_layout, call.spec)
-    chosen = choose(call.spec, size, backend)
+    chosen = choose(call.spec, CallSize.of(call), backend)
     if chosen.backward is None:
         raise ValueError(
             f"{chosen.name} is no operator, so a graph can't choose it when it runs: pass backend={chosen.name!r} to "
-            f"this call, or make it outside of the graph.\n{explain_spec(call.spec, size, backend)}"
+            f"this call, or make it outside of the graph.\n{explain_call(call, backend)}"
         )
     return list(BACKENDS.values()).index(chosen)
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.kernels.call import AttentionSpec
+from nt_attention.kernels.call import AttentionSpec, Call
 from nt_attention.kernels.cost_model import CallSize
 from nt_attention.kernels.masks import Window
 
@@ -21,6 +21,12 @@ WINDOWS = [
     *((OPEN, 3), (5, OPEN), (2, 7), (13, 0), (0, 11), (1000, 1000), (1000, 2), (3, 1000)),
 ]
 EDGES = [0, 1, 2, 3, 17, 31]  # shorter and longer than the windows
+
+
+def size_of(layout, key_layout, spec):
+    return CallSize.of(Call(layout, key_layout, None, spec))
+
+
 ALIGNMENTS = pytest.mark.parametrize("lower_right", [True, False], ids=["lower_right", "upper_left"])
 
 
@@ -54,7 +60,7 @@ def test_no_sequences_have_no_pairs(lower_right):
     none = torch.zeros(0, dtype=torch.int64)
     assert Window(3, 5).pairs(none, none, lower_right).shape == (0,)
     layout, key_layout, spec = of_lengths([], [], window_size=(3, 5))
-    assert CallSize.of(layout, key_layout, spec) == CallSize(0, 0, 0)
+    assert size_of(layout, key_layout, spec) == CallSize(0, 0, 0)
 
 
 @ALIGNMENTS
@@ -86,7 +92,7 @@ OPTIONS = {
 def test_the_size_is_sequences_tokens_and_pairs(options, equal):
     queries, keys = LENGTHS if not equal else (LENGTHS[0],) * 2
     layout, key_layout, spec = of_lengths(queries, keys, equal=equal, **options)
-    size = CallSize.of(layout, key_layout, spec)
+    size = size_of(layout, key_layout, spec)
     want = sum(counted(a, b, spec.window, spec.lower_right) for a, b in zip(queries, keys, strict=True))
     assert size == CallSize(5, (sum(queries) + sum(keys)) / 2, want)
 
@@ -98,9 +104,9 @@ def test_the_fast_path_counts_the_same(lengths, is_causal, monkeypatch):
         raise AssertionError("counted sequence by sequence")
 
     layout, _, spec = of_lengths(lengths, lengths, equal=True, is_causal=is_causal)
-    slow = CallSize.of(layout, SequenceLayout.from_lengths(lengths), dataclasses.replace(spec, equal_lengths=False))
+    slow = size_of(layout, SequenceLayout.from_lengths(lengths), dataclasses.replace(spec, equal_lengths=False))
     monkeypatch.setattr(Window, "pairs", refused)
-    assert CallSize.of(layout, layout, spec) == slow
+    assert size_of(layout, layout, spec) == slow
 
 
 class TestRemembered:
@@ -118,12 +124,12 @@ class TestRemembered:
 
     def test_a_second_layer_counts_nothing(self, counts):
         layout, key_layout, spec = of_lengths(*LENGTHS, window_size=(7, 3))
-        first = CallSize.of(layout, key_layout, spec)
+        first = size_of(layout, key_layout, spec)
         # what pairs do not depend on
         again = dataclasses.replace(spec, num_heads=10, head_dim=64, scale=1.0, dtype=torch.float64, needs_grad=True)
-        assert CallSize.of(layout, key_layout, again) == first
+        assert size_of(layout, key_layout, again) == first
         same = SequenceLayout.from_offsets(layout.offsets)
-        assert CallSize.of(same, SequenceLayout.from_offsets(key_layout.cu_seqlens), spec) == first
+        assert size_of(same, SequenceLayout.from_offsets(key_layout.cu_seqlens), spec) == first
         assert counts == [(7, 3)]
 
     @pytest.mark.parametrize(
@@ -131,27 +137,27 @@ class TestRemembered:
     )
     def test_another_mask_is_counted_anew(self, counts, options):
         layout, key_layout, spec = of_lengths(*LENGTHS, window_size=(7, 3))
-        first = CallSize.of(layout, key_layout, spec)
-        assert CallSize.of(layout, key_layout, dataclasses.replace(spec, **options)) != first
+        first = size_of(layout, key_layout, spec)
+        assert size_of(layout, key_layout, dataclasses.replace(spec, **options)) != first
         assert len(counts) == 2
 
     def test_other_keys_are_counted_anew(self, counts):
         layout, key_layout, spec = of_lengths(*LENGTHS)
         others = SequenceLayout.from_lengths([11, 3, 0, 31, 17])
-        assert CallSize.of(layout, others, spec).pairs - CallSize.of(layout, key_layout, spec).pairs == 4 * 13
+        assert size_of(layout, others, spec).pairs - size_of(layout, key_layout, spec).pairs == 4 * 13
         assert len(counts) == 2
 
     def test_both_alignments_are_one_where_lengths_are_equal(self, counts):
         layout, _, spec = of_lengths(LENGTHS[0], None, equal=True, window_size=(7, 3))
         upper = dataclasses.replace(spec, causal_alignment="upper_left")
-        assert CallSize.of(layout, layout, upper) == CallSize.of(layout, layout, spec)
+        assert size_of(layout, layout, upper) == size_of(layout, layout, spec)
         assert len(counts) == 1
 
     def test_it_goes_when_either_layout_goes(self):
         layout, key_layout, spec = of_lengths(*LENGTHS)
         cache = layout._facts.cache
         before = set(cache._entries)
-        CallSize.of(layout, key_layout, spec)
+        size_of(layout, key_layout, spec)
         (added,) = set(cache._entries) - before
         assert len(cache._entries[added]) == 1
         del key_layout
@@ -170,7 +176,7 @@ def test_flops_are_those_of_the_pairs(options, equal, backend):
         torch.randn(key_layout.total, 5, 7, requires_grad=True),
         torch.randn(key_layout.total, 5, 3, requires_grad=True),
     )
-    products = 2 * 10 * CallSize.of(layout, key_layout, spec).pairs
+    products = 2 * 10 * size_of(layout, key_layout, spec).pairs
     with FlopCounterMode(display=False) as counter:
         out = varlen_attention(*tensors, layout, key_layout, backend=backend, **options)
     assert counter.get_total_flops() == products * (7 + 3)
