@@ -1,4 +1,4 @@
-"""Reading offsets on the host, once for each tensor, and caching what they say.
+"""Reading offsets on the host, once for each tensor, and caching what is derived from them.
 
 Dimensions: B sequences.
 """
@@ -30,9 +30,9 @@ _MISSING: Any = object()
 
 
 class Cache:
-    """What was derived from some offsets, by key: at most ``MOST_ENTRIES``, of which the oldest goes first.
+    """Values derived from offsets, by key. Above ``MOST_ENTRIES`` values, the oldest is dropped.
 
-    What is used while a CUDA graph is captured stays, because replaying the graph reads it.
+    A value that is used while a CUDA graph is captured is never dropped, because a replay of the graph reads it.
     """
 
     MOST_ENTRIES = 64
@@ -44,7 +44,7 @@ class Cache:
         self._captured: dict[object, Any] = {}
 
     def find_or_build(self, key: object, build: Callable[[], Any], other: Cache | None = None) -> Any:
-        """The value of ``key``, built the first time. With ``other``, it is kept as long as both caches are."""
+        """The value of ``key``, built the first time. With ``other``, it is kept as long as both caches live."""
         if other is not None:
             values = self.find_or_build((key, "with"), WeakIdKeyDictionary)
             value = values.get(other, _MISSING)
@@ -71,35 +71,35 @@ class Cache:
 
 
 def snapshot(tensor: Tensor) -> object:
-    """The state of a tensor: two of them are equal unless it was changed in place in between.
+    """The state of a tensor. Two snapshots differ if the tensor was changed in place in between.
 
-    On a CPU the memory itself is compared, so changes through NumPy or ``.data`` are found. On other devices they are
-    not, because they raise no version counter. Inference tensors have no counter: their changes are not found.
+    On a CPU the memory is compared, which also finds changes through NumPy or ``.data``. On other devices these are not
+    found, because they do not increase the version counter. Inference tensors have no counter: no change is found.
     """
     if tensor.is_inference():
         return None
     address = tensor.data_ptr()
     if not tensor.is_cpu:
         return tensor._version, address, tensor.numel()
-    if tensor.is_contiguous():  # a sixth of the time of tolist for few numbers, and less for many
+    if tensor.is_contiguous():  # at least six times as fast as tolist
         return tensor._version, address, ctypes.string_at(address, tensor.nbytes)
     with _no_modes():
         return tensor._version, address, tensor.tolist()
 
 
 class HostFacts:
-    """What one device sync tells about an offsets tensor. Holds no reference to it, or it would never be freed.
+    """What is known of an offsets tensor after one sync. Has no reference to the tensor, which would never be freed.
 
     Attributes:
         host: (B+1,) int64, a copy on the CPU.
-        converted: (B+1,) the offsets in the other of int32 and int64, on their own device.
+        converted: (B+1,) on the same device; int32 for int64 offsets, int64 for int32 ones.
         sum_of_squares: of the lengths.
-        digest: equal for equal offsets, and hardly for others.
-        cache: whatever else was derived; see ``SequenceLayout.cached``.
+        digest: a hash of the offsets.
+        cache: all other derived values; see ``SequenceLayout.cached``.
     """
 
     def __init__(self, as_read: object, host: Tensor, converted: Tensor) -> None:
-        """``as_read``: the offsets' snapshot."""
+        """``as_read``: the snapshot of the offsets when they were read."""
         self.host, self.converted = host, converted
         self._as_read, self._as_converted = as_read, snapshot(converted)
         self._converted_version = None if converted.is_inference() else converted._version
@@ -112,20 +112,20 @@ class HostFacts:
         self.cache = Cache(converted.device)
 
     def match(self, offsets: Tensor) -> bool:
-        """Whether ``offsets``, the tensor that was read or ``converted``, are unchanged since."""
+        """Whether ``offsets``, which are the tensor that was read or ``converted``, were not changed since."""
         return snapshot(offsets) == (self._as_converted if offsets is self.converted else self._as_read)
 
     def match_both(self, offsets: Tensor, cu_seqlens: Tensor) -> bool:
-        """``match`` for both dtypes, in less host time: of the converted one, changes that raise its version alone."""
+        """``match`` for both tensors in less host time: of ``converted``, only the version counter is compared."""
         if self._as_read is None:
             return True
         read, converted = (cu_seqlens, offsets) if offsets is self.converted else (offsets, cu_seqlens)
         return snapshot(read) == self._as_read and converted._version == self._converted_version
 
 
-# By weak reference: an offsets tensor that is freed is not mistaken for another one.
+# Offsets → facts. The keys are weak references, so a new tensor with the id of a freed one is not mistaken for it.
 _facts_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# The int32 tensor made from an int64 one (or the other way), to what it was made from: layers are handed either.
+# Converted offsets → a weak reference to the offsets that they were made from, as callers may pass either.
 _source_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -135,12 +135,12 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     Inference tensors have no version counter, so they are read each time.
 
     Returns:
-        ``offsets``, or the tensor that they were converted from where neither was changed since; and what it says.
+        ``offsets``, or the tensor that they were converted from if neither was changed since; and its facts.
 
     Raises:
         TypeError: not a tensor.
-        ValueError: not one-dimensional int32 or int64, empty, falling anywhere, negative, or past the int32 range; or
-            on the meta device.
+        ValueError: not one-dimensional int32 or int64, empty, decreasing, negative, above the int32 range, or on the
+            meta device.
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
@@ -172,7 +172,7 @@ def _read(offsets: Tensor) -> HostFacts:
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         converted = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
         numbers = host.numpy()
-    falls = numbers[1:] < numbers[:-1]  # a difference may overflow
+    falls = numbers[1:] < numbers[:-1]  # not by their difference, which may overflow
     if falls.any():
         fall = int(falls.argmax())
         raise ValueError(
@@ -186,16 +186,16 @@ def _read(offsets: Tensor) -> HostFacts:
 
 
 def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
-    """Have ``facts`` found by ``offsets``, and by what they were converted to, as long as the offsets live."""
+    """Cache ``facts`` for ``offsets`` and for ``facts.converted``, as long as the offsets live."""
     if not offsets.is_inference():
         _facts_of[offsets] = facts
         _source_of[facts.converted] = weakref.ref(offsets)
     return facts
 
 
-@outside_of_graphs  # NumPy's numbers would become constants or fake tensors there
+@outside_of_graphs  # a graph would turn NumPy's numbers into constants or fake tensors
 def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts]:
-    """New offsets (B+1,) on ``device`` for ``lengths`` (B,) on the host, and their facts, without a device sync.
+    """New int64 offsets (B+1,) on ``device`` for ``lengths`` (B,) on the host, and their facts, without a device sync.
 
     Raises:
         ValueError: a negative length, or more tokens than 2³¹ − 1.
@@ -205,31 +205,31 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
         raise ValueError(f"lengths[{at}] is {lengths[at]}: a sequence has zero or more tokens.")
     ends = np.zeros(lengths.size + 1, np.int64)
     lengths.cumsum(out=ends[1:])
-    if ends[-1] > INT32_MAX or lengths.max(initial=0) > INT32_MAX:  # a longer one may overflow the sum
+    if ends[-1] > INT32_MAX or lengths.max(initial=0) > INT32_MAX:  # both, because the sum may overflow
         raise ValueError(
             f"the lengths add up to {sum(map(int, lengths))} tokens, past the kernels' limit of {INT32_MAX}: "
             "pass fewer sequences at a time."
         )
-    with creating_cached_tensors():  # offsets with a version, by which they are known again
+    with creating_cached_tensors():  # inference tensors would have no version counter
         host = torch.from_numpy(ends)
         offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
         return offsets, cache_facts(offsets, HostFacts(snapshot(offsets), host, offsets.to(torch.int32)))
 
 
 def _no_modes() -> AbstractContextManager[Any]:
-    """Within the block, no dispatch mode sees operators or makes their results."""
+    """Within the block, all dispatch modes are off."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager
 def creating_cached_tensors() -> Iterator[None]:
-    """Tensors made in the block serve all callers: no inference mode, graph, dispatch mode or transform owns them."""
+    """Within the block, tensors are made without inference mode, gradients, modes and transforms, for all callers."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), _no_modes():
         yield
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor without the wrappers of function transforms, whose values the host can't read."""
+    """A tensor without the wrappers of function transforms, which have no values that the host can read."""
     while isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -241,6 +241,6 @@ def on_host(tensor: Tensor) -> Ints:
 
 
 def to_device(numbers: Ints, device: torch.device) -> Tensor:
-    """A tensor of ``numbers``; the host need not wait, as the driver stages what is not pinned."""
+    """A tensor of ``numbers`` on ``device``, without a sync: the driver makes its own copy of unpinned memory."""
     with creating_cached_tensors():
         return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Compilers and tracers: whether one is recording, what stands for a layout in its graph, and where graphs break.
+"""Compilers and tracers: whether one is recording, the layout in its graph, and where graphs break.
 
 Dimensions: B sequences, N rows.
 """
@@ -21,16 +21,16 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def outside_of_graphs(function: _F) -> _F:
-    """``torch.compiler.disable``, which imports the compiler where it is used: graphs break at ``function``."""
+    """``torch.compiler.disable`` without the import of the compiler: graphs break at ``function``."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def _only_inlined(function: _F) -> _F:
-    """Let torch.compile inline ``function`` into a graph, but never compile a call that comes from outside of a graph.
+    """Let torch.compile inline ``function`` into a graph, but never compile ``function`` on its own.
 
-    In the compiled function the answer would always be that a graph is being made.
+    If it were compiled on its own, it would always answer that a compiler is recording.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return function
@@ -44,20 +44,20 @@ def is_tracing() -> bool:
 
 @_only_inlined
 def _is_in_make_fx() -> bool:
-    """As ``get_proxy_mode() is not None``, in a third of its host time."""
+    """The same as ``get_proxy_mode() is not None``, in a third of the host time."""
     in_mode = torch._C._get_dispatch_mode(_PROXY_MODE) is not None
     return in_mode or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
 @_only_inlined
 def is_traced(tensor: object) -> bool:
-    """Whether ``tensor`` stands for values that a recorded program will have later."""
+    """Whether ``tensor`` is symbolic: its values are only known when a recorded program runs."""
     return is_tracing() or isinstance(tensor, (FakeTensor, Proxy))
 
 
 @_only_inlined
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether the host can look at values: not in a graph that is being made, on the meta device, or under vmap."""
+    """Whether the host can read the values: not while tracing, on the meta device, or under function transforms."""
     return not (
         is_traced(tensor) or torch._C._is_tracing() or tensor.is_meta or torch._C._are_functorch_transforms_active()
     )
@@ -65,7 +65,7 @@ def can_be_read(tensor: Tensor) -> bool:
 
 @_only_inlined
 def is_observed(*tensors: Tensor) -> bool:
-    """Whether a compiler, a dispatch mode, a function transform or a tensor subclass has to see operators."""
+    """Whether a compiler, a dispatch mode, a function transform or a tensor subclass has to see custom operators."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -76,7 +76,7 @@ def is_observed(*tensors: Tensor) -> bool:
 
 @_only_inlined
 def refuse_jit_trace() -> None:
-    """Refuse to be recorded by torch.jit.trace, which would keep the lengths of its example as constants.
+    """Raise under torch.jit.trace, which would record the lengths of its example inputs as constants.
 
     Raises:
         RuntimeError: torch.jit.trace is recording.
@@ -90,7 +90,7 @@ def refuse_jit_trace() -> None:
 
 @_only_inlined
 def check_readable(tensor: Tensor, name: str) -> None:
-    """Refuse a tensor whose values the host can't read, or would make constants of a recorded program.
+    """Raise if the host can't read a tensor's values, or if a recorded program would have them as constants.
 
     Raises:
         RuntimeError: torch.jit.trace is recording.
@@ -108,13 +108,13 @@ def check_readable(tensor: Tensor, name: str) -> None:
 
 
 class TracedLayout:
-    """What stands for a ``SequenceLayout`` in a graph of torch.compile, torch.export or make_fx: offsets, no lengths.
+    """A ``SequenceLayout`` in a graph of torch.compile, torch.export or make_fx. It has offsets, but no lengths.
 
-    The operators in the graph read and check the lengths when it runs, once for each offsets tensor. Where a graph
-    breaks, and eager code is passed one of these, it is read there, and has all that a layout has.
+    The operators in the graph read and check the lengths when it runs, once for each offsets tensor. After a graph
+    break, eager code may receive a ``TracedLayout``. It then reads its offsets and has all attributes of a layout.
     """
 
-    _read_offsets: ClassVar[Callable[[Tensor], Any]]  # SequenceLayout.from_offsets outside of graphs; set by layout.py
+    _read_offsets: ClassVar[Callable[[Tensor], Any]]  # SequenceLayout.from_offsets, outside of graphs; set by layout.py
 
     def __init__(self, offsets: Tensor) -> None:
         self.offsets = self.cu_seqlens = offsets  # operators take int32 and int64
@@ -139,10 +139,10 @@ class TracedLayout:
 
     def check_keys(self, key: Tensor, value: Tensor) -> None:
         for name, x in (("key", key), ("value", value)):
-            self.check_rows(x, name)  # the operator checks how many there are
+            self.check_rows(x, name)  # the operator checks the numbers of rows
 
     def check_saved(self) -> None:
-        """The operator of the backward checks whether the offsets were changed."""
+        """Nothing: the operator of the backward checks whether the offsets were changed."""
 
     def extended(self, extra: int) -> TracedLayout:
         return TracedLayout(self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device))

@@ -1,4 +1,4 @@
-"""``varlen_attention``: attention over ragged sequences, packed or nested, and ``explain``, which says what would run.
+"""``varlen_attention``, attention over ragged sequences, and ``explain``, which says which backend would run.
 
 Dimensions: B sequences, j their ragged length, T query tokens, S key tokens, H query heads, G key heads, D and Dv head
 dims.
@@ -47,43 +47,43 @@ def varlen_attention(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention in which every sequence sees itself alone.
+    """Softmax attention over a ragged batch: each query attends to the keys of its own sequence only.
 
-    A query that sees no key gives 0, and −inf as its log-sum-exp. Sequences of length zero are legal on either side.
-    Tensors may have more rows than the layout has tokens: those give 0 and get a gradient of 0. Heads are grouped
-    (Ainslie et al. 2023) where H is a multiple of G. Syncs with the device only to read NestedTensor offsets that it
-    has not seen. Under autocast, query, key and value are cast as ``scaled_dot_product_attention`` casts them; nothing
-    else is ever cast. Kernels can be differentiated once.
+    A query with no visible key gives 0, and −inf as its log-sum-exp. Queries and keys may have sequences of length 0.
+    Tensors may have more rows than the layout has tokens: these rows give 0 and get a gradient of 0. If H is a multiple
+    of G, heads are grouped (Ainslie et al. 2023). The only device sync is the first read of a NestedTensor's offsets.
+    Under autocast, query, key and value are cast as ``scaled_dot_product_attention`` casts them; nothing else is ever
+    cast. Kernels support first derivatives only.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
         key: (S, G, D), or a NestedTensor with the same number of sequences.
         value: (S, G, Dv), or a NestedTensor with the lengths of ``key``.
-        layout: the sequences of packed tensors; None for NestedTensors, which bring their own.
-        key_layout: those of key and value, where they differ.
-        is_causal: query i of a sequence sees no key past its own place.
-        causal_alignment: where that place is among Lk keys: i + Lk − Lq ("lower_right") or i ("upper_left"). Places
-            windows and ALiBi as well.
-        window_size: how many keys before and after its own place a query sees, both inclusive; −1 is no limit.
-        scale: of the scores; D^−0.5 if None.
+        layout: the sequences of packed tensors. None for NestedTensors, which have their own.
+        key_layout: the sequences of key and value; ``layout`` if None.
+        is_causal: a query sees no key after its own position.
+        causal_alignment: the position of query i (of Lq) among Lk keys: i + Lk − Lq ("lower_right") or i
+            ("upper_left"). Windows and ALiBi use it as well.
+        window_size: how many keys a query sees before and after its own position, both inclusive; −1 is no limit.
+        scale: the factor of query · key; D^−0.5 if None.
         softcap: if not 0, scores become softcap · tanh(scores / softcap).
-        sinks: (H,) a score for each head that takes part in the softmax and has no value; lse includes it.
+        sinks: (H,) for each head, one more score in the softmax that has no value; lse includes it.
         alibi_slopes: (H,) or (B, H) float32 or float64; adds −slope · |distance| to the scores. Gets no gradient.
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` as flex_attention's, b the sequence and both indices
-            counted from its start. Applied after softcap and ALiBi.
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, True where a query sees a key; on top of the other masks.
+        score_mod: flex_attention's ``score_mod(score, b, h, q_idx, kv_idx)``. b is the sequence, and both indices
+            count from its start. Applied after softcap and ALiBi.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, True where a query sees a key; combined with the other masks.
         dropout_p: the probability that a weight is dropped.
-        deterministic: gradients are the same bits each time, or no backend runs.
-        batch_invariant: a sequence gives the same bits whatever stands around it in the batch, or no backend runs.
+        deterministic: require gradients that are bitwise equal in each run; raises if no backend has them.
+        batch_invariant: require results that do not depend on the other sequences of the batch, bit for bit.
         return_lse: also return the log-sum-exp of each query's scores; differentiable.
-        backend: "auto", or a name from ``available_backends()``, which then runs or raises.
+        backend: "auto", or a name from ``available_backends()``. A named backend runs, or the call raises.
 
     Returns:
-        out, shaped as query with value's head dim; and, if asked for, lse: (T, H) or a NestedTensor (B, j, H), in
-        float32 (float64 for float64).
+        out, in the shape of query but with value's head dim. With ``return_lse`` also lse: (T, H) or a NestedTensor
+        (B, j, H), in float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes, dtypes, devices or layouts that do not fit each other, or no backend that can run this.
+        ValueError: shapes, dtypes, devices or layouts that do not fit each other, or no backend supports the call.
         TypeError: NestedTensors mixed with packed tensors.
     """
     planned = _plan(_pack(query, key, value, layout, key_layout), alibi_slopes, backend, options)
@@ -111,9 +111,9 @@ def explain(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Explanation:
-    """Which backend would run this call of ``varlen_attention``, and why each other one would not.
+    """Which backend would run this call of ``varlen_attention``, and why the others can't.
 
-    Takes the arguments of ``varlen_attention`` and runs nothing. Print what it returns.
+    Takes the arguments of ``varlen_attention`` and runs nothing. Print the result to see a table.
     """
     inputs = _pack(query, key, value, layout, key_layout)
     spec = _spec(inputs, alibi_slopes is not None, all_options(options))
@@ -124,7 +124,7 @@ def explain(
 
 
 def _name_options(function: Any) -> None:
-    """Let ``help``, ``inspect`` and ``typing`` show the options by their names."""
+    """Replace ``**options`` in the signature by the options' names, for ``help``, ``inspect`` and ``typing``."""
     signature, hints = inspect.signature(function), get_type_hints(Options)
     *given, _ = signature.parameters.values()
     by_name = [
@@ -141,13 +141,13 @@ _name_options(explain)
 
 
 class Plan(NamedTuple):
-    """A checked call, and what runs it.
+    """A checked call and its backend.
 
     Attributes:
         query, key, value: packed.
-        call: all else that kernels take.
-        backend: the one that runs. In a graph "auto" or a name, which is looked up when the graph runs.
-        rewrap: gives a result the query's form; None for packed tensors.
+        call: all other arguments of kernels.
+        backend: the backend that runs. In a graph, "auto" or a name, which is looked up when the graph runs.
+        rewrap: converts a packed result to the query's kind of NestedTensor; None for packed tensors.
     """
 
     query: Tensor
@@ -174,7 +174,7 @@ def plan(
 
 
 def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Mapping[str, Any]) -> Plan:
-    """The spec and the choice are cached with the layout, for all layers of a model."""
+    """As ``plan``. The spec and the chosen backend are cached with the layout, for all layers of a model."""
     options = all_options(given)
     if "window_size" in given:  # a list has no hash
         options["window_size"] = OPTIONS["window_size"].parse("window_size", options["window_size"])
@@ -185,24 +185,24 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
 
     query, key, value, layout, key_layout, rewrap, is_traced, needs_grad = inputs
     if is_traced or options["score_mod"] is not None or options["mask_mod"] is not None:
-        spec, chosen, dims = decide()  # a cache would keep these functions as long as the batch
+        spec, chosen, dims = decide()  # a cache would keep score_mod and mask_mod alive as long as the layout
     else:
         cache_key = (
             *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
             *(query.device, key.device, value.device, alibi_slopes is None, needs_grad, *selection_key(backend)),
-            *(*options.values(), *map(type, options.values())),  # 1 is no bool, but equal to True
+            *(*options.values(), *map(type, options.values())),  # types too: 1 == True, but 1 is not a valid bool
         )
         try:
             spec, chosen, dims = layout.cached(cache_key, decide, None if key_layout is layout else key_layout)
         except TypeError:
-            check_options(**options)  # what has no hash can't be right
+            check_options(**options)  # an unhashable value is never valid: raise its own error
             raise
     _check_rows(inputs, alibi_slopes)
     return Plan(query, key, value, Call(layout, key_layout, alibi_slopes, spec, dims), chosen, rewrap)
 
 
 class _Inputs(NamedTuple):
-    """Packed tensors and their layouts, whichever form came in."""
+    """Packed tensors and their layouts, whether the caller passed packed tensors or NestedTensors."""
 
     query: Tensor
     key: Tensor
@@ -222,7 +222,7 @@ def _pack(
     query, key, value = _autocast(query, key, value)
     traced = is_traced(query)
     if traced:
-        # an argument of the graph as it came in does not tell a transform's gradients, and may not come twice
+        # Views, because a graph's own inputs do not show the gradients of a transform, and may not be passed twice.
         query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return _Inputs(query, key, value, layout, key_layout, rewrap, traced, needs_grad)
@@ -231,7 +231,7 @@ def _pack(
 def _unwrap(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
 ) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
-    """Packed tensors and both layouts, from NestedTensors or packed tensors."""
+    """Packed tensors, both layouts, and ``rewrap``, from NestedTensors or packed tensors."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
@@ -268,18 +268,18 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
     device = tensors[0].device.type
-    # a compiler may not know the first question, and asks the second of devices that have an answer
+    # Compilers may not support is_autocast_available; the devices that they compile for have autocast.
     if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device):
         return tensors
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    # as autocast does for every operation on its list: floating point, but not float64
+    # autocast casts floating-point tensors, but not float64
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpec:
-    """What is asked for; refuses tensors that do not fit each other, and options that can't be right."""
+    """The spec of a call. Raises for tensors that do not fit each other, and for invalid options."""
     query, key, value, layout, key_layout, *_ = inputs
     _check_tensors(query, key, value)
     if layout.batch_size != key_layout.batch_size:
@@ -287,7 +287,7 @@ def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpe
             f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
             "queries needs its own keys, of length 0 if it has none."
         )
-    same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths: what runs in it looks
+    same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths: its operators read them
     return AttentionSpec.of(
         query.device,
         query.dtype,
@@ -301,7 +301,7 @@ def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpe
 
 
 def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend | str, tuple[int, int] | None]:
-    """The backend and the head dims that it is called with; in a graph its name, where that can wait."""
+    """The backend and the head dims that it is called with. In a graph, a name if an operator can choose later."""
     if inputs.is_traced:
         if can_choose_later(spec, backend):
             return backend, None
@@ -331,8 +331,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_rows(inputs: _Inputs, alibi_slopes: Tensor | None) -> None:
-    """What is not cached with the layout: the rows of packed tensors, and the slopes."""
-    if inputs.rewrap is None:  # NestedTensors have been checked
+    """The checks that are not cached with the layout: the rows of packed tensors, and the slopes."""
+    if inputs.rewrap is None:  # NestedTensors were checked when they were unwrapped
         inputs.layout.check_rows(inputs.query, "query")
         inputs.key_layout.check_keys(inputs.key, inputs.value)
     if alibi_slopes is not None:

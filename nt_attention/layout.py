@@ -1,4 +1,4 @@
-"""Where each sequence of a packed batch begins and ends.
+"""``SequenceLayout``: where each sequence of a packed batch begins and ends.
 
 Dimensions: B sequences, T tokens in all of them, L positions in a padded row.
 """
@@ -26,20 +26,20 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """The lengths of a ragged batch, in every form that a kernel or a reshape asks for.
+    """The sequence lengths of a ragged batch, in every form that kernels and reshapes need.
 
-    Made by one of the ``from_*`` constructors, each of which reads the device at most once; nothing after that does.
-    Layouts made again from the same offsets tensor share what is known of it.
+    Each ``from_*`` constructor syncs with the device at most once. Later use needs no sync. Layouts of the same offsets
+    tensor share a cache.
 
     Attributes:
-        offsets: (B+1,) int64, where each sequence begins in the packed rows, then the end of the last.
-        cu_seqlens: the same as int32.
+        offsets: (B+1,) int64, the first row of each sequence, then the end of the last one.
+        cu_seqlens: (B+1,) int32, the same numbers.
         total: T, the number of tokens.
-        max_seqlen: the longest sequence, or the larger bound that the maker gave.
-        min_seqlen: the shortest sequence.
-        sum_of_squares: of the lengths, the (query, key) pairs of attention without a mask.
+        max_seqlen: the length of the longest sequence, or the larger bound that was passed.
+        min_seqlen: the length of the shortest sequence.
+        sum_of_squares: of the lengths: the number of (query, key) pairs without a mask.
         host_offsets: ``offsets`` on the CPU.
-        padded_length: L of the padded batch that this layout was read from, else None.
+        padded_length: L of the padded batch, if the layout was made from its mask, else None.
         padded_index: (T,) int64, the position of each token in the flattened (B·L) batch, else None.
         has_holes: whether that batch has padding between the tokens of some row.
     """
@@ -56,24 +56,23 @@ class SequenceLayout:
     padded_index: Tensor | None = field(default=None, repr=False)
     has_holes: bool = field(default=False, repr=False)
 
-    # NestedTensor's conversions, set by nested.py, which builds on this file
+    # Conversions of NestedTensors. nested.py sets them, because it imports this file.
     _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
     _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
 
     @classmethod
     def from_offsets(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
-        """The layout of ``offsets`` (B+1,) int32 or int64, which begin at 0 and never fall.
+        """The layout of ``offsets`` (B+1,) int32 or int64, which begin at 0 and never decrease.
 
         Args:
             offsets: kept as this layout's ``offsets`` (int64) or ``cu_seqlens`` (int32), not copied.
-            max_seqlen: a bound on the longest sequence to use in its place, so that shapes stay fixed over batches.
+            max_seqlen: an upper bound to use as ``max_seqlen``, so that shapes are the same for all batches.
 
-        Syncs with the device once, the first time that it sees this tensor. A change of ``offsets`` in place is seen
-        when they are passed again, and a layout that was made before the change can't be used any more. What PyTorch
-        does not record is not seen on a GPU: writing to ``offsets.data``.
+        Syncs with the device once for each tensor. After an in-place change of ``offsets``, the next call reads them
+        again, and layouts made before the change raise an error. On a GPU, writes to ``offsets.data`` are not detected,
+        because PyTorch does not record them.
 
-        In a graph of torch.compile, torch.export or make_fx the lengths are left to the operators in it, and the layout
-        has no lengths to tell.
+        In a graph of torch.compile, torch.export or make_fx, the layout has no lengths: the operators read them.
 
         Raises:
             ValueError: malformed offsets, or a ``max_seqlen`` that is below the longest sequence.
@@ -85,7 +84,7 @@ class SequenceLayout:
 
     @classmethod
     def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
-        """``from_offsets``, for offsets that have been read."""
+        """``from_offsets``, for offsets that have been read already."""
         if facts.first:
             raise ValueError(
                 f"offsets must begin at 0, got {facts.first}: drop the rows before that and pass offsets - offsets[0]."
@@ -115,9 +114,9 @@ class SequenceLayout:
 
         Args:
             lengths: zero is a legal length.
-            device: where the layout lives; a tensor's own device if left out, else the CPU.
+            device: of the layout. By default that of ``lengths`` if it is a tensor, else the CPU.
 
-        Syncs once if ``lengths`` is a tensor on a device; a list costs none.
+        Syncs once if ``lengths`` is a tensor on a GPU; a list needs no sync.
 
         Raises:
             ValueError: lengths that are negative, not integers, not one-dimensional, or more tokens than 2³¹ − 1.
@@ -132,16 +131,16 @@ class SequenceLayout:
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> SequenceLayout:
-        """The layout of a jagged or strided NestedTensor; of its tokens alone, where it has holes between them."""
+        """The layout of a jagged or strided NestedTensor. Holes between its sequences are left out."""
         return SequenceLayout._layout_of_nested(nested)
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
-        """The layout of the tokens of a padded batch, from its mask (B, L): True or 1 where a token is.
+        """The layout of the tokens of a padded batch, from its mask (B, L): True or 1 at tokens.
 
-        The padding may stand on the left, on the right or in between; ``pack`` and ``pad`` go from and to these very
-        positions. This is Hugging Face's ``attention_mask``; for a ``key_padding_mask``, whose True means padding, pass
-        ``~mask``. Syncs once.
+        The mask is Hugging Face's ``attention_mask``. For a ``key_padding_mask``, which is True at padding, pass
+        ``~mask``. Padding may be on the left, on the right or in between; ``pack`` and ``pad`` keep these positions.
+        Syncs once.
 
         Raises:
             ValueError: not two-dimensional, or a value other than 0 and 1 (an additive mask of 0 and −inf, say).
@@ -168,8 +167,8 @@ class SequenceLayout:
     def from_position_ids(cls, position_ids: Tensor) -> SequenceLayout:
         """The layout of packed rows, from the positions (T,) or (R, T) of their tokens.
 
-        A sequence begins at every row's start and wherever a position is not the one before it plus one, so sequences
-        may count from 0, or from another number as RoBERTa's do. Rows are laid end to end. Syncs once.
+        A sequence begins at each row's start, and at each position that is not the previous one plus 1. Positions may
+        count from any number, as RoBERTa's do. Rows are concatenated. Syncs once.
 
         Raises:
             ValueError: not an integer tensor of one or two dimensions.
@@ -196,7 +195,7 @@ class SequenceLayout:
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) int64, the tokens of each sequence."""
+        """(B,) int64, the number of tokens of each sequence."""
         return self.cached("lengths", self._own_offsets.diff)
 
     @property
@@ -204,7 +203,7 @@ class SequenceLayout:
         """(T,) int64, the sequence that each token belongs to."""
 
         def build() -> Tensor:
-            if self.device.type == "cpu":  # where this is the quicker way; on a GPU it launches three times as much
+            if self.device.type == "cpu":  # faster here; on a GPU it launches three times as many kernels
                 ids = torch.arange(self.batch_size, device=self.device)
                 return ids.repeat_interleave(self.lengths, output_size=self.total)
             return torch.searchsorted(self._own_offsets[1:], torch.arange(self.total, device=self.device), right=True)
@@ -221,14 +220,14 @@ class SequenceLayout:
         return self.cached("position_ids", build)
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """(N,) int64 each: the sequence of every row and its position there; of rows past the end, any."""
+        """(N,) int64 each: every row's sequence, and its position in it. Arbitrary for rows past ``total``."""
         ids, positions = self.sequence_ids, self.position_ids
         if rows > self.total:
             ids, positions = (torch.nn.functional.pad(x, (0, rows - self.total)) for x in (ids, positions))
         return ids, positions
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_facts"}  # made again by __setstate__
+        return {name: value for name, value in self.__dict__.items() if name != "_facts"}  # __setstate__ makes new ones
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -237,10 +236,10 @@ class SequenceLayout:
 
     @staticmethod
     def require(given: object, name: str) -> SequenceLayout:
-        """Refuse what is not a layout; in a graph, what stands for it there, so that one graph serves all lengths.
+        """``given``, after checks. In a graph, its ``TracedLayout``, so that one graph serves all lengths.
 
         Raises:
-            TypeError: anything but a SequenceLayout.
+            TypeError: ``given`` is not a SequenceLayout. ``name`` is the argument's, for the message.
             ValueError: its offsets were changed in place.
         """
         if not isinstance(given, (SequenceLayout, TracedLayout)):
@@ -255,7 +254,7 @@ class SequenceLayout:
         return cast(SequenceLayout, given)
 
     def check_unchanged(self, name: str) -> None:
-        """Refuse a layout whose offsets were changed in place: they describe other sequences than it does.
+        """Check that the offsets were not changed in place after the layout was made.
 
         Raises:
             ValueError: they were changed. ``name`` is the argument's, for the message.
@@ -267,7 +266,7 @@ class SequenceLayout:
             )
 
     def check_saved(self) -> None:
-        """For a backward: refuse to go by ``cu_seqlens`` that were changed in place since the forward.
+        """For a backward: check that ``cu_seqlens`` were not changed in place since the forward.
 
         Raises:
             RuntimeError: they were changed.
@@ -279,32 +278,32 @@ class SequenceLayout:
             )
 
     def _matches(self, offsets: Tensor) -> bool:
-        """Whether ``offsets``, of either dtype, are as they were read; assumed in a graph."""
+        """Whether ``offsets``, of either dtype, were not changed since they were read. Always True in a graph."""
         return torch.compiler.is_compiling() or self._facts.match(offsets)
 
     @property
     def _own_offsets(self) -> Tensor:
-        """``offsets`` as they were read; the caller's own tensor may have been changed since."""
+        """``offsets`` as they were read. The caller's tensor may have been changed in place since then."""
         return self.offsets if self._matches(self.offsets) else self.cu_seqlens.long()
 
     @property
     def digest(self) -> int:
-        """A number that is equal for equal offsets, and hardly for others."""
+        """A hash of the offsets."""
         return self._facts.digest
 
     def cached(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
-        """What ``build`` made the first time ``key`` was asked for, kept as long as the offsets are.
+        """The value of ``key``, built by ``build`` the first time and cached as long as the offsets live.
 
-        Where it follows from an ``other`` layout as well, it is kept as long as both layouts' offsets are. The result
-        must not hold ``offsets`` or ``cu_seqlens`` themselves, or neither would ever be freed.
+        Pass ``other`` if the value depends on a second layout: it is then cached as long as the offsets of both live.
+        The value must not refer to ``offsets`` or ``cu_seqlens`` themselves, or they would never be freed.
         """
         if torch.compiler.is_compiling():
-            return build()  # what a graph makes of it is not to be kept
+            return build()  # tensors of a graph can't be cached
         other_cache = None if other is None else other._facts.cache
         return cast(_T, self._facts.cache.find_or_build(key, build, other_cache))
 
     def same_lengths(self, other: SequenceLayout) -> bool:
-        """Whether both have the same sequences; answered on the host."""
+        """Whether both layouts have the same lengths; compared on the host."""
         return self.host_offsets is other.host_offsets or torch.equal(self.host_offsets, other.host_offsets)
 
     def extended(self, extra: int) -> SequenceLayout:
@@ -325,11 +324,11 @@ class SequenceLayout:
     def pack(self, padded: Tensor) -> Tensor:
         """The tokens (T, …) of a padded batch (B, L, …).
 
-        L is that of the mask that this layout was read from; else the tokens stand at each row's left, and L is at
-        least ``max_seqlen``.
+        For a layout from a mask, L and the positions are the mask's. For others, tokens are first in each row, and L is
+        at least the longest length.
 
         Raises:
-            ValueError: another number of rows, too few positions, or another device.
+            ValueError: another batch size, another or too small L, or another device.
         """
         self._check_usable(padded, "padded")
         length = padded.shape[1] if padded.dim() >= 2 else -1
@@ -344,9 +343,9 @@ class SequenceLayout:
         return padded.flatten(0, 1).index_select(0, self._index(length))
 
     def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
-        """The padded batch (B, L, …) of tokens (T, …), with ``value`` where there is none.
+        """The padded batch (B, L, …) of tokens (T, …), with ``value`` at padding.
 
-        L and the positions are those of the mask that this layout was read from, else ``max_seqlen``, tokens first.
+        For a layout from a mask, L and the positions are the mask's. For others L is ``max_seqlen``, tokens first.
 
         Raises:
             ValueError: fewer rows than the layout has tokens, or another device.
@@ -358,7 +357,7 @@ class SequenceLayout:
         return scatter_rows(values[: self.total], self._index(length), shape, value)
 
     def to_nested(self, values: Tensor) -> Tensor:
-        """The jagged NestedTensor (B, j, …) of tokens (T, …), ragged by this layout's own ``offsets`` object."""
+        """The jagged NestedTensor (B, j, …) of tokens (T, …), with this layout's ``offsets`` tensor as its offsets."""
         self._check_usable(values, "values")
         self.check_rows(values, "values")
         return SequenceLayout._wrap(values, self)
@@ -371,7 +370,7 @@ class SequenceLayout:
         return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
 
     def check_rows(self, values: Tensor, name: str) -> None:
-        """Refuse a tensor that this layout can't describe: on another device, or shorter than ``total``."""
+        """Raise ValueError for a tensor on another device, or with fewer rows than ``total``."""
         self._check_device(values, name)
         if values.dim() == 0 or values.shape[0] < self.total:
             raise ValueError(
@@ -380,7 +379,7 @@ class SequenceLayout:
             )
 
     def check_keys(self, key: Tensor, value: Tensor) -> None:
-        """Refuse keys and values that are too few, or of which one has rows that the other lacks.
+        """Raise ValueError if key or value has fewer rows than ``total``, or if one has fewer rows than the other.
 
         Either may have more rows than ``total``; those are not read.
         """
@@ -392,7 +391,7 @@ class SequenceLayout:
             )
 
     def _check_usable(self, given: object, name: str) -> None:
-        """Refuse what is no tensor on this layout's device, and a layout that can't be used."""
+        """Check that ``given`` is a tensor on this layout's device, and that the offsets were not changed."""
         refuse_jit_trace()
         if not isinstance(given, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}.")
@@ -417,7 +416,7 @@ TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda offsets: Sequ
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
-    """The layout on ``device`` of N tokens; one begins a sequence where ``begins`` (N,) is not 0, the first too."""
+    """The layout on ``device`` of N tokens. Sequences begin where ``begins`` (N,) is not 0. The first must not be 0."""
     starts = begins.nonzero()[0]
     return SequenceLayout.from_facts(*facts_of_lengths(np.diff(starts, append=len(begins)), device))
 
@@ -435,10 +434,10 @@ def _as_tensor(lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def _token_mask(mask: Tensor) -> Ints:
-    """``mask`` (B, L) as booleans on the host, read in one copy: finding the tokens there is quick for any batch."""
+    """``mask`` (B, L) as booleans on the host, read in one sync. Finding tokens on the host is fast for any batch."""
     if mask.dtype == torch.bool:
         return on_host(mask)
-    values = on_host((mask != 0) + 2 * (mask != (mask != 0)))  # 2 and 3: neither 0 nor 1
+    values = on_host((mask != 0) + 2 * (mask != (mask != 0)))  # above 1 if the mask's value is neither 0 nor 1
     if (values > 1).any():
         raise ValueError(
             f"mask holds {mask.flatten()[int(values.argmax())].item()}, and only 0 (padding) and 1 (a token) "
@@ -452,9 +451,9 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    """(B, L, …) of ``shape`` with row t of ``values`` (T, …) at position ``index[t]`` of B · L, else ``value``.
+    """A tensor of ``shape`` (B, L, …): ``values[t]`` at position ``index[t]`` of B · L, and ``value`` elsewhere.
 
-    ``index_copy_`` would save the values for its backward, which does not need them, and its result would be a view.
+    Its own autograd function, because that of ``index_copy_`` saves the values, and its result would be a view.
     """
     if not torch.compiler.is_compiling():
         return cast(Tensor, _Scatter.apply(values, index, shape, value))

@@ -1,11 +1,11 @@
-"""NestedTensor to packed values and back. The only file that touches ``torch.nested``.
+"""NestedTensor to packed values and back. Only this file uses ``torch.nested``.
 
 Dimensions: B sequences, j their ragged length, T tokens in all, N ≥ T rows of a NestedTensor's values.
 
-Each operation on a NestedTensor costs 50 to 120 µs of host time, so the rest of the library works on packed values:
-unwrap once, rewrap once, with the very offsets object that came in. A NestedTensor's ragged size *is* the identity of
-its offsets, so only then can the result be added to the input. What is done to one here goes past its
-``__torch_function__``, which costs 10 to 30 µs even for a look at its shape and has nothing to add.
+Each operation on a NestedTensor costs 50 to 120 µs of host time, so the rest of the library works on packed values.
+Inputs are unwrapped once, and the output is rewrapped once with the same offsets object: two NestedTensors can only be
+added if they share it. This file disables ``__torch_function__`` of NestedTensors, which costs 10 to 30 µs for each
+access to an attribute and is not needed here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .layout import SequenceLayout
 
 
 class Unwrapped(NamedTuple):
-    """A NestedTensor taken apart.
+    """The parts of a NestedTensor.
 
     Attributes:
-        values: (N, …) rows with tokens first; a view of the NestedTensor's own wherever its tokens lie end to end.
+        values: (N, …) rows, tokens first; a view of the NestedTensor's values if its sequences are contiguous.
         layout: the sequences; ``layout.total`` may be less than N.
-        rewrap: (N, …) rows to a NestedTensor of the same kind, offsets and ragged dimension. Its second argument, if
-            True, makes dimension 1 the ragged one whatever it was.
+        rewrap: (N, …) rows → a NestedTensor with the same kind, offsets and ragged dimension. If its second argument
+            is True, the ragged dimension is 1.
     """
 
     values: Tensor
@@ -49,19 +49,19 @@ def are_nested(*tensors: object) -> list[bool]:
 
 
 def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
-    """Take NestedTensors apart, each given by its argument's name: (B, j, …), or (B, H, j, D), jagged or strided.
+    """Unwrap NestedTensors (B, j, …) or (B, H, j, D), jagged or strided, each passed by the name of its argument.
 
-    A jagged one whose tokens lie end to end from row 0 is a view. Where they do not (``lengths`` with holes, offsets
-    that begin later) the tokens are gathered into a copy, and ``rewrap`` puts the results back into as many rows, with
-    0 between. A strided one is concatenated. Syncs once for each new offsets tensor, and once for each new lengths
-    tensor. One that is given twice is taken apart once.
+    If the sequences of a jagged one are contiguous from row 0, its values are a view. If not (``lengths`` with holes,
+    or offsets that begin later), the tokens are copied, and ``rewrap`` restores the rows with 0 in the holes. The parts
+    of a strided one are concatenated. Syncs once for each new offsets tensor, and once for each new lengths tensor. An
+    object that is passed twice is unwrapped once.
 
     Args:
-        for_weights: whether an operation with weights may save the values for its backward, so that a NestedTensor that
-            wants no gradient itself has to share its version counter as well.
+        for_weights: whether the values are multiplied by parameters, whose backward saves them even if the
+            NestedTensor requires no gradient. The values then share its version counter.
 
     Raises:
-        ValueError: ragged in another dimension than 1 or 2, sequences that overlap, or make_fx is recording.
+        ValueError: the ragged dimension is not 1 or 2, sequences overlap, or make_fx is recording.
         RuntimeError: torch.jit.trace is recording.
     """
     refuse_jit_trace()
@@ -98,14 +98,14 @@ def layout_of(nested: Tensor) -> SequenceLayout:
 
 
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
-    """The jagged NestedTensor (B, j, …) of ``values`` (N, …) on the layout's own offsets: a view of ``values``."""
-    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():  # stock can't take tensors from outside
+    """The jagged NestedTensor (B, j, …) of ``values`` (N, …) with the layout's own offsets; a view of ``values``."""
+    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():  # stock fails on non-inference tensors
         return _jagged(values, layout.offsets, None, 1, layout)
     return nested_tensor_from_jagged(values, layout.offsets, None, 1, layout.min_seqlen, layout.max_seqlen)
 
 
 def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:
-    """``layouts``: by the id of their offsets, so that one layout serves all NestedTensors of the same offsets."""
+    """``layouts``: id of the offsets → layout, so that NestedTensors with the same offsets share one."""
     offsets, lengths, ragged_dim = nested._offsets, nested._lengths, nested._ragged_idx
     if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
@@ -139,7 +139,7 @@ def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, Se
 
 
 def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Unwrapped, ...]:
-    """In a graph, by NestedTensor's own operations alone; those of one ragged size share a layout."""
+    """``unwrap_each`` in a graph, by public operations. NestedTensors with the same ragged size share a layout."""
     done: list[tuple[Any, Unwrapped]] = []
     for name, x in named.items():
         if x.layout != torch.jagged:
@@ -166,7 +166,7 @@ def _unwrap_one_in_graph(nested: Any, layout: SequenceLayout | None) -> Unwrappe
 
 
 def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
-    """``x.values()`` of each, for a third of its host time and as one autograd node."""
+    """``x.values()`` of each, in a third of the host time and as one autograd node."""
     if not may_save or not torch.is_grad_enabled():
         return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
     wanting = [x for x in nested if x.requires_grad]
@@ -175,7 +175,7 @@ def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
 
 
 def _values_of(nested: Any) -> Tensor:
-    """The values without history. They share the version counter of ``nested``."""
+    """The detached values. They share the version counter of ``nested``."""
     return _share_version_counter(nested, nested._values.detach())
 
 
@@ -199,18 +199,18 @@ class _ReturnInstead(TorchDispatchMode):
     """A dispatch mode under which every operator returns one tensor."""
 
     def __init__(self, result: Tensor) -> None:
-        self.result = result  # it is pushed and popped by hand, so what the parent's __init__ makes is not used
+        self.result = result  # the parent's __init__ is only needed for ``with``
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # no compiled code comes here, and the wrapper that skips it takes longer than all the rest
+        return False  # not needed outside of compiled code, and the wrapper that it adds is slow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         return self.result
 
 
 class _Form(NamedTuple):
-    """All of a jagged NestedTensor but its values."""
+    """Everything in a jagged NestedTensor except its values."""
 
     offsets: Tensor
     lengths: Tensor | None
@@ -218,7 +218,7 @@ class _Form(NamedTuple):
     extremes: dict[str, Tensor]  # NestedTensor's own cache: see ``_extremes``
 
     def made_of(self, values: Tensor) -> Tensor:
-        """The NestedTensor of ``values`` in this form, without history."""
+        """The NestedTensor of ``values`` in this form, detached."""
         with _past_torch_function():
             nested = NestedTensor(values, self.offsets, lengths=self.lengths, _ragged_idx=self.ragged_dim)
             nested._metadata_cache = dict(self.extremes)
@@ -226,7 +226,7 @@ class _Form(NamedTuple):
 
 
 class _Values(torch.autograd.Function):
-    """From NestedTensors to their values. Stock's goes through two dispatchers, forward and backward."""
+    """NestedTensors → their values. Faster than ``values()``, which passes two dispatchers in each direction."""
 
     @staticmethod
     def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
@@ -241,13 +241,13 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def _wrap(grad: Tensor, form: _Form) -> Tensor:
-        if torch.is_grad_enabled():  # someone differentiates the gradient
+        if torch.is_grad_enabled():  # create_graph=True: the gradient may be differentiated again
             return nested_tensor_from_jagged(grad, form.offsets, form.lengths, form.ragged_dim)
         return form.made_of(grad)
 
 
 class _Nested(torch.autograd.Function):
-    """From values to a NestedTensor."""
+    """Values → a NestedTensor."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, form: _Form) -> Tensor:
@@ -260,9 +260,9 @@ class _Nested(torch.autograd.Function):
 
 
 def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:
-    """Rewrap rows (N, …) as stock does it, for a third of its host time.
+    """``nested_tensor_from_jagged`` of rows (N, …), in a third of the host time.
 
-    The extremes travel along, so that nothing downstream asks the device for them.
+    The lengths' minimum and maximum are passed on, so that no later operation needs a sync to compute them.
     """
     with _past_torch_function():
         values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
@@ -273,9 +273,9 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
 
 
 def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
-    """The longest and shortest length in NestedTensor's own form: the sizes of tensors that hold nothing.
+    """The longest and shortest length in the form of NestedTensor's cache: as the sizes of empty tensors.
 
-    Marked as dynamic for torch.compile, as NestedTensor's constructor would each time anew.
+    They are marked as dynamic for torch.compile, once. NestedTensor's constructor would do it each time.
     """
     sizes = {"max_seqlen": layout.max_seqlen, "min_seqlen": layout.min_seqlen}
     extremes = {name: torch.empty(size, 0, device="cpu") for name, size in sizes.items()}
@@ -285,17 +285,17 @@ def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
 
 
 class _TokenRows(NamedTuple):
-    """The rows that hold tokens, of a NestedTensor with holes or whose first token is in a later row."""
+    """The rows with tokens, in a NestedTensor with holes or whose offsets do not begin at 0."""
 
     layout: SequenceLayout  # of the tokens alone
     row_of_token: Tensor  # (T,) int64
-    end: int  # past the last of them
+    end: int  # one past the last of these rows
     as_read: object  # the snapshot of the lengths that this was made from
 
 
 def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> _TokenRows:
     _, facts = read_offsets(offsets)
-    given = facts.host if lengths is None else lengths  # without lengths, the offsets say it all
+    given = facts.host if lengths is None else lengths  # the cache key
     by_lengths = facts.cache.find_or_build("token rows", WeakIdKeyDictionary)
     found: _TokenRows | None = by_lengths.get(given)
     if found is not None and found.end <= rows and found.as_read == snapshot(given):
@@ -321,7 +321,7 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
 
 
 def _unwrap_strided(nested: Tensor, name: str) -> Unwrapped:
-    """A strided NestedTensor: (B, j, …), or (B, H, j, D) where the shapes leave no doubt."""
+    """A strided NestedTensor: (B, j, …), or (B, H, j, D) if the shapes show which dimension is ragged."""
     parts = list(nested.unbind()) if nested.size(0) else []
     if not parts:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""A backend's forward and backward with what its kernel does not support added around it, once for all backends.
+"""Adapters around kernels, shared by all backends: they add what a kernel does not support.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 
-Zero columns change no score, so a head dim that a kernel refuses is padded to one it takes. And a flash backward needs
-the output only as delta = rowsum(dout · out) (FlashAttention-2, Dao 2023, section 3.1.2), while a gradient that arrives
-through the log-sum-exp turns delta into delta − dlse; so one more column with out = −dlse and dout = 1 carries it
-through the kernel's own backward.
+Head dims: columns of zeros change no score, so inputs are padded to a head dim that the kernel takes.
+
+The gradient of lse: a flash backward uses the output only in delta = rowsum(dout · out) (FlashAttention-2, Dao 2023,
+section 3.1.2). A gradient of lse changes delta to delta − dlse, as one more column with out = −dlse and dout = 1 does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out (T, H, Dv), lse (T, H), and the state of the random numbers, None where none were drawn.
+    """out (T, H, Dv), lse (T, H), and the random state, None without dropout.
 
     Rows past the layout's total are 0 and −inf.
     """
@@ -44,7 +44,7 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         out, lse, state = forward(backend, moved, call)
         return queries.give(out, rows, 0.0), queries.give(lse, rows, -torch.inf).T.contiguous().T, state
     layout, key_layout, _, spec, _ = call
-    if layout.total == 0 or key_layout.total == 0:  # kernels do not launch for nothing
+    if layout.total == 0 or key_layout.total == 0:  # kernels can't be launched on empty tensors
         at = "cpu" if backend.rng_on_host else query.device
         state = torch.zeros(2, dtype=torch.int64, device=at) if spec.dropout_p else None
         lse_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -61,7 +61,7 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
 
 
 def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
-    """The gradients of query, key and value, laid out as these; 0 in rows past the layouts' totals."""
+    """The gradients of query, key and value, with the strides of ``empty_like``; 0 in rows past the layouts' totals."""
     saved = saved._replace(grad=readable(saved.grad)[0], out=readable(saved.out)[0])
     inputs = Inputs(*readable(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
@@ -70,7 +70,7 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
     if layout.total == 0 or key_layout.total == 0:
         return torch.zeros_like(inputs.query), torch.zeros_like(inputs.key), torch.zeros_like(inputs.value)
     if saved.grad_lse is not None:
-        # a fully masked row has no weights to pass a gradient to
+        # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
     query, key, value = map(_cleared, _kernel_backward(backend, saved, inputs, call), totals, inputs)
@@ -92,7 +92,7 @@ def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs,
 
 
 def _kernel_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
-    """By the kernel's own backward, whichever way it takes the gradient of lse."""
+    """The kernel's backward, with the gradient of lse: by the kernel, by more columns, or by a second call."""
     assert backend.backward is not None
     dims = _head_dims(backend, call)
     grad_lse = saved.grad_lse
@@ -112,7 +112,7 @@ def _with_lse_columns(
 ) -> tuple[BackwardInputs, Inputs] | None:
     """The backward's inputs with columns that add −dlse to delta: q = k = v = 0, out = −dlse, dout = 1.
 
-    In 16 bits dlse goes in two columns, its rounding and what that left over. None where the head dim has no room.
+    In 16 bits there are two columns, for dlse and its rounding error. None if the kernel takes no larger head dim.
     """
     grad, _, out, lse, state = saved
     high = grad_lse.to(out.dtype)
@@ -128,10 +128,10 @@ def _with_lse_columns(
 def _add_lse_share(
     backend: Backend, grads: Gradients, saved: BackwardInputs, grad_lse: Tensor, inputs: Inputs, call: Call
 ) -> None:
-    """Add lse's share by another call: with weights P, dq += scale · dlse · P k and dk += scale · Pᵀ (dlse · q).
+    """Add the gradient through lse in place, by a second call of the kernel.
 
-    P k is attention with the keys as values, and Pᵀ (dlse · q) is the gradient of those values. That holds for scores
-    that are linear in query · key.
+    With weights P: dq += scale · dlse · P k and dk += scale · Pᵀ (dlse · q). P k is attention with the keys as values,
+    and Pᵀ (dlse · q) is the gradient of these values. This needs scores that are linear in query · key.
     """
     assert backend.backward is not None
     query, key, _ = inputs
@@ -151,7 +151,7 @@ def _add_lse_share(
 
 
 def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Kernels read the last dimension as contiguous; a gradient may be an expanded number."""
+    """Tensors whose last dimension is contiguous, as kernels need. A gradient may be an expanded scalar."""
     return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
 
 
@@ -164,7 +164,7 @@ def _head_dims(backend: Backend, call: Call) -> tuple[int, int]:
 
 
 def _widen(x: Tensor, head_dim: int) -> Tensor:
-    """``x`` with zeros up to ``head_dim``."""
+    """``x`` padded with zeros to ``head_dim``."""
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
@@ -177,7 +177,7 @@ def _widen_saved(saved: BackwardInputs, dims: tuple[int, int]) -> BackwardInputs
 
 
 def _cleared(grad: Tensor, total: int, like: Tensor) -> Tensor:
-    """A kernel's gradient without added columns, and 0 in the rows that it leaves unwritten."""
+    """A kernel's gradient without the padded columns, and 0 in rows past ``total``, which it leaves unwritten."""
     grad = _laid_out(grad if grad.shape[-1] == like.shape[-1] else grad[..., : like.shape[-1]], like)
     if grad.shape[0] > total:
         grad[total:] = 0
@@ -185,7 +185,7 @@ def _cleared(grad: Tensor, total: int, like: Tensor) -> Tensor:
 
 
 def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
-    """In memory as ``empty_like`` would be, which is what operators say of their results."""
+    """``grad`` with the strides of ``empty_like(like)``, which the fake implementations promise."""
     if like.is_contiguous():
         return grad.contiguous()
     if grad.stride() == torch.empty_like(like, device="meta").stride():

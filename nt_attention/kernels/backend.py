@@ -1,4 +1,4 @@
-"""What a backend is: a kernel's two functions, and as data what they support.
+"""What a backend is: a kernel's forward and backward, and what they support.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D the head dim of queries and keys, Dv that of
 values.
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from .call import FEATURES, AttentionSpec, Call
 
-# What every backend supports, by itself or by ``kernels/adapters.py``.
+# Features that every backend supports, by itself or through ``kernels/adapters.py``.
 COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys", "value dim"})
 
-# (query (T, H, D), key (S, G, D), value (S, G, Dv), call) to out (T, H, Dv), lse (T, H) in at least float32 and, if
-# weights are dropped, the state that the random numbers began from, two integers (2,)
+# (query (T, H, D), key (S, G, D), value (S, G, Dv), call) → out (T, H, Dv), lse (T, H) in at least float32 and, with
+# dropout, the state of the random number generator (2,) int64
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, ...]]
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward takes beside the forward's inputs.
+    """What a backward takes besides the forward's inputs.
 
     ``grad`` (T, H, Dv) and ``grad_lse`` (T, H) or None are the gradients of ``out`` and ``lse``, and ``rng_state`` is
     the forward's third result, if it had one.
@@ -44,14 +44,14 @@ Backward = Callable[[BackwardInputs, Tensor, Tensor, Tensor, Call], Gradients]
 
 @dataclass(frozen=True)
 class HeadDims:
-    """The head dims (D, Dv) that a kernel takes. Others are padded with zeros to some that it takes.
+    """The head dims (D, Dv) that a kernel takes. Other head dims are padded with zeros to these.
 
     Attributes:
-        most: the largest.
-        multiple: each is a multiple of it.
+        most: the largest head dim.
+        multiple: both are multiples of it.
         equal: whether D and Dv have to be the same.
-        only: the only ones, where they are few.
-        compiled: the head dims that its kernels are compiled for, if others run in the next wider one's.
+        only: all supported (D, Dv), if there are only a few.
+        compiled: the head dims that the kernel is compiled for, if others run in the next larger one.
     """
 
     most: float = math.inf
@@ -61,7 +61,7 @@ class HeadDims:
     compiled: tuple[int, ...] | None = None
 
     def padded(self, head_dim: int, value_dim: int, *, ignore_only: bool = False) -> tuple[int, int] | None:
-        """The head dims that the kernel is called with for these; None if they are too many."""
+        """The head dims (D, Dv) that these are padded to; None if they are too large."""
         if self.only is not None and not ignore_only:
             enough = [(d, v) for d, v in self.only if d >= head_dim and v >= value_dim]
             return min(enough, key=sum, default=None)
@@ -73,27 +73,27 @@ class HeadDims:
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel's name, what it supports, and how to run it. ``kernels/adapters.py`` adds what can be added to it.
+    """A kernel's name, what it supports, and how to run it. ``kernels/adapters.py`` adds support around it.
 
     Attributes:
-        name: what ``backend=`` takes.
-        about: the kernel in a line.
-        missing: why it can't run on this machine at all, or None.
+        name: the value of ``backend=``.
+        about: a description of one line.
+        missing: gives the reason why it can't run on this machine at all, or None.
         forward: rows past the layout's total may be left unwritten. A fully masked row gives 0 and −inf.
         backward: the gradients; rows past the totals may be left unwritten. None if ``forward`` is made of
             differentiable operations; else both are registered as operators (``kernels/custom_ops.py``).
-        features: the names out of ``FEATURES`` that it supports, by its own documentation.
-        device_type: where its tensors are; None for anywhere.
+        features: the features of ``FEATURES`` that it supports, by its own documentation.
+        device_type: the device of its tensors; None for any.
         min_capability: the lowest compute capability of a CUDA device, (major, minor).
-        dtypes: that it takes; None for all.
-        head_dims: that it takes.
-        refuses: further reasons why it can't run a call, each a sentence that says what to change.
-        lower_right_only: whether it has the lower right alignment alone; the other one is made of it.
-        takes_fully_masked_rows: whether it takes queries that see no key; else they are left out of its call.
-        reads_past_end: whether rows past the last offset take part, times 0; then they are left out of its call.
-        lse_gradient: whether ``backward`` takes the gradient of lse; else it is added around it.
-        rng_on_host: whether ``forward`` gives the state of its random numbers on the CPU.
-        is_reference: whether it is what others are compared with, and so supports everything everywhere.
+        dtypes: the supported dtypes; None for all.
+        head_dims: the supported head dims.
+        refuses: gives further reasons why it can't run a call, each a sentence that says what to change.
+        lower_right_only: whether it only has lower right alignment. Calls that need upper left are then rewritten.
+        takes_fully_masked_rows: whether it takes queries that see no key. If not, they are left out of its call.
+        reads_past_end: whether it multiplies rows past the last offset by 0. If so, they are left out of its call.
+        lse_gradient: whether ``backward`` takes the gradient of lse. If not, ``kernels/adapters.py`` adds it.
+        rng_on_host: whether ``forward`` returns the random state on the CPU.
+        is_reference: whether it is the reference, which supports every call on every device.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Backend:
     is_reference: bool = False
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
-        """The reasons why it can't run a call by its own documentation; empty if it can."""
+        """Why it can't run a call, by its own documentation; empty if it can."""
         reasons = []
         if self.device_type is not None and spec.device.type != self.device_type:
             wanted = "the CPU" if self.device_type == "cpu" else f"a {self.device_type.upper()} device"

@@ -1,6 +1,6 @@
-"""One attention call: its options, declared once as fields of ``AttentionSpec``, and all that follows from them.
+"""One attention call: its options, declared once as fields of ``AttentionSpec``, and what is derived from them.
 
-``varlen_attention`` takes what ``OPTIONS`` holds, operators take what ``SCHEMA`` says, and nobody else lists them.
+``OPTIONS`` (the arguments of ``varlen_attention``) and ``SCHEMA`` (those of operators) are derived from these fields.
 
 Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads (H a multiple of G), D the head dim of
 queries and keys, Dv that of values.
@@ -31,13 +31,13 @@ class Option(NamedTuple):
     """What a user may pass for a field of ``AttentionSpec``.
 
     Attributes:
-        default: what it is if it is left out.
-        parse: from the option's name and what was passed to the field's value.
+        default: the value if the option is left out.
+        parse: (the option's name, the value passed) → the field's value.
 
             Raises:
-                ValueError: what was passed can't be right; says what to pass.
-        feature: the name of what a kernel must have where the option is not its default, if it must have anything.
-        advice: what to change where a kernel does not have it.
+                ValueError: the value passed is invalid; says what to pass.
+        feature: the feature that a kernel needs if the option is not its default; "" if it needs none.
+        advice: what to change if a kernel does not have this feature.
     """
 
     default: Any
@@ -72,7 +72,7 @@ def _alignment(name: str, value: Any) -> CausalAlignment:
 
 
 def _window_size(name: str, value: object) -> tuple[int, int]:
-    if type(value) is tuple and len(value) == 2:  # on the way of every call
+    if type(value) is tuple and len(value) == 2:  # the usual case, which is fast: every call comes here
         left, right = value
         if type(left) is type(right) is int and -1 <= left < 2**63 and -1 <= right < 2**63:
             return left, right
@@ -105,18 +105,18 @@ def _mod(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One call, without its tensors: all that decides which backend can run it, and how.
+    """One call without its tensors: everything that decides which backends can run it.
 
-    The meaning of each option is that of ``varlen_attention``'s argument of the same name.
+    Options have the meaning of ``varlen_attention``'s arguments of the same name.
 
     Attributes:
-        device: where the tensors are.
+        device: of the tensors.
         dtype: of query, key and value.
         num_heads, num_kv_heads, head_dim, value_dim: H, G, D, Dv.
-        alibi: whether there are slopes.
-        needs_grad: whether anything will ask for gradients of query, key or value.
-        equal_lengths: whether every sequence has as many keys as queries, so that both alignments are one.
-        keyless: whether some sequence has no key.
+        alibi: whether ALiBi slopes are passed.
+        needs_grad: whether gradients of query, key or value may be needed.
+        equal_lengths: whether every sequence has as many keys as queries, so that both alignments are the same.
+        keyless: whether some sequence may have no key.
     """
 
     device: torch.device
@@ -161,10 +161,10 @@ class AttentionSpec:
 
         Args:
             options: by name, as a user passed them or as another spec has them.
-            more: the fields that are no options.
+            more: the fields that are not options.
 
         Raises:
-            ValueError: other shapes, or an option that can't be right.
+            ValueError: other shapes, or an invalid option.
         """
         check_shapes(*shapes)
         (_, num_heads, head_dim), (_, num_kv_heads, value_dim) = shapes[0], shapes[2]
@@ -175,45 +175,45 @@ class AttentionSpec:
 
     @property
     def window(self) -> Window:
-        """What a query sees of its sequence, causality included."""
+        """The window of visible keys, causality included."""
         return Window.of(self.window_size, self.is_causal)
 
     @property
     def has_positive_scale(self) -> bool:
-        """Whether the scale is above 0 as a kernel sees it: below float64 they take it in float32, without subnormals.
+        """Whether the scale is above 0 in the kernel's dtype: float32 without subnormals, or float64 for float64.
 
-        Kernels that mask before they scale turn −inf into NaN under a scale of 0.
+        A kernel that masks before it scales computes −inf · 0 = NaN under a scale of 0.
         """
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return self.scale >= torch.finfo(dtype).tiny
 
     @property
     def nonlinear(self) -> list[str]:
-        """The options in use under which a score is not linear in query · key."""
+        """The options in use that make a score nonlinear in query · key."""
         return [name for name in ("softcap", "score_mod") if getattr(self, name) != OPTIONS[name].default]
 
     @property
     def may_have_fully_masked_rows(self) -> bool:
-        """Whether a query may see no key: never where lengths are equal, since each sees its own position."""
+        """Whether some query may see no key. Not if lengths are equal: each query sees its own position."""
         return not self.equal_lengths and (self.keyless or not self.window.is_open)
 
     @property
     def lower_right(self) -> bool:
-        """Whether the diagonal ends at the lower right; where lengths are equal, both alignments are one."""
+        """Whether the diagonal ends at the lower right. True for equal lengths: both alignments are then the same."""
         return self.equal_lengths or self.causal_alignment == "lower_right"
 
     @property
     def is_upper_left(self) -> bool:
-        """Whether it matters that the diagonal begins at the upper left."""
+        """Whether the call needs upper left alignment. It does not if lengths are equal or every key is visible."""
         return not self.lower_right and not self.window.is_open
 
     def shift(self, queries: int, keys: int) -> int:
-        """The key position of query 0: the diagonal runs through (i, i + shift)."""
+        """The key position of query 0: query i is at key position i + shift."""
         return keys - queries if self.causal_alignment == "lower_right" else 0
 
     @property
     def features(self) -> frozenset[str]:
-        """What this call asks for, by the names in ``FEATURES``."""
+        """The features that this call needs, as named in ``FEATURES``."""
         window = self.window
         asked = {
             "causal": window.is_causal,
@@ -232,7 +232,7 @@ class AttentionSpec:
 
 
 class Options(TypedDict, total=False):
-    """``OPTIONS`` for type checkers, which can't read them."""
+    """The types of ``OPTIONS``, for type checkers."""
 
     scale: float | None
     is_causal: bool
@@ -247,13 +247,13 @@ class Options(TypedDict, total=False):
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(AttentionSpec)}
-# What ``varlen_attention`` takes by name and passes on to kernels.
+# The keyword arguments that ``varlen_attention`` passes on to kernels.
 OPTIONS: dict[str, Option] = {name: field.metadata["option"] for name, field in _FIELDS.items() if field.metadata}
 _DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 _WITH_FEATURE = {name: option for name, option in OPTIONS.items() if option.feature}
 assert Options.__annotations__.keys() == OPTIONS.keys()
 
-# What a call may ask for beyond plain attention, and what to change where a kernel does not have it.
+# Features: what a call may need beyond plain attention → what to change if a kernel does not have it.
 FEATURES = {
     "causal": "has no causality: leave is_causal at False.",
     "window": "has no windows: leave window_size at (-1, -1).",
@@ -267,10 +267,10 @@ FEATURES = {
     "value dim": "wants values with the head dim of the keys.",
 }
 
-# How an operator's schema declares a field of each type. Fields of other types are functions, which it can't take.
+# The type of a field → its type in an operator's schema. The other options are functions, which operators can't take.
 _SCHEMA_TYPES = {"bool": "bool", "float": "float", "CausalAlignment": "str", "tuple[int, int]": "int[2]"}
 _IN_SCHEMA = [name for name in (*OPTIONS, "needs_grad") if _FIELDS[name].type in _SCHEMA_TYPES]
-# The part of an operator's schema that declares them.
+# The part of an operator's schema that declares these fields.
 SCHEMA = ", ".join(f"{_SCHEMA_TYPES[_FIELDS[name].type]} {name}" for name in _IN_SCHEMA)  # type: ignore[index]
 
 
@@ -279,15 +279,15 @@ def schema_values(spec: AttentionSpec) -> tuple[Any, ...]:
 
 
 def from_schema(values: Sequence[Any]) -> dict[str, Any]:
-    """The fields of a spec that ``schema_values`` gave."""
+    """The inverse of ``schema_values``: fields by name."""
     return dict(zip(_IN_SCHEMA, values, strict=True))
 
 
 def all_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option by name, in one order: as given, else its default.
+    """Every option by name, always in the same order: as given, or its default.
 
     Raises:
-        TypeError: a name that is no option.
+        TypeError: a name that is not an option.
     """
     options = {**_DEFAULTS, **given}
     if len(options) > len(_DEFAULTS):
@@ -297,19 +297,19 @@ def all_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(**given: object) -> None:
-    """Refuse options that can't be right.
+    """Check options.
 
     Raises:
-        ValueError: one of them; says what to pass.
+        ValueError: one of them is invalid; says what to pass.
     """
     for name, value in given.items():
         OPTIONS[name].parse(name, value)
 
 
 class Call(NamedTuple):
-    """A call but for query, key and value.
+    """The arguments of a call other than query, key and value.
 
-    ``head_dims`` are those that the chosen backend is called with, where that has been looked up already.
+    ``head_dims`` (D, Dv) are those that the chosen backend is called with; None if not looked up yet.
     """
 
     layout: SequenceLayout
@@ -320,7 +320,7 @@ class Call(NamedTuple):
 
 
 def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
-    """Refuse shapes other than (T, H, D), (S, G, D) and (S, G, Dv) with H a multiple of G.
+    """Check that shapes are (T, H, D), (S, G, D) and (S, G, Dv), with H a multiple of G.
 
     Raises:
         ValueError: other shapes.
@@ -341,10 +341,10 @@ def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int])
 
 
 def check_slopes(slopes: object, heads: int, batch: int, device: torch.device) -> None:
-    """Refuse ALiBi slopes other than (H,) or (B, H) of float32 or float64 on ``device``, and those that want gradients.
+    """Check that ALiBi slopes are (H,) or (B, H), float32 or float64, on ``device``, and require no gradient.
 
     Raises:
-        ValueError: any of these.
+        ValueError: they are not.
     """
     if not isinstance(slopes, Tensor) or slopes.shape not in ((heads,), (batch, heads)) or slopes.device != device:
         raise ValueError(
@@ -357,5 +357,5 @@ def check_slopes(slopes: object, heads: int, batch: int, device: torch.device) -
 
 
 def describe(x: object) -> str:
-    """A tensor's shape and device, or what else ``x`` is, for an error message."""
+    """A tensor's shape and device, or the repr of another object, for an error message."""
     return f"{tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)

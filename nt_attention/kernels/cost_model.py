@@ -1,9 +1,9 @@
 """The cost model: the expected time of a call on each backend, from times that were measured on a GPU.
 
-Every varlen kernel's time is close to a launch, plus something for each sequence, each token and each (query, key)
-pair of a head. ``measured/sm90.json`` holds these four numbers for each backend, kind of call and head dim, written by
-``benchmarks/fit_costs.py`` from times that ``python -m nt_attention bench`` gave. It names the GPU, the versions and
-the error of the fit. A GPU that was not measured takes the numbers of one that was.
+The time of a varlen kernel is modelled as a constant for the launch, plus a cost for each sequence, each token and each
+(query, key) pair of a head. ``measured/sm90.json`` has these four numbers for each backend, kind of call and head dim,
+and the GPU, the versions and the error of the fit. ``benchmarks/fit_costs.py`` fits them to the times that
+``python -m nt_attention bench`` measures. All GPUs use these numbers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 
 from .call import AttentionSpec, Call
 
-# Below these the host's launches take as long, and the fits, to batches of 16384 tokens, are no more exact.
+# The least expected time. The host takes as long to launch, and the fits (to 16384 tokens) are not more exact.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
-# ("float32" or "16-bit", "forward" or "both", a kind of mask) → head dim → backend → µs for a call, and ns for a head's
-# sequence, token and 1000 pairs
+# ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs for a call, and for each head ns
+# for a sequence, a token and 1000 pairs)
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
 
 
 class CallSize(NamedTuple):
-    """What the time of every kernel goes by, counted on the host from the lengths alone.
+    """The size of a call, which the cost model takes. Computed on the host from the lengths.
 
     Attributes:
         sequences: B.
-        tokens: of queries and keys in the mean, (T + S) / 2.
+        tokens: the mean of query tokens and key tokens, (T + S) / 2.
         pairs: visible (query, key) pairs of one head.
     """
 
@@ -39,7 +39,7 @@ class CallSize(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> CallSize:
-        """Without a window from what the layouts know; else cached with them, so that a second layer counts nothing."""
+        """The size of ``call``. Pairs that the layouts do not have at hand are counted once and cached with them."""
         layout, key_layout, _, spec, _ = call
         tokens = (layout.total + key_layout.total) / 2
         if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
@@ -55,12 +55,12 @@ class CallSize(NamedTuple):
 
 
 def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
-    """The expected time on each backend that was measured, forward, or forward and backward if gradients are needed."""
+    """Measured backend → its expected time in µs, of the forward, or of both directions if gradients are needed."""
     if spec.device.type == "cpu":
         return {}
     dtype = "float32" if spec.dtype == torch.float32 else "16-bit"
     direction = "both" if spec.needs_grad else "forward"
-    kinds = (mask_kind(spec), "causal")  # where windows were not measured
+    kinds = (mask_kind(spec), "causal")  # "causal" if this kind was not measured
     by_head_dim = next((found for kind in kinds if (found := costs().get((dtype, direction, kind)))), None)
     if not by_head_dim:
         return {}
@@ -75,7 +75,7 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
 
 
 def mask_kind(spec: AttentionSpec) -> str:
-    """The kind of mask, on which a kernel's time depends besides the visible pairs."""
+    """The kind of mask. A kernel's time depends on it, and not only on the number of visible pairs."""
     if spec.window.is_open:
         return "full"
     if spec.window.is_causal:

@@ -1,7 +1,7 @@
-"""Backends as custom operators, all with one schema, and fake implementations for them.
+"""Backends as custom operators, all with one schema, and their fake implementations.
 
-An operator takes offsets and numbers and no layout, so that a graph holds nothing else. The layout is found again by
-the offsets, without a sync. ``auto`` is one of the operators: in a graph it selects a backend when it runs.
+An operator takes offsets and numbers instead of a layout, because a graph can hold these. It finds the layout's facts
+again by the offsets tensor, without a sync. The operator ``auto`` selects a backend when the graph runs.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
@@ -26,13 +26,13 @@ _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor ke
 _CALL = f"{_TENSORS}, {SCHEMA}"
 _ARGUMENTS = len(_CALL.split(", "))
 _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
-# Lengths are read on the host, so compilers must not record these into CUDA graphs of their own accord. Whoever
-# captures one by hand warms up on the layout first, and keeps it.
+# Operators read lengths on the host, so a compiler must not capture them in CUDA graphs. For a manual capture, run the
+# call once on the same layout before, and keep the layout.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def register(backend: Backend) -> None:
-    """Define ``nt_attention::<name>_forward`` and ``_backward``, with all that is added to the kernel."""
+    """Define ``nt_attention::<name>_forward`` and ``_backward``, the kernel with its adapters."""
     assert backend.backward is not None
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,9 +52,9 @@ def register(backend: Backend) -> None:
 def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int, Call], Backend]) -> None:
     """Define ``nt_attention::auto_forward``, which selects a backend when it runs, and ``auto_backward``.
 
-    ``select`` gives a backend's index in a list, ``backend_at`` the backend at that index, if it can run the call.
-    ``selected`` (3,) int64, on the host, holds the index and the digests of both layouts, by which the backward knows
-    whether their offsets were changed.
+    ``select`` gives the index of a backend, and ``backend_at`` the backend at an index, or raises if it can't run the
+    call. The result ``selected`` (3,) int64, on the CPU, has this index and the digests of both layouts. The backward
+    compares the digests, to find offsets that were changed in place.
     """
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,7 +70,7 @@ def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int,
         index, *digests = selected.tolist()
         call = call_of(*arguments)
         backend = backend_at(index, call)
-        if digests != [call.layout.digest, call.key_layout.digest]:  # not all compilers check what they save
+        if digests != [call.layout.digest, call.key_layout.digest]:  # not all compilers check saved tensors
             raise RuntimeError(
                 "the offsets of a layout, which are needed for gradient computation, have been modified by an inplace "
                 "operation since the forward: pass a copy of them, offsets.clone(), to each forward."
@@ -96,13 +96,13 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any],
 
 
 def _differentiate(name: str) -> None:
-    """Give ``<name>_forward`` its gradient, for graphs that hold the operator itself, as export and make_fx record it.
+    """Register the gradient of ``<name>_forward``, for graphs that contain the operator, as of export and make_fx.
 
-    Eager calls have theirs from ``kernels/autograd.py``, around the operator.
+    The gradients of eager calls are those of the autograd function in ``kernels/autograd.py``.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        # auto has one argument more, the backend's name, which its backward does not take
+        # auto_forward has one more argument, the backend's name, which auto_backward does not take
         ctx.given, inputs = len(inputs), inputs[:_ARGUMENTS]
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in inputs], *output)
@@ -121,12 +121,12 @@ def _differentiate(name: str) -> None:
 
 
 def argument_index(name: str) -> int:
-    """Where an operator's forward takes an argument."""
+    """The index of an argument of the forward operators."""
     return [argument.split()[-1] for argument in _CALL.split(", ")].index(name)
 
 
 def arguments_of(call: Call) -> tuple[Any, ...]:
-    """What an operator takes after query, key and value."""
+    """An operator's arguments after query, key and value."""
     return (call.layout.cu_seqlens, call.key_layout.cu_seqlens, call.alibi_slopes, *schema_values(call.spec))
 
 
@@ -139,10 +139,10 @@ def call_of(
     slopes: Tensor | None,
     *values: Any,
 ) -> Call:
-    """The call that an operator's arguments were made from.
+    """The inverse of ``arguments_of``, with checks.
 
     Raises:
-        ValueError: tensors that do not fit each other; kernels would read past their end.
+        ValueError: tensors that do not fit each other: kernels would read past their end.
     """
     layout = SequenceLayout.from_offsets(cu_seqlens)
     key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
@@ -157,7 +157,7 @@ def call_of(
     spec = _spec(
         query.device,
         query.dtype,
-        tuple(torch.Size((0, *x.shape[1:])) for x in (query, key, value)),  # of any number of tokens
+        tuple(torch.Size((0, *x.shape[1:])) for x in (query, key, value)),  # one cache entry for all numbers of tokens
         tuple([tuple(x) if isinstance(x, list) else x for x in values]),
         alibi=slopes is not None,
         equal_lengths=layout is key_layout or layout.same_lengths(key_layout),
@@ -183,7 +183,7 @@ def _backward_inputs(
     _: Tensor,
     value: Tensor,
 ) -> BackwardInputs:
-    """What a backward takes, with its shapes checked: kernels would read past the end of others."""
+    """The backward's inputs after a check of their shapes: kernels would read past the end of smaller tensors."""
     if not query.dim() == value.dim() == 3:
         raise ValueError(f"query and value must have three dimensions, got {query.dim()} and {value.dim()}.")
     of_out, of_lse = (*query.shape[:2], value.shape[2]), tuple(query.shape[:2])
@@ -208,7 +208,7 @@ def _fake_forward(rng_on_host: bool, *arguments: Any) -> tuple[Tensor, Tensor, T
     state_device = "cpu" if rng_on_host and dropout_p else query.device
     state = torch.empty(2 if dropout_p else 0, dtype=torch.int64, device=state_device)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T  # as flash kernels write it
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T  # (T, H) with the strides of flash kernels
     return out, lse, state
 
 

@@ -1,9 +1,9 @@
 """Mask geometry: which keys a query sees under causality and a window, how many they are, and ALiBi's bias.
 
-The only place that knows it, for all backends, padded attention, Hugging Face's masks and the command line.
+Shared by all backends, padded attention, Hugging Face's masks and the command line.
 
-Dimensions: B sequences, H heads, L queries and S keys of a sequence. A distance is a key's position minus the position
-of the query that looks at it, both counted along the keys: below 0 for the keys before it, above 0 for those after.
+Dimensions: B sequences, H heads, L queries and S keys of a sequence. A distance is a key's position minus the query's
+position, both counted along the keys. It is below 0 for keys before the query, and above 0 for keys after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """How many keys before and after its own position a query sees, both inclusive; inf where there is no limit.
+    """How many keys a query sees before and after its own position, both inclusive; inf is no limit.
 
     >>> Window.of((2, -1), is_causal=True).mask(3, 3, 0, torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -39,33 +39,33 @@ class Window(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether just the keys up to its own position are visible. (A compiler of torch 2.11 can't compare tuples.)"""
-        return self.left == math.inf and self.right == 0
+        """Whether exactly the keys up to the query's own position are visible."""
+        return self.left == math.inf and self.right == 0  # torch.compile of torch 2.11 can't compare tuples
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(left, right) with −1 where there is no limit, as flash kernels take them."""
+        """(left, right) as flash kernels take them: −1 is no limit."""
         left, right = (-1 if side == math.inf else int(side) for side in self)
         return left, right
 
     def visible(self, distance: Tensor) -> Tensor | None:
-        """Where a key at this distance is visible, bool; None if everywhere."""
+        """Whether a key at each distance is visible, bool; None if all are."""
         if self.left == math.inf:
             return None if self.right == math.inf else distance <= int(self.right)
         after_left = distance >= -int(self.left)
         return after_left if self.right == math.inf else after_left & (distance <= int(self.right))
 
     def mask(self, queries: int, keys: int, diagonal: int, device: torch.device) -> Tensor | None:
-        """(L, S) bool, the visible keys, where query i stands at key position i + diagonal; None if all are visible."""
+        """(L, S) bool, the visible keys, with query i at key position i + diagonal; None if all are visible."""
         if diagonal + self.right >= keys - 1 and queries - 1 + diagonal - self.left <= 0:
             return None
         return self.visible(distances(queries, keys, diagonal, device))
 
     def pairs(self, queries: Tensor, keys: Tensor, lower_right: bool) -> Tensor:
-        """(B,) the visible pairs of each sequence, of (B,) numbers of queries and keys.
+        """(B,) the number of visible (query, key) pairs of each sequence, from its numbers of queries and keys (B,).
 
-        Query i sees keys from i + shift − left up to i + shift + right, cut to 0 … S; the sum over i of a line that is
-        cut at both ends has a closed form.
+        Query i sees the keys from i + shift − left to i + shift + right, clamped to the sequence. Both ends are clamped
+        linear functions of i, whose sums have a closed form.
         """
         shift = keys - queries if lower_right else torch.zeros_like(keys)
         before = 0 * keys if self.left == math.inf else _sum_of_cut_line(shift - int(self.left), queries, keys)
@@ -76,7 +76,7 @@ class Window(NamedTuple):
 
 
 def distances(queries: int, keys: int, diagonal: int, device: torch.device) -> Tensor:
-    """(L, S) int64, where query i stands at key position i + diagonal."""
+    """(L, S) int64, with query i at key position i + diagonal."""
     return torch.arange(keys, device=device) - (torch.arange(queries, device=device) + diagonal)[:, None]
 
 

@@ -15,14 +15,14 @@ from .call import AttentionSpec, Call
 
 
 class Rows(NamedTuple):
-    """Where one side's rows go, and how results come back: ``take(x)``, ``give(y, rows, fill)``."""
+    """How the rows of queries or keys change: ``take(x)`` moves them, ``give(y, rows, fill)`` moves results back."""
 
     take: Callable[[Tensor], Tensor]
     give: Callable[[Tensor, int, float], Tensor]
 
 
 class Rewrite(NamedTuple):
-    """The call that runs instead, and what is done to the rows of queries and of keys around it."""
+    """The call that runs instead, and how the rows of queries and of keys are moved for it."""
 
     queries: Rows
     keys: Rows
@@ -30,7 +30,7 @@ class Rewrite(NamedTuple):
 
 
 def rewrite(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Rewrite | None:
-    """What ``backend`` is to run instead of this call; None if it can run it."""
+    """The rewrite of this call for ``backend``; None if it takes the call as it is."""
     layout, key_layout, _, spec, _ = call
     if backend.lower_right_only and spec.is_upper_left:
         return _reversed(call)
@@ -50,10 +50,10 @@ def rewrite(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
 
 
 def _reversed(call: Call) -> Rewrite:
-    """Upper left alignment on a kernel that has lower right only: all tokens in reverse order, the window mirrored.
+    """Upper left alignment for a kernel that only has lower right: reverse all tokens and mirror the window.
 
-    Counted from their ends, i' = Lq − 1 − i and j' = Lk − 1 − j, so i − left ≤ j ≤ i + right is the same as
-    i' + Lk − Lq − right ≤ j' ≤ i' + Lk − Lq + left. Distances, which ALiBi goes by, stay.
+    Counted from the end, query i is i' = Lq − 1 − i and key j is j' = Lk − 1 − j. Then i − left ≤ j ≤ i + right is
+    i' + Lk − Lq − right ≤ j' ≤ i' + Lk − Lq + left. The absolute distances, which ALiBi uses, do not change.
     """
     layout, key_layout, slopes, spec, dims = call
     left, right = spec.window_size
@@ -66,7 +66,7 @@ def _reversed(call: Call) -> Rewrite:
 
 
 def _up_to(total: int) -> Rows:
-    """The rows up to the last offset alone, for a kernel that multiplies what is past it by 0: it may be NaN."""
+    """Only the rows before ``total``, for a kernel that multiplies later rows by 0: these may hold NaN."""
 
     def give(y: Tensor, rows: int, fill: float) -> Tensor:
         return y if rows == total else torch.cat([y, y.new_full((rows - total, *y.shape[1:]), fill)])
@@ -80,7 +80,7 @@ def _backwards(total: int) -> Rows:
 
 
 def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: SequenceLayout) -> Rewrite:
-    """The queries that see a key, for a kernel without windows that does not take the others."""
+    """Only the queries that see a key, for a kernel that takes no others."""
 
     def give(y: Tensor, rows: int, fill: float) -> Tensor:
         return y.new_full((rows, *y.shape[1:]), fill).index_copy_(0, kept, y)
@@ -92,13 +92,13 @@ def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: SequenceLayou
 def _rows_with_keys(
     layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec
 ) -> tuple[Tensor, SequenceLayout]:
-    """(N,) the queries that see a key, and their layout: under lower right causality a sequence's last Lk at most."""
+    """(N,) the rows of queries that see a key, and their layout. Under lower right causality these are the last Lk."""
     queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
     if spec.window.is_open or not spec.lower_right:
         kept = torch.where(keys > 0, queries, 0)
     else:
         kept = torch.minimum(queries, keys)
     narrowed = SequenceLayout.from_lengths(kept, device=layout.device)
-    # rows of a sequence are left out at its start alone, so each row left moves by as many as were left out until then
+    # Rows are only left out at the start of a sequence, so a kept row moves by the number of rows left out before it.
     moved = layout.offsets[1:] - narrowed.offsets[1:]
     return narrowed.position_ids + (narrowed.offsets[:-1] + moved)[narrowed.sequence_ids], narrowed

@@ -1,6 +1,6 @@
-"""Which backend runs: by name or by the shortest expected time, and why not the others.
+"""Which backend runs a call, by name or by the shortest expected time, and why the others can't.
 
-The only file that knows the list. To add a backend, write its file and put it into ``BACKENDS``.
+Only this file lists the backends. To add one, write its file and put it into ``BACKENDS``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _requested: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
 
 
 class SlowBackendWarning(UserWarning):
-    """``"auto"`` found nothing but the reference that can run a call."""
+    """With ``backend="auto"``, only the reference can run a call."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend would run a call, and for each other one why not; printed as a table.
+    """Which backend would run a call, and why the others can't. ``print`` shows it as a table.
 
     Attributes:
-        chosen: the backend's name, or None where the one asked for can't run.
-        reasons: for every backend its reasons, empty where it can run.
-        asked: "auto" or the name asked for.
-        basis: what the support rests on, in words; empty on a CPU.
-        expected_us: the expected time of each backend that can run, in µs on the device, where that was measured.
+        chosen: the backend's name, or None if the requested one can't run.
+        reasons: for every backend, why it can't run; empty if it can.
+        asked: "auto" or the requested name.
+        basis: whether support was verified or is only documented, in words; empty on a CPU.
+        expected_us: the expected time on the device, in µs, of each backend that can run and was measured.
     """
 
     chosen: str | None
@@ -70,7 +70,7 @@ def explain_call(call: Call, backend: str) -> Explanation:
 
 
 def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Explanation:
-    """What ``choose`` would do, and why."""
+    """Which backend ``choose`` would return, and why."""
     name = _resolve(backend)
     reasons = {other: tuple(_reasons(candidate, spec)) for other, candidate in BACKENDS.items()}
     candidates = fastest_first(spec, size) if name == "auto" else (name,)
@@ -80,10 +80,10 @@ def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> 
 
 
 def fastest_first(spec: AttentionSpec, size: CallSize) -> tuple[str, ...]:
-    """The backends that ``"auto"`` tries, in this order; it takes the first that can run.
+    """The backends that ``"auto"`` tries, in this order. The first that can run is chosen.
 
-    On a GPU by the expected time (``cost_model.py``), then those whose times were not measured for this kind of call.
-    On a CPU, docs/design.md; Triton runs there in its interpreter alone, for tests, and is not tried.
+    On a GPU they are ordered by expected time (``cost_model.py``). Those that were not measured for this kind of call
+    follow. On a CPU see docs/design.md; Triton is not tried, since it only runs there in its interpreter, for tests.
     """
     if spec.device.type == "cpu":
         return ("cpu", "reference")
@@ -93,7 +93,7 @@ def fastest_first(spec: AttentionSpec, size: CallSize) -> tuple[str, ...]:
 
 
 def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | None]:
-    """The backend that runs this call, as ``choose``, and the head dims that it is called with."""
+    """The backend of ``choose``, and the head dims (D, Dv) that it is called with."""
     chosen = choose(call.spec, CallSize.of(call), backend)
     return chosen, support.head_dims(chosen, call.spec)
 
@@ -101,11 +101,11 @@ def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | Non
 def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backend:
     """The backend that runs this call.
 
-    ``"auto"`` gives way to ``use_backend``, then to the environment variable NT_ATTENTION_BACKEND, then takes the first
-    of ``fastest_first`` that can run; where that is the reference, ``warn_if_slow`` says so. A name runs, or nothing.
+    For ``"auto"`` it is the one of ``use_backend``, else of the environment variable NT_ATTENTION_BACKEND, else the
+    first of ``fastest_first`` that can run. A named backend never falls back to another one.
 
     Raises:
-        ValueError: no backend of that name, or it can't run this call; the message holds every backend's reasons.
+        ValueError: no backend of that name, or it can't run this call. The message has every backend's reasons.
     """
     name = _resolve(backend)
     for candidate in fastest_first(spec, size) if name == "auto" else (name,):
@@ -115,7 +115,7 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backen
 
 
 def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
-    """Warn where ``"auto"`` found nothing but the reference."""
+    """Warn that the reference runs, unless it was requested by name."""
     if _resolve(backend) == "auto":
         order = fastest_first(call.spec, CallSize.of(call))
         installed = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
@@ -130,18 +130,18 @@ def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
 
 
 def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
-    """Whether some operator takes this call, so that in a graph the choice can wait until it runs."""
+    """Whether some custom operator can take this call, so that a graph can choose the backend when it runs."""
     check_backend_name(backend)
     candidates = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(
-        # a compiler traces this: the quick questions first
+        # cheap checks first, because a compiler traces them
         one.backward is not None and one.device_type in (None, spec.device.type) and not one.unsupported(spec)
         for one in candidates
     )
 
 
 def _choose_in_graph(call: Call, backend: str) -> int:
-    """The index of the chosen backend in the list, for its backward to find it again."""
+    """The index of the chosen backend in ``BACKENDS``, by which the backward finds it."""
     chosen = choose(call.spec, CallSize.of(call), backend)
     if chosen.backward is None:
         raise ValueError(
@@ -152,11 +152,11 @@ def _choose_in_graph(call: Call, backend: str) -> int:
 
 
 def _backend_at(index: int, call: Call) -> Backend:
-    """The backend at that index of the list.
+    """The backend at that index of ``BACKENDS``.
 
     Raises:
-        ValueError: it can't run this call. A graph that was recorded without gradients may have chosen it for its
-            forward alone.
+        ValueError: it can't run this call, for example if a graph that was recorded without gradients chose a backend
+            that only supports the forward.
     """
     backend = list(BACKENDS.values())[index]
     if not _can_run(backend, call.spec):
@@ -165,20 +165,20 @@ def _backend_at(index: int, call: Call) -> Backend:
 
 
 def selection_key(backend: str) -> tuple[object, ...]:
-    """All that ``choose`` depends on beside the call itself, as a cache key."""
+    """What ``choose`` depends on besides the call, as a part of a cache key."""
     return _resolve(backend), support.uses_results(), current_flash_attention_impl()
 
 
 def available_backends() -> dict[str, str | None]:
-    """Every backend's name, with None if it can run on this machine, else the reason why it can't."""
+    """Every backend's name → None if it can run on this machine, else why it can't."""
     return {name: backend.missing() for name, backend in BACKENDS.items()}
 
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within the block, run every call that asks for ``"auto"`` on this backend, or raise where it can't.
+    """Within the block, run every call with ``backend="auto"`` on this backend, or raise if it can't.
 
-    Holds for this thread and asyncio task alone. Blocks nest; ``"auto"`` gives the choice back.
+    Applies to the current thread or asyncio task only. Blocks nest; ``"auto"`` restores the automatic choice.
 
     Raises:
         ValueError: no backend of that name.
@@ -192,7 +192,7 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def _resolve(backend: str) -> str:
-    """A backend's name or "auto", after ``use_backend`` and the environment variable."""
+    """A backend's name, or "auto" if neither the caller, ``use_backend`` nor the environment variable names one."""
     if backend == "auto":
         backend = _requested.get()
     if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):
@@ -208,12 +208,12 @@ def check_backend_name(backend: str, source: str = "") -> None:
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
 
 
-_cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backend as well, or its id could be another's
+_cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # keeps the backend alive, so its id is not used again
 
 
 def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
-    """Whether there are no reasons against it; cached by the kind of call, for all batches."""
-    if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions
+    """Whether ``_reasons`` is empty. Cached by the spec, for all batches."""
+    if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
     key = (id(backend), spec, support.uses_results(), current_flash_attention_impl())
     if key not in _cached:

@@ -1,8 +1,8 @@
-"""Verified support: what a backend supports on a GPU is what was verified there, or else what its documentation says.
+"""Verified support: a backend supports what was verified on a GPU, or, if nothing was, what its documentation says.
 
-``verified/sm90.json`` and its like hold the results, one file for each compute capability, written by
-``python -m nt_attention check --save`` (``cli/check.py``). On such a GPU nothing else is supported. Where there is no
-file, a backend supports what it declares in its own file, and ``explain`` says so.
+``python -m nt_attention check --save`` (``cli/check.py``) writes one file for each compute capability, such as
+``verified/sm90.json``. On these GPUs only verified calls are supported. On other devices a backend supports what its
+own file declares, and ``explain`` says so.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class VerifiedSupport:
     """What was verified on a GPU.
 
     Attributes:
-        gpu: its name.
-        versions: of the packages that were run.
+        gpu: the GPU's name.
+        versions: package → the version that was verified.
         results: backend → dtype → "head dims" or "features" → which one ("64", "192/128"; "causal") → "both",
-            "forward" where the gradients are wrong or refused, or "no".
+            "forward" (gradients are wrong or raise an error), or "no".
     """
 
     gpu: str
@@ -47,7 +47,7 @@ class VerifiedSupport:
         return self.results.get(backend.name, {}).get(_name(spec.dtype), {})
 
     def head_dims(self, backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
-        """The head dims (D, Dv) to pad a call to, so that they are verified ones; None if there are none."""
+        """The verified head dims (D, Dv) that a call is padded to; None if there are none."""
         listed = self._of(backend, spec).get("head dims", {})
         right = [_dims(which) for which in listed if self.has(backend, spec, "head dims", which)]
         wanted = backend.head_dims.padded(spec.head_dim, spec.value_dim)
@@ -58,7 +58,7 @@ class VerifiedSupport:
 
     @staticmethod
     def _is_right(backend: Backend, dims: tuple[int, int], listed: Iterable[str], right: list[tuple[int, int]]) -> bool:
-        """Whether these are verified or, if they were not run, those whose kernel runs them."""
+        """Whether ``dims`` are verified. If they were not run: whether the next larger ones are, whose kernel runs."""
         run = [_dims(which) for which in listed]
         if dims in run:
             return dims in right
@@ -67,7 +67,7 @@ class VerifiedSupport:
         return (wider, wider) in right
 
     def reasons(self, backend: Backend, spec: AttentionSpec) -> list[str]:
-        """Why a call that the documentation allows is not verified here."""
+        """Why a call that the documentation supports is not verified; empty if it is."""
         source = f"on {self.gpu}, by `python -m nt_attention check`"
         if backend.name not in self.results:
             return [f"was not run {source}: name another, or run that command with --save where this one is installed."]
@@ -103,7 +103,7 @@ def verified_for(device: torch.device) -> VerifiedSupport | None:
 
 
 def reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
-    """Why a backend can't run a call, each a sentence that says what to change; empty if it can."""
+    """Why a backend can't run a call, each a sentence that says what to change; empty if it can run."""
     documented = backend.unsupported(spec)
     verified = verified_for(spec.device)
     if documented or verified is None or backend.is_reference:
@@ -112,7 +112,7 @@ def reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 
 
 def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
-    """The head dims (D, Dv) that a backend is called with, zeros added; None if it has none that are enough."""
+    """The head dims (D, Dv) that a backend is called with after padding; None if all that it takes are too small."""
     verified = verified_for(spec.device)
     if verified is not None and not backend.is_reference:
         return verified.head_dims(backend, spec)
@@ -120,7 +120,7 @@ def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
 
 
 def basis(device: torch.device) -> str:
-    """What the support of backends rests on, in words."""
+    """Whether support was verified on this GPU or is only documented, in words; empty on a CPU."""
     if device.type != "cuda":
         return ""
     verified = verified_for(device)
@@ -129,7 +129,7 @@ def basis(device: torch.device) -> str:
 
 @contextmanager
 def by_documentation() -> Iterator[None]:
-    """Within the block, backends support what is documented, whatever was verified: to find out what is right."""
+    """Within the block, backends support what is documented, verified or not. ``check`` needs this to verify it."""
     token = _uses_results.set(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the options of a ``VarlenMultiheadAttention`` ask of the functions that attend.
+"""The options of a ``VarlenMultiheadAttention``, as arguments of the attention functions.
 
 Dimensions: G key heads, D head dim.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class AttentionConfig(NamedTuple):
-    """The options as they are in one call.
+    """The options of one call.
 
     Attributes:
-        options: arguments of ``varlen_attention``, by name; their ``dropout_p`` may be 1 here.
-        bias_k, bias_v: (1, 1, G·D) a key that every sequence gets besides its own, and its value.
-        add_zero_attn: whether every sequence gets a key of zeros besides, with a value of zeros.
+        options: keyword arguments of ``varlen_attention``, but ``dropout_p`` may be 1.
+        bias_k, bias_v: (1, 1, G·D) a key that is added to every sequence, and its value.
+        add_zero_attn: whether a key of zeros, with a value of zeros, is added to every sequence.
     """
 
     options: Mapping[str, Any]
@@ -31,7 +31,7 @@ class AttentionConfig(NamedTuple):
         return (self.bias_k is not None) + self.add_zero_attn
 
     def added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys that every sequence gets besides its own, and their values: (1 or 2, G, D) each, one at least."""
+        """The keys that are added to every sequence, and their values: (1 or 2, G, D) each."""
         return self._added(self.bias_k, k), self._added(self.bias_v, v)
 
     def _added(self, bias: Tensor | None, x: Tensor) -> Tensor:

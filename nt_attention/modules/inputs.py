@@ -1,4 +1,4 @@
-"""The forms that inputs of a ``VarlenMultiheadAttention`` come in, read into one, and outputs given back in them.
+"""The inputs of a ``VarlenMultiheadAttention`` in all their forms, converted to ``Inputs``, and outputs converted back.
 
 Dimensions: B sequences, j their ragged length, L and S padded lengths of queries and keys, T tokens, E embed dim, H
 query heads.
@@ -23,13 +23,13 @@ _Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class InputError(ValueError, AssertionError, RuntimeError):
-    """Dense inputs that do not fit; nn.MultiheadAttention raises any of these types."""
+    """Dense inputs that do not fit each other. nn.MultiheadAttention raises one or another of these types."""
 
 
 class Masks(NamedTuple):
-    """The masks of a call, as the caller gave them; with a batch dimension, ``key_padding_mask`` is (B, S).
+    """The masks of a call, as the caller passed them. In ``Inputs``, ``key_padding_mask`` is always (B, S).
 
-    Where ``counts_added_keys``, causality goes by the order of all keys, added ones last.
+    If ``counts_added_keys``, causality also masks added keys, by their positions after the sequence's own keys.
     """
 
     is_causal: bool = False
@@ -40,24 +40,24 @@ class Masks(NamedTuple):
     counts_added_keys: bool = False
 
     def without_hint(self, need_weights: bool) -> Masks:
-        """With one of ``is_causal`` and ``attn_mask``, where both say the same."""
+        """With only one of ``is_causal`` and ``attn_mask``: next to ``attn_mask``, ``is_causal`` is a hint."""
         if not self.is_causal or self.attn_mask is None:
             return self
         if need_weights or self.key_padding_mask is not None:
             return self._replace(is_causal=False)
-        return self._replace(attn_mask=None, counts_added_keys=True)  # as stock's kernel goes by the hint
+        return self._replace(attn_mask=None, counts_added_keys=True)  # nn.MultiheadAttention also uses the hint here
 
 
 class Inputs(NamedTuple):
     """The inputs of one call, checked.
 
     Attributes:
-        query, key, value: packed (T, E) each, with layouts; or padded (B, L, E) each, without. What was one object is
-            one still.
+        query, key, value: packed (T, E) each, with layouts; or padded (B, L, E) each, without. If the caller passed the
+            same object twice, these are the same object too.
         need_weights: whether to return attention weights.
-        layouts: the sequences of packed queries, and of packed keys and values.
-        restore: gives outputs, (T, E) or (B, L, E), the form of the query that came in; None if they have it.
-        is_batched: False for a dense query (L, E), whose weights have no batch either.
+        layouts: of packed queries, and of packed keys and values; None for padded inputs.
+        restore: converts outputs (T, E) or (B, L, E) to the caller's form; None if there is nothing to convert.
+        is_batched: False for a dense query (L, E), whose weights have no batch dimension either.
     """
 
     query: Tensor
@@ -71,15 +71,15 @@ class Inputs(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether padded query, key and value are one tensor; module hooks hand in views of it."""
+        """Whether padded query, key and value are the same tensor, or equal views of it, as module hooks may pass."""
         query, *others = self[:3]
         return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
 
     @property
     def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Tensor, Tensor]:
-        """Of queries and keys, in their sequences: layouts of packed rows; (B or 1, L) and (B or 1, S) of padded ones.
+        """The positions of queries and keys: layouts if packed, else tensors (B or 1, L) and (B or 1, S).
 
-        Padded self-attention counts tokens, as packed tokens are counted.
+        In padded self-attention, positions count tokens and not padding, as in packed inputs.
         """
         if self.layouts is not None:
             return self.layouts
@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
         return rows, key_rows
 
     def pack(self) -> Inputs:
-        """Packed inputs, of padded ones whose only mask besides causality is a boolean ``key_padding_mask``."""
+        """Pack padded inputs, whose only masks are ``is_causal`` and a boolean ``key_padding_mask``."""
         if self.layouts is not None:
             return self
         (query, key, value), padding = self[:3], self.masks.key_padding_mask
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
         )
 
     def give_back(self, out: Tensor, weights: Tensor | None, average: bool) -> tuple[Any, Tensor | None]:
-        """``out`` (T, E) or (B, L, E) in the form of the query that came in, and weights (B, H, L, S) as asked for."""
+        """``out`` (T, E) or (B, L, E) in the caller's form, and weights (B, H, L, S), or their mean over heads."""
         if weights is not None:
             weights = weights.mean(1) if average else weights
             weights = weights if self.is_batched else weights.squeeze(0)
@@ -129,12 +129,12 @@ def read_inputs(
     num_heads: int,
     batch_first: bool,
 ) -> Inputs:
-    """Whatever came in as ``Inputs``; ``need_weights`` None is True for dense inputs, and False for ragged ones.
+    """Check inputs of any form and convert them. ``need_weights`` None is True for dense inputs, False for ragged ones.
 
     ``embed_dims`` are those of query, key and value; ``batch_first`` is the order of a padded batch's dimensions.
 
     Raises:
-        ValueError: inputs that do not fit each other; an ``InputError`` where they are dense.
+        ValueError: inputs that do not fit each other; an ``InputError`` if they are dense.
         TypeError: query, key and value are neither tensors nor lists.
     """
     in_lists = isinstance(query, (list, tuple))
@@ -162,7 +162,7 @@ def read_inputs(
         layout = SequenceLayout.require(layout, "layout")
         key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
     _check_widths((query, key, value), embed_dims, ValueError)
-    if restore is None:  # the others have been checked
+    if restore is None:  # packed tensors; the other forms were checked above
         if not query.dim() == key.dim() == value.dim() == 2:
             name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
             raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
@@ -181,7 +181,7 @@ def _from_dense(
     num_heads: int,
     batch_first: bool,
 ) -> Inputs:
-    """nn.MultiheadAttention's own inputs, (L, E) or three-dimensional, as (B, L, E); refuses what that refuses."""
+    """nn.MultiheadAttention's inputs, (L, E) or three-dimensional, as (B, L, E). Has the checks of that module."""
     if masks.mask_mod or masks.score_mod:
         raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")
     query, key, value = tensors
@@ -273,7 +273,7 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     _check_values(key_layout, value_layout)
     key_layout = layout if layout.same_lengths(key_layout) else key_layout
     bounds = layout.host_offsets.tolist()
-    # slices one by one: outputs of split could not be changed in place
+    # not split, whose outputs can't be changed in place
     return (q, k, v), layout, key_layout, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
@@ -287,7 +287,7 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> _Tensors:
-    """With inputs that were one object still one."""
+    """Apply ``function`` to each input, once for the same object."""
     q = function(query)
     k = q if key is query else function(key)
     return q, k, q if value is query else k if value is key else function(value)

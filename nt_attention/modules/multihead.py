@@ -1,4 +1,4 @@
-"""``VarlenMultiheadAttention``: ``nn.MultiheadAttention`` for ragged batches.
+"""``VarlenMultiheadAttention``, a replacement for ``nn.MultiheadAttention`` that takes ragged batches.
 
 Dimensions: B sequences, j their ragged length, L and S padded lengths of queries and keys, T tokens, E embed dim, H
 query heads, G key heads, D head dim.
@@ -26,7 +26,7 @@ from .padded_attention import padded_attention
 from .rotary import Rotary
 
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
-# passed on to ``varlen_attention`` by name; nn.MultiheadAttention computes what their defaults say
+# Passed on to ``varlen_attention`` by name. nn.MultiheadAttention has only their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
 _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
 
@@ -34,20 +34,20 @@ _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
 class VarlenMultiheadAttention(nn.MultiheadAttention):
     """Multi-head attention (Vaswani et al. 2017) over jagged NestedTensors, packed tokens or padded batches.
 
-    Stands in for ``nn.MultiheadAttention``: the arguments up to ``dtype`` are its own, and so are the parameters, their
-    initialisation under a seed, and the state_dict. The keyword arguments after them go beyond it.
+    It replaces ``nn.MultiheadAttention``. The arguments up to ``dtype``, the parameters, their initialisation under a
+    seed, and the state_dict are the same. The keyword arguments after ``dtype`` are new.
 
     Args:
         num_kv_heads: G, heads of keys and values, a divisor of ``num_heads`` (grouped heads, Ainslie et al. 2023).
-        head_dim: D, ``embed_dim // num_heads`` if None.
+        head_dim: D; ``embed_dim // num_heads`` if None.
         window_size: how many keys (before, after) its own position a query sees; −1 is no limit.
         softcap: if not 0, scores become softcap · tanh(scores / softcap).
-        scale: of the scores; D^−0.5 if None.
-        sinks: learn a score (H,) for each head that takes part in the softmax and has no value.
+        scale: the factor of query · key; D^−0.5 if None.
+        sinks: learn (H,), for each head one more score in the softmax that has no value.
         alibi: add −slope · |distance| to the scores, with the slopes of Press et al. 2022.
-        qk_norm: normalise each head of queries and keys over D before anything else: "rms" (RMSNorm, as in Qwen3),
-            "layer" (LayerNorm, as in ViT-22B), or what makes a module from D. They are ``q_norm`` and ``k_norm``.
-        rotary: a ``Rotary``, which turns queries and keys by their positions in their sequences.
+        qk_norm: normalise each head of queries and keys over D, before rotary: "rms" (RMSNorm, as in Qwen3), "layer"
+            (LayerNorm, as in ViT-22B), or a function from D to a module. The modules are ``q_norm`` and ``k_norm``.
+        rotary: a ``Rotary``, which rotates queries and keys by their positions in their sequences.
         backend: "auto", or a name from ``available_backends()``.
     """
 
@@ -78,7 +78,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         rotary: Rotary | None = None,
         backend: str = "auto",
     ) -> None:
-        nn.Module.__init__(self)  # not the parent's: the shapes below are more general, in the same order of creation
+        nn.Module.__init__(self)  # not the parent's: shapes are more general here. Parameters are made in its order.
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
         if rotary is not None and not isinstance(rotary, Rotary):
@@ -105,7 +105,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _create_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool, factory: dict[str, Any]) -> None:
-        """Uninitialised, but for ``out_proj``."""
+        """Create the parameters. Only ``out_proj`` is initialised here."""
         same_dims = self.kdim == self.embed_dim and self.vdim == self.embed_dim
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
@@ -134,7 +134,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Options that are set later are checked like those of the constructor."""
+        """Check options that are set after the constructor too."""
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
         if name in _CHECKED and "rotation" in self.__dict__:  # the constructor sets it last
@@ -159,10 +159,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """Whether nn.TransformerEncoderLayer's fast path may read the weights and never call ``forward``.
+        """Whether nn.TransformerEncoderLayer's fast path may read the weights instead of calling ``forward``.
 
-        That is right for what stock attention computes too, on any backend, and not in a graph: the fast path knows no
-        jagged NestedTensors.
+        True if nn.MultiheadAttention computes the same and no backend is named. False in a graph, because the fast path
+        does not support jagged NestedTensors.
         """
         if self.in_proj_weight is None or torch.compiler.is_compiling():
             return False
@@ -175,10 +175,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, backend: str = "auto") -> VarlenMultiheadAttention:
-        """A stand-in that shares the parameters of ``module``: training one trains the other. Hooks are not taken over.
+        """A ``VarlenMultiheadAttention`` that shares the parameters of ``module``, but not its hooks.
 
         Raises:
-            ValueError: options beyond stock, or parameters that are made of others (parametrized, pruned).
+            ValueError: ``module`` has options that would be lost, or is parametrized or pruned.
         """
         if isinstance(module, VarlenMultiheadAttention) and not module.is_stock:
             raise ValueError(f"{module._beyond_stock()} would be lost: copy.copy(module) shares parameters as well.")
@@ -187,10 +187,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         return new
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The stock module that shares these parameters.
+        """An ``nn.MultiheadAttention`` that shares these parameters, but not the hooks.
 
         Raises:
-            ValueError: as ``from_torch``.
+            ValueError: it does not have an option in use, or this module is parametrized or pruned.
         """
         if not self.is_stock:
             raise ValueError(f"nn.MultiheadAttention has no {self._beyond_stock()}.")
@@ -200,10 +200,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     @staticmethod
     def share_parameters(of: nn.MultiheadAttention, to: nn.MultiheadAttention) -> None:
-        """Let ``to`` hold the parameters of ``of``, its ``out_proj`` and its mode, in place of its own.
+        """Replace the parameters, ``out_proj`` and training mode of ``to`` by those of ``of``.
 
         Raises:
-            ValueError: one lacks parameters that the other has.
+            ValueError: one module has parameters that the other lacks.
         """
         given, wanted = ({name for name, x in module._parameters.items() if x is not None} for module in (of, to))
         if given != wanted:
@@ -234,34 +234,34 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Any, Tensor | None]:
         """Attend from ``query`` to ``key`` and ``value``.
 
-        On ragged inputs, and on padded ones for which only ``key_padding_mask`` and ``is_causal`` are asked, padding is
-        never computed; a padded batch in self-attention then gives 0 where ``key_padding_mask`` is True. Weights and
-        ``attn_mask`` take every score of the padded batch, and so does a padded batch in a torch.compile graph.
+        Padding is not computed for ragged inputs, and for padded inputs with only ``key_padding_mask`` and
+        ``is_causal``. Padded self-attention then gives 0 where ``key_padding_mask`` is True. Every score of the padded
+        batch is computed for weights, for ``attn_mask``, and for a padded batch in a torch.compile graph.
 
         Args:
-            query: NestedTensor (B, j, E), whatever ``batch_first`` says; packed (T, E) with ``layout``; a list of B
-                tensors (Li, E); or dense as for nn.MultiheadAttention, where (L, E) without ``layout`` is one sequence.
-            key, value: of the same kind; the same object as ``query`` for self-attention, which is then one product.
+            query: NestedTensor (B, j, E), whatever ``batch_first`` is; packed (T, E) with ``layout``; a list of B
+                tensors (Li, E); or dense as for nn.MultiheadAttention. (L, E) without ``layout`` is one sequence.
+            key, value: in the same form. For self-attention pass the same object as ``query``: it is projected at once.
             key_padding_mask: (B, S), True at padding, or numbers to add to the scores. Dense inputs only.
-            need_weights: True if None on dense inputs, as in nn.MultiheadAttention, False on ragged ones.
+            need_weights: None is True for dense inputs, as in nn.MultiheadAttention, and False for ragged ones.
             attn_mask: (L, S) or (B·H, L, S), True where a query may not see a key, or numbers to add to the scores. For
                 ragged inputs L and S are at least the longest lengths, or it is a list of B masks (Li, Si) or
                 (H, Li, Si).
             average_attn_weights: whether weights are the mean over heads.
-            is_causal: alone, query i sees keys 0 … i (with need_weights=False, where the input is dense); beside
-                ``attn_mask``, nn.MultiheadAttention's hint that the mask says just this.
-            layout: the sequences of a packed query, and of key and value unless ``key_layout`` says otherwise.
-            key_layout: those of a packed key and value.
+            is_causal: query i sees keys 0 … i. Dense inputs then need need_weights=False. Together with ``attn_mask``
+                it is nn.MultiheadAttention's hint that the mask is causal.
+            layout: the sequences of a packed query, and of key and value if ``key_layout`` is None.
+            key_layout: the sequences of a packed key and value.
             mask_mod, score_mod: as for ``varlen_attention``. Ragged inputs only.
 
         Returns:
-            The output, of query's kind and with query's own offsets. And the weights after dropout, or None: (B, L, S),
-            or (B, H, L, S) by head, for ragged inputs padded with 0 to the longest lengths; the keys that
-            ``add_bias_kv`` and ``add_zero_attn`` add come last. A query that sees no key gets 0 from attention.
+            The output, in the form of query and with query's own offsets. And the weights after dropout, or None:
+            (B, L, S), or (B, H, L, S) by head. For ragged inputs they are padded with 0 to the longest lengths. The
+            keys of ``add_bias_kv`` and ``add_zero_attn`` are last. A query that sees no key gets 0 from attention.
 
         Raises:
-            ValueError: inputs that do not fit each other. Where they are dense it is an ``InputError``, which is also
-                each of the types that nn.MultiheadAttention raises.
+            ValueError: inputs that do not fit each other. For dense inputs it is an ``InputError``, a subclass of all
+                types that nn.MultiheadAttention raises.
         """
         if layout is None and key_layout is not None:
             raise ValueError("key_layout describes packed keys, whose queries need layout= too.")
@@ -280,9 +280,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         return inputs.give_back(self.out_proj(out.flatten(-2)), weights, average_attn_weights)
 
     def _runs_packed(self, inputs: Inputs) -> bool:
-        """Whether ``varlen_attention`` runs the call; else every score of the padded batch is computed."""
+        """Whether the call runs on packed heads. If not, every score of the padded batch is computed."""
         if inputs.need_weights or inputs.masks.attn_mask is not None or (self.dropout == 1 and self.training):
-            return False  # kernels take no dropout of everything
+            return False  # kernels do not support a dropout of 1
         if inputs.layouts is not None:
             return True
         if not can_be_read(inputs.query):
@@ -293,13 +293,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if padding.dtype != torch.bool:
             return False
         if self.backend == "auto" and self.dropout and self.training and inputs.query.device.type == "cpu":
-            return False  # where nothing but the reference drops weights
+            return False  # on a CPU, only the reference has dropout, and it is slow
         uses_positions = inputs.masks.is_causal or self.alibi or self.rotation is not None
-        # queries of cross-attention are not packed as keys are then, and positions would be counted apart
+        # In cross-attention only the keys are packed by the mask, so positions of queries and keys would not match.
         return inputs.is_self_attention or not (uses_positions or tuple(self.window_size) != (-1, -1))
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """(…, H, D), (…, G, D), (…, G, D) of inputs (…, E): views of one product where the inputs are one."""
+        """Inputs (…, E) → q (…, H, D), k and v (…, G, D). For self-attention they are views of one product."""
         query, key, value = inputs[:3]
         weight, bias = self.in_proj_weight, self.in_proj_bias
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -371,7 +371,7 @@ def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def _stock_arguments(module: nn.MultiheadAttention) -> dict[str, Any]:
-    """The arguments of a module of the same shapes, without memory for its parameters."""
+    """The constructor's arguments for a module of the same shapes, on the meta device."""
     names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
     return {
         **{name: getattr(module, name) for name in names},

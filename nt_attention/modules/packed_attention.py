@@ -17,13 +17,13 @@ from .inputs import Inputs
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig) -> tuple[Tensor, None]:
-    """(T, H, D), (S, G, D), (S, G, Dv) to (T, H, Dv), and no weights."""
+    """(T, H, D), (S, G, D), (S, G, Dv) → (T, H, Dv), and None for weights."""
     assert inputs.layouts is not None
     layout, key_layout = inputs.layouts
     options, is_causal, alignment = config.options, inputs.masks.is_causal, "upper_left"
     if added := config.num_added_keys:
         if is_causal and layout.same_lengths(key_layout):
-            alignment = "lower_right"  # with the added keys in front it leaves them visible to all
+            alignment = "lower_right"  # the added keys are first, and so visible to all queries
         elif is_causal:
             options, is_causal = {**options, "window_size": (-1, added)}, False
         longer = key_layout.extended(added)
@@ -39,7 +39,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: At
 
 
 def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
-    """``x`` (S, G, D) with the ``added`` rows (n, G, D) at the start of every sequence; attention asks for no order."""
+    """``x`` (S, G, D) with the ``added`` rows (n, G, D) at the start of every sequence."""
     rows, count = x.shape[0], added.shape[0]
 
     def build() -> Tensor:

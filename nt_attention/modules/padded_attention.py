@@ -1,7 +1,7 @@
-"""Attention of a ``VarlenMultiheadAttention`` on padded heads, under any mask, with the weights if they are asked for.
+"""Attention of a ``VarlenMultiheadAttention`` on padded heads, with any mask, and with weights if requested.
 
-What has no ragged form runs here: weights, masks of numbers, whole graphs over padded batches. Every score of the
-padded batch is computed.
+It runs the calls that can't run packed: weights, ``attn_mask``, and padded batches in a graph. It computes every score
+of the padded batch.
 
 Dimensions: B sequences, L and S padded lengths of queries and keys, T tokens, H query heads, G key heads, D and Dv head
 dims.
@@ -26,13 +26,13 @@ from .inputs import InputError, Inputs
 
 
 class _ScoreMask(NamedTuple):
-    """What is done to scores (B, H, L, S), to which both tensors broadcast.
+    """The masks and biases of scores (B, H, L, S). Both tensors broadcast to this shape.
 
     Attributes:
-        visible: which keys a query sees, bool.
-        bias: added to the scores; −inf hides a key.
-        is_causal: query i sees keys 0 … i of all S, besides.
-        lengths: of each sequence's queries and keys, beyond which score_mod and mask_mod are not called.
+        visible: bool, the keys that a query sees.
+        bias: added to the scores; −inf masks a key.
+        is_causal: in addition, query i only sees keys 0 … i of all S.
+        lengths: each sequence's numbers of queries and keys. score_mod and mask_mod are only called inside these.
     """
 
     visible: Tensor | None = None
@@ -43,7 +43,7 @@ class _ScoreMask(NamedTuple):
     lengths: Sequence[tuple[int, int]] = ()
 
     def only(self, visible: Tensor | None) -> _ScoreMask:
-        """With those keys hidden that are not ``visible``."""
+        """With all keys masked that are not ``visible``."""
         if visible is None:
             return self
         return self._replace(visible=visible if self.visible is None else self.visible & visible)
@@ -55,10 +55,10 @@ class _ScoreMask(NamedTuple):
 def padded_attention(
     q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, L, H, D), (B, S, G, D), (B, S, G, Dv) to (B, L, H, Dv), and weights (B, H, L, S) after dropout, or None.
+    """(B, L, H, D), (B, S, G, D), (B, S, G, Dv) → (B, L, H, Dv), and weights (B, H, L, S) after dropout, or None.
 
-    Packed heads give packed ones, (T, H, Dv). The weights of added keys come last. A query that sees no key gives 0 and
-    weights of 0, and passes no gradient.
+    Packed heads give packed outputs, (T, H, Dv). The weights of added keys are last. A query that sees no key gives 0,
+    weights of 0, and gradients of 0.
     """
     if inputs.layouts is not None:
         return _attend_ragged(q, k, v, inputs, config)
@@ -79,13 +79,13 @@ def padded_attention(
 def _attend_ragged(
     q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed (T, H, D) to (T, H, Dv), and weights (B, H, L, S) or None."""
+    """Packed (T, H, D) → (T, H, Dv), and weights (B, H, L, S) or None."""
     if is_tracing():
         raise ValueError(
             "weights, attn_mask and a dropout of 1 want lengths, which a graph does not know: pass mask_mod or "
             "is_causal=True, or call this outside of the graph."
         )
-    # tokens first in each row, wherever the layout's own mask had them
+    # layouts that pad tokens first, also if the given ones were made from masks with other positions
     assert inputs.layouts is not None
     layout, key_layout = (SequenceLayout.from_offsets(x.offsets) for x in inputs.layouts)
     if layout.batch_size != key_layout.batch_size:
@@ -100,13 +100,13 @@ def _attend_ragged(
     lengths = _lengths(layout, key_layout)
     scores = _ScoreMask(visible, bias, score_mod=masks.score_mod, mask_mod=masks.mask_mod, lengths=lengths)
     out, weights = _attend(q, k, v, scores, inputs, config)
-    if weights is not None and config.num_added_keys:  # which are visible beyond a sequence's end as well
+    if weights is not None and config.num_added_keys:  # added keys are also visible to padding
         weights = weights.masked_fill(~tokens, 0.0)
     return F.pad(layout.pack(out), (0, 0, 0, 0, 0, rows - layout.total)), weights
 
 
 def _token_mask(layout: SequenceLayout) -> Tensor:
-    """(B, L) bool, where tokens are."""
+    """(B, L) bool, True at tokens."""
     return torch.arange(layout.max_seqlen, device=layout.device) < layout.lengths.unsqueeze(1)
 
 
@@ -117,10 +117,10 @@ def _lengths(layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[i
 def _stacked(
     mask: Tensor | Sequence[Tensor], layout: SequenceLayout, key_layout: SequenceLayout, num_heads: int
 ) -> Tensor:
-    """(B or 1, H or 1, L, S) of the masks that a caller may pass for ragged inputs.
+    """The ``attn_mask`` of ragged inputs, a tensor or a list, as one tensor (B or 1, H or 1, L, S).
 
     Raises:
-        ValueError: other shapes, or other numbers of masks.
+        ValueError: other shapes, or another number of masks.
     """
     batch, queries, keys = layout.batch_size, layout.max_seqlen, key_layout.max_seqlen
     if isinstance(mask, Tensor):
@@ -148,12 +148,12 @@ def _stacked(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scores: _ScoreMask, inputs: Inputs, config: AttentionConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """``padded_attention`` with masks that broadcast: adds what the options say of positions, and the added keys."""
+    """Attention under ``scores``, to which this adds causality, windows, ALiBi and the added keys."""
     scores = _with_positions(q, k, scores, inputs, config)
     if config.num_added_keys:
         added = (repeat(x, "n g d -> b n g d", b=k.shape[0]) for x in config.added_keys(k, v))
         k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
-        beyond = (0, config.num_added_keys)  # every query sees them
+        beyond = (0, config.num_added_keys)  # added keys are visible to every query
         scores = scores._replace(
             visible=None if scores.visible is None else F.pad(scores.visible, beyond, value=True),
             bias=None if scores.bias is None else F.pad(scores.bias, beyond),
@@ -182,7 +182,7 @@ def _with_positions(q: Tensor, k: Tensor, scores: _ScoreMask, inputs: Inputs, co
     window_size = config.options["window_size"]
     window = Window.of(window_size)
     is_plain = window.is_open and not config.num_added_keys and scores.visible is bias is None
-    # with nothing else in the way, causality is a flag of the kernel
+    # without other masks, causality can be an argument of scaled_dot_product_attention
     if is_causal and (is_plain or inputs.masks.counts_added_keys):
         scores, is_causal = scores._replace(is_causal=True), False
     if inputs.layouts is None and (slopes is not None or not window.is_open):
@@ -195,12 +195,12 @@ def _with_positions(q: Tensor, k: Tensor, scores: _ScoreMask, inputs: Inputs, co
     scores = scores.only(Window.of(window_size, is_causal).visible(distance))
     if slopes is None:
         return scores
-    # in the query's dtype, but for 16 bits, which would round the distances; 16-bit and float32 give float32
+    # float32 for 16-bit queries, whose dtype would round the distances
     return scores.plus(alibi_bias(distance, slopes.to(torch.promote_types(q.dtype, torch.float32))))
 
 
 def _is_plain(scores: _ScoreMask, options: Mapping[str, Any]) -> bool:
-    """Whether scaled_dot_product_attention has all options that are in use."""
+    """Whether scaled_dot_product_attention supports all options that are in use."""
     return not options["softcap"] and options["sinks"] is None and scores.score_mod is None and scores.mask_mod is None
 
 
@@ -214,7 +214,7 @@ def _takes_bias(query: Tensor, bias: Tensor | None) -> bool:
 def _fused(
     query: Tensor, key: Tensor, value: Tensor, scores: _ScoreMask, options: Mapping[str, Any]
 ) -> tuple[Tensor, None]:
-    """By scaled_dot_product_attention, of whose kernels not all give 0 in a fully masked row."""
+    """By scaled_dot_product_attention. Some of its kernels do not give 0 in fully masked rows, so this does."""
     mask, fully_masked = scores.visible, None
     if scores.bias is not None:
         mask = scores.bias if mask is None else scores.bias.masked_fill(~mask, -torch.inf)
@@ -223,7 +223,7 @@ def _fused(
         fully_masked = hidden.all(-1, keepdim=True)
         mask = mask | fully_masked if mask.dtype == torch.bool else mask.masked_fill(fully_masked, 0.0)
         mask = mask.expand(*query.shape[:3], key.shape[2])
-    grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace makes tensors of these
+    grouped = bool(query.shape[1] != key.shape[1])  # under torch.jit.trace, sizes are tensors
     out = F.scaled_dot_product_attention(
         query, key, value, mask, options["dropout_p"], scores.is_causal, scale=options["scale"], enable_gqa=grouped
     )
@@ -233,7 +233,7 @@ def _fused(
 def _written_out(
     query: Tensor, key: Tensor, value: Tensor, mask: _ScoreMask, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Each step as it is written down; what stock attention lacks in at least float32."""
+    """By PyTorch operations, one after the other. In at least float32 if nn.MultiheadAttention lacks an option."""
     dtype, scale, softcap, sinks = query.dtype, options["scale"], options["softcap"], options["sinks"]
     if not _is_plain(mask, options):
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
@@ -249,7 +249,7 @@ def _written_out(
         mask = mask.only(_modified(lambda _, *indices: mod(*indices), scores, mask.lengths).to(torch.bool))
     if mask.visible is not None:
         scores = scores.masked_fill(~mask.visible, -torch.inf)
-    fully_masked = (scores == -torch.inf).all(-1, keepdim=True)  # −inf from −inf is taken nowhere, forward or backward
+    fully_masked = (scores == -torch.inf).all(-1, keepdim=True)  # their softmax and its gradient would be NaN
     scores = scores.masked_fill(fully_masked, 0.0)
     if sinks is None:
         weights = scores.softmax(-1)
@@ -261,7 +261,7 @@ def _written_out(
 
 
 def _modified(mod: Callable[..., Tensor], scores: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
-    """What ``mod`` makes of each sequence's own scores; 0 beyond."""
+    """``mod`` of each sequence's own scores, and 0 at padding."""
     made = []
     for b, (rows, columns) in enumerate(lengths):
         inside = scores[b, :, :rows, :columns]
