@@ -247,11 +247,10 @@ class SequenceLayout:
                 f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths), or .from_attention_mask(mask) and pack."
             )
-        if is_tracing():
+        if is_tracing() or isinstance(given, TracedLayout):  # one that was made in a graph is read outside of it
             return SequenceLayout.from_offsets(given.offsets)
-        if isinstance(given, SequenceLayout):
-            given.check_unchanged(name)
-        return cast(SequenceLayout, given)
+        given.check_unchanged(name)
+        return given
 
     def check_unchanged(self, name: str) -> None:
         """Check that the offsets were not changed in place after the layout was made.

@@ -112,3 +112,13 @@ def test_fake_tensors_have_the_shapes_of_real_ones(options):
         out, _ = module(x, x, x, layout=SequenceLayout.from_offsets(offsets))
     assert isinstance(out, FakeTensor)
     assert out.shape == (14, 24)
+
+
+def test_a_layout_that_was_made_in_a_graph_checks_rows_outside_of_it():
+    torch._dynamo.reset()
+    layout = torch.compile(lambda x: SequenceLayout.from_offsets(x), backend="eager")(torch.tensor([0, 4, 9]))
+    x = torch.randn(9, 3, 7)
+    want = attend(x, torch.tensor([0, 4, 9]))
+    torch.testing.assert_close(varlen_attention(x, x, x, layout, is_causal=True), want)
+    with pytest.raises(ValueError, match="have 9 tokens"):
+        varlen_attention(x[:5], x[:5], x[:5], layout)
