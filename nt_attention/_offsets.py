@@ -93,7 +93,8 @@ class HostFacts:
     Attributes:
         host: (B+1,) int64, a copy on the CPU.
         converted: (B+1,) on the same device; int32 for int64 offsets, int64 for int32 ones.
-        sum_of_squares: of the lengths.
+        first, total: the first offset, and the number of tokens after it.
+        max_seqlen, min_seqlen, sum_of_squares: of the lengths.
         digest: a hash of the offsets.
         cache: all other derived values; see ``SequenceLayout.cached``.
     """

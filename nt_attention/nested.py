@@ -62,6 +62,7 @@ def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped
 
     Raises:
         ValueError: the ragged dimension is not 1 or 2, sequences overlap, or make_fx is recording.
+        TypeError: a strided NestedTensor under torch.compile.
         RuntimeError: torch.jit.trace is recording.
     """
     refuse_jit_trace()

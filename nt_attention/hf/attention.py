@@ -171,7 +171,7 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
 
 
 def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The implementation underneath; for softcap and sinks, which sdpa lacks, the model's own eager one."""
+    """The implementation underneath; for softcap and sinks, which sdpa does not support, the model's own eager one."""
     over, module, query, key, value, is_causal, sliding_window, options = call
     options = {"sliding_window": sliding_window, **options}
     if over == "sdpa" and "softcap" not in options and "s_aux" not in options:

@@ -24,7 +24,8 @@ from .call import SCHEMA, AttentionSpec, Call, check_slopes, from_schema, schema
 LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
 _CALL = f"{_TENSORS}, {SCHEMA}"
-_ARGUMENTS = len(_CALL.split(", "))
+_NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
+_ARGUMENTS = len(_NAMES)
 _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
 # Operators read lengths on the host, so a compiler must not capture them in CUDA graphs. For a manual capture, run the
 # call once on the same layout before, and keep the layout.
@@ -122,7 +123,7 @@ def _differentiate(name: str) -> None:
 
 def argument_index(name: str) -> int:
     """The index of an argument of the forward operators."""
-    return [argument.split()[-1] for argument in _CALL.split(", ")].index(name)
+    return _NAMES.index(name)
 
 
 def arguments_of(call: Call) -> tuple[Any, ...]:

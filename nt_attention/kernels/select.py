@@ -66,6 +66,7 @@ class Explanation:
 
 
 def explain_call(call: Call, backend: str) -> Explanation:
+    """``explain_spec``, with the call's size from its layouts."""
     return explain_spec(call.spec, CallSize.of(call), backend)
 
 
