@@ -1,12 +1,12 @@
-"""Host time per call of this tree and of another one, before and after a change, in one process.
+"""Compare the host time per call of this tree with that of another one, such as before a change, in one process.
 
     python benchmarks/compare_host_time.py OTHER_TREE [--device cpu|cuda] [--bursts 200] [--save FILE]
 
-OTHER_TREE is the root of another checkout, such as a ``git worktree`` of the commit to compare with. Its package is
-imported under another name, and short bursts of calls of both alternate, so that both meet the same noise. On a CPU the
-time is that of the calling thread, kernels included; on a GPU it is the host's time of a burst without a sync in it. On
-a GPU the device time of ``"auto"`` on workloads A to E follows. Times are medians; "new / old" is the median of the
-ratios of neighbouring bursts, with their quartiles.
+OTHER_TREE is the root of another checkout, such as a ``git worktree`` of an older commit. Its package is imported under
+another name. Short bursts of calls of both trees alternate, so that noise affects both alike. On a CPU the time is that
+of the calling thread, kernels included. On a GPU it is the host's time of a burst without a sync; the device time of
+``"auto"`` on workloads A to E follows. Times are medians. "new / old" is the median of the ratios of neighboring
+bursts, and the quartiles are those of the ratios.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import nt_attention
-from nt_attention.cli.environment import cpu_name
+from nt_attention.cli.environment import device_name
 from nt_attention.cli.timing import device_ms
 from nt_attention.cli.workloads import WORKLOADS
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, metavar="OTHER_TREE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bursts", type=int, default=200, help=f"of {CALLS} calls each")
-    parser.add_argument("--host-time-only", action="store_true", help="leave out the workloads")
+    parser.add_argument("--host-time-only", action="store_true", help="without the device time of the workloads")
     parser.add_argument("--save", type=Path, metavar="FILE")
     options = parser.parse_args()
     if not (options.other / "nt_attention").is_dir():
@@ -71,7 +71,7 @@ def import_other(tree: Path, folder: Path) -> ModuleType:
 
 
 def report(trees: tuple[ModuleType, ModuleType], options: argparse.Namespace) -> Iterator[str]:
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
+    machine = device_name(torch.device(options.device))
     versions = f"old {commit(options.other)}, new {commit(THIS_TREE)}"
     yield f"{machine}, torch {torch.__version__}, Python {platform.python_version()}; {versions}."
     yield from ("", "| call | old | new | new / old | quartiles |", "|---|---|---|---|---|")
@@ -89,7 +89,7 @@ def report(trees: tuple[ModuleType, ModuleType], options: argparse.Namespace) ->
 def alternate(
     old: Callable[[], object], new: Callable[[], object], device: str, bursts: int
 ) -> tuple[list[float], list[float]]:
-    """µs of host time for a call of both, burst by burst."""
+    """The host time of a call in µs, for each burst of both trees."""
     finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     clock = time.perf_counter if device == "cuda" else time.thread_time
     times: tuple[list[float], list[float]] = ([], [])
@@ -168,7 +168,7 @@ def workload_calls(nta: ModuleType) -> Functions:
             torch.randn(layout.total, number, workload.head_dim, device="cuda", dtype=torch.bfloat16)
             for number in heads
         )
-        attend = functools.partial(nta.varlen_attention, layout=layout, is_causal=workload.is_causal)
+        attend = functools.partial(nta.varlen_attention, layout=layout, **workload.options)
         functions |= directions(f"workload {name}, device time", attend, inputs, grad)
     return {name: function for name, function in functions.items() if not name.endswith("forward")}
 

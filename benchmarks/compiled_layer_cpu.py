@@ -1,27 +1,25 @@
-"""An encoder layer on NestedTensors on this CPU, compiled and not.
+"""An encoder layer on NestedTensors on this CPU, compiled and eager.
 
     python benchmarks/compiled_layer_cpu.py [--width 256] [--rounds 15] [--save FILE]
 
-nn.TransformerEncoderLayer with VarlenMultiheadAttention inside, 8 heads, feed-forward 4 × width, no dropout, float32,
-4096 tokens of lognormal lengths up to 512; torch.compile(fullgraph=True). The median over rounds by turns.
+The layer is nn.TransformerEncoderLayer with VarlenMultiheadAttention as its attention: 8 heads, feed-forward 4 × width,
+no dropout, float32. The batch has 4096 tokens in sequences of lognormal lengths up to 512. The compiled layer is
+torch.compile(fullgraph=True). Compiled and eager calls alternate. Times are medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
 from pathlib import Path
 
 import torch
+from by_turns import by_turns
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.cli.lengths import Lengths
-from nt_attention.cli.timing import once
-
-CPU = torch.device("cpu")
+from nt_attention.cli.workloads import draw_lengths
 
 
 def main() -> None:
@@ -31,7 +29,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    layout = nta.SequenceLayout.from_lengths(Lengths(kind="lognormal", number=512).up_to(4096, seed=1))
+    layout = nta.SequenceLayout.from_lengths(draw_lengths("lognormal:512", 4096, seed=1))
     layer = nn.TransformerEncoderLayer(options.width, 8, 4 * options.width, dropout=0.0, batch_first=True)
     layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn)
     runs = {"eager": layer, "compiled": torch.compile(layer, fullgraph=True)}
@@ -47,20 +45,15 @@ def main() -> None:
 
     lines = [
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, width {options.width}, {layout.batch_size} "
-        f"sequences, {layout.total} tokens; ms by the clock",
+        f"sequences, {layout.total} tokens; ms of wall-clock time",
         "",
         "| | compiled | eager | ratio |",
         "|---|---|---|---|",
     ]
     for what in ("training", "eval"):
         layer.train(what == "training")
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for i in range(options.rounds + 3):
-            for name, run in runs.items():
-                seconds = once(functools.partial(call, run, what), CPU)
-                if i >= 3:
-                    times[name].append(1e3 * seconds)
-        compiled, eager = (statistics.median(times[name]) for name in ("compiled", "eager"))
+        times = by_turns({name: functools.partial(call, run, what) for name, run in runs.items()}, options.rounds)
+        compiled, eager = times["compiled"], times["eager"]
         lines.append(f"| {what} | {compiled:.2f} | {eager:.2f} | {eager / compiled:.2f} |")
     print("\n".join(lines))
     if options.save:

@@ -1,17 +1,16 @@
-"""Attention alone on the CPU: packed, against padded SDPA, NestedTensor SDPA and one SDPA call for each sequence.
+"""Attention on the CPU: packed, padded SDPA, NestedTensor SDPA, and one call of SDPA for each sequence.
 
     python benchmarks/cpu_attention.py [--repeats 9] [--save]
 
-8192 tokens of sequences with lognormal lengths, 12 heads of 64. Every implementation runs in every round, so that noise
-affects all alike; a figure is the median over rounds (of NestedTensor SDPA, which takes seconds, one run).
-``--save`` writes the table to benchmarks/results/cpu_attention.md.
+8192 tokens in sequences of lognormal lengths, 12 heads of head dim 64. Each round runs every implementation, so that
+noise affects all alike. Times are medians over rounds. NestedTensor SDPA takes seconds and runs once. ``--save`` writes
+the table to benchmarks/results/cpu_attention.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,27 +21,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import nt_attention as nta
-from nt_attention.cli.environment import cpu_name
+from nt_attention.cli.environment import device_name
+from nt_attention.cli.workloads import draw_lengths
 
 TOKENS, HEADS, HEAD_DIM = 8192, 12, 64
-ONCE = {"NestedTensor SDPA"}  # takes so long that one run tells
+ONCE = {"NestedTensor SDPA"}  # takes seconds
 RESULT = Path(__file__).parent / "results" / "cpu_attention.md"
 
 
-def lognormal_lengths(longest: int, tokens: int = TOKENS, seed: int = 0) -> list[int]:
-    """Lengths up to ``longest`` that add up to ``tokens``; their median is about a fifth of the longest."""
-    draw = torch.Generator().manual_seed(seed)
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        length = math.exp(math.log(longest / 5) + 0.8 * float(torch.randn((), generator=draw)))
-        lengths.append(min(max(1, int(length)), longest, tokens - sum(lengths)))
-    return lengths
-
-
 class Workload:
-    """One workload in the form that each implementation takes, and these by name: functions of no arguments."""
+    """The tensors of a workload in the form of each implementation, and the implementations by name."""
 
-    def __init__(self, lengths: list[int], dtype: torch.dtype, backward: bool) -> None:
+    def __init__(self, lengths: tuple[int, ...], dtype: torch.dtype, backward: bool) -> None:
         self.layout = nta.SequenceLayout.from_lengths(lengths)
         self.lengths, self.backward = lengths, backward
         draw = torch.Generator().manual_seed(1)
@@ -83,7 +73,7 @@ class Workload:
 
 
 def measure(workload: Workload, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each implementation, after a check that they agree."""
+    """The median time of each implementation in ms. Their results are compared first."""
     times: dict[str, list[float]] = {name: [] for name in workload.implementations}
 
     def timed(name: str) -> Tensor:
@@ -99,9 +89,9 @@ def measure(workload: Workload, repeats: int) -> dict[str, float]:
         )
     often = [name for name in workload.implementations if name not in ONCE]
     for name in often:
-        times[name].clear()  # the first run warmed up
+        times[name].clear()  # the first run was the warm-up
     for i in range(repeats):
-        for name in often if i % 2 else reversed(often):  # so that nobody always comes after the same
+        for name in often if i % 2 else reversed(often):  # so that none always follows the same one
             timed(name)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
@@ -120,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     ]
     print(*rows, sep="\n", flush=True)
     for longest, dtype, backward in itertools.product((512, 64), (torch.float32, torch.bfloat16), (False, True)):
-        lengths = lognormal_lengths(longest)
+        lengths = draw_lengths(f"lognormal:{longest}", TOKENS)
         taken = measure(Workload(lengths, dtype, backward), options.repeats)
         ours = taken["nt_attention"]
         cells = [f"{taken[n]:.1f} ({taken[n] / ours:.2f} ×)" if n in taken else "–" for n in names[1:]]
@@ -135,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.save:
         command = f"python benchmarks/cpu_attention.py --repeats {options.repeats} --save"
         RESULT.write_text(
-            f"# Attention on the CPU\n\n`{command}`\n\n{cpu_name()}, {torch.get_num_threads()} threads, "
+            f"# Attention on the CPU\n\n`{command}`\n\n{device_name(torch.device('cpu'))}, "
             f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; medians of {options.repeats} rounds\n\n"
             + "\n".join(rows)
             + "\n"

@@ -1,9 +1,9 @@
-"""Tokens a second of ``generate`` on a Hugging Face model: sdpa, our name over it, and a patched model, in turns.
+"""Tokens per second of ``generate`` on a Hugging Face model: sdpa, the registered "nt_attention", and a patched model.
 
     python benchmarks/decoding.py [--layers 16] [--hidden-size 1024] [--tokens 64] [--save FILE]
 
-A random Llama in bf16 on a GPU, float32 on a CPU; 8 prompts of 5 to 40 tokens, padded on the left; greedy, dynamic
-cache. Every way must give the same tokens.
+A Llama with random weights, bf16 on a GPU and float32 on a CPU; 8 prompts of 5 to 40 tokens, padded on the left; greedy
+decoding with a dynamic cache. All three must generate the same tokens. They alternate, and times are medians.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Measure every backend on this GPU over a sweep of lengths, and fit what ``auto`` goes by (``kernels/cost_model.py``).
+"""Measure the backends on this GPU and fit the cost model by which ``"auto"`` selects (``kernels/cost_model.py``).
 
     python benchmarks/fit_costs.py [--save FILE]
 
-Times are the device's, of ``varlen_attention`` and its gradients. The sweep has equal lengths and lognormal ones, none
-of them the lengths that ``python -m nt_attention bench`` draws, full, causal and under windows. For each dtype,
-direction, mask and head dim the fit has four numbers that are not negative and minimises the relative error; how far it
-lies from the times is printed and kept.
+Times are device times of ``varlen_attention``, forward and forward + backward. Lengths are equal or lognormal, and
+others than in ``python -m nt_attention bench``. Masks are full, causal and windows. The fit has four non-negative
+numbers for each dtype, direction, mask and head dim, and minimizes the relative error, which is printed and saved.
 """
 
 from __future__ import annotations
@@ -22,23 +21,21 @@ import torch
 from scipy.optimize import nnls
 
 from nt_attention.cli.environment import versions
-from nt_attention.cli.implementations import backend
-from nt_attention.cli.inputs import WorkloadTensors
-from nt_attention.cli.lengths import Lengths
+from nt_attention.cli.implementations import Inputs, NotSupportedError, backend
 from nt_attention.cli.timing import device_ms
-from nt_attention.cli.workloads import Workload
+from nt_attention.cli.workloads import Workload, draw_lengths
 from nt_attention.functional import plan
 from nt_attention.kernels.cost_model import CallSize, mask_kind
 
 TOKENS = 16384
 EQUAL = (1, 40, 150, 700, 4000)
 CAPS = (64, 300, 1200, 6000)
-# kind of mask → is_causal and window_size
+# kind of mask → options
 MASKS = {
-    "full": [(False, (-1, -1))],
-    "causal": [(True, (-1, -1))],
-    "window": [(False, (128, 128))],
-    "window behind": [(True, (600, 0))],
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"window_size": (128, 128)},
+    "window behind": {"is_causal": True, "window_size": (600, 0)},
 }
 HEADS = {32: 16, 64: 16, 96: 8, 128: 8, 192: 4, 256: 4}
 BACKENDS = {
@@ -49,13 +46,12 @@ BACKENDS = {
 
 def workloads(head_dim: int, kinds: list[str]) -> list[Workload]:
     lengths = [(n,) * (TOKENS // n) for n in EQUAL]
-    lengths += [Lengths(kind="lognormal", number=cap).up_to(TOKENS, seed=9) for cap in CAPS]
-    masks = [mask for kind in kinds for mask in MASKS[kind]]
+    lengths += [draw_lengths(f"lognormal:{cap}", TOKENS, seed=9) for cap in CAPS]
     heads = HEADS[head_dim]
     return [
-        Workload(f"{head_dim} {len(each)} {is_causal} {window}", "", each, heads, heads, head_dim, is_causal, window)
+        Workload(f"{head_dim} {len(each)} {kind}", "", each, heads, heads, head_dim, MASKS[kind])
         for each in lengths
-        for is_causal, window in masks
+        for kind in kinds
     ]
 
 
@@ -63,13 +59,13 @@ def measure(dtype: torch.dtype, head_dim: int, kinds: list[str]) -> dict[tuple[s
     """(direction, mask, backend) → rows of µs, 1, and thousands of a head's sequences, tokens and 1000 pairs."""
     rows = defaultdict(list)
     for workload in workloads(head_dim, kinds):
-        tensors = WorkloadTensors(workload, torch.device("cuda"), dtype)
+        inputs = Inputs.random(workload, torch.device("cuda"), dtype)
+        call = plan(*inputs.qkv, inputs.layout, **inputs.options).call
         for name in BACKENDS[dtype]:
-            implementation = backend(name)
-            if implementation.reasons(tensors, True):
+            try:
+                prepared = backend(name, inputs, True)
+            except NotSupportedError:
                 continue
-            prepared = implementation.prepare(tensors)
-            call = plan(*tensors.qkv, tensors.layout, **tensors.options).call
             size = CallSize.of(call)
             counts = (1.0, *(workload.heads / 1000 * x for x in (size.sequences, size.tokens, size.pairs / 1000)))
             mask = mask_kind(call.spec)
@@ -79,7 +75,7 @@ def measure(dtype: torch.dtype, head_dim: int, kinds: list[str]) -> dict[tuple[s
 
 
 def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
-    """The four numbers, and the median and the largest of the fit's relative errors."""
+    """The four numbers, and the median and the largest of the relative errors of the fit."""
     table = np.array(rows)
     times, counts = table[:, 0], table[:, 1:]
     numbers, _ = nnls(counts / times[:, None], np.ones(len(times)))
@@ -89,13 +85,20 @@ def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", type=Path, help="what auto is to go by: nt_attention/kernels/measured/sm90.json")
     parser.add_argument(
-        "--head-dims", type=int, nargs="+", default=list(HEADS), choices=HEADS, help="the others are kept"
+        "--save", type=Path, help="the cost model to write, such as nt_attention/kernels/measured/sm90.json"
     )
-    parser.add_argument("--dtypes", nargs="+", default=["16-bit", "float32"], help="likewise")
-    parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS, help="likewise")
-    parser.add_argument("--rows", type=Path, help="write the measured times to this file as well")
+    parser.add_argument(
+        "--head-dims",
+        type=int,
+        nargs="+",
+        default=list(HEADS),
+        choices=HEADS,
+        help="default: all; the others in FILE are kept",
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["16-bit", "float32"], help="as --head-dims")
+    parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS, help="as --head-dims")
+    parser.add_argument("--rows", type=Path, help="also write the measured times to this file")
     options = parser.parse_args()
     header = {
         "command": f"python benchmarks/fit_costs.py {' '.join(sys.argv[1:])}",
@@ -118,7 +121,7 @@ def main() -> None:
                 where = f"{kind} {direction} {mask} {head_dim} {name}"
                 kept[where], worst[where] = each, (round(median, 3), round(largest, 3))
                 print(f"{where:<45} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
-            if options.save:  # as far as it has come
+            if options.save:  # after each head dim, so that an interrupted run keeps its results
                 options.save.write_text(
                     json.dumps(header | {"error of the fit (median, largest)": worst, "costs": table}, indent=1) + "\n"
                 )

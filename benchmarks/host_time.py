@@ -1,10 +1,9 @@
-"""The host's time around a kernel on this GPU: eager forwards with gradients, on a batch that the device is quick with.
+"""The host time of a forward with gradients on this GPU, on a batch that the device finishes quickly.
 
     python benchmarks/host_time.py [--save FILE]
 
-For each backend its kernel called as directly as it can be, ``varlen_attention`` on packed tensors and on NestedTensors
-(q, k and v leaves, and results of a projection), and NestedTensor SDPA, in µs of host time: the median over bursts of
-calls, all in one run.
+For each backend: a direct call of its kernel, ``varlen_attention`` on packed tensors, and on NestedTensors that are
+leaves or the results of a projection; then NestedTensor SDPA. Times are in µs, medians over bursts of calls in one run.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ def main() -> None:
     layout = nta.SequenceLayout.from_lengths(LENGTHS, device="cuda")
     us = functools.partial(host_us, calls=CALLS)
     lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of host time, forward with gradients wanted",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of host time, forward with gradients",
         "",
-        "| backend | its kernel alone | packed | above it | NestedTensor | above it | of a projection | above it |",
+        "| backend | kernel alone | packed | overhead | NestedTensor | overhead | from a projection | overhead |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, backend in BACKENDS.items():

@@ -1,11 +1,11 @@
-"""Hugging Face models on this GPU: ``nta.patch`` on padded batches, against sdpa on them and rows packed by hand.
+"""Hugging Face models on this GPU: ``nta.patch`` on padded batches, sdpa on padded batches, and rows packed by hand.
 
     python benchmarks/hugging_face.py [--models bert llama llama-base] [--save FILE]
 
-BERT-base and a Llama of 8 layers (2048 wide, 32 / 8 heads), by itself or with its head and labels; a base model's loss
-is the mean of its output. Random weights, bf16, 16384 tokens of lognormal lengths. Wall-clock times, the host's part
-included: the median over rounds in which every way has its turn. By hand: one row, ``cu_seq_lens``, ``position_ids``,
-no mask.
+BERT-base, and a Llama of 8 layers (2048 wide, 32 / 8 heads) with its head and labels or as a base model. The loss of a
+base model is the mean of its output. Random weights, bf16, 16384 tokens of lognormal lengths. Times are wall-clock
+times, medians over rounds in which all alternate. Packed by hand is one row with ``cu_seq_lens`` and ``position_ids``,
+without a mask.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ import argparse
 import gc
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from by_turns import wall_clock_ms
 from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import nt_attention as nta
-from nt_attention.cli.lengths import Lengths
+from nt_attention.cli.workloads import draw_lengths
 
 TOKENS = 16384
 LLAMA = LlamaConfig(
     hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=8,
     max_position_embeddings=8192,
 )  # fmt: skip
-LONG = Lengths(kind="lognormal", number=4096).up_to(TOKENS, seed=276)
+LONG = draw_lengths("lognormal:4096", TOKENS, seed=276)
 MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
-    "bert": (BertModel, BertConfig(), Lengths(kind="lognormal", number=512).up_to(TOKENS, seed=82)),
+    "bert": (BertModel, BertConfig(), draw_lengths("lognormal:512", TOKENS, seed=82)),
     "llama": (LlamaForCausalLM, LLAMA, LONG),
     "llama-base": (LlamaModel, LLAMA, LONG),
 }
@@ -43,7 +42,7 @@ MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 
 @dataclass
 class Way:
-    """A model, what it is called with, and what that was found to take."""
+    """A model, its batch, and the times in ms and the peak memory in GiB of its calls."""
 
     model: Any
     batch: dict[str, Any]
@@ -98,16 +97,8 @@ def ways(name: str) -> dict[str, Way]:
         try:
             found[f"{implementation}, packed by hand"] = Way(make(implementation), packed)
         except (ImportError, ValueError) as error:
-            print(f"{implementation} is not here: {str(error)[:120]}", file=sys.stderr)
+            print(f"{implementation} is not available: {str(error)[:120]}", file=sys.stderr)
     return found
-
-
-def timed(function: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
 
 
 def measure(found: dict[str, Way], rounds: int) -> None:
@@ -115,10 +106,10 @@ def measure(found: dict[str, Way], rounds: int) -> None:
         for way in found.values():
             way.model.train(what == "train")
             for _ in range(3):
-                timed(getattr(way, what))
+                wall_clock_ms(getattr(way, what))
         for _ in range(rounds):
             for way in found.values():
-                way.ms.setdefault(what, []).append(timed(getattr(way, what)))
+                way.ms.setdefault(what, []).append(wall_clock_ms(getattr(way, what)))
     for way in found.values():
         gc.collect()
         torch.cuda.empty_cache()
@@ -129,7 +120,7 @@ def measure(found: dict[str, Way], rounds: int) -> None:
 
 
 def hidden(way: Way, mask: Tensor) -> Tensor:
-    """(T, …), the output's real tokens."""
+    """The output at the real tokens, (T, …)."""
     out = way.infer()
     states = out.logits if "logits" in out else out.last_hidden_state
     return states[mask.bool()] if states.shape[:2] == mask.shape else states[0]
@@ -144,7 +135,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, bf16; "
-        "ms of wall clock, times its over that of nta.patch",
+        "ms of wall-clock time; × is over that of nta.patch",
         "",
         "| model | way | forward, no gradients | forward + backward | memory of training, GiB |",
         "|---|---|---|---|---|",

@@ -1,9 +1,10 @@
-"""VarlenMultiheadAttention on NestedTensors against nn.MultiheadAttention on the padded batch, on this GPU.
+"""VarlenMultiheadAttention on NestedTensors and nn.MultiheadAttention on the padded batch, on this GPU, bf16.
 
-    python benchmarks/multihead.py [--batch E] [--embed-dim 768] [--heads 12] [--save FILE]
+    python benchmarks/multihead.py [--workload E] [--embed-dim 768] [--heads 12] [--save FILE]
 
-Wall-clock times, the host's part included, bf16: the median of many bursts of calls with one sync at the end of each.
-nn.MultiheadAttention gets the key_padding_mask and need_weights=False, in the faster of its two ways to infer.
+Times are wall-clock times, medians over blocks of calls with one device sync at the end of each. nn.MultiheadAttention
+is called with key_padding_mask and need_weights=False. For inference it runs in eval and in training mode, which take
+different paths, and the shorter time counts.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from nt_attention.cli.workloads import WORKLOADS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", default="E", choices=WORKLOADS)
+    parser.add_argument("--workload", default="E", choices=WORKLOADS)
     parser.add_argument("--embed-dim", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
-    batch, embed_dim = WORKLOADS[options.batch], options.embed_dim
+    workload, embed_dim = WORKLOADS[options.workload], options.embed_dim
 
     torch.manual_seed(0)
     stock = nn.MultiheadAttention(embed_dim, options.heads, batch_first=True, device="cuda", dtype=torch.bfloat16)
     module = nta.VarlenMultiheadAttention.from_torch(stock)
-    layout = nta.SequenceLayout.from_lengths(batch.lengths, device="cuda")
+    layout = nta.SequenceLayout.from_lengths(workload.lengths, device="cuda")
     values = torch.randn(layout.total, embed_dim, device="cuda", dtype=torch.bfloat16)
     ragged = torch.nested.nested_tensor_from_jagged(values, layout.offsets).requires_grad_()
     padded = layout.pad(values).requires_grad_()
@@ -76,8 +77,8 @@ def main() -> None:
     rows["forward + backward"] = wall_ms(both_ours), wall_ms(both_theirs)
     rows["forward + backward, device time alone"] = device_ms(both_ours), device_ms(both_theirs)
     lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, batch {batch.name} ({batch.about}, "
-        f"{len(batch.lengths)} sequences), E={embed_dim}, {options.heads} heads; ms of wall clock",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, workload {workload.name} ({workload.about}, "
+        f"{len(workload.lengths)} sequences), E={embed_dim}, {options.heads} heads; ms of wall-clock time",
         "",
         "| | VarlenMultiheadAttention, NestedTensor | nn.MultiheadAttention, padded | ratio |",
         "|---|---|---|---|",

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU: verified support, the fit of expected times, the tables and the plot, and the output of
-# the GPU tests.
+# Run everything that needs a GPU: verify the backends, fit the cost model, run the benchmarks and the GPU tests.
 #
-#   benchmarks/on_this_gpu.sh [DIR]        DIR: where results go, benchmarks/results/gpu if left out
+#   benchmarks/on_this_gpu.sh [DIR]        DIR: the directory of the results; benchmarks/results/gpu by default
 #
-# Run it where the package, its test requirements, matplotlib and whichever of flash-attn and flash-attn-4 there is are
-# installed. Verified support and expected times are written into the package (nt_attention/kernels/verified, measured): read the
-# difference before you commit it. A stage that fails does not stop the others; the script ends with what failed.
+# Install the package with its extras "cli" and "dev" first, and flash-attn and flash-attn-4 if they should be measured.
+# Verified support and the cost model are written into the package (nt_attention/kernels/verified and measured). Read the
+# difference before you commit it. If a stage fails, the others run. The last line names the stages that failed.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
@@ -15,7 +14,7 @@ mkdir -p "$out"
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 failed=()
 
-stage() { # a name, then a command; its output goes to DIR/NAME.txt
+stage() { # a name, then a command; its output is written to DIR/NAME.txt
   local name=$1 began=$SECONDS
   shift
   "$@" >"$out/$name.txt" 2>"$out/$name.err" || failed+=("$name")
@@ -24,13 +23,26 @@ stage() { # a name, then a command; its output goes to DIR/NAME.txt
 
 stage check python -W ignore -m nt_attention check --jobs "$jobs" --save
 stage fit_costs python -W ignore benchmarks/fit_costs.py --save nt_attention/kernels/measured/sm90.json
-stage bench python -W ignore -m nt_attention bench --save "$out/bench"
-stage bench_more python -W ignore -m nt_attention bench --save "$out/bench_more" \
-  --batches "one long" "all 17" "all 1" window "GQA 32/1" "F d32" "F d80" "A d96" "A d192" "A d256" "E d256"
-stage bench_float32 python -W ignore -m nt_attention bench --save "$out/bench_float32" --dtype float32 --batches A E "A d128"
+bench() { # a name, then arguments of bench
+  local name=$1
+  shift
+  stage "bench_$name" python -W ignore -m nt_attention bench "$@"
+}
+bench A_to_E
+bench one_long --workloads "one long"
+bench all_17 --lengths equal:17
+bench all_1 --lengths equal:1
+bench window --workloads A --options window_size=128,128
+bench one_key_head --workloads B --kv-heads 1
+for model in "F 24 32" "F 9 80" "A 10 96" "A 5 192" "A 4 256" "E 3 256"; do
+  read -r workload heads head_dim <<<"$model"
+  bench "${workload}_$head_dim" --workloads "$workload" --heads "$heads" --head-dim "$head_dim"
+done
+bench float32 --dtype float32 --workloads A E
+bench float32_A_128 --dtype float32 --workloads A --heads 8 --head-dim 128
 stage host_time python -W ignore benchmarks/host_time.py
-stage multihead_A python -W ignore benchmarks/multihead.py --batch A --embed-dim 1024 --heads 16
-stage multihead_E python -W ignore benchmarks/multihead.py --batch E
+stage multihead_A python -W ignore benchmarks/multihead.py --workload A --embed-dim 1024 --heads 16
+stage multihead_E python -W ignore benchmarks/multihead.py --workload E
 stage transformer_encoder python -W ignore benchmarks/transformer_encoder.py
 stage hugging_face python -W ignore benchmarks/hugging_face.py
 stage decoding python -W ignore benchmarks/decoding.py

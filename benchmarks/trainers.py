@@ -1,15 +1,15 @@
-"""What a trainer's step takes on a patched model, against the same trainer on the unpatched one.
+"""The time of a trainer's step on a patched model, and of the same trainer on the unpatched model.
 
     python benchmarks/trainers.py [--task sft dpo] [--rounds 3] [--save FILE]       on a CPU, TRL's trainers
     python benchmarks/trainers.py --device cuda [--save FILE]                       on a GPU, transformers' Trainer
 
-On a CPU: SFT and DPO of a Llama (4 layers, 256 wide, float32) on paragraphs of Python's documentation; DPO's reference
-model is patched as well. On a GPU: a Llama of 8 layers (2048 wide, 32 / 8 heads, 32,000 tokens in its vocabulary, bf16
-weights) on rows of lognormal lengths ≤ 4096, causal language modelling with its head and AdamW. Random weights.
+On a CPU: SFT and DPO of a Llama (4 layers, 256 wide, float32) on paragraphs of Python's documentation. DPO's reference
+model is patched as well. On a GPU: causal language modeling of a Llama of 8 layers (2048 wide, 32 / 8 heads, 32,000
+tokens in its vocabulary, bf16) with its head and AdamW, on rows of lognormal lengths up to 4096. Weights are random.
 
-Wall-clock times of whole steps: forward, backward, clipping and optimizer, without the collator. Padded and patched
-take turns, round by round; medians over all steps but the first two of a round. The pad ratio is what the model is
-called with: places over tokens.
+Times are wall-clock times of whole steps: forward, backward, gradient clipping and optimizer, without the collator.
+Padded and patched alternate round by round. Times are medians over all steps but the first two of a round. The pad
+ratio is the number of positions that the model is called with, over the number of tokens.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import nt_attention as nta
-from nt_attention.cli.lengths import Lengths
+from nt_attention.cli.workloads import draw_lengths
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
 
-WARM = 2  # steps of a round that don't count
+WARM = 2  # warm-up steps of a round, which are not counted
 
 
 @dataclass
 class Way:
-    """One way to run a trainer, and what it was found to take."""
+    """One way to run a trainer, and its measurements."""
 
-    seconds: list[float] = field(default_factory=list)  # of every step that counts
+    seconds: list[float] = field(default_factory=list)  # of every counted step
     losses: list[float] = field(default_factory=list)  # of the first round
-    places: int = 0
+    positions: int = 0
     tokens: int = 0
     calls: dict[Any, int] = field(default_factory=dict)
     peak: float = 0.0
 
 
 class Clock(TrainerCallback):
-    """Times every step; on a GPU it waits for the device at both ends."""
+    """Times every step, on a GPU from device sync to device sync."""
 
     def __init__(self, way: Way, cuda: bool) -> None:
         self.way, self.cuda, self.done = way, cuda, 0
@@ -115,7 +115,7 @@ def large_llama() -> LlamaForCausalLM:
 
 
 def language(model: Any, folder: str, options: argparse.Namespace) -> Any:
-    lengths = Lengths(kind="lognormal", number=4096).up_to(4 * 1024 * options.batch_size * options.steps, seed=276)
+    lengths = draw_lengths("lognormal:4096", 4 * 1024 * options.batch_size * options.steps, seed=276)
     generator = torch.Generator().manual_seed(0)
     rows = [{"input_ids": torch.randint(255, (n,), generator=generator).tolist()} for n in lengths]
     arguments = TrainingArguments(**given(folder, options), optim="adamw_torch_fused")
@@ -131,13 +131,13 @@ TASKS: dict[str, tuple[Callable[[], LlamaForCausalLM], Callable[..., Any]]] = {
 }
 
 
-def count_places(model: Any, way: Way) -> Any:
-    """Count what the base model is called with, before anything is packed."""
+def count_positions(model: Any, way: Way) -> Any:
+    """Count the positions and tokens that the base model is called with, before packing."""
 
     def look(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2:
-            way.places += mask.numel()
+            way.positions += mask.numel()
             way.tokens += int(mask.sum())
 
     return model.base_model.register_forward_pre_hook(look, with_kwargs=True)
@@ -147,15 +147,15 @@ def run(task: str, way: Way, patched: bool, first: bool, options: argparse.Names
     make_model, make_trainer = TASKS[task]
     set_seed(0)
     model = make_model()
-    if task == "dpo":  # which loads its reference by name
+    if task == "dpo":  # TRL loads the reference model from the path
         source = tempfile.mkdtemp()
         model.save_pretrained(source)
         model = LlamaForCausalLM.from_pretrained(source)
     handle = nta.patch(model, on_fallback="raise") if patched else None
-    hook = count_places(model, way) if first and not patched else None
+    hook = count_positions(model, way) if first and not patched else None
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, folder, options)
-        if patched and task == "dpo":  # its head is TRL's already, which calls the base model
+        if patched and task == "dpo":  # TRL's own head calls the base model
             nta.patch(trainer.ref_model.base_model, on_fallback="raise")
         trainer.add_callback(Clock(way, options.device == "cuda"))
         trainer.remove_callback(transformers.PrinterCallback)
@@ -178,7 +178,7 @@ def measure(task: str, options: argparse.Namespace) -> str:
         run(task, patched, True, number == 0, options)
     assert set(patched.calls) == {None}, patched.calls
     before, after = statistics.median(padded.seconds), statistics.median(patched.seconds)
-    ratio, waste = before / after, padded.places / padded.tokens
+    ratio, waste = before / after, padded.positions / padded.tokens
     apart = max(abs(a - b) for a, b in zip(padded.losses, patched.losses, strict=True))
     memory = f" {padded.peak:.1f} → {patched.peak:.1f} |" if options.device == "cuda" else ""
     return (
@@ -191,10 +191,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--task", nargs="+", choices=list(TASKS))
-    parser.add_argument("--steps", type=int, default=8, help="that count, in each round")
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--length", type=int, default=400, help="characters that count of a paragraph (CPU)")
+    parser.add_argument("--length", type=int, default=400, help="the characters of a paragraph that are used (CPU)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()

@@ -1,43 +1,31 @@
-"""nn.TransformerEncoder on this GPU, patched and as it is, and one encoder layer compiled and not.
+"""nn.TransformerEncoder on this GPU, patched and unpatched, and one encoder layer, compiled and eager.
 
-    python benchmarks/transformer_encoder.py [--batches A E] [--save FILE]
+    python benchmarks/transformer_encoder.py [--workloads A E] [--save FILE]
 
 4 layers, E=1024, 16 heads, feed-forward 4096, no dropout, bf16, padded batches with their src_key_padding_mask, padded
-outputs. Wall-clock times, the host's part included: the median over rounds in which every way has its turn. In eval
-the stock encoder takes its fast path, which skips padding too. The single layer, with VarlenMultiheadAttention inside,
-takes and gives NestedTensors, and is compiled by torch.compile(fullgraph=True).
+outputs. Times are wall-clock times, medians over rounds in which both alternate. In eval the unpatched encoder takes
+its fast path, which skips padding too. The single layer has VarlenMultiheadAttention as its attention, runs on
+NestedTensors, and is compiled by torch.compile(fullgraph=True).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from by_turns import by_turns
 from torch import Tensor, nn
 
 import nt_attention as nta
-from nt_attention.cli.timing import once
 from nt_attention.cli.workloads import WORKLOADS
 
 CUDA = torch.device("cuda")
 LAYERS, WIDTH, HEADS = 4, 1024, 16
-
-
-def by_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Each one's time in ms."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(rounds + 3):
-        for name, way in ways.items():
-            seconds = once(way, CUDA)
-            if i >= 3:
-                times[name].append(1e3 * seconds)
-    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def with_gradients(run: Callable[[], Tensor], grad: Tensor, inputs: list[Tensor]) -> Callable[[], Any]:
@@ -92,7 +80,7 @@ def one_layer(name: str, rounds: int) -> list[str]:
     x, grad = (layout.to_nested(torch.randn(layout.total, WIDTH, device=CUDA, dtype=torch.bfloat16)) for _ in range(2))
     x.requires_grad_()
     runs = {"compiled": lambda: compiled(x), "eager": lambda: layer(x)}
-    layer.eval()  # in training, NestedTensor's dropout loses one in some 30 million even where its probability is 0
+    layer.eval()  # in training, NestedTensor's dropout drops about one in 30 million values even with probability 0
     torch.testing.assert_close(*(run().values() for run in runs.values()), rtol=0.05, atol=0.05)
     layer.train()
     inputs = [x, *layer.parameters()]
@@ -108,22 +96,22 @@ def one_layer(name: str, rounds: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", default=["A", "E"], choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=["A", "E"], choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {LAYERS} layers, E={WIDTH}; ms by the clock",
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, {LAYERS} layers, E={WIDTH}; wall-clock ms",
         "",
-        "| batch | | patched | nn.TransformerEncoder | ratio |",
+        "| workload | | patched | nn.TransformerEncoder | ratio |",
         "|---|---|---|---|---|",
-        *(line for name in options.batches for line in encoders(name, options.rounds)),
+        *(line for name in options.workloads for line in encoders(name, options.rounds)),
         "",
         "One layer on NestedTensors.",
         "",
-        "| batch | | compiled | eager | ratio |",
+        "| workload | | compiled | eager | ratio |",
         "|---|---|---|---|---|",
-        *(line for name in options.batches[:1] for line in one_layer(name, options.rounds)),
+        *(line for name in options.workloads[:1] for line in one_layer(name, options.rounds)),
     ]
     print("\n".join(lines))
     if options.save:

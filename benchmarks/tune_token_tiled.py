@@ -1,9 +1,9 @@
-"""Time every tile size of the token-tiled kernels on this machine's GPU, each kernel alone.
+"""Time every tile size of the token-tiled kernels on this GPU, each kernel alone.
 
-    python benchmarks/tune_token_tiled.py [--batches A B] [--kernels forward closed] [--dtype bfloat16] [--out FILE]
+    python benchmarks/tune_token_tiled.py [--workloads A B] [--kernels forward fused] [--dtype bfloat16] [--out FILE]
 
-Prints the best few of each, and writes all as JSON lines. What wins goes into
-``nt_attention/kernels/token_tiled/configs.py``. Kernels are compiled by many processes at once, then timed by one; each
+Prints the fastest few of each kernel, and writes all as JSON lines. The fastest ones belong in
+``nt_attention/kernels/token_tiled/configs.py``. Many processes compile the kernels, then one process times them. Each
 result is compared with float64 first.
 """
 
@@ -28,19 +28,19 @@ from nt_attention.functional import plan
 from nt_attention.kernels.token_tiled import ops
 from nt_attention.kernels.token_tiled.configs import Tile
 
-KERNELS = ("forward", "query", "key", "closed")
+KERNELS = ("forward", "query", "key", "fused")
 
 
-def candidates(kernel: str, batch: Workload) -> list[tuple[int, Tile]]:
-    """(shared, tile) to try."""
-    big, short = batch.head_dim > 64, max(batch.lengths) <= 128
+def candidates(kernel: str, workload: Workload) -> list[tuple[int, Tile]]:
+    """The pairs (shared, tile) to time."""
+    big, short = workload.head_dim > 64, max(workload.lengths) <= 128
     found = []
     for m, n, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
         if not 256 <= m * n // warps <= 2048 or (stages == 4 and (big or kernel != "forward")):
             continue
         if warps == 8 and 16 in (m, n):
-            continue  # Triton 3.6's code for float32 leaves the tensors for some of these
-        if kernel == "closed" and n >= m and stages <= 2:
+            continue  # with some of these Triton 3.6's code for float32 accesses invalid memory
+        if kernel == "fused" and n >= m and stages <= 2:
             found.append((n, Tile(m, n, warps, stages)))
         elif kernel == "forward" and m >= 32 and n >= 16:
             found += [(shared, Tile(m, n, warps, stages)) for shared in ((64, 128) if short else (64,))]
@@ -50,31 +50,30 @@ def candidates(kernel: str, batch: Workload) -> list[tuple[int, Tile]]:
 
 
 class Bench:
-    """One batch's tensors, what the kernels should make of them, and each kernel as a function of its tile."""
+    """The tensors of a workload, the expected results of the kernels, and each kernel as a function of its tile."""
 
-    def __init__(self, batch: Workload, dtype: torch.dtype, tokens: int | None = None) -> None:
-        lengths = batch.lengths if tokens is None else (tokens,)
+    def __init__(self, workload: Workload, dtype: torch.dtype, tokens: int | None = None) -> None:
+        lengths = workload.lengths if tokens is None else (tokens,)
         self.layout = SequenceLayout.from_lengths(lengths, device="cuda")
         total = self.layout.total
 
         def random(heads: int) -> torch.Tensor:
-            return torch.randn(total, heads, batch.head_dim, device="cuda", dtype=dtype)
+            return torch.randn(total, heads, workload.head_dim, device="cuda", dtype=dtype)
 
-        self.q, self.grad = random(batch.heads), random(batch.heads)
-        self.k, self.v = random(batch.kv_heads), random(batch.kv_heads)
-        mask = {"is_causal": batch.is_causal, "window_size": batch.window_size}
-        call = plan(self.q, self.k, self.v, self.layout, backend="token_tiled", **mask).call
+        self.q, self.grad = random(workload.heads), random(workload.heads)
+        self.k, self.v = random(workload.kv_heads), random(workload.kv_heads)
+        call = plan(self.q, self.k, self.v, self.layout, backend="token_tiled", **workload.options).call
         self.window = call.spec.window
         self.call = ops.Launcher.prepare(self.q, self.k, self.v, call, None)
-        self.out, self.lse = torch.empty_like(self.q), self.q.new_empty(batch.heads, total, dtype=torch.float32).T
+        self.out, self.lse = torch.empty_like(self.q), self.q.new_empty(workload.heads, total, dtype=torch.float32).T
         self.delta = torch.empty_like(self.lse)
         self.grads = [torch.empty_like(x) for x in (self.q, self.k, self.v)]
-        self.heads, self.kv_heads = batch.heads, batch.kv_heads
+        self.heads, self.kv_heads = workload.heads, workload.kv_heads
 
     def run(self, kernel: str, shared: int, tile: Tile) -> None:
         from nt_attention.kernels.token_tiled import triton_kernels as kernels
 
-        call, plan = self.call, self.call.recipe.plan
+        call, plan = self.call, self.call.settings.plan
         inputs = ops._rows_and_heads(self.q, self.k, self.v)
         grad_query, grad_key, grad_value = self.grads
         rows = self.lse.stride(1)
@@ -86,7 +85,7 @@ class Bench:
         elif kernel == "query":
             tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, self.delta, grad_query)
             strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, grad_query))
-            tiles = plan.query_tiles(tile.block_m, shared, without_closed=True)
+            tiles = plan.query_tiles(tile.block_m, shared, without_fused=True)
             work = (kernels.query_kernel, tile, tiles, self.heads, plan.queries, tensors, strides, (rows, 0, 0), False)
         elif kernel == "key":
             tensors = (self.q, self.k, self.v, self.grad, self.lse, self.delta, grad_key, grad_value)
@@ -97,16 +96,16 @@ class Bench:
         else:
             tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, *self.grads)
             strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, *self.grads))
-            tiles = plan.closed_tiles(shared)
+            tiles = plan.fused_tiles(shared)
             lse_strides = (rows, 0, 0)
             work = (
-                *(kernels.closed_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, strides, lse_strides),
+                *(kernels.fused_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, strides, lse_strides),
                 False,
             )
         call.launch(*work)
 
     def compute_expected(self) -> None:
-        """Fill in the forward's results and delta, and keep what each kernel should give, from float64."""
+        """Set the results of the forward and delta, and the expected result of each kernel, from float64."""
         lengths = self.layout.host_offsets.diff().tolist()
         group = self.heads // self.kv_heads
         outs, lses, grads = [], [], []
@@ -115,10 +114,10 @@ class Bench:
         ):
             leaves = [x.transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
             scores = leaves[0] @ leaves[1].repeat_interleave(group, 0).mT * q.shape[2] ** -0.5
-            place = torch.arange(len(q), device="cuda")
+            position = torch.arange(len(q), device="cuda")
             left, right = self.window
-            ahead = place - place[:, None]
-            scores = scores.masked_fill((ahead < -left) | (ahead > right), -torch.inf)
+            distance = position - position[:, None]
+            scores = scores.masked_fill((distance < -left) | (distance > right), -torch.inf)
             out = scores.softmax(-1) @ leaves[2].repeat_interleave(group, 0)
             found = torch.autograd.grad(out, leaves, grad.transpose(0, 1))
             outs.append(out.detach().transpose(0, 1))
@@ -128,30 +127,30 @@ class Bench:
         self.out.copy_(out)
         self.lse.copy_(torch.cat(lses))
         self.delta.copy_((out * self.grad).sum(-1))
-        self.want = {"forward": [out], "query": [dq], "key": [dk, dv], "closed": [dq, dk, dv]}
+        self.want = {"forward": [out], "query": [dq], "key": [dk, dv], "fused": [dq, dk, dv]}
 
     def error(self, kernel: str, shared: int) -> float:
-        """The worst relative error of what the kernel has just written, over the rows that it should write."""
-        closed = self.call.recipe.plan.closed_tiles(shared).tolist() if kernel == "closed" else []
-        rows = torch.cat([torch.arange(a, b) for a, b, _, _ in closed]) if closed else slice(None)
-        got = {"forward": [self.out], "query": self.grads[:1], "key": self.grads[1:], "closed": self.grads}[kernel]
+        """The largest relative error of the results that the kernel has just written, over the rows that it writes."""
+        fused = self.call.settings.plan.fused_tiles(shared).tolist() if kernel == "fused" else []
+        rows = torch.cat([torch.arange(a, b) for a, b, _, _ in fused]) if fused else slice(None)
+        got = {"forward": [self.out], "query": self.grads[:1], "key": self.grads[1:], "fused": self.grads}[kernel]
         pairs = [(a[rows].double(), b[rows]) for a, b in zip(got, self.want[kernel], strict=True)]
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def compile_some(jobs: list[tuple[str, str, int, Tile]], dtype: torch.dtype) -> None:
-    """Leave these kernels in Triton's cache."""
+    """Compile these kernels into Triton's cache."""
     benches = {name: Bench(WORKLOADS[name], dtype, tokens=16) for name in {job[0] for job in jobs}}
     for name, kernel, shared, tile in jobs:
         try:
             benches[name].run(kernel, shared, tile)
         except OutOfResources:
-            continue  # the timing process will meet it again
+            continue  # the process that times them gets this error too
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=list("ABCDEFG"), choices=WORKLOADS)
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--out", type=Path, default=Path("tune.jsonl"))
@@ -161,7 +160,7 @@ def main() -> None:
 
     jobs = [
         (name, kernel, shared, tile)
-        for name in options.batches
+        for name in options.workloads
         for kernel in options.kernels
         for shared, tile in candidates(kernel, WORKLOADS[name])
     ]
@@ -170,7 +169,7 @@ def main() -> None:
         list(pool.map(compile_some, parts, [dtype] * len(parts)))
 
     with options.out.open("w") as file:
-        for name in options.batches:
+        for name in options.workloads:
             bench = Bench(WORKLOADS[name], dtype)
             bench.compute_expected()
             for kernel in options.kernels:
@@ -182,7 +181,7 @@ def main() -> None:
                     except OutOfResources:
                         continue
                     error = bench.error(kernel, shared)
-                    row = {"batch": name, "kernel": kernel, "shared": shared, "tile": tile, "error": error}
+                    row = {"workload": name, "kernel": kernel, "shared": shared, "tile": tile, "error": error}
                     rows.append({**row, "ms": device_ms(run, repeats=3)})
                     file.write(json.dumps(rows[-1]) + "\n")
                 for row in sorted(rows, key=lambda row: row["ms"])[:5]:

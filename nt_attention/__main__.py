@@ -1,31 +1,42 @@
-"""``python -m nt_attention``: the environment and every backend's state; ``bench`` and ``check``, see ``--help``."""
+"""``python -m nt_attention``: the environment and every backend's state; or a command, ``check`` or ``bench``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "bench": "put every backend side by side with padded SDPA and NestedTensor SDPA, in one run",
-    "check": "check this machine's backends",
+    "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
+    "check": "verify the backends on this machine against float64",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: status 2 for invalid arguments, or if a package that the command needs is not installed.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
-        prog="python -m nt_attention", description="Without a command: the environment, and every backend's state."
+        prog="python -m nt_attention", description="Without a command: print the environment and every backend's state."
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for name, about in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        command.set_defaults(
-            refuse=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments])
+    for name, description in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=description, description=description[0].upper() + description[1:] + "."
         )
-        if arguments[:1] == [name]:  # the others are not imported
+        command.set_defaults(error=command.error, command_line=shlex.join(["python", "-m", "nt_attention", *arguments]))
+        if arguments[:1] == [name]:  # the modules of the other commands are not imported
+            if importlib.util.find_spec("rich") is None:
+                command.error(f"{name} needs rich: pip install 'nt-attention[cli]'")
             importlib.import_module(f".cli.{name}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
     module = importlib.import_module(f".cli.{options.command or 'environment'}", __package__)

@@ -1,173 +1,218 @@
-"""``python -m nt_attention bench``: every backend beside padded SDPA and NestedTensor SDPA, compared and timed.
+"""``python -m nt_attention bench``: compare and time every backend, padded SDPA and NestedTensor SDPA.
 
-Prints a Markdown table on stdout and progress on stderr. The exit status is 1 if the results of an implementation are
-wrong, or if it fails where it should run.
+Prints a Markdown table for each workload. The exit status is 1 if results are wrong or if a call fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
-import datetime
-import json
-import platform
 import sys
 import warnings
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
 
-from ..kernels.select import SlowBackendWarning, available_backends
-from . import plot
-from .accuracy import expected_results
-from .arguments import add_workload_arguments, requested_workloads
-from .environment import device_name, versions
-from .implementations import all_implementations
-from .inputs import WorkloadTensors
-from .measure import Result, host_us, measure
-from .progress import Progress
-from .table import Report
-from .workloads import Workload
+from ..kernels.call import OPTIONS
+from ..kernels.select import BACKENDS, SlowBackendWarning, available_backends
+from . import timing
+from .environment import device_name, devices, versions
+from .implementations import Implementation, Inputs, NotSupportedError, attention, implementations
+from .workloads import DISTRIBUTIONS, TOKENS, WORKLOADS, Workload, draw_lengths
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-PATIENCE = {"cpu": 2.0, "cuda": 0.2}  # seconds; a median on a GPU takes some twenty calls and more
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+DEFAULT = {"cuda": ["A", "B", "C", "D", "E"], "cpu": ["small", "small causal"]}
+DEFAULT_TOKENS = {"cuda": TOKENS, "cpu": 4096}
+NAMES = ("is_causal", "window_size", "softcap", "deterministic", "batch_invariant")  # of options
+FIRST_TOKENS = 2000  # of the sequences that are compared with float64
+LEGEND = "ms: medians of device time on a GPU, of wall-clock time on a CPU; error: relative L2 error against float64."
+BYTES_PER_SCORE = 128  # in float64, with all copies that autograd keeps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_workload_arguments(parser)
-    how = parser.add_argument_group("how")
-    how.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 on a CPU")
-    how.add_argument("--device", help="cpu, cuda or cuda:N; the GPU if there is one")
-    how.add_argument(
-        "--backends", nargs="+", metavar="NAME", help="auto or backends by name; auto and all that can run here"
-    )
-    how.add_argument("--deterministic", action="store_true", help="ask our backends for the same bits each time")
-    how.add_argument("--batch-invariant", action="store_true", help="ask our backends for the same bits in any batch")
-    how.add_argument("--forward-only", action="store_true", help="no gradients")
-    how.add_argument(
-        "--patience",
-        type=float,
-        metavar="S",
-        help="a call of more than S seconds is timed once; 2, on a GPU 0.2",
-    )
-    where = parser.add_argument_group("results")
-    where.add_argument("--save", type=Path, metavar="DIR", help="write table.md, table.json and picture.svg there")
-    where.add_argument("--picture", type=Path, metavar="FILE", help="draw the results to a .svg, .png or .pdf file")
+    add = parser.add_argument
+    about = f"{', '.join(map(repr, WORKLOADS))}; default: A to E, on a CPU 'small' and 'small causal'"
+    add("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help=about)
+    kinds = ", ".join(f"{kind}:N" for kind in DISTRIBUTIONS)
+    add("--lengths", help=f"your own workload: lengths such as 5,0,900,17, or one of {kinds} with the largest length N")
+    add("--tokens", type=positive, help="the sum of lengths that are drawn; default: 32768, on a CPU 4096")
+    add("--heads", type=positive, help="default: of the workload; 12 with --lengths")
+    add("--kv-heads", type=positive, help="default: --heads, or of the workload")
+    add("--head-dim", type=positive, help="default: of the workload; 64 with --lengths")
+    add("--options", nargs="+", default=[], metavar="NAME=VALUE", help=f"of varlen_attention: {', '.join(NAMES)}")
+    about = f"auto, {', '.join(BACKENDS)}; default: auto and all that are available but the reference"
+    add("--backends", nargs="+", choices=["auto", *BACKENDS], metavar="NAME", help=about)
+    add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--device", choices=devices(), default=devices()[0])
+    add("--forward-only", action="store_true", help="without gradients")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, got {text!r}")
+    return int(text)
 
 
 def main(options: argparse.Namespace) -> int:
+    device = torch.device(options.device)
     try:
-        device = _device(options.device)
         workloads = requested_workloads(options, device)
-        backends = _backends(options.backends)
-        _check_files(options)
     except ValueError as error:
-        options.refuse(str(error))
-    if options.save is not None:
-        options.save.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", SlowBackendWarning)  # the table shows what "auto" selected
+        options.error(str(error))
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    width = None if sys.stdout.isatty() else 10_000  # lines in a file are not wrapped
+    out = Console(width=width, markup=False, highlight=False, emoji=False)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+    out.print(f"`{options.command_line}`\n\n{device_name(device)}; {packages}; {dtype}. {LEGEND}")
+    is_bad = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowBackendWarning)  # the table shows which backend "auto" selects
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
-        report = _run(options, workloads, backends, device)
-    return int(report.is_bad)
+        for workload in workloads:
+            results = run_workload(workload, options, device, dtype)
+            out.print(f"\n{workload}", table(results, device.type == "cuda"))
+            notes = dict.fromkeys(f"- {name}: {x.note}" for name, found in results.items() for x in found if x.note)
+            out.print(*notes, sep="\n")
+            is_bad |= any(each.is_bad for measurements in results.values() for each in measurements)
+    return int(is_bad)
 
 
-def _run(options: argparse.Namespace, workloads: list[Workload], backends: list[str], device: torch.device) -> Report:
-    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    implementations = all_implementations(backends)
-    guarantees = {"deterministic": options.deterministic, "batch_invariant": options.batch_invariant}
-    report = Report(_about(options, device), _unit(device, dtype, options), dtype, [x.name for x in implementations])
-    patience = PATIENCE[device.type] if options.patience is None else options.patience
-    how = {"forward_only": options.forward_only, "patience": patience}
-    progress = Progress(sys.stderr)
+def requested_workloads(options: argparse.Namespace, device: torch.device) -> list[Workload]:
+    """The workloads that the arguments describe.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+    """
+    if options.lengths is not None and options.workloads is not None:
+        raise ValueError("--lengths describes a workload and --workloads names some: pass one of them.")
+    if options.tokens is not None and ":" not in (options.lengths or ""):
+        raise ValueError("--tokens is for lengths that are drawn: pass for example --lengths lognormal:2048 with it.")
+    workloads = [WORKLOADS[name] for name in dict.fromkeys(options.workloads or DEFAULT[device.type])]
+    if options.lengths is not None:
+        lengths = draw_lengths(options.lengths, options.tokens or DEFAULT_TOKENS[device.type])
+        if not sum(lengths):
+            raise ValueError(f"--lengths {options.lengths} has no tokens: pass a length ≥ 1, or more --tokens.")
+        workloads = [Workload("given", options.lengths, lengths, 12, 12, 64)]
+    return [with_options(workload, options) for workload in workloads]
+
+
+def with_options(workload: Workload, options: argparse.Namespace) -> Workload:
+    heads, head_dim = options.heads or workload.heads, options.head_dim or workload.head_dim
+    kv_heads = options.kv_heads or options.heads or workload.kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"--kv-heads must divide the {heads} heads of {workload.name}, got {kv_heads}.")
+    about, given = ", ".join([workload.about, *options.options]), dict(map(parse_option, options.options))
+    return Workload(workload.name, about, workload.lengths, heads, kv_heads, head_dim, workload.options | given)
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """An option such as "softcap=30" or "window_size=128,0" → its name and value."""
+    name, _, value = text.partition("=")
+    if name not in NAMES:
+        raise ValueError(f"--options must be of {', '.join(NAMES)}, such as window_size=128,0, got {text!r}.")
+    with contextlib.suppress(SyntaxError, ValueError):  # then the text itself is not valid either
+        value = ast.literal_eval(value)
+    return name, OPTIONS[name].parse(name, value)
+
+
+@dataclass
+class Measurement:
+    """A forward, or a forward and backward."""
+
+    ms: float | None = None  # None if it did not run
+    host_us: float | None = None  # on a GPU
+    errors: dict[str, float] = field(default_factory=dict)  # relative L2 errors of out, dq, dk and dv
+    chosen: str | None = None  # the backend that ran
+    note: str = ""  # why it did not run, or which results are wrong
+    is_bad: bool = False  # whether results are wrong, or the call failed
+
+
+def run_workload(
+    workload: Workload, options: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> dict[str, list[Measurement]]:
+    """Compare and time all implementations: the forward, then the forward and backward."""
+    inputs = Inputs.random(workload, device, dtype)
+    passes = (False,) if options.forward_only else (False, True)
+    rows, expected = None, {}
+    if sample := sample_of(inputs):
+        rows, part = inputs.select(sample)
+        expected = attention("reference", part.cast(torch.float64)).results(passes[-1])
+    found = implementations(options.backends or ["auto", *available(device)])
+    names = track(found, f"workload {workload.name}", console=Console(stderr=True), transient=True)
+    return {name: [measure(found[name], inputs, rows, expected, backward) for backward in passes] for name in names}
+
+
+def available(device: torch.device) -> list[str]:
+    """The backends that can run on the device, without the slow reference."""
+    found = [BACKENDS[name] for name, reason in available_backends().items() if reason is None]
+    return [each.name for each in found if each.device_type in (None, device.type) and not each.is_reference]
+
+
+def measure(
+    implementation: Implementation, inputs: Inputs, rows: Tensor | None, expected: dict[str, Tensor], backward: bool
+) -> Measurement:
+    """Compare some rows of an implementation's results with the expected ones, then time it."""
     try:
-        for i, workload in enumerate(workloads, 1):
-            step = f"batch {i} of {len(workloads)}, {workload.name}"
-            progress.say(f"{step}: float64, to compare with")
-            tensors = WorkloadTensors(workload, device, dtype, **guarantees)
-            expected = expected_results(tensors, not options.forward_only)
-            results: dict[str, Result] = {}
-            for implementation in implementations:
-                progress.say(f"{step}: {implementation.name}")
-                results[implementation.name] = measure(implementation, tensors, expected, **how)
-            report.results.append((workload, results))
-            _save_tables(report, options)
-        if device.type == "cuda" and not options.forward_only:
-            tiny = WorkloadTensors(Workload("tiny", "", (17, 5, 11, 29), 4, 4, 64), device, dtype, **guarantees)
-            for implementation in implementations:
-                progress.say(f"host time of a call: {implementation.name}")
-                report.host[implementation.name] = host_us(implementation, tiny)
-    finally:  # an interrupted run shows what it has measured
-        progress.clear()
-        if options.backends is None:
-            report.leave_out_idle(backends)
-        print(report.markdown(), end="", flush=True)
-    _save_tables(report, options)
-    _save_plots(report, options)
-    return report
+        call = implementation(inputs, backward)
+        found = Measurement(chosen=call.chosen)
+        if rows is not None:
+            results = {name: x[rows] for name, x in call.results(backward).items()}
+            found.errors = relative_errors(results, expected)
+            wrong = [name for name, x in found.errors.items() if not x <= TOLERANCE[inputs.grad.dtype]]  # NaN is wrong
+            found.is_bad, found.note = bool(wrong), f"wrong: {', '.join(wrong)}" if wrong else ""
+        function = call.both if backward else call.forward
+        found.ms = timing.device_ms(function) if inputs.grad.is_cuda else timing.wall_ms(function)
+        found.host_us = timing.host_us(function) if inputs.grad.is_cuda else None
+        return found
+    except NotSupportedError as error:
+        return Measurement(note=str(error))
+    except torch.OutOfMemoryError:
+        return Measurement(note="out of memory")
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return Measurement(note=f"failed: {(str(error).strip() or repr(error)).splitlines()[0]}", is_bad=True)
 
 
-def _save_tables(report: Report, options: argparse.Namespace) -> None:
-    if options.save is not None:
-        (options.save / "table.md").write_text(report.markdown(), encoding="utf-8")
-        numbers = json.dumps(report.numbers(), indent=1, ensure_ascii=False)
-        (options.save / "table.json").write_text(numbers + "\n", encoding="utf-8")
+def sample_of(inputs: Inputs) -> list[int]:
+    """The first few sequences and the longest one that fits into memory in float64."""
+    lengths, ends = inputs.layout.host_offsets.diff().tolist(), inputs.layout.host_offsets[1:].tolist()
+    scores = (torch.cuda.mem_get_info()[0] if inputs.grad.is_cuda else 2**31) // BYTES_PER_SCORE
+    fitting = [b for b, n in enumerate(lengths) if 0 < inputs.qkv[0].shape[1] * n * n <= scores]
+    return sorted({*sorted(fitting, key=lengths.__getitem__)[-1:], *(b for b in fitting if ends[b] <= FIRST_TOKENS)})
 
 
-def _save_plots(report: Report, options: argparse.Namespace) -> None:
-    if options.save is not None:
-        reason = plot.missing()
-        if reason is None:
-            plot.draw(report, options.save / "picture.svg")
-        else:
-            print(f"no picture.svg: {reason}", file=sys.stderr)
-    if options.picture is not None:
-        plot.draw(report, options.picture)
+def relative_errors(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The L2 error of each result, relative to its norm, or to the magnitude of out if that is larger.
+
+    The gradients of query and key are as large as out, but 0 if a query sees one key, where rounding errors remain.
+    """
+    magnitude = expected["out"].square().mean().sqrt()
+    norms = {name: torch.maximum(x.norm(), magnitude * x.numel() ** 0.5) for name, x in expected.items()}
+    return {name: float((x - expected[name]).norm() / norms[name]) for name, x in results.items()}
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    if options.picture is not None:
-        reason = plot.reason_against(options.picture)
-        if reason is not None:
-            raise ValueError(f"--picture: {reason}")
-    if options.save is not None and options.save.exists() and not options.save.is_dir():
-        raise ValueError(f"--save takes a folder, and {str(options.save)!r} is a file.")
-
-
-def _device(text: str | None) -> torch.device:
-    text = ("cuda" if torch.cuda.is_available() else "cpu") if text is None else text
-    kind, _, index = text.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {text!r}.")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"torch sees {torch.cuda.device_count()} CUDA devices, and no {text!r}: pass --device cpu.")
-    return torch.device(text) if kind == "cpu" or index else torch.device("cuda", torch.cuda.current_device())
-
-
-def _backends(names: list[str] | None) -> list[str]:
-    available = available_backends()
-    if names is None:
-        return ["auto", *(name for name, missing in available.items() if missing is None)]
-    unknown = [name for name in names if name not in available and name != "auto"]
-    if unknown:
-        raise ValueError(f"there is no backend {unknown[0]!r}: pass auto, or some of {', '.join(available)}.")
-    return list(dict.fromkeys(names))
-
-
-def _about(options: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    return {
-        "command": options.command_line,
-        "device": device_name(device),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "python": f"Python {platform.python_version()}",
-        "date": str(datetime.date.today()),
-    }
-
-
-def _unit(device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> str:
-    what = "ms of device time, medians of bursts of calls" if device.type == "cuda" else "ms by the clock, medians"
-    directions = "forward" if options.forward_only else "forward / forward + backward"
-    return f"{str(dtype)[6:]}, {directions}: {what}; in brackets the time over that of auto."
+def table(results: dict[str, list[Measurement]], is_cuda: bool) -> Table:
+    """A row for each implementation; "auto" with the backend that it selected."""
+    passes = ("forward, ms", "fwd + bwd, ms")[: len(next(iter(results.values())))]
+    columns = [column for each in passes for column in (each, *(["host, µs"] if is_cuda else []), "× auto")]
+    found = Table("implementation", *columns, "error", box=box.MARKDOWN)
+    for name, measurements in results.items():
+        chosen = dict.fromkeys(each.chosen for each in measurements if each.chosen) if name == "auto" else {}
+        cells = [f"{name} ({', '.join(chosen)})" if chosen else name]
+        for each, auto in zip(measurements, results.get("auto", [Measurement()] * 2), strict=False):
+            cells.append("–" if each.ms is None else f"{each.ms:.{3 if each.ms < 10 else 1}f}")
+            if is_cuda:
+                cells.append("" if each.host_us is None else f"{each.host_us:.0f}")
+            cells.append(f"{each.ms / auto.ms:.2f}" if each.ms and auto.ms else "")
+        errors = torch.tensor([error for each in measurements for error in each.errors.values()])
+        mark = " ✗" if any(each.is_bad for each in measurements) else ""
+        found.add_row(*cells, f"{errors.max():.1e}{mark}" if len(errors) else mark.strip())
+    return found

@@ -1,122 +1,143 @@
 """``python -m nt_attention check``: verify every backend on this machine against float64.
 
-Each head dim, and each feature at head dims 64 and 128, goes through a backend forward and backward on lengths around
-the edges of tiles. A result is right if its error is within twice that of PyTorch's own attention in the same precision
-(three times under softcap), both against the reference backend in float64. With ``--save`` the table becomes the
-verified support of the backends on this kind of GPU (``kernels/support.py``).
+Each head dim, and each feature at head dims 64 and 128, runs forward and backward on lengths around the edges of tiles.
+A result is right if its error is at most twice that of PyTorch in the same dtype (three times with softcap). With
+``--save`` the results become the verified support of the backends on this kind of GPU (``kernels/support.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
+import json
 import multiprocessing
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from datetime import date
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
-from ..kernels.backend import Backend
+from ..kernels import support
 from ..kernels.call import AttentionSpec
 from ..kernels.select import BACKENDS
 from .cases import Case, Finding, cases_of, run_case
-from .progress import Progress
-from .support_table import SupportTable
+from .environment import device_name, devices, versions
+
+Results = dict[str, dict[str, dict[str, dict[str, str]]]]  # as in ``VerifiedSupport.results``
+RESULTS = {"both": "right", "forward": "right without gradients", "no": "not right"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="all that are available, if left out")
-    parser.add_argument("--which", nargs="+", help="these head dims and features alone: 64 192/128 causal ...")
-    parser.add_argument("--jobs", type=int, default=0, help="processes; each compiles kernels (8 on a GPU, else 1)")
-    parser.add_argument(
-        *("--save",),
-        type=Path,
-        nargs="?",
-        const=Path(),
-        help="save the results as the verified support on this kind of GPU; with a file, write them there",
-    )
+    add = parser.add_argument
+    add("--device", choices=devices(), default=devices()[0])
+    add("--backends", nargs="+", choices=list(BACKENDS), help="default: all that are available")
+    add("--which", nargs="+", help="only these head dims and features, such as 64 192/128 causal")
+    add("--jobs", type=int, help="number of processes, which compile kernels in parallel; default: 8 on a GPU, else 1")
+    about = "save the results as the verified support on this kind of GPU, or in a file"
+    add("--save", type=Path, nargs="?", const=Path(), metavar="FILE", help=about)
 
 
 def main(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
-    if options.save == Path() and device.type != "cuda":
-        options.refuse("--save without a file is for a CUDA device: verified support is kept for GPUs alone.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        options.refuse("torch sees no CUDA device: pass --device cpu.")
-    for name in options.backends or ():
-        if not _can_run(BACKENDS[name], device):
-            unsupported = " ".join(BACKENDS[name].unsupported(_plain_call(BACKENDS[name], device)))
-            reason = BACKENDS[name].missing() or unsupported or "it is the reference."
-            options.refuse(f"{name} can't be run on {device}: {reason}")
-    names = options.backends or [name for name, backend in BACKENDS.items() if _can_run(backend, device)]
-    selected = [case for name in names for case in cases_of(BACKENDS[name])]
-    if options.which:
-        selected = [case for case in selected if case.which in options.which]
-    if not selected:
-        known = dict.fromkeys(case.which for name in names for case in cases_of(BACKENDS[name]))
-        options.refuse(f"nothing to run: --which takes some of {', '.join(map(repr, known))}.")
+    try:
+        if options.save == Path() and device.type != "cuda":
+            raise ValueError("--save without a file is for a CUDA device: verified support is kept for GPUs only.")
+        cases = requested_cases(options.backends, options.which, device)
+    except ValueError as error:
+        options.error(str(error))
     jobs = options.jobs or (min(8, os.cpu_count() or 1) if device.type == "cuda" else 1)
-    findings = list(_run_all(selected, device, jobs))
-    table = SupportTable.of(findings, device)
-    print(table)
+    found = run_in_processes(cases, device, jobs) if jobs > 1 else (run_case(case, device) for case in cases)
+    bar = track(found, "cases", total=len(cases), console=Console(stderr=True), transient=True)
+    findings = sorted(bar, key=lambda each: cases.index(each.case))  # processes end in any order
+    print(f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+    results = summarize(findings)
+    print_results(results, findings)
     if options.save is not None:
-        table.write(options.save, options.command_line)
+        save(results, device, options.save, options.command_line)
     return 0
 
 
-def _can_run(backend: Backend, device: torch.device) -> bool:
-    """Whether to verify it; the reference is what others are compared with."""
-    return (
-        not backend.is_reference and backend.missing() is None and not backend.unsupported(_plain_call(backend, device))
-    )
+def requested_cases(names: list[str] | None, which: list[str] | None, device: torch.device) -> list[Case]:
+    """The cases of the named backends, or of all that can run on the device.
+
+    Raises:
+        ValueError: a named backend can't run, or no case is left.
+    """
+    reasons = {}
+    for name, backend in BACKENDS.items():
+        spec = AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)
+        reasons[name] = backend.missing() or " ".join(backend.unsupported(spec))
+    reasons["reference"] = "the others are compared with it."
+    names = names or [name for name, reason in reasons.items() if not reason]
+    for name in names:
+        if reasons[name]:
+            raise ValueError(f"{name} can't be verified on {device}: {reasons[name]}")
+    cases = [case for name in names for case in cases_of(BACKENDS[name])]
+    selected = [case for case in cases if which is None or case.which in which]
+    if not selected:
+        raise ValueError(f"no case is left: pass --which some of {list(dict.fromkeys(case.which for case in cases))}.")
+    return selected
 
 
-def _plain_call(backend: Backend, device: torch.device) -> AttentionSpec:
-    return AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)
-
-
-def _run_all(selected: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
-    progress = Progress(sys.stderr)
-    findings = _in_processes(selected, device, jobs) if jobs > 1 else (run_case(case, device) for case in selected)
-    for done, finding in enumerate(findings, 1):
-        case = finding.case
-        which = f"{case.backend}, {case.dtype}, {case.kind} {case.which}"
-        progress.say(f"{done} of {len(selected)}: {which}: {finding.result}, {finding.details}")
-        yield finding
-    progress.clear()
-
-
-def _in_processes(selected: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
-    """In no order. A kernel may end its process; then the cases that were running get a process of their own each."""
+def run_in_processes(cases: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
+    """In no order. If a kernel ends its process, each case without a result is run in a process of its own."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which would continue after these ended
     lost = []
-    with _processes(jobs) as pool:
-        waiting = {pool.submit(run_case, case, device): case for case in selected}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(run_case, case, device): case for case in cases}
         for future in as_completed(waiting):
             try:
                 yield future.result()
             except BrokenProcessPool:
                 lost.append(waiting[future])
+    if len(cases) == 1:
+        yield from (Finding(case, "no", "it ended its process") for case in lost)
+        return
     with ThreadPoolExecutor(jobs) as threads:
-        yield from threads.map(functools.partial(_in_own_process, device=device), lost)
+        alone = threads.map(lambda case: list(run_in_processes([case], device, 1)), lost)
+        yield from itertools.chain.from_iterable(alone)
 
 
-def _in_own_process(case: Case, device: torch.device) -> Finding:
-    with _processes(1) as pool:
-        try:
-            return pool.submit(run_case, case, device).result()
-        except BrokenProcessPool:
-            return Finding(case, "no", "it took its process with it")
+def summarize(findings: Iterable[Finding]) -> Results:
+    """The worst result of each head dim and each feature, by backend and dtype."""
+    results: Results = {}
+    for finding in findings:
+        case = finding.case
+        by_dtype = results.setdefault(case.backend, {})
+        row = by_dtype.setdefault(str(case.dtype).removeprefix("torch."), {}).setdefault(case.kind, {})
+        row[case.which] = max(row.get(case.which, "both"), finding.result, key=list(RESULTS).index)
+    return results
 
 
-def _processes(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _compile_in_this_process)
+def print_results(results: Results, findings: Iterable[Finding]) -> None:
+    for name, by_dtype in results.items():
+        print(f"\n{name}: {BACKENDS[name].about}")
+        for dtype, kinds in by_dtype.items():
+            for kind, row in kinds.items():
+                for result, description in RESULTS.items():
+                    if which := [one for one in row if row[one] == result]:
+                        print(f"  {dtype:<9} {kind:<10} {description}: {', '.join(which)}")
+        for finding in findings:
+            if finding.case.backend == name and finding.result != "both":
+                print(f"    {finding.case}: {finding.details}")
 
 
-def _compile_in_this_process() -> None:
-    """A process of its own needs no further ones to compile in, which would outlive it."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+def save(results: Results, device: torch.device, file: Path, command: str) -> None:
+    """Write the results for ``kernels/support.py``. Results in the file that were not verified this time are kept."""
+    if file == Path():
+        capability = torch.cuda.get_device_capability(device)
+        file = Path(support.__file__).parent / "verified" / "sm{}{}.json".format(*capability)
+    saved = json.loads(file.read_text())["results"] if file.exists() else {}
+    for name, by_dtype in results.items():
+        for dtype, kinds in by_dtype.items():
+            for kind, row in kinds.items():
+                saved.setdefault(name, {}).setdefault(dtype, {}).setdefault(kind, {}).update(row)
+    header = {"command": command, "date": str(date.today()), "gpu": device_name(device), "versions": versions()}
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(header | {"results": saved}, indent=1) + "\n")
+    print(f"\nsaved in {file}")

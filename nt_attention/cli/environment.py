@@ -1,4 +1,4 @@
-"""The environment, and every backend with its state: what ``python -m nt_attention`` prints without a command."""
+"""The environment and the state of every backend: what ``python -m nt_attention`` prints without a command."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from ..kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, available_backends
 def main(options: argparse.Namespace) -> int:
     print(f"nt_attention {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     for package in ("transformers", "flash-attn", "flash-attn-4", "triton"):
-        version = version_of(package)
-        print(f"  {package}: not installed" if version is None else f"  {package} {version}")
+        print(f"  {package} {version_of(package) or '(not installed)'}")
     for i in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(i)
-        print(f"  cuda:{i} {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}; support: ", end="")
-        print(support.basis(torch.device("cuda", i)))
+        device = torch.device("cuda", i)
+        major, minor = torch.cuda.get_device_capability(device)
+        print(f"  {device} {device_name(device)}, compute capability {major}.{minor}; support: {support.basis(device)}")
     if named := os.environ.get(ENVIRONMENT_VARIABLE):
-        note = "" if named in (*BACKENDS, "auto") else ", which is no backend"
-        print(f"  {ENVIRONMENT_VARIABLE} names {named!r}{note}")
+        note = "" if named in (*BACKENDS, "auto") else ", which is not a backend"
+        print(f"  {ENVIRONMENT_VARIABLE} is {named!r}{note}")
     print("backends:")
     width = max(map(len, BACKENDS))
     for name, missing in available_backends().items():
@@ -35,29 +34,29 @@ def main(options: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose kernels are run or timed, those that are installed."""
-    packages = ("torch", "triton", "flash-attn", "flash-attn-4")
-    return {name: version for name in packages if (version := version_of(name)) is not None}
+    """The versions of torch and of the installed packages that have kernels."""
+    found = {name: version_of(name) for name in ("torch", "triton", "flash-attn", "flash-attn-4")}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def devices() -> list[str]:
+    """The values of ``--device``; the first one is the default."""
+    gpus = torch.cuda.device_count()
+    return [*(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus)), "cpu"]
+
+
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's with the threads that torch uses."""
+    """The name of the GPU, or the name of the CPU and the number of torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{cpu_name()}, {threads} thread{'s' if threads != 1 else ''}"
-
-
-def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return f"{next(names, platform.machine())}, torch threads: {torch.get_num_threads()}"

@@ -1,101 +1,196 @@
-"""The implementations that are measured: backends of this library, padded SDPA and NestedTensor SDPA."""
+"""What ``bench`` and ``check`` run on the same tensors: our backends, padded SDPA and NestedTensor SDPA.
+
+Dimensions: B sequences, L and S the longest of queries and of keys, T query tokens, S key tokens, H query heads and G
+key heads, D and Dv the head dims of keys and of values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..functional import explain, varlen_attention
-from ..kernels.select import Explanation
+from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
-from .inputs import Implementation, PreparedCall, WorkloadTensors
-from .padded import padded, padded_reasons, unmasked_reasons
+from .workloads import Workload
 
-PADDED, UNMASKED, NESTED = "padded SDPA", "padded SDPA, no mask", "NestedTensor SDPA"
-MAX_SCORES = 2**26  # of a call that the reference is measured on: it keeps some copies of them all
-
-
-def backend(name: str) -> Implementation:
-    """``varlen_attention(backend=name)`` on packed rows."""
-
-    def explanation(tensors: WorkloadTensors, backward: bool) -> Explanation:
-        q, k, v = tensors.qkv if backward else (x.detach() for x in tensors.qkv)
-        options = tensors.options | tensors.guarantees
-        return explain(q, k, v, tensors.layout, tensors.key_layout, backend=name, **options)
-
-    def reasons(tensors: WorkloadTensors, backward: bool) -> list[str]:
-        explained, scores = explanation(tensors, backward), tensors.workload.scores
-        if explained.chosen is None and name == "auto":
-            details = (f"{other} {' '.join(reasons)}" for other, reasons in explained.reasons.items())
-            return [f"no backend can run this call: {' '.join(details)}"]
-        if explained.chosen is None:
-            return list(explained.reasons[name])
-        if explained.chosen == "reference" and scores > MAX_SCORES:
-            return [f"the reference builds {scores:.1e} scores here, and is measured up to {MAX_SCORES:.0e}."]
-        return []
-
-    def chosen(tensors: WorkloadTensors, backward: bool) -> str | None:
-        return explanation(tensors, backward).chosen if name == "auto" else None
-
-    def prepare(tensors: WorkloadTensors) -> PreparedCall:
-        arguments, options = (*tensors.qkv, tensors.layout, tensors.key_layout), tensors.options | tensors.guarantees
-
-        def attention() -> Tensor:
-            out = varlen_attention(*arguments, backend=name, **options)
-            assert isinstance(out, Tensor)
-            return out
-
-        return PreparedCall(attention, tensors.qkv, tensors.grad, lambda x: x, lambda x: x)
-
-    return Implementation(name, reasons, prepare, chosen)
+PADDED, NESTED = "padded SDPA", "NestedTensor SDPA"
+MAX_PADDING = 16  # padded tokens for each real one
+MAX_SEQUENCES = 16384  # on a GPU, SDPA's backward in torch 2.11 reads invalid memory with 32768 padded sequences
 
 
-def nested_reasons(tensors: WorkloadTensors, backward: bool) -> list[str]:
-    reasons = ["has no softcap."] if tensors.workload.softcap else []
-    if tensors.has_window:
-        reasons.append("has no window.")
-    elif tensors.workload.is_causal and tensors.device.type == "cpu":
-        reasons.append("has no causal path on a CPU.")
-    elif tensors.workload.is_causal and tensors.is_cross:
-        reasons.append("its causal mask begins or ends where queries and keys do, by the kernel that it picks.")
-    elif tensors.workload.is_causal and not tensors.layout.min_seqlen:
-        reasons.append("has no causal path for sequences without tokens.")
-    return reasons
+class NotSupportedError(Exception):
+    """An implementation can't run a call. The message says why."""
 
 
-def nested(tensors: WorkloadTensors) -> PreparedCall:
-    """SDPA on three NestedTensors (B, j, H, D); key heads are repeated beforehand, which only favours it."""
-    group = tensors.workload.heads // tensors.workload.kv_heads
-    query, key, value = (x.detach() for x in tensors.qkv)
-    q = jagged(query, tensors.layout).requires_grad_()
-    k, v = (jagged(x.repeat_interleave(group, 1), tensors.key_layout).requires_grad_() for x in (key, value))
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of ``varlen_attention``, and the gradient of its output."""
 
-    def attention() -> Tensor:
-        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=tensors.workload.is_causal).transpose(1, 2)
+    layout: SequenceLayout
+    key_layout: SequenceLayout  # the same object for self-attention
+    qkv: tuple[Tensor, Tensor, Tensor]  # (T, H, D), (S, G, D) and (S, G, Dv)
+    grad: Tensor  # (T, H, Dv)
+    options: dict[str, Any]
 
-    return PreparedCall(
-        attention, (q, k, v), jagged(tensors.grad, tensors.layout), lambda x: x.values(),
-        lambda x: x.values().unflatten(1, (-1, group)).sum(2),
-    )  # fmt: skip
+    @classmethod
+    def random(cls, workload: Workload, device: torch.device, dtype: torch.dtype, past_end: int = 0) -> Inputs:
+        """Standard normal tensors with a fixed seed, and ``past_end`` rows of NaN after the last sequence."""
+        layout = key_layout = SequenceLayout.from_lengths(workload.lengths, device=device)
+        if workload.key_lengths is not None:
+            key_layout = SequenceLayout.from_lengths(workload.key_lengths, device=device)
+        generator = torch.Generator(device).manual_seed(7)
+
+        def normal(rows: int, heads: int, width: int) -> Tensor:
+            x = torch.randn(rows, heads, width, generator=generator, device=device).to(dtype)
+            return torch.cat([x, x.new_full((past_end, heads, width), torch.nan)])
+
+        heads, kv_heads, width = workload.heads, workload.kv_heads, workload.value_dim or workload.head_dim
+        query = normal(layout.total, heads, workload.head_dim)
+        key = normal(key_layout.total, kv_heads, workload.head_dim)
+        qkv = (query, key, normal(key_layout.total, kv_heads, width))
+        return cls(layout, key_layout, qkv, normal(layout.total, heads, width), workload.options)
+
+    @property
+    def window(self) -> Window:
+        """The window of visible keys, causality included."""
+        return Window.of(self.options.get("window_size", (-1, -1)), self.options.get("is_causal", False))
+
+    def cast(self, dtype: torch.dtype) -> Inputs:
+        """In another dtype, without NaN, and without the options that do not change the result."""
+        options = {name: x for name, x in self.options.items() if name not in ("deterministic", "batch_invariant")}
+        q, k, v, grad = (x.to(dtype).nan_to_num() for x in (*self.qkv, self.grad))
+        return dataclasses.replace(self, qkv=(q, k, v), grad=grad, options=options)
+
+    def select(self, sequences: Sequence[int]) -> tuple[Tensor, Inputs]:
+        """The indices of the rows of some sequences, and self-attention on these sequences."""
+        starts, device = self.layout.host_offsets.tolist(), self.grad.device
+        parts = [torch.arange(starts[b], starts[b + 1], device=device) for b in sequences]
+        rows, layout = torch.cat(parts), SequenceLayout.from_lengths(list(map(len, parts)), device=device)
+        q, k, v, grad = (x[rows] for x in (*self.qkv, self.grad))
+        return rows, Inputs(layout, layout, (q, k, v), grad, self.options)
 
 
-def jagged(values: Tensor, layout: SequenceLayout) -> Tensor:
-    """A leaf (B, j, …), made in stock's own way and given the lengths' bounds, which spares it a sync."""
-    made = torch.nested.nested_tensor_from_jagged(
-        values, layout.offsets, min_seqlen=layout.min_seqlen, max_seqlen=layout.max_seqlen
-    )
-    return made.detach()
+@dataclass(frozen=True)
+class PreparedCall:
+    """An implementation on some inputs, with tensors in its own form."""
+
+    attention: Callable[[], Tensor]  # the timed part
+    leaves: tuple[Tensor, ...]  # query, key and value, which require gradients
+    grad: Tensor  # of the output
+    pack: Callable[[Tensor], Tensor] = lambda x: x  # from its own form to packed rows
+    repeats: int = 1  # how often key heads are repeated in the leaves
+    chosen: str | None = None  # the backend that runs
+
+    @torch.no_grad()
+    def forward(self) -> Tensor:
+        return self.attention()
+
+    def both(self) -> tuple[Tensor, ...]:
+        """out and the gradients of the leaves."""
+        out = self.attention()
+        return out.detach(), *torch.autograd.grad(out, self.leaves, self.grad)
+
+    def results(self, backward: bool) -> dict[str, Tensor]:
+        """Packed rows: out and, with ``backward``, the gradients dq, dk and dv."""
+        if not backward:
+            return {"out": self.pack(self.forward())}
+        out, dq, dk, dv = map(self.pack, self.both())
+        dk, dv = (x.unflatten(1, (-1, self.repeats)).sum(2) for x in (dk, dv))
+        return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
 
-def all_implementations(backends: Iterable[str]) -> list[Implementation]:
-    """An implementation for each of these backends, then those of torch."""
-    return [
-        *map(backend, backends),
-        Implementation(PADDED, padded_reasons, lambda tensors: padded(tensors, masked=True)),
-        Implementation(UNMASKED, unmasked_reasons, lambda tensors: padded(tensors, masked=False)),
-        Implementation(NESTED, nested_reasons, nested),
-    ]
+# (inputs, whether gradients are needed) → the call; raises NotSupportedError
+Implementation = Callable[[Inputs, bool], PreparedCall]
+
+
+def implementations(backends: Iterable[str]) -> dict[str, Implementation]:
+    """The implementations by name: these backends ("auto" included), then those of torch."""
+    return {**{name: functools.partial(backend, name) for name in backends}, PADDED: padded, NESTED: nested}
+
+
+def backend(name: str, inputs: Inputs, backward: bool) -> PreparedCall:
+    """``varlen_attention(backend=name)``, if it can run the inputs."""
+    q, k, v = (x.detach().requires_grad_(backward) for x in inputs.qkv)
+    explanation = explain(q, k, v, inputs.layout, inputs.key_layout, backend=name, **inputs.options)
+    if explanation.chosen is None:
+        reasons = explanation.reasons if name == "auto" else {name: explanation.reasons[name]}
+        raise NotSupportedError(" ".join(f"{other}: {' '.join(each)}" for other, each in reasons.items() if each))
+    return dataclasses.replace(attention(name, inputs), chosen=explanation.chosen)
+
+
+def attention(name: str, inputs: Inputs) -> PreparedCall:
+    """``varlen_attention(backend=name)``."""
+    leaves = q, k, v = tuple(x.detach().clone().requires_grad_() for x in inputs.qkv)
+
+    def attend() -> Tensor:
+        out = varlen_attention(q, k, v, inputs.layout, inputs.key_layout, backend=name, **inputs.options)
+        assert isinstance(out, Tensor)
+        return out
+
+    return PreparedCall(attend, leaves, inputs.grad.nan_to_num())
+
+
+def padded(inputs: Inputs, backward: bool) -> PreparedCall:
+    """SDPA on padded query (B, H, L, D), key (B, G, L, D) and value (B, G, L, Dv), with a mask if one is needed.
+
+    It is exact without a mask if nothing is padded, or if it is causal, since padding follows the real tokens. Key
+    heads are repeated with a mask, as transformers does it, and passed with ``enable_gqa`` without one.
+    """
+    layout, window, (q, k, _) = inputs.layout, inputs.window, inputs.qkv
+    tokens, group = layout.batch_size * layout.max_seqlen, q.shape[1] // k.shape[1]
+    if inputs.options.get("softcap"):
+        raise NotSupportedError("SDPA has no softcap.")
+    if tokens > MAX_PADDING * layout.total:
+        raise NotSupportedError(f"{tokens} padded tokens for {layout.total} real ones.")
+    if inputs.grad.is_cuda and layout.batch_size > MAX_SEQUENCES:
+        raise NotSupportedError(f"SDPA reads invalid memory with {layout.batch_size} padded sequences.")
+    has_mask = not (window.is_causal or (window.is_open and layout.min_seqlen == layout.max_seqlen))
+    mask = padding_mask(inputs) if has_mask else None
+    q, k, v, grad = (layout.pad(x.detach()).transpose(1, 2) for x in (*inputs.qkv, inputs.grad))
+    leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+    options: dict[str, Any] = {"attn_mask": mask, "scale": inputs.options.get("scale")}
+    options |= {"is_causal": not has_mask and window.is_causal, "enable_gqa": not has_mask and group > 1}
+
+    def attend() -> Tensor:
+        key, value = (x.repeat_interleave(group, 1) if has_mask and group > 1 else x for x in (k, v))
+        return F.scaled_dot_product_attention(q, key, value, **options)
+
+    return PreparedCall(attend, leaves, grad, lambda x: layout.pack(x.transpose(1, 2)))
+
+
+def padding_mask(inputs: Inputs) -> Tensor:
+    """The visible keys: (B, 1, 1, L), or (B, 1, L, L) with a window. Padded queries see all real keys."""
+    longest, device = inputs.layout.max_seqlen, inputs.grad.device
+    real = torch.arange(longest, device=device) < inputs.layout.lengths[:, None, None]
+    visible = inputs.window.visible(distances(longest, longest, 0, device))
+    return (real if visible is None else real & (visible | ~real.mT)).unsqueeze(1)
+
+
+def nested(inputs: Inputs, backward: bool) -> PreparedCall:
+    """SDPA on three NestedTensors (B, j, H, D). Key heads are repeated before the timed part, in favor of SDPA."""
+    layout, is_causal, (q, k, v) = inputs.layout, inputs.window.is_causal, inputs.qkv
+    if inputs.options.get("softcap") or not (inputs.window.is_open or is_causal):
+        raise NotSupportedError("SDPA on NestedTensors has no softcap and no window.")
+    if is_causal and not (inputs.grad.is_cuda and layout.min_seqlen):
+        raise NotSupportedError("SDPA on NestedTensors has no causal mask on a CPU or for sequences without tokens.")
+
+    def jagged(x: Tensor) -> Tensor:
+        bounds = layout.min_seqlen, layout.max_seqlen  # known bounds save SDPA a device sync
+        return torch.nested.nested_tensor_from_jagged(x, layout.offsets, None, 1, *bounds).detach()
+
+    group = q.shape[1] // k.shape[1]
+    leaves = [jagged(x).requires_grad_() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))]
+
+    def attend() -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in leaves)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+
+    return PreparedCall(attend, tuple(leaves), jagged(inputs.grad), lambda x: x.values(), repeats=group)

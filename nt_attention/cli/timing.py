@@ -1,5 +1,4 @@
-"""How long a call takes. On a GPU the device's time alone, the host's alone, or both; what is timed alone is kept from
-waiting for the other. On a CPU by the clock on the wall."""
+"""The time of a call: on the device alone, on the host alone, or by the wall clock."""
 
 from __future__ import annotations
 
@@ -9,53 +8,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 
-def call_ms(function: Callable[[], Any], device: torch.device, patience: float) -> tuple[float, bool]:
-    """A call's time in ms, and whether it was timed but once, because it takes more than ``patience`` seconds.
-
-    That of the device (``device_ms``) on a GPU, by the clock on the wall (``cpu_ms``) on a CPU.
-    """
-    seconds = once(function, device)
-    if seconds > patience:
-        seconds = once(function, device)  # the first may have compiled something
-    if seconds > patience:
-        return 1e3 * seconds, True
-    return (device_ms if device.type == "cuda" else cpu_ms)(function), False
-
-
-def once(function: Callable[[], Any], device: torch.device) -> float:
-    """One call in seconds by the clock on the wall, to its end."""
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    finish()
-    began = time.perf_counter()
-    function()
-    finish()
-    return time.perf_counter() - began
-
-
-def cpu_ms(function: Callable[[], Any], seconds: float = 1.0) -> float:
-    """A call's time on the CPU in ms: the median over the calls of about so many ``seconds``, 3 to 100 of them."""
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < 100 and sum(times) < seconds):
-        times.append(once(function, torch.device("cpu")))
-    return 1e3 * statistics.median(times)
+def wall_ms(function: Callable[[], Any], seconds: float = 1.0) -> float:
+    """The wall-clock time of a call in ms: the median over blocks of calls, each with one device sync at its end."""
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    return 1e3 * timer.blocked_autorange(min_run_time=seconds).median
 
 
 def device_ms(function: Callable[[], Any], repeats: int = 7) -> float:
-    """A call's time on the device in ms: the median over ``repeats``, each the mean of a burst of calls."""
-    function()
+    """The device time of a call in ms, without the host's time: the median over bursts of calls.
+
+    The device sleeps until the host has queued the whole burst, so that it never waits for the host between two calls.
+    """
+    function()  # which may compile
     torch.cuda.synchronize()
     began = time.perf_counter()
     function()
-    host = time.perf_counter() - began  # an upper bound: it may have waited for a full queue
+    host = time.perf_counter() - began
     torch.cuda.synchronize()
-    total = time.perf_counter() - began
-    calls = max(3, min(50, int(0.02 / total)))
+    calls = max(1, min(50, int(0.02 / (time.perf_counter() - began))))
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(2e9 * min(0.1, 1.5 * host * calls + 1e-3)))  # cycles, at about 2 GHz
+        torch.cuda._sleep(int(2e9 * min(1.0, 1.5 * host * calls + 1e-3)))  # cycles, at about 2 GHz
         start.record()
         for _ in range(calls):
             function()
@@ -65,26 +42,13 @@ def device_ms(function: Callable[[], Any], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def wall_ms(function: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float:
-    """A call's time in ms as the user sees it, the host's and the device's part: the median over bursts of calls."""
-    return 1e3 * _bursts(function, calls, repeats, to_the_end=True)
-
-
-def host_us(function: Callable[[], Any], calls: int = 200, repeats: int = 7) -> float:
-    """The host's time for a call in µs, while the device keeps up: the median over bursts of calls."""
-    return 1e6 * _bursts(function, calls, repeats, to_the_end=False)
-
-
-def _bursts(function: Callable[[], Any], calls: int, repeats: int, *, to_the_end: bool) -> float:
-    for _ in range(3):
-        function()
+def host_us(function: Callable[[], Any], calls: int = 10, repeats: int = 7) -> float:
+    """The host time of a call in µs: the median over bursts that are short enough for the device's queue."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(calls):
             function()
-        if to_the_end:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) / calls)
+        times.append(1e6 * (time.perf_counter() - began) / calls)
     return statistics.median(times)

@@ -1,78 +1,81 @@
-"""The workloads that are measured by name: 32768 packed tokens each, and two small ones for a CPU."""
+"""The workloads of the benchmarks, and the distributions that their lengths are drawn from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from .lengths import TOKENS, Lengths
+TOKENS = 32768
+
+# name → a random length from 1 to N; the median of "lognormal" is 0.15 N
+DISTRIBUTIONS: dict[str, Callable[[random.Random, int], int]] = {
+    "lognormal": lambda source, n: min(n, max(1, round(math.exp(source.gauss(math.log(n) - 1.9, 0.9))))),
+    "uniform": lambda source, n: source.randint(1, n),
+    "equal": lambda source, n: n,
+}
+
+
+def draw_lengths(text: str, tokens: int = TOKENS, seed: int = 0) -> tuple[int, ...]:
+    """The lengths that a text describes, the same each time.
+
+    Args:
+        text: lengths such as "5,0,900,17", or a distribution and its largest length N such as "lognormal:2048".
+        tokens: the sum of lengths that are drawn; equal lengths are as many as fit.
+
+    Raises:
+        ValueError: another text.
+    """
+    kind, colon, number = text.partition(":")
+    if not colon and all(part.strip().isdecimal() for part in text.split(",")):
+        return tuple(map(int, text.split(",")))
+    if kind not in DISTRIBUTIONS or not number.isdecimal() or not int(number):
+        names = ", ".join(f"{name}:N" for name in DISTRIBUTIONS)
+        raise ValueError(f"lengths must be a list such as 5,0,900,17 or one of {names} with N ≥ 1, got {text!r}.")
+    n, source = int(number), random.Random(seed)
+    lengths: list[int] = []
+    left = tokens - tokens % n if kind == "equal" else tokens
+    while left:
+        lengths.append(min(DISTRIBUTIONS[kind](source, n), left))
+        left -= lengths[-1]
+    return tuple(lengths)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths of the sequences, the heads of the model that they go through, and the mask.
-
-    Attributes:
-        lengths: of the queries; of keys and values as well, if ``key_lengths`` is None.
-        value_dim: the head dim of values, if it is not ``head_dim``.
-    """
+    """The lengths of the sequences, the heads of a model, and options of ``varlen_attention``."""
 
     name: str
-    about: str
+    about: str  # a description of the lengths and the mask
     lengths: tuple[int, ...]
     heads: int
-    kv_heads: int
+    kv_heads: int  # divides ``heads``
     head_dim: int
-    is_causal: bool = False
-    window_size: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    key_lengths: tuple[int, ...] | None = None
-    value_dim: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    key_lengths: tuple[int, ...] | None = None  # None for self-attention
+    value_dim: int | None = None  # None for ``head_dim``
 
-    @property
-    def keys(self) -> tuple[int, ...]:
-        """The length of keys and values of each sequence."""
-        return self.lengths if self.key_lengths is None else self.key_lengths
-
-    @property
-    def value_width(self) -> int:
-        return self.head_dim if self.value_dim is None else self.value_dim
-
-    @property
-    def scores(self) -> int:
-        """How many scores a backend computes that knows no mask and no padding."""
-        return self.heads * sum(n * m for n, m in zip(self.lengths, self.keys, strict=True))
+    def __str__(self) -> str:
+        heads = "/".join(map(str, dict.fromkeys((self.heads, self.kv_heads))))
+        return f"{self.name}: {len(self.lengths)} sequences, {self.about}, {heads} × {self.head_dim}"
 
 
-def lengths(kind: str, number: int, tokens: int = TOKENS) -> tuple[int, ...]:
-    return Lengths(kind=kind, number=number).up_to(tokens)
-
-
+CAUSAL = {"is_causal": True}
+SHORT = draw_lengths("lognormal:128")
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("A", "lognormal ≤ 2048", lengths("lognormal", 2048), 16, 16, 64),
-        Workload("B", "lognormal ≤ 8192, causal", lengths("lognormal", 8192), 32, 8, 128, True),
-        Workload("C", "8 × 4096, causal", lengths("equal", 4096), 16, 16, 128, True),
-        Workload("D", "uniform ≤ 128", lengths("uniform", 128), 12, 12, 64),
-        Workload("E", "lognormal ≤ 128", lengths("lognormal", 128), 12, 12, 64),
-        Workload("F", "lognormal ≤ 512", lengths("lognormal", 512), 12, 12, 64),
-        Workload("G", "uniform ≤ 256, causal", lengths("uniform", 256), 16, 16, 128, True),
+        Workload("A", "lognormal ≤ 2048", draw_lengths("lognormal:2048"), 16, 16, 64),
+        Workload("B", "lognormal ≤ 8192, causal", draw_lengths("lognormal:8192"), 32, 8, 128, CAUSAL),
+        Workload("C", "8 × 4096, causal", draw_lengths("equal:4096"), 16, 16, 128, CAUSAL),
+        Workload("D", "uniform ≤ 128", draw_lengths("uniform:128"), 12, 12, 64),
+        Workload("E", "lognormal ≤ 128", SHORT, 12, 12, 64),
+        Workload("F", "lognormal ≤ 512", draw_lengths("lognormal:512"), 12, 12, 64),
+        Workload("G", "uniform ≤ 256, causal", draw_lengths("uniform:256"), 16, 16, 128, CAUSAL),
+        Workload("one long", "8192 and 800 lognormal ≤ 128", (8192, *SHORT[:800]), 12, 12, 64),
+        Workload("small", "lognormal ≤ 256", draw_lengths("lognormal:256", 2048), 8, 8, 64),
+        Workload("small causal", "uniform ≤ 128, causal", draw_lengths("uniform:128", 2048), 8, 2, 64, CAUSAL),
     )
 }
-MORE = (
-    Workload("one long", "one of 8192 beside lognormal ≤ 128", (8192, *lengths("lognormal", 128)[:800]), 12, 12, 64),
-    Workload("all 17", "1927 × 17", lengths("equal", 17), 12, 12, 64),
-    Workload("all 1", "32768 × 1", lengths("equal", 1), 12, 12, 64),
-    Workload("window", "A, 128 on either side", WORKLOADS["A"].lengths, 16, 16, 64, window_size=(128, 128)),
-    Workload("GQA 32/1", "B's lengths, causal", WORKLOADS["B"].lengths, 32, 1, 128, True),
-    *(
-        Workload(f"{name} d{d}", f"{name}, head dim {d}", WORKLOADS[name].lengths, width // d, width // d, d)
-        for name, width in (("A", 1024), ("F", 768), ("E", 768))
-        for d in (32, 72, 80, 96, 128, 160, 192, 256)
-    ),
-)
-SMALL = (
-    Workload("small", "lognormal ≤ 256", lengths("lognormal", 256, 2048), 8, 8, 64),
-    Workload("small causal", "uniform ≤ 128, causal", lengths("uniform", 128, 2048), 8, 2, 64, True),
-)
-ALL = WORKLOADS | {workload.name: workload for workload in (*MORE, *SMALL)}

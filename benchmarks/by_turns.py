@@ -1,0 +1,35 @@
+"""Shared by the benchmarks: several calls timed by turns, so that noise affects all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+WARMUP = 3  # rounds
+
+
+def by_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The wall-clock time of each call in ms, from device sync to device sync: the median over rounds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(WARMUP + rounds):
+        for name, call in calls.items():
+            times[name].append(wall_clock_ms(call))
+    return {name: statistics.median(each[WARMUP:]) for name, each in times.items()}
+
+
+def wall_clock_ms(call: Callable[[], Any]) -> float:
+    """The time of one call in ms, from device sync to device sync."""
+    _synchronize()
+    began = time.perf_counter()
+    call()
+    _synchronize()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
