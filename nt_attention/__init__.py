@@ -1,4 +1,4 @@
-"""The attention layer for ragged batches: nested, packed and padded tensors through one padding-free path."""
+"""Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
 from .functional import explain, varlen_attention
 from .kernels.select import available_backends, use_backend
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "hf":  # on first use: it imports transformers
+    if name == "hf":  # imported on first use, because it imports transformers
         import importlib
 
         return importlib.import_module(".hf", __name__)

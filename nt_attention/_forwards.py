@@ -1,4 +1,4 @@
-"""The ``forward`` that a patched instance has, in copies and replicas of it as well."""
+"""The `forward` of a patched module, which also works in copies and replicas of the module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any, Protocol
 from torch import nn
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
+CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
 
 
 class Handle(Protocol):
-    """What the code that changes a model needs of the ``PatchHandle`` of its patch, which describes the methods."""
+    """The part of `PatchHandle` that the code which changes models uses. See there for the methods."""
 
     active: bool
 
@@ -28,11 +29,11 @@ class Handle(Protocol):
 
 
 class PatchedForward:
-    """The ``forward`` of a patched instance. A copy of the module gets one that runs the copy's own weights.
+    """The `forward` of a patched module. In a copy of the module it runs with the weights of the copy.
 
     Attributes:
-        forward: ``forward(module, original, *args, **kwargs)``, which runs while the patch is active.
-        before: the ``forward`` that the instance had before the patch; None if it had that of its class.
+        forward: `forward(module, original, *args, **kwargs)`, which runs while the patch is active.
+        before: the `forward` attribute that the module had before the patch; None if it only had its class's method.
     """
 
     def __init__(self, module: nn.Module, forward: Forward, before: Callable[..., Any] | None, handle: Handle) -> None:
@@ -47,54 +48,56 @@ class PatchedForward:
         return inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], nn.Module):  # bound once more, as accelerate does
-            return self._on(args[0])(*args[1:], **kwargs)
+        if args and isinstance(args[0], nn.Module):  # accelerate binds the forward again and passes the module
+            return self._for(args[0])(*args[1:], **kwargs)
         if not self.handle.active:
             return self.original(*args, **kwargs)
         return self.forward(self.module, self.original, *args, **kwargs)
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """As a bound method has one: a wrapper that binds it again, as accelerate's, can be copied with its model."""
+        """The function, as in a bound method, so that accelerate can bind it again and models can still be copied."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._on(module)(*args, **kwargs)
+            return self._for(module)(*args, **kwargs)
 
         forward.__wrapped__ = self  # type: ignore[attr-defined]
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = self.__signature__.replace(parameters=[own, *self.__signature__.parameters.values()])  # type: ignore[attr-defined]
         return forward
 
-    def _on(self, module: nn.Module) -> PatchedForward:
+    def _for(self, module: nn.Module) -> PatchedForward:
+        """The same patch for a copy of the module."""
         if module is self.module:
             return self
         before = MethodType(self.before.__func__, module) if isinstance(self.before, MethodType) else self.before
         return PatchedForward(module, self.forward, before, self.handle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
-        before = copy.deepcopy(self.before, memo)  # as a bound method goes with its module
-        # of the same handle: it refers to the whole model, of which this may be a part
+        before = copy.deepcopy(self.before, memo)  # a bound method is copied together with its module
+        # The handle is not copied: it refers to the whole model, and the copied module may be a part of it.
         return PatchedForward(copy.deepcopy(self.module, memo), self.forward, before, self.handle)
 
 
 def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> None:
-    """Let this one instance run ``forward(module, original, *args, **kwargs)``, ``original`` what it ran before.
+    """Make this module run `forward(module, original, *args, **kwargs)`, where `original` is the forward it had.
 
-    After the handle's ``remove`` it runs that again, also where our forward has been wrapped since and is still called.
+    After `handle.remove()` the module runs `original` again, even if a wrapper was put around the patched forward and
+    still calls it.
 
     Raises:
-        ValueError: the module is patched already.
+        ValueError: the module is already patched.
     """
     before = module.__dict__.get("forward")
     if isinstance(before, PatchedForward):
         if before.handle is handle:
             return  # two models share this module
         if before.handle.active:
-            raise ValueError(f"{type(module).__name__} is patched already: remove() the handle of that patch first.")
-        before = before.before  # a copy of a model whose patch has been removed since
+            raise ValueError(f"{type(module).__name__} is already patched: {CALL_REMOVE_FIRST}")
+        before = before.before  # the module is a copy, made before the patch of the original was removed
     links = [] if before is None else _links(before)
     removed = next((x for x in links if isinstance(x, PatchedForward) and x.module is module), None)
-    if removed is not None:  # a wrapper still calls the forward of a removed patch: the new patch runs there
+    if removed is not None:  # a wrapper still calls the forward of a removed patch: reuse it for the new patch
         removed.forward, removed.handle = forward, handle
         return
     patched = PatchedForward(module, forward, before, handle)
@@ -104,31 +107,31 @@ def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> Non
 
 
 def _replicate(patched: PatchedForward) -> nn.Module:
-    """``_replicate_for_data_parallel`` of a patched instance: DataParallel's replica runs its own weights."""
+    """`_replicate_for_data_parallel` of a patched module, so that replicas of DataParallel run their own weights."""
     replica: Any = type(patched.module)._replicate_for_data_parallel(patched.module)
-    replica.forward = patched._on(replica)
+    replica.forward = patched._for(replica)
     return replica
 
 
 def _restore_forward(module: nn.Module, patched: PatchedForward) -> None:
     module.__dict__.pop("_replicate_for_data_parallel", None)
     if module.__dict__.get("forward") is not patched:
-        return  # a wrapper calls ours, which from now on runs the original
+        return  # a wrapper calls the patched forward, which now runs the original
     if patched.before is not None:
         module.forward = patched.before
     else:
         del module.__dict__["forward"]
 
 
-# Packages whose wrappers around a ``forward`` change no shapes: casts, devices, hooks, autocast and compilation.
+# Packages whose wrappers around a `forward` keep shapes: they cast, move, compile, or call hooks.
 _WRAPPERS = {"accelerate", "nt_attention", "torch", "transformers"}
 
 
 def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | None:
-    """What replaces a class's own ``forward``, as a reason to fall back; None if it is that, or only wraps it.
+    """Why a model can't be packed: its `forward` replaces that of its class. None if it is or wraps that forward.
 
-    ``functools.wraps`` proves nothing: a function may declare that it wraps the class's forward, and not call it.
-    So each link of the chain has to be defined in a package that is known to wrap.
+    `__wrapped__` alone is not enough, because a function with this attribute may not call the function it names. So
+    every function in the chain of wrappers must come from a package in `_WRAPPERS`.
     """
     links = _links(forward)
     foreign = (link for link in links if _module_of(link).partition(".")[0] not in _WRAPPERS)
@@ -136,11 +139,11 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     replacement = next(foreign, None if links[-1] is own else links[-1])
     if replacement is None:
         return None
-    return f"{_name_of(replacement)} stands in the place of {kind.__name__}.forward, and may read rows"
+    return f"{_name_of(replacement)} replaces {kind.__name__}.forward, and may need padded rows"
 
 
 def _links(forward: Callable[..., Any]) -> list[Any]:
-    """What a forward wraps, from the outside in: itself, what it calls, and so on."""
+    """The chain of wrappers around a forward, from the outermost function to the innermost."""
     links: list[Any] = []
     link: Any = forward
     while link is not None and all(link is not other for other in links):
@@ -159,7 +162,7 @@ def _links(forward: Callable[..., Any]) -> list[Any]:
 
 
 def _module_of(link: Any) -> str:
-    """Where a function is defined; functools.wraps copies ``__module__``, and ``__qualname__``."""
+    """The module that defines a function. Not `__module__`, because functools.wraps copies it."""
     return getattr(link, "__globals__", {}).get("__name__") or type(link).__module__
 
 

@@ -1,4 +1,4 @@
-"""Reading offsets on the host, once for each tensor, and caching what is derived from them.
+"""Reads each offsets tensor on the host once, and caches the values that are derived from it.
 
 Dimensions: B sequences.
 """
@@ -30,9 +30,9 @@ _MISSING: Any = object()
 
 
 class Cache:
-    """Values derived from offsets, by key. Above ``MOST_ENTRIES`` values, the oldest is dropped.
+    """A cache of values that are derived from offsets. It keeps `MOST_ENTRIES` values and drops the oldest first.
 
-    A value that is used while a CUDA graph is captured is never dropped, because a replay of the graph reads it.
+    A value that is used during the capture of a CUDA graph is never dropped, because replays of the graph read it.
     """
 
     MOST_ENTRIES = 64
@@ -44,7 +44,7 @@ class Cache:
         self._captured: dict[object, Any] = {}
 
     def find_or_build(self, key: object, build: Callable[[], Any], other: Cache | None = None) -> Any:
-        """The value of ``key``, built the first time. With ``other``, it is kept as long as both caches live."""
+        """The value of `key`, built the first time. With `other`, it is kept until one of both caches is freed."""
         if other is not None:
             values = self.find_or_build((key, "with"), WeakIdKeyDictionary)
             value = values.get(other, _MISSING)
@@ -71,10 +71,11 @@ class Cache:
 
 
 def snapshot(tensor: Tensor) -> object:
-    """The state of a tensor. Two snapshots differ if the tensor was changed in place in between.
+    """The state of a tensor. Two snapshots of a tensor differ if it was changed in place between them.
 
-    On a CPU the memory is compared, which also finds changes through NumPy or ``.data``. On other devices these are not
-    found, because they do not increase the version counter. Inference tensors have no counter: no change is found.
+    On a CPU, snapshots include the values, so that changes through NumPy or `.data` are found too. On other devices
+    such changes are not found, because they do not increase the version counter. No change of an inference tensor is
+    found, because it has no version counter.
     """
     if tensor.is_inference():
         return None
@@ -88,21 +89,23 @@ def snapshot(tensor: Tensor) -> object:
 
 
 class HostFacts:
-    """What is known of an offsets tensor after one sync. Has no reference to the tensor, which would never be freed.
+    """The facts that one sync reads from an offsets tensor.
+
+    It does not refer to the tensor itself, because the tensor would then never be freed.
 
     Attributes:
         host: (B+1,) int64, a copy on the CPU.
-        converted: (B+1,) on the same device; int32 for int64 offsets, int64 for int32 ones.
+        converted: (B+1,) on the same device, as int32 if the offsets are int64, and as int64 if they are int32.
         first, total: the first offset, and the number of tokens after it.
-        max_seqlen, min_seqlen, sum_of_squares: of the lengths.
+        max_seqlen, min_seqlen, sum_of_squares: the maximum, the minimum and the sum of squares of the lengths.
         digest: a hash of the offsets.
-        cache: all other derived values; see ``SequenceLayout.cached``.
+        cache: all other derived values; see `SequenceLayout.cached`.
     """
 
-    def __init__(self, as_read: object, host: Tensor, converted: Tensor) -> None:
-        """``as_read``: the snapshot of the offsets when they were read."""
+    def __init__(self, offsets_snapshot: object, host: Tensor, converted: Tensor) -> None:
+        """`offsets_snapshot` is the snapshot of the offsets from before they were read."""
         self.host, self.converted = host, converted
-        self._as_read, self._as_converted = as_read, snapshot(converted)
+        self._offsets_snapshot, self._converted_snapshot = offsets_snapshot, snapshot(converted)
         self._converted_version = None if converted.is_inference() else converted._version
         numbers = on_host(host)
         lengths = np.diff(numbers)
@@ -113,35 +116,37 @@ class HostFacts:
         self.cache = Cache(converted.device)
 
     def match(self, offsets: Tensor) -> bool:
-        """Whether ``offsets``, which are the tensor that was read or ``converted``, were not changed since."""
-        return snapshot(offsets) == (self._as_converted if offsets is self.converted else self._as_read)
+        """Whether `offsets`, the tensor that was read or `converted`, is unchanged."""
+        return snapshot(offsets) == (self._converted_snapshot if offsets is self.converted else self._offsets_snapshot)
 
     def match_both(self, offsets: Tensor, cu_seqlens: Tensor) -> bool:
-        """``match`` for both tensors in less host time: of ``converted``, only the version counter is compared."""
-        if self._as_read is None:
+        """`match` for both tensors. To save host time, it only compares the version counter of `converted`."""
+        if self._offsets_snapshot is None:
             return True
         read, converted = (cu_seqlens, offsets) if offsets is self.converted else (offsets, cu_seqlens)
-        return snapshot(read) == self._as_read and converted._version == self._converted_version
+        return snapshot(read) == self._offsets_snapshot and converted._version == self._converted_version
 
 
-# Offsets → facts. The keys are weak references, so a new tensor with the id of a freed one is not mistaken for it.
+# Offsets → facts. Keys are weak references, so a new tensor never finds the facts of a freed tensor with its id.
 _facts_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Converted offsets → a weak reference to the offsets that they were made from, as callers may pass either.
+# Converted offsets → a weak reference to the offsets they were made from, because callers may pass either.
 _source_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
-    """Read ``offsets`` (B+1,) once: a device sync the first time this tensor object is passed, and after each change.
+    """Read `offsets` (B+1,) on the host.
 
-    Inference tensors have no version counter, so they are read each time.
+    This syncs the first time that a tensor object is passed, and after each in-place change of it. Inference tensors
+    are read each time, because they have no version counter.
 
     Returns:
-        ``offsets``, or the tensor that they were converted from if neither was changed since; and its facts.
+        The offsets and their facts. If `offsets` is the converted copy of another tensor and neither was changed, that
+        other tensor is returned.
 
     Raises:
-        TypeError: not a tensor.
-        ValueError: not one-dimensional int32 or int64, empty, decreasing, negative, above the int32 range, or on the
-            meta device.
+        TypeError: `offsets` is not a tensor.
+        ValueError: the offsets are not one-dimensional int32 or int64, are empty, decreasing, negative or above the
+            int32 range, or are on the meta device.
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
@@ -163,53 +168,53 @@ def _read(offsets: Tensor) -> HostFacts:
         shape = "nested" if offsets.is_nested else tuple(offsets.shape)
         raise ValueError(
             f"offsets must be a (B+1,) tensor of int32 or int64, got shape {shape} and {offsets.dtype}: "
-            "pass the running sum of the lengths with a leading 0, or use SequenceLayout.from_lengths."
+            "pass 0 followed by the cumulative sum of the lengths, or use SequenceLayout.from_lengths."
         )
     check_readable(offsets, "offsets")
     if offsets.numel() == 0:
-        raise ValueError("offsets is empty: B sequences have B+1 offsets, so an empty batch is torch.tensor([0]).")
-    as_read = snapshot(offsets)
+        raise ValueError("offsets is empty: B sequences have B+1 offsets, so pass torch.tensor([0]) for no sequences.")
+    offsets_snapshot = snapshot(offsets)
     with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch(), _no_modes():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         converted = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
         numbers = host.numpy()
-    falls = numbers[1:] < numbers[:-1]  # not by their difference, which may overflow
-    if falls.any():
-        fall = int(falls.argmax())
+    decreases = numbers[1:] < numbers[:-1]  # their difference could overflow
+    if decreases.any():
+        at = int(decreases.argmax())
         raise ValueError(
-            f"offsets fall from {numbers[fall]} to {numbers[fall + 1]} at index {fall + 1}: they must never "
-            "decrease. If these are lengths, pass them to SequenceLayout.from_lengths."
+            f"offsets decrease from {numbers[at]} to {numbers[at + 1]} at index {at + 1}, but must never decrease. "
+            "If these are lengths, pass them to SequenceLayout.from_lengths."
         )
     if numbers[0] < 0 or numbers[-1] > INT32_MAX:
         bad = numbers[0] if numbers[0] < 0 else numbers[-1]
-        raise ValueError(f"offsets must lie in 0 … {INT32_MAX}, which is what the kernels can address; got {bad}.")
-    return cache_facts(offsets, HostFacts(as_read, host, converted))
+        raise ValueError(f"offsets must be in the kernels' range, 0 to {INT32_MAX}, got {bad}.")
+    return cache_facts(offsets, HostFacts(offsets_snapshot, host, converted))
 
 
 def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
-    """Cache ``facts`` for ``offsets`` and for ``facts.converted``, as long as the offsets live."""
+    """Cache `facts` for `offsets` and for `facts.converted`, until the offsets are freed."""
     if not offsets.is_inference():
         _facts_of[offsets] = facts
         _source_of[facts.converted] = weakref.ref(offsets)
     return facts
 
 
-@outside_of_graphs  # a graph would turn NumPy's numbers into constants or fake tensors
+@outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
 def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts]:
-    """New int64 offsets (B+1,) on ``device`` for ``lengths`` (B,) on the host, and their facts, without a device sync.
+    """Make int64 offsets (B+1,) on `device` from `lengths` (B,) on the host, and their facts, without a sync.
 
     Raises:
-        ValueError: a negative length, or more tokens than 2³¹ − 1.
+        ValueError: a length is negative, or there are more than 2³¹ − 1 tokens.
     """
     if lengths.size and lengths.min() < 0:
         at = int(lengths.argmin())
-        raise ValueError(f"lengths[{at}] is {lengths[at]}: a sequence has zero or more tokens.")
+        raise ValueError(f"lengths[{at}] is {lengths[at]}: lengths must be 0 or greater.")
     ends = np.zeros(lengths.size + 1, np.int64)
     lengths.cumsum(out=ends[1:])
     if ends[-1] > INT32_MAX or lengths.max(initial=0) > INT32_MAX:  # both, because the sum may overflow
         raise ValueError(
-            f"the lengths add up to {sum(map(int, lengths))} tokens, past the kernels' limit of {INT32_MAX}: "
-            "pass fewer sequences at a time."
+            f"the lengths add up to {sum(map(int, lengths))} tokens, but kernels support at most {INT32_MAX}: "
+            "split the batch."
         )
     with creating_cached_tensors():  # inference tensors would have no version counter
         host = torch.from_numpy(ends)
@@ -218,19 +223,19 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
 
 
 def _no_modes() -> AbstractContextManager[Any]:
-    """Within the block, all dispatch modes are off."""
+    """A context in which all dispatch modes are off."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager
 def creating_cached_tensors() -> Iterator[None]:
-    """Within the block, tensors are made without inference mode, gradients, modes and transforms, for all callers."""
+    """A context to make cached tensors in: without inference mode, gradients, dispatch modes and transforms."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), _no_modes():
         yield
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor without the wrappers of function transforms, which have no values that the host can read."""
+    """The tensor inside the wrappers of function transforms, whose values the host can't read."""
     while isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -242,6 +247,6 @@ def on_host(tensor: Tensor) -> Ints:
 
 
 def to_device(numbers: Ints, device: torch.device) -> Tensor:
-    """A tensor of ``numbers`` on ``device``, without a sync: the driver makes its own copy of unpinned memory."""
+    """Copy `numbers` to `device` without a sync: CUDA first copies unpinned memory to a buffer of its own."""
     with creating_cached_tensors():
         return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Compilers and tracers: whether one is recording, the layout in its graph, and where graphs break.
+"""Support for compilers and tracers: is one tracing, `TracedLayout` for its graph, and functions that break graphs.
 
 Dimensions: B sequences, N rows.
 """
@@ -21,51 +21,51 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def outside_of_graphs(function: _F) -> _F:
-    """``torch.compiler.disable`` without the import of the compiler: graphs break at ``function``."""
+    """Break graphs at `function`, as `torch.compiler.disable` does, but without importing the compiler."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
-def _only_inlined(function: _F) -> _F:
-    """Let torch.compile inline ``function`` into a graph, but never compile ``function`` on its own.
+def _inline_only(function: _F) -> _F:
+    """Let torch.compile inline `function` into a graph, but never start a graph at it.
 
-    If it were compiled on its own, it would always answer that a compiler is recording.
+    In a graph that starts at such a function, the function would always return that a compiler is tracing.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return function
 
 
-@_only_inlined
+@_inline_only
 def is_tracing() -> bool:
-    """Whether torch.compile, torch.export or make_fx is recording operators."""
+    """Whether torch.compile, torch.export or make_fx is tracing."""
     return torch.compiler.is_compiling() or _is_in_make_fx()
 
 
-@_only_inlined
+@_inline_only
 def _is_in_make_fx() -> bool:
-    """The same as ``get_proxy_mode() is not None``, in a third of the host time."""
+    """The same as `get_proxy_mode() is not None`, but three times as fast."""
     in_mode = torch._C._get_dispatch_mode(_PROXY_MODE) is not None
     return in_mode or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
-@_only_inlined
+@_inline_only
 def is_traced(tensor: object) -> bool:
-    """Whether ``tensor`` is symbolic: its values are only known when a recorded program runs."""
+    """Whether `tensor` is symbolic: its values are unknown until the graph runs."""
     return is_tracing() or isinstance(tensor, (FakeTensor, Proxy))
 
 
-@_only_inlined
+@_inline_only
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether the host can read the values: not while tracing, on the meta device, or under function transforms."""
+    """Whether the host can read the values. It can't while tracing, on the meta device, or in function transforms."""
     return not (
         is_traced(tensor) or torch._C._is_tracing() or tensor.is_meta or torch._C._are_functorch_transforms_active()
     )
 
 
-@_only_inlined
+@_inline_only
 def is_observed(*tensors: Tensor) -> bool:
-    """Whether a compiler, a dispatch mode, a function transform or a tensor subclass has to see custom operators."""
+    """Whether calls must go through custom operators: for a compiler, mode, transform or tensor subclass."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -74,27 +74,27 @@ def is_observed(*tensors: Tensor) -> bool:
     )
 
 
-@_only_inlined
+@_inline_only
 def refuse_jit_trace() -> None:
-    """Raise under torch.jit.trace, which would record the lengths of its example inputs as constants.
+    """Raise an error in torch.jit.trace, which would store the lengths of its example inputs as constants.
 
     Raises:
-        RuntimeError: torch.jit.trace is recording.
+        RuntimeError: torch.jit.trace is tracing.
     """
     if not torch.compiler.is_compiling() and torch._C._is_tracing():
         raise RuntimeError(
-            "torch.jit.trace keeps the lengths of its example inputs as constants, and would give wrong values for "
-            "others: use torch.export or torch.compile for ragged inputs."
+            "torch.jit.trace keeps the lengths of its example inputs as constants, so other lengths would give wrong "
+            "results: use torch.export or torch.compile."
         )
 
 
-@_only_inlined
+@_inline_only
 def check_readable(tensor: Tensor, name: str) -> None:
-    """Raise if the host can't read a tensor's values, or if a recorded program would have them as constants.
+    """Raise an error if the host can't read a tensor's values, or if a graph would store them as constants.
 
     Raises:
-        RuntimeError: torch.jit.trace is recording.
-        ValueError: a tensor on the meta device, a FakeTensor, or one that make_fx is tracing.
+        RuntimeError: torch.jit.trace is tracing.
+        ValueError: the tensor is on the meta device or a FakeTensor, or make_fx is tracing.
     """
     refuse_jit_trace()
     if tensor.is_meta or isinstance(tensor, FakeTensor):
@@ -103,15 +103,15 @@ def check_readable(tensor: Tensor, name: str) -> None:
     if not torch.compiler.is_compiling() and _is_in_make_fx():
         raise ValueError(
             f"{name} would be read while make_fx is tracing, and become a constant: compute offsets from it outside of "
-            "the traced function, and pass them to SequenceLayout.from_offsets."
+            "the traced function, and pass the offsets to SequenceLayout.from_offsets."
         )
 
 
 class TracedLayout:
-    """A ``SequenceLayout`` in a graph of torch.compile, torch.export or make_fx. It has offsets, but no lengths.
+    """A `SequenceLayout` in a graph of torch.compile, torch.export or make_fx. It has offsets, but no lengths.
 
-    The operators in the graph read and check the lengths when it runs, once for each offsets tensor. After a graph
-    break, eager code may receive a ``TracedLayout``. It then reads its offsets and has all attributes of a layout.
+    When the graph runs, its operators read and check the lengths, once for each offsets tensor. After a graph break,
+    eager code may receive a `TracedLayout`. Its other attributes then read the offsets.
     """
 
     _read_offsets: ClassVar[Callable[[Tensor], Any]]  # SequenceLayout.from_offsets, outside of graphs; set by layout.py
@@ -125,7 +125,7 @@ class TracedLayout:
             return getattr(TracedLayout._read_offsets(self.offsets), name)
         if name == "min_seqlen":
             return 0
-        raise AttributeError(f"{name} wants lengths, which a graph does not know: ask for it outside of the graph.")
+        raise AttributeError(f"{name} needs the lengths, which are not known in a graph: read it outside of the graph.")
 
     def cached(self, key: object, build: Any, other: object = None) -> Any:
         return build()
@@ -139,10 +139,10 @@ class TracedLayout:
 
     def check_keys(self, key: Tensor, value: Tensor) -> None:
         for name, x in (("key", key), ("value", value)):
-            self.check_rows(x, name)  # the operator checks the numbers of rows
+            self.check_rows(x, name)  # the operator checks the number of rows
 
     def check_saved(self) -> None:
-        """Nothing: the operator of the backward checks whether the offsets were changed."""
+        """Does nothing: the backward operator checks whether the offsets were changed."""
 
     def extended(self, extra: int) -> TracedLayout:
         return TracedLayout(self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device))

@@ -1,7 +1,7 @@
-"""``varlen_attention``, attention over ragged sequences, and ``explain``, which says which backend would run.
+"""`varlen_attention` computes attention over a ragged batch. `explain` shows which backend would run it.
 
-Dimensions: B sequences, j their ragged length, T query tokens, S key tokens, H query heads, G key heads, D and Dv head
-dims.
+Dimensions: B sequences, j their ragged length, T query tokens, S key tokens, H query heads, G key heads, D the head dim
+of queries and keys, Dv that of values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .kernels.call import (
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layout import SequenceLayout
 
-_NO_OPERATOR = "no operator takes this call (mask_mod and score_mod, and on a CPU dropout and softcap)"
+_NO_OPERATOR = "no custom operator supports this call (mask_mod, score_mod, and on a CPU dropout and softcap)"
 
 
 def varlen_attention(
@@ -47,44 +47,57 @@ def varlen_attention(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention over a ragged batch: each query attends to the keys of its own sequence only.
+    """Compute softmax attention over a ragged batch, in which a query only attends to keys of its own sequence.
 
-    A query with no visible key gives 0, and −inf as its log-sum-exp. Queries and keys may have sequences of length 0.
-    Tensors may have more rows than the layout has tokens: these rows give 0 and get a gradient of 0. If H is a multiple
-    of G, heads are grouped (Ainslie et al. 2023). The only device sync is the first read of a NestedTensor's offsets.
-    Under autocast, query, key and value are cast as ``scaled_dot_product_attention`` casts them; nothing else is ever
-    cast. Kernels support first derivatives only.
+    For each sequence this is `softmax(scale * query @ key.T + masks) @ value`. If H is a multiple of G, each key head
+    serves H / G query heads (grouped-query attention, Ainslie et al. 2023). A sequence may have no queries or no keys.
+    A query without a visible key gets the output 0, and −inf as log-sum-exp. Packed tensors may have more rows than the
+    layout has tokens; the output and the gradient are 0 in these rows.
+
+    The call only syncs with the device to read the offsets of a new NestedTensor. Under autocast, query, key and value
+    are cast as in `scaled_dot_product_attention`; nothing else is cast. Only
+    `backend="reference"` has second derivatives.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
-        key: (S, G, D), or a NestedTensor with the same number of sequences.
-        value: (S, G, Dv), or a NestedTensor with the lengths of ``key``.
-        layout: the sequences of packed tensors. None for NestedTensors, which have their own.
-        key_layout: the sequences of key and value; ``layout`` if None.
-        is_causal: a query sees no key after its own position.
-        causal_alignment: the position of query i (of Lq) among Lk keys: i + Lk − Lq ("lower_right") or i
-            ("upper_left"). Windows and ALiBi use it as well.
-        window_size: how many keys a query sees before and after its own position, both inclusive; −1 is no limit.
-        scale: the factor of query · key; D^−0.5 if None.
+        key: (S, G, D) packed, or a NestedTensor with the same number of sequences as `query`.
+        value: (S, G, Dv) packed, or a NestedTensor with the same lengths as `key`.
+        layout: the sequences of packed tensors. Must be None for NestedTensors.
+        key_layout: the sequences of key and value, if they are not those of `layout`.
+        is_causal: mask the keys after the position of a query.
+        causal_alignment: the position of query i of Lq among Lk keys. "lower_right" is i + Lk − Lq, as in flash-attn;
+            "upper_left" is i. Causality, windows and ALiBi use this position.
+        window_size: (left, right), the number of keys that a query sees before and after its position. −1 is no limit.
+        scale: the factor of query · key; None is D^−0.5.
         softcap: if not 0, scores become softcap · tanh(scores / softcap).
-        sinks: (H,) for each head, one more score in the softmax that has no value; lse includes it.
-        alibi_slopes: (H,) or (B, H) float32 or float64; adds −slope · |distance| to the scores. Gets no gradient.
-        score_mod: flex_attention's ``score_mod(score, b, h, q_idx, kv_idx)``. b is the sequence, and both indices
-            count from its start. Applied after softcap and ALiBi.
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, True where a query sees a key; combined with the other masks.
-        dropout_p: the probability that a weight is dropped.
-        deterministic: require gradients that are bitwise equal in each run; raises if no backend has them.
-        batch_invariant: require results that do not depend on the other sequences of the batch, bit for bit.
-        return_lse: also return the log-sum-exp of each query's scores; differentiable.
-        backend: "auto", or a name from ``available_backends()``. A named backend runs, or the call raises.
+        sinks: (H,), an additional score for each head, which is part of the softmax and the log-sum-exp but has no
+            value.
+        alibi_slopes: (H,) or (B, H), float32 or float64; adds −slope · |distance| to the scores. Has no gradient.
+        score_mod: as in flex_attention, `score_mod(score, b, h, q_idx, kv_idx)`. b is the index of the sequence;
+            q_idx and kv_idx are positions in it. Applied after softcap and ALiBi.
+        mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, True if the query sees the key. Other masks
+            apply as well.
+        dropout_p: the probability with which an attention weight is dropped.
+        deterministic: require gradients that are bitwise equal in each run.
+        batch_invariant: require results that do not depend on the other sequences in the batch, bit for bit.
+        return_lse: also return the log-sum-exp of each query's scores, which is differentiable.
+        backend: "auto", or a name from `available_backends()`, which then runs or raises an error.
 
     Returns:
-        out, in the shape of query but with value's head dim. With ``return_lse`` also lse: (T, H) or a NestedTensor
-        (B, j, H), in float32 (float64 for float64).
+        The output, in the form of `query` with head dim Dv. With `return_lse`, a tuple of the output and the
+            log-sum-exp, (T, H) or a NestedTensor (B, j, H), in float32 (in float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes, dtypes, devices or layouts that do not fit each other, or no backend supports the call.
-        TypeError: NestedTensors mixed with packed tensors.
+        ValueError: shapes, dtypes, devices or layouts do not match, or no backend supports the call.
+        TypeError: an argument has a wrong type, or NestedTensors are mixed with packed tensors.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> layout = nta.SequenceLayout.from_lengths([2, 0, 3])
+        >>> query, key, value = torch.randn(3, layout.total, 4, 8).unbind()
+        >>> out, lse = nta.varlen_attention(query, key, value, layout, is_causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
     planned = _plan(_pack(query, key, value, layout, key_layout), alibi_slopes, backend, options)
     if sinks is not None:
@@ -111,9 +124,24 @@ def explain(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Explanation:
-    """Which backend would run this call of ``varlen_attention``, and why the others can't.
+    """Show which backend would run a call of `varlen_attention`, and why others can't run it.
 
-    Takes the arguments of ``varlen_attention`` and runs nothing. Print the result to see a table.
+    Takes the arguments of `varlen_attention`, checks them, and computes nothing. Syncs as that function does.
+
+    Returns:
+        The explanation. `print` shows it as a table; `chosen` is the name of the backend, and `reasons` has for each
+            backend the reasons why it can't run.
+
+    Raises:
+        ValueError: as `varlen_attention`, but not if no backend supports the call: `chosen` is then None.
+        TypeError: as `varlen_attention`.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> query = torch.randn(5, 4, 8)
+        >>> explanation = nta.explain(query, query, query, nta.SequenceLayout.from_lengths([2, 3]), softcap=30.0)
+        >>> explanation.chosen, explanation.reasons["cpu"]
+        ('reference', ('...softcap...',))
     """
     inputs = _pack(query, key, value, layout, key_layout)
     spec = _spec(inputs, alibi_slopes is not None, all_options(options))
@@ -124,7 +152,7 @@ def explain(
 
 
 def _name_options(function: Any) -> None:
-    """Replace ``**options`` in the signature by the options' names, for ``help``, ``inspect`` and ``typing``."""
+    """Replace `**options` in the signature by the names of the options, for `help`, `inspect` and `typing`."""
     signature, hints = inspect.signature(function), get_type_hints(Options)
     *given, _ = signature.parameters.values()
     by_name = [
@@ -144,10 +172,10 @@ class Plan(NamedTuple):
     """A checked call and its backend.
 
     Attributes:
-        query, key, value: packed.
-        call: all other arguments of kernels.
-        backend: the backend that runs. In a graph, "auto" or a name, which is looked up when the graph runs.
-        rewrap: converts a packed result to the query's kind of NestedTensor; None for packed tensors.
+        query, key, value: packed tensors.
+        call: all other arguments of a kernel.
+        backend: the backend to run. In a graph, "auto" or a name, which is looked up when the graph runs.
+        rewrap: converts a packed result to a NestedTensor like `query`; None if the caller passed packed tensors.
     """
 
     query: Tensor
@@ -169,14 +197,14 @@ def plan(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Plan:
-    """Check a call of ``varlen_attention`` and choose its backend, without running it."""
+    """Check a call of `varlen_attention` and choose its backend, without running it."""
     return _plan(_pack(query, key, value, layout, key_layout), alibi_slopes, backend, options)
 
 
 def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Mapping[str, Any]) -> Plan:
-    """As ``plan``. The spec and the chosen backend are cached with the layout, for all layers of a model."""
+    """See `plan`. The spec and the backend are cached with the layout, so that all layers of a model share them."""
     options = all_options(given)
-    if "window_size" in given:  # a list has no hash
+    if "window_size" in given:  # as a tuple, because a list can't be a cache key
         options["window_size"] = OPTIONS["window_size"].parse("window_size", options["window_size"])
 
     def decide() -> tuple[AttentionSpec, Backend | str, tuple[int, int] | None]:
@@ -185,7 +213,7 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
 
     query, key, value, layout, key_layout, rewrap, is_traced, needs_grad = inputs
     if is_traced or options["score_mod"] is not None or options["mask_mod"] is not None:
-        spec, chosen, dims = decide()  # a cache would keep score_mod and mask_mod alive as long as the layout
+        spec, chosen, dims = decide()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
         cache_key = (
             *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
@@ -195,14 +223,14 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
         try:
             spec, chosen, dims = layout.cached(cache_key, decide, None if key_layout is layout else key_layout)
         except TypeError:
-            check_options(**options)  # an unhashable value is never valid: raise its own error
+            check_options(**options)  # raises a clearer error: no option has unhashable values
             raise
     _check_rows(inputs, alibi_slopes)
     return Plan(query, key, value, Call(layout, key_layout, alibi_slopes, spec, dims), chosen, rewrap)
 
 
 class _Inputs(NamedTuple):
-    """Packed tensors and their layouts, whether the caller passed packed tensors or NestedTensors."""
+    """Packed tensors and their layouts. The caller passed packed tensors or NestedTensors."""
 
     query: Tensor
     key: Tensor
@@ -222,7 +250,7 @@ def _pack(
     query, key, value = _autocast(query, key, value)
     traced = is_traced(query)
     if traced:
-        # Views, because a graph's own inputs do not show the gradients of a transform, and may not be passed twice.
+        # Views: a graph's inputs do not show that a transform differentiates them, and can't be passed twice.
         query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return _Inputs(query, key, value, layout, key_layout, rewrap, traced, needs_grad)
@@ -231,7 +259,7 @@ def _pack(
 def _unwrap(
     query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
 ) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
-    """Packed tensors, both layouts, and ``rewrap``, from NestedTensors or packed tensors."""
+    """Convert NestedTensors to packed tensors, their layouts and `rewrap`. Packed tensors are only checked."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
@@ -240,8 +268,8 @@ def _unwrap(
         if layout is None:
             raise ValueError(
                 f"packed tensors such as query {tuple(query.shape)} need layout=: pass "
-                "SequenceLayout.from_lengths([...]), .from_offsets(cu_seqlens), or NestedTensors in their place. "
-                "A padded batch is packed with SequenceLayout.from_attention_mask(mask).pack(padded)."
+                "SequenceLayout.from_lengths([...]) or .from_offsets(cu_seqlens), or pass NestedTensors instead. "
+                "To pack a padded batch, use SequenceLayout.from_attention_mask(mask).pack(padded)."
             )
         is_self = key_layout is None or key_layout is layout
         layout = SequenceLayout.require(layout, "layout")
@@ -254,12 +282,12 @@ def _unwrap(
         )
         raise TypeError(f"{kinds_of}: pass three NestedTensors, or three packed tensors and a layout.")
     if layout is not None or key_layout is not None:
-        raise ValueError("NestedTensors bring their own layout: leave out layout= and key_layout=.")
+        raise ValueError("NestedTensors have their own layout: leave out layout= and key_layout=.")
     q, k, v = nested.unwrap_each(query=query, key=key, value=value, for_weights=False)
     if not k.layout.same_lengths(v.layout):
         raise ValueError(
-            f"key and value differ in their lengths: {_some(k.layout)} and {_some(v.layout)}. "
-            "Every key needs one value."
+            f"key and value must have the same lengths, got {_format_lengths(k.layout)} and "
+            f"{_format_lengths(v.layout)}."
         )
     return q.values, k.values, v.values, q.layout, k.layout, q.rewrap
 
@@ -268,7 +296,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
     device = tensors[0].device.type
-    # Compilers may not support is_autocast_available; the devices that they compile for have autocast.
+    # Compilers may not support is_autocast_available, but the devices that they support have autocast.
     if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device):
         return tensors
     if not torch.is_autocast_enabled(device):
@@ -279,15 +307,15 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpec:
-    """The spec of a call. Raises for tensors that do not fit each other, and for invalid options."""
+    """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
     query, key, value, layout, key_layout, *_ = inputs
     _check_tensors(query, key, value)
     if layout.batch_size != key_layout.batch_size:
         raise ValueError(
-            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: each sequence of "
-            "queries needs its own keys, of length 0 if it has none."
+            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many sequences "
+            "of keys as of queries. A sequence may have length 0."
         )
-    same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths: its operators read them
+    same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths
     return AttentionSpec.of(
         query.device,
         query.dtype,
@@ -301,14 +329,14 @@ def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpe
 
 
 def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend | str, tuple[int, int] | None]:
-    """The backend and the head dims that it is called with. In a graph, a name if an operator can choose later."""
+    """The backend and the head dims to call it with, or only a name if an operator chooses when the graph runs."""
     if inputs.is_traced:
         if can_choose_later(spec, backend):
             return backend, None
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, and what is no operator runs outside of a graph")
+            torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
-            raise ValueError(f"{_NO_OPERATOR}, so make_fx can't record it: make the call outside of the function.")
+            raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
     return choose_for(Call(inputs.layout, inputs.key_layout, None, spec), backend)
 
 
@@ -317,7 +345,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if x.dim() != 3:
             raise ValueError(
                 f"{name} must be (tokens, heads, head dim), got {tuple(x.shape)}: pack a padded "
-                "batch with layout.pack, and split E with unflatten(-1, (heads, -1))."
+                "batch with layout.pack, and split an embedding with unflatten(-1, (heads, -1))."
             )
         if x.dtype != query.dtype or x.dtype not in DTYPES:
             raise ValueError(
@@ -331,8 +359,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_rows(inputs: _Inputs, alibi_slopes: Tensor | None) -> None:
-    """The checks that are not cached with the layout: the rows of packed tensors, and the slopes."""
-    if inputs.rewrap is None:  # NestedTensors were checked when they were unwrapped
+    """Check the number of rows and the slopes, which can change in calls with the same layout."""
+    if inputs.rewrap is None:  # unwrapping has checked NestedTensors
         inputs.layout.check_rows(inputs.query, "query")
         inputs.key_layout.check_keys(inputs.key, inputs.value)
     if alibi_slopes is not None:
@@ -347,9 +375,9 @@ def _check_sinks(sinks: Tensor, query: Tensor) -> None:
             f"got {describe(sinks)}."
         )
     if not sinks.is_floating_point():
-        raise ValueError(f"sinks must be floating-point numbers, got {sinks.dtype}: cast them.")
+        raise ValueError(f"sinks must be floating-point numbers, got {sinks.dtype}.")
 
 
-def _some(layout: SequenceLayout) -> str:
+def _format_lengths(layout: SequenceLayout) -> str:
     lengths = layout.host_offsets.diff()
     return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"

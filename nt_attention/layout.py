@@ -1,6 +1,6 @@
-"""``SequenceLayout``: where each sequence of a packed batch begins and ends.
+"""`SequenceLayout`: the rows at which each sequence of a packed batch begins and ends.
 
-Dimensions: B sequences, T tokens in all of them, L positions in a padded row.
+Dimensions: B sequences, T tokens in the whole batch, L positions in a padded row.
 """
 
 from __future__ import annotations
@@ -26,22 +26,31 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """The sequence lengths of a ragged batch, in every form that kernels and reshapes need.
+    """The lengths of the sequences in a ragged batch, and the rows at which they begin in a packed tensor.
 
-    Each ``from_*`` constructor syncs with the device at most once. Later use needs no sync. Layouts of the same offsets
-    tensor share a cache.
+    Create a layout with one of its `from_*` constructors. A constructor syncs with the device at most once
+    (`from_nested`: at most twice), and later uses of the layout need no sync. Layouts that are made from the same
+    offsets tensor share a cache.
 
     Attributes:
-        offsets: (B+1,) int64, the first row of each sequence, then the end of the last one.
+        offsets: (B+1,) int64, the first row of each sequence, then the end of the last sequence.
         cu_seqlens: (B+1,) int32, the same numbers.
         total: T, the number of tokens.
-        max_seqlen: the length of the longest sequence, or the larger bound that was passed.
+        max_seqlen: the length of the longest sequence, or the bound that was passed to `from_offsets`.
         min_seqlen: the length of the shortest sequence.
-        sum_of_squares: of the lengths: the number of (query, key) pairs without a mask.
-        host_offsets: ``offsets`` on the CPU.
-        padded_length: L of the padded batch, if the layout was made from its mask, else None.
-        padded_index: (T,) int64, the position of each token in the flattened (B·L) batch, else None.
-        has_holes: whether that batch has padding between the tokens of some row.
+        sum_of_squares: the sum of the squared lengths, which is the number of (query, key) pairs without a mask.
+        host_offsets: a copy of `offsets` on the CPU.
+        padded_length: L of the padded batch if the layout was made from an attention mask, else None.
+        padded_index: (T,) int64, the position of each token in that batch, flattened to (B·L), else None.
+        has_holes: whether a row of that batch has padding between its tokens.
+
+    Example:
+        >>> import nt_attention as nta
+        >>> layout = nta.SequenceLayout.from_lengths([2, 0, 3])
+        >>> layout.total, layout.max_seqlen
+        (5, 3)
+        >>> layout.offsets
+        tensor([0, 2, 2, 5])
     """
 
     offsets: Tensor
@@ -56,26 +65,38 @@ class SequenceLayout:
     padded_index: Tensor | None = field(default=None, repr=False)
     has_holes: bool = field(default=False, repr=False)
 
-    # Conversions of NestedTensors. nested.py sets them, because it imports this file.
+    # Conversions from and to NestedTensors. nested.py sets them, because it imports this file.
     _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
     _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
 
     @classmethod
     def from_offsets(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
-        """The layout of ``offsets`` (B+1,) int32 or int64, which begin at 0 and never decrease.
+        """Create a layout from the offsets of its sequences.
+
+        The first call with a tensor syncs with its device once. Later calls with the same tensor need no sync. After an
+        in-place change of `offsets`, the next call reads them again, and layouts that were made before the change raise
+        an error. On a GPU, writes to `offsets.data` are not detected, because PyTorch does not record them.
+
+        While torch.compile, torch.export or make_fx is tracing, the lengths are not read. The operators read them when
+        the graph runs.
 
         Args:
-            offsets: kept as this layout's ``offsets`` (int64) or ``cu_seqlens`` (int32), not copied.
-            max_seqlen: an upper bound to use as ``max_seqlen``, so that shapes are the same for all batches.
+            offsets: (B+1,) int32 or int64, from 0 and never decreasing. Sequence b has the rows `offsets[b]` to
+                `offsets[b + 1] - 1`. The tensor is not copied; it becomes `offsets` (int64) or `cu_seqlens` (int32).
+            max_seqlen: an upper bound that replaces the longest length as the layout's `max_seqlen`. With the same
+                bound, `pad` returns the same shape for all batches.
 
-        Syncs with the device once for each tensor. After an in-place change of ``offsets``, the next call reads them
-        again, and layouts made before the change raise an error. On a GPU, writes to ``offsets.data`` are not detected,
-        because PyTorch does not record them.
-
-        In a graph of torch.compile, torch.export or make_fx, the layout has no lengths: the operators read them.
+        Returns:
+            The layout, on the device of `offsets`.
 
         Raises:
-            ValueError: malformed offsets, or a ``max_seqlen`` that is below the longest sequence.
+            TypeError: `offsets` is not a tensor.
+            ValueError: the offsets have a wrong shape, dtype or order, or `max_seqlen` is below the longest length.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> nta.SequenceLayout.from_offsets(torch.tensor([0, 2, 2, 5])).lengths
+            tensor([2, 0, 3])
         """
         refuse_jit_trace()
         if is_traced(offsets):
@@ -84,15 +105,16 @@ class SequenceLayout:
 
     @classmethod
     def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
-        """``from_offsets``, for offsets that have been read already."""
+        """Create a layout from offsets that have already been read. See `from_offsets`."""
         if facts.first:
             raise ValueError(
-                f"offsets must begin at 0, got {facts.first}: drop the rows before that and pass offsets - offsets[0]."
+                f"offsets must begin at 0, got {facts.first}: remove the rows before the first sequence, and pass "
+                "offsets - offsets[0]."
             )
         if max_seqlen is not None and max_seqlen < facts.max_seqlen:
             raise ValueError(
                 f"max_seqlen={max_seqlen} is below the longest sequence of {facts.max_seqlen} tokens: "
-                "pass a bound that holds, or leave it out."
+                "pass a larger bound, or leave it out."
             )
         wide = offsets.dtype == torch.int64
         return cls(
@@ -110,16 +132,24 @@ class SequenceLayout:
     def from_lengths(
         cls, lengths: Sequence[int] | Tensor, *, device: torch.device | str | None = None
     ) -> SequenceLayout:
-        """The layout of sequences of these ``lengths`` (B,), a list of ints or an integer tensor.
+        """Create a layout from the lengths of its sequences.
+
+        Syncs with the device once if `lengths` is a tensor on a GPU. A list needs no sync.
 
         Args:
-            lengths: zero is a legal length.
-            device: of the layout. By default that of ``lengths`` if it is a tensor, else the CPU.
+            lengths: (B,) integers, as a list or a tensor. A length may be 0.
+            device: the device of the layout. The default is the device of `lengths` if it is a tensor, else the CPU.
 
-        Syncs once if ``lengths`` is a tensor on a GPU; a list needs no sync.
+        Returns:
+            The layout.
 
         Raises:
-            ValueError: lengths that are negative, not integers, not one-dimensional, or more tokens than 2³¹ − 1.
+            ValueError: the lengths are negative, not integers, not one-dimensional, or add up to more than 2³¹ − 1.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).offsets
+            tensor([0, 2, 2, 5])
         """
         refuse_jit_trace()
         if isinstance(lengths, Tensor):
@@ -131,23 +161,55 @@ class SequenceLayout:
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> SequenceLayout:
-        """The layout of a jagged or strided NestedTensor. Holes between its sequences are left out."""
+        """Create a layout from a NestedTensor.
+
+        Syncs with the device once for each new offsets tensor, and once more if the NestedTensor has new `lengths`.
+
+        Args:
+            nested: (B, j, …), or (B, H, j, D), with layout `torch.jagged` or `torch.strided`. Rows that belong to no
+                sequence (holes) are not part of the layout.
+
+        Returns:
+            The layout of its tokens.
+
+        Raises:
+            TypeError: `nested` is not a NestedTensor.
+            ValueError: the ragged dimension is not 1 or 2, or sequences overlap.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> nested = torch.nested.nested_tensor([torch.zeros(2, 8), torch.zeros(3, 8)], layout=torch.jagged)
+            >>> nta.SequenceLayout.from_nested(nested).lengths
+            tensor([2, 3])
+        """
         return SequenceLayout._layout_of_nested(nested)
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
-        """The layout of the tokens of a padded batch, from its mask (B, L): True or 1 at tokens.
+        """Create a layout from the mask of a padded batch, such as the `attention_mask` of Hugging Face.
 
-        The mask is Hugging Face's ``attention_mask``. For a ``key_padding_mask``, which is True at padding, pass
-        ``~mask``. Padding may be on the left, on the right or in between; ``pack`` and ``pad`` keep these positions.
-        Syncs once.
+        Padding may be on the left, on the right, or between tokens. `pack` and `pad` use the positions of the mask.
+        Syncs with the device once.
+
+        Args:
+            mask: (B, L), True or 1 at tokens, False or 0 at padding. A `key_padding_mask` is True at padding, so pass
+                `~key_padding_mask`.
+
+        Returns:
+            The layout of the tokens.
 
         Raises:
-            ValueError: not two-dimensional, or a value other than 0 and 1 (an additive mask of 0 and −inf, say).
+            ValueError: `mask` is not two-dimensional, or has a value other than 0 and 1, as an additive mask does.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> layout = nta.SequenceLayout.from_attention_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+            >>> layout.pack(torch.tensor([[5, 6, 0], [7, 8, 9]]))
+            tensor([5, 6, 7, 8, 9])
         """
         if not isinstance(mask, Tensor) or mask.is_nested or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, Tensor) and not mask.is_nested else type(mask).__name__
-            raise ValueError(f"mask must be a (B, L) tensor with 1 where a token is, got {shape}.")
+            raise ValueError(f"mask must be a (B, L) tensor with 1 at tokens and 0 at padding, got {shape}.")
         check_readable(mask, "mask")
         mask = plain(mask).detach()
         batch, length = mask.shape
@@ -165,13 +227,24 @@ class SequenceLayout:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> SequenceLayout:
-        """The layout of packed rows, from the positions (T,) or (R, T) of their tokens.
+        """Create a layout from the positions of packed tokens.
 
-        A sequence begins at each row's start, and at each position that is not the previous one plus 1. Positions may
-        count from any number, as RoBERTa's do. Rows are concatenated. Syncs once.
+        A sequence begins at the start of each row, and at each position that is not the previous position plus 1. The
+        first position may be any number; RoBERTa's positions start at 2. Syncs with the device once.
+
+        Args:
+            position_ids: (T,) or (R, T) integers. Several rows are concatenated, in their order.
+
+        Returns:
+            The layout of the sequences.
 
         Raises:
-            ValueError: not an integer tensor of one or two dimensions.
+            ValueError: `position_ids` is not an integer tensor with one or two dimensions.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> nta.SequenceLayout.from_position_ids(torch.tensor([0, 1, 0, 1, 2])).lengths
+            tensor([2, 3])
         """
         if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2) or not _is_integer(position_ids):
             got = type(position_ids).__name__
@@ -179,31 +252,50 @@ class SequenceLayout:
                 got = f"shape {tuple(position_ids.shape)} and {position_ids.dtype}"
             raise ValueError(f"position_ids must be a (T,) or (R, T) tensor of integers, got {got}.")
         check_readable(position_ids, "position_ids")
-        rows = torch.atleast_2d(position_ids.long())  # a narrow integer type would wrap around in the difference
+        rows = torch.atleast_2d(position_ids.long())  # the difference of smaller integer types could overflow
         begins = torch.ones_like(rows, dtype=torch.bool)
         begins[:, 1:] = rows.diff(dim=1) != 1
         return layout_where(on_host(begins.flatten()), position_ids.device)
 
     @property
     def batch_size(self) -> int:
-        """B, the number of sequences."""
+        """B, the number of sequences.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).batch_size
+            3
+        """
         return self.host_offsets.numel() - 1
 
     @property
     def device(self) -> torch.device:
+        """The device of `offsets`."""
         return self.offsets.device
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) int64, the number of tokens of each sequence."""
+        """(B,) int64, the number of tokens in each sequence.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).lengths
+            tensor([2, 0, 3])
+        """
         return self.cached("lengths", self._own_offsets.diff)
 
     @property
     def sequence_ids(self) -> Tensor:
-        """(T,) int64, the sequence that each token belongs to."""
+        """(T,) int64, the index of each token's sequence.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).sequence_ids
+            tensor([0, 0, 2, 2, 2])
+        """
 
         def build() -> Tensor:
-            if self.device.type == "cpu":  # faster here; on a GPU it launches three times as many kernels
+            if self.device.type == "cpu":  # faster on a CPU; on a GPU it launches three times as many kernels
                 ids = torch.arange(self.batch_size, device=self.device)
                 return ids.repeat_interleave(self.lengths, output_size=self.total)
             return torch.searchsorted(self._own_offsets[1:], torch.arange(self.total, device=self.device), right=True)
@@ -212,7 +304,13 @@ class SequenceLayout:
 
     @property
     def position_ids(self) -> Tensor:
-        """(T,) int64, each token's position inside its sequence, from 0."""
+        """(T,) int64, each token's position in its sequence, from 0.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).position_ids
+            tensor([0, 1, 0, 1, 2])
+        """
 
         def build() -> Tensor:
             return torch.arange(self.total, device=self.device) - self._own_offsets[self.sequence_ids]
@@ -220,14 +318,14 @@ class SequenceLayout:
         return self.cached("position_ids", build)
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """(N,) int64 each: every row's sequence, and its position in it. Arbitrary for rows past ``total``."""
+        """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past `total`."""
         ids, positions = self.sequence_ids, self.position_ids
         if rows > self.total:
             ids, positions = (torch.nn.functional.pad(x, (0, rows - self.total)) for x in (ids, positions))
         return ids, positions
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_facts"}  # __setstate__ makes new ones
+        return {name: value for name, value in self.__dict__.items() if name != "_facts"}  # __setstate__ creates it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -236,18 +334,24 @@ class SequenceLayout:
 
     @staticmethod
     def require(given: object, name: str) -> SequenceLayout:
-        """``given``, after checks. In a graph, its ``TracedLayout``, so that one graph serves all lengths.
+        """Check that an argument is a layout, and return it.
+
+        In a graph it returns a `TracedLayout`, so that one graph can run with any lengths.
+
+        Args:
+            given: the argument.
+            name: the name of the argument, for error messages.
 
         Raises:
-            TypeError: ``given`` is not a SequenceLayout. ``name`` is the argument's, for the message.
+            TypeError: `given` is not a SequenceLayout.
             ValueError: its offsets were changed in place.
         """
         if not isinstance(given, (SequenceLayout, TracedLayout)):
             raise TypeError(
                 f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
-                "SequenceLayout.from_offsets(offsets), .from_lengths(lengths), or .from_attention_mask(mask) and pack."
+                "SequenceLayout.from_offsets(offsets), .from_lengths(lengths) or .from_attention_mask(mask)."
             )
-        if is_tracing() or isinstance(given, TracedLayout):  # one that was made in a graph is read outside of it
+        if is_tracing() or isinstance(given, TracedLayout):  # outside of graphs, this reads a TracedLayout
             return SequenceLayout.from_offsets(given.offsets)
         given.check_unchanged(name)
         return given
@@ -256,33 +360,33 @@ class SequenceLayout:
         """Check that the offsets were not changed in place after the layout was made.
 
         Raises:
-            ValueError: they were changed. ``name`` is the argument's, for the message.
+            ValueError: they were changed. The message calls the layout `name`.
         """
         if not torch.compiler.is_compiling() and not self._facts.match_both(self.offsets, self.cu_seqlens):
             raise ValueError(
-                f"the offsets of {name} were changed in place after it was made: make a new layout from them with "
-                "SequenceLayout.from_offsets(offsets), or make it from a copy of the offsets."
+                f"the offsets of {name} were changed in place after it was made: make a new layout with "
+                "SequenceLayout.from_offsets(offsets), or make the layout from a copy of the offsets."
             )
 
     def check_saved(self) -> None:
-        """For a backward: check that ``cu_seqlens`` were not changed in place since the forward.
+        """In a backward pass: check that `cu_seqlens` was not changed in place since the forward pass.
 
         Raises:
-            RuntimeError: they were changed.
+            RuntimeError: it was changed.
         """
         if not self._matches(self.cu_seqlens):
             raise RuntimeError(
                 "the cu_seqlens of a layout, which are needed for gradient computation, have been modified by an "
-                "inplace operation: give each forward its own, for example cu_seqlens.clone()."
+                "inplace operation: pass a copy, cu_seqlens.clone(), to each forward."
             )
 
     def _matches(self, offsets: Tensor) -> bool:
-        """Whether ``offsets``, of either dtype, were not changed since they were read. Always True in a graph."""
+        """Whether `offsets` (int32 or int64) are unchanged since they were read. Always True in a graph."""
         return torch.compiler.is_compiling() or self._facts.match(offsets)
 
     @property
     def _own_offsets(self) -> Tensor:
-        """``offsets`` as they were read. The caller's tensor may have been changed in place since then."""
+        """The offsets that were read. The caller may have changed the tensor `offsets` in place since then."""
         return self.offsets if self._matches(self.offsets) else self.cu_seqlens.long()
 
     @property
@@ -291,27 +395,38 @@ class SequenceLayout:
         return self._facts.digest
 
     def cached(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
-        """The value of ``key``, built by ``build`` the first time and cached as long as the offsets live.
+        """Return the cached value of `key`, or build it and cache it until the offsets are freed.
 
-        Pass ``other`` if the value depends on a second layout: it is then cached as long as the offsets of both live.
-        The value must not refer to ``offsets`` or ``cu_seqlens`` themselves, or they would never be freed.
+        Args:
+            key: the cache key.
+            build: builds the value. The value must not refer to the tensors `offsets` and `cu_seqlens`, or they would
+                never be freed.
+            other: a second layout on which the value depends. The value is then cached until the offsets of one of
+                both layouts are freed.
         """
         if torch.compiler.is_compiling():
-            return build()  # tensors of a graph can't be cached
+            return build()  # a graph's tensors can't be cached
         other_cache = None if other is None else other._facts.cache
         return cast(_T, self._facts.cache.find_or_build(key, build, other_cache))
 
     def same_lengths(self, other: SequenceLayout) -> bool:
-        """Whether both layouts have the same lengths; compared on the host."""
+        """Whether both layouts have the same lengths. They are compared on the host, without a sync.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> layout = nta.SequenceLayout.from_lengths([2, 3])
+            >>> layout.same_lengths(nta.SequenceLayout.from_offsets(torch.tensor([0, 2, 5])))
+            True
+        """
         return self.host_offsets is other.host_offsets or torch.equal(self.host_offsets, other.host_offsets)
 
     def extended(self, extra: int) -> SequenceLayout:
-        """The layout in which every sequence is ``extra`` tokens longer."""
+        """The layout in which every sequence is `extra` tokens longer."""
         return self._derived(("extended", extra), lambda lengths: lengths + extra)
 
     @property
     def reversed(self) -> SequenceLayout:
-        """The layout of the rows in reverse order: the last sequence first."""
+        """The layout of the same sequences in reverse order."""
         return self._derived("reversed", lambda lengths: lengths[::-1])
 
     def _derived(self, key: object, lengths: Callable[[Ints], Ints]) -> SequenceLayout:
@@ -321,13 +436,24 @@ class SequenceLayout:
         return self.cached(key, build)
 
     def pack(self, padded: Tensor) -> Tensor:
-        """The tokens (T, …) of a padded batch (B, L, …).
+        """Remove the padding from a batch. Needs no sync.
 
-        For a layout from a mask, L and the positions are the mask's. For others, tokens are first in each row, and L is
-        at least the longest length.
+        Args:
+            padded: (B, L, …). If the layout was made from a mask, L and the positions of tokens are those of the mask.
+                If not, tokens come first in each row, and L is at least the longest length.
+
+        Returns:
+            The tokens, (T, …).
 
         Raises:
-            ValueError: another batch size, another or too small L, or another device.
+            TypeError: `padded` is not a tensor.
+            ValueError: B, L or the device does not fit the layout, or the layout's offsets were changed in place.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> layout = nta.SequenceLayout.from_lengths([2, 1])
+            >>> layout.pack(torch.tensor([[5, 6, 0], [7, 0, 0]]))
+            tensor([5, 6, 7])
         """
         self._check_usable(padded, "padded")
         length = padded.shape[1] if padded.dim() >= 2 else -1
@@ -342,12 +468,25 @@ class SequenceLayout:
         return padded.flatten(0, 1).index_select(0, self._index(length))
 
     def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
-        """The padded batch (B, L, …) of tokens (T, …), with ``value`` at padding.
+        """Convert packed tokens to a padded batch. Needs no sync.
 
-        For a layout from a mask, L and the positions are the mask's. For others L is ``max_seqlen``, tokens first.
+        Args:
+            values: (T, …). Rows after the first T are not used.
+            value: the value at padding.
+
+        Returns:
+            The batch, (B, L, …). If the layout was made from a mask, L and the positions of tokens are those of the
+            mask. If not, L is `max_seqlen`, and tokens come first in each row.
 
         Raises:
-            ValueError: fewer rows than the layout has tokens, or another device.
+            TypeError: `values` is not a tensor.
+            ValueError: too few rows, another device, or the layout's offsets were changed in place.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> nta.SequenceLayout.from_lengths([2, 1]).pad(torch.tensor([5, 6, 7]), value=-1)
+            tensor([[ 5,  6],
+                    [ 7, -1]])
         """
         self._check_usable(values, "values")
         self.check_rows(values, "values")
@@ -356,31 +495,50 @@ class SequenceLayout:
         return scatter_rows(values[: self.total], self._index(length), shape, value)
 
     def to_nested(self, values: Tensor) -> Tensor:
-        """The jagged NestedTensor (B, j, …) of tokens (T, …), with this layout's ``offsets`` tensor as its offsets."""
+        """Convert packed tokens to a jagged NestedTensor. Needs no sync.
+
+        NestedTensors from the same layout share its `offsets` tensor, so they can be added. Gradients flow to `values`.
+
+        Args:
+            values: (T, …). The result is a view of this tensor.
+
+        Returns:
+            A NestedTensor (B, j, …) with layout `torch.jagged`.
+
+        Raises:
+            TypeError: `values` is not a tensor.
+            ValueError: too few rows, another device, or the layout's offsets were changed in place.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> nested = nta.SequenceLayout.from_lengths([2, 3]).to_nested(torch.zeros(5, 8))
+            >>> [tuple(x.shape) for x in nested.unbind()]
+            [(2, 8), (3, 8)]
+        """
         self._check_usable(values, "values")
         self.check_rows(values, "values")
         return SequenceLayout._wrap(values, self)
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
-        """``values`` (N, …) with ``value`` in the rows past ``total``, which belong to no sequence."""
+        """Replace the rows of `values` (N, …) from row `total` on, which belong to no sequence, by `value`."""
         if values.shape[0] == self.total:
             return values
         past = torch.arange(values.shape[0], device=values.device) >= self.total
         return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
 
     def check_rows(self, values: Tensor, name: str) -> None:
-        """Raise ValueError for a tensor on another device, or with fewer rows than ``total``."""
+        """Raise a ValueError if `values` is on another device or has fewer rows than `total`."""
         self._check_device(values, name)
         if values.dim() == 0 or values.shape[0] < self.total:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
-                f"{self.total} tokens: pass at least that many rows, tokens first."
+                f"{self.total} tokens: pass at least {self.total} rows."
             )
 
     def check_keys(self, key: Tensor, value: Tensor) -> None:
-        """Raise ValueError if key or value has fewer rows than ``total``, or if one has fewer rows than the other.
+        """Raise a ValueError if key or value has fewer rows than `total`, or both have more and differ.
 
-        Either may have more rows than ``total``; those are not read.
+        Rows from row `total` on are not read.
         """
         for name, x in (("key", key), ("value", value)):
             self.check_rows(x, name)
@@ -390,7 +548,7 @@ class SequenceLayout:
             )
 
     def _check_usable(self, given: object, name: str) -> None:
-        """Check that ``given`` is a tensor on this layout's device, and that the offsets were not changed."""
+        """Check that `given` is a tensor on this layout's device, and that the offsets were not changed in place."""
         refuse_jit_trace()
         if not isinstance(given, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}.")
@@ -405,7 +563,7 @@ class SequenceLayout:
             )
 
     def _index(self, length: int) -> Tensor:
-        """(T,) int64, the position of each token in a flattened (B·length) batch."""
+        """(T,) int64, the position of each token in a padded batch that is flattened to (B·length)."""
         if self.padded_index is not None:
             return self.padded_index
         return self.cached(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
@@ -415,7 +573,7 @@ TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda offsets: Sequ
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
-    """The layout on ``device`` of N tokens. Sequences begin where ``begins`` (N,) is not 0. The first must not be 0."""
+    """A layout of N tokens on `device`. A sequence begins wherever `begins` (N,) is not 0, as `begins[0]` must be."""
     starts = begins.nonzero()[0]
     return SequenceLayout.from_facts(*facts_of_lengths(np.diff(starts, append=len(begins)), device))
 
@@ -433,14 +591,14 @@ def _as_tensor(lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def _token_mask(mask: Tensor) -> Ints:
-    """``mask`` (B, L) as booleans on the host, read in one sync. Finding tokens on the host is fast for any batch."""
+    """`mask` (B, L) as booleans on the host, read in one sync."""
     if mask.dtype == torch.bool:
         return on_host(mask)
-    values = on_host((mask != 0) + 2 * (mask != (mask != 0)))  # above 1 if the mask's value is neither 0 nor 1
+    values = on_host((mask != 0) + 2 * (mask != (mask != 0)))  # 3 where the mask is neither 0 nor 1
     if (values > 1).any():
         raise ValueError(
-            f"mask holds {mask.flatten()[int(values.argmax())].item()}, and only 0 (padding) and 1 (a token) "
-            "have a meaning here. For an additive mask, pass mask == 0."
+            f"mask has the value {mask.flatten()[int(values.argmax())].item()}: it must be 1 at tokens and 0 at "
+            "padding. For an additive mask, pass mask == 0."
         )
     return values > 0
 
@@ -450,9 +608,9 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    """A tensor of ``shape`` (B, L, …): ``values[t]`` at position ``index[t]`` of B · L, and ``value`` elsewhere.
+    """A tensor of `shape` (B, L, …) with `values[t]` at position `index[t]` of the flattened B · L, else `value`.
 
-    Its own autograd function, because that of ``index_copy_`` saves the values, and its result would be a view.
+    It has its own autograd function, because `index_copy_` would save the values and return a view.
     """
     if not torch.compiler.is_compiling():
         return cast(Tensor, _Scatter.apply(values, index, shape, value))

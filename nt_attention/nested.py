@@ -1,11 +1,11 @@
-"""NestedTensor to packed values and back. Only this file uses ``torch.nested``.
+"""Conversion of NestedTensors to packed values and back. Only this file uses `torch.nested`.
 
-Dimensions: B sequences, j their ragged length, T tokens in all, N ≥ T rows of a NestedTensor's values.
+Dimensions: B sequences, j their ragged length, T tokens in the batch, N ≥ T rows of a NestedTensor's values.
 
 Each operation on a NestedTensor costs 50 to 120 µs of host time, so the rest of the library works on packed values.
-Inputs are unwrapped once, and the output is rewrapped once with the same offsets object: two NestedTensors can only be
-added if they share it. This file disables ``__torch_function__`` of NestedTensors, which costs 10 to 30 µs for each
-access to an attribute and is not needed here.
+Inputs are unwrapped once, and the output is wrapped once with the same offsets object, because two NestedTensors can
+only be added if they share it. This file disables `__torch_function__` of NestedTensors, which costs 10 to 30 µs for
+each access to an attribute and is not needed here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Unwrapped(NamedTuple):
     """The parts of a NestedTensor.
 
     Attributes:
-        values: (N, …) rows, tokens first; a view of the NestedTensor's values if its sequences are contiguous.
-        layout: the sequences; ``layout.total`` may be less than N.
-        rewrap: (N, …) rows → a NestedTensor with the same kind, offsets and ragged dimension. If its second argument
-            is True, the ragged dimension is 1.
+        values: (N, …), a view of the NestedTensor's values if its sequences are contiguous.
+        layout: the sequences. `layout.total` may be less than N.
+        rewrap: converts (N, …) to a NestedTensor of the same kind, with the same offsets and ragged dimension. If its
+            second argument is True, the ragged dimension is 1.
     """
 
     values: Tensor
@@ -40,37 +40,38 @@ class Unwrapped(NamedTuple):
     rewrap: Callable[..., Tensor]
 
 
-_past_torch_function = torch._C.DisableTorchFunctionSubclass
+_no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def are_nested(*tensors: object) -> list[bool]:
-    with _past_torch_function():
+    with _no_torch_function():
         return [isinstance(x, Tensor) and x.is_nested for x in tensors]
 
 
 def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
-    """Unwrap NestedTensors (B, j, …) or (B, H, j, D), jagged or strided, each passed by the name of its argument.
+    """Unwrap NestedTensors (B, j, …) or (B, H, j, D), jagged or strided.
 
-    If the sequences of a jagged one are contiguous from row 0, its values are a view. If not (``lengths`` with holes,
-    or offsets that begin later), the tokens are copied, and ``rewrap`` restores the rows with 0 in the holes. The parts
-    of a strided one are concatenated. Syncs once for each new offsets tensor, and once for each new lengths tensor. An
-    object that is passed twice is unwrapped once.
+    If the sequences of a jagged NestedTensor are contiguous from row 0, its values are a view. If not (it has `lengths`
+    with holes, or its offsets begin later), the tokens are copied, and `rewrap` restores the rows, with 0 in the holes.
+    The sequences of a strided NestedTensor are concatenated. Syncs once for each new offsets tensor, and once for each
+    new lengths tensor. An object that is passed twice is unwrapped once.
 
     Args:
-        for_weights: whether the values are multiplied by parameters, whose backward saves them even if the
-            NestedTensor requires no gradient. The values then share its version counter.
+        for_weights: whether the values will be multiplied by parameters. The backward pass then needs the values even
+            if the NestedTensor requires no gradient, so they share its version counter.
+        named: the NestedTensors, each as the keyword argument that error messages should name.
 
     Raises:
-        ValueError: the ragged dimension is not 1 or 2, sequences overlap, or make_fx is recording.
-        TypeError: a strided NestedTensor under torch.compile.
-        RuntimeError: torch.jit.trace is recording.
+        ValueError: the ragged dimension is not 1 or 2, sequences overlap, or make_fx is tracing.
+        TypeError: a NestedTensor is strided in torch.compile.
+        RuntimeError: torch.jit.trace is tracing.
     """
     refuse_jit_trace()
     if torch.compiler.is_compiling():
         return _unwrap_in_graph(named)
     if is_tracing():
-        raise ValueError("make_fx can't record NestedTensors: pass packed tensors and offsets to the traced function.")
-    with _past_torch_function():
+        raise ValueError("make_fx can't trace NestedTensors: pass packed tensors and offsets to the traced function.")
+    with _no_torch_function():
         jagged = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
         may_save = for_weights or any(x.requires_grad for x in jagged.values())
         values = dict(zip(jagged, _values(*jagged.values(), may_save=may_save), strict=True))
@@ -87,31 +88,32 @@ def layout_of(nested: Tensor) -> SequenceLayout:
     """The layout of a NestedTensor's tokens.
 
     Raises:
-        TypeError: not a NestedTensor.
+        TypeError: `nested` is not a NestedTensor.
     """
     if not any(are_nested(nested)):
         kind = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
         raise TypeError(
             f"nested must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
-            "layout=torch.jagged), or describe packed rows by SequenceLayout.from_lengths."
+            "layout=torch.jagged), or make a layout with SequenceLayout.from_lengths(lengths)."
         )
     return unwrap_each(nested=nested)[0].layout
 
 
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
-    """The jagged NestedTensor (B, j, …) of ``values`` (N, …) with the layout's own offsets; a view of ``values``."""
-    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():  # stock fails on non-inference tensors
+    """A jagged NestedTensor (B, j, …) with the layout's offsets, as a view of `values` (N, …)."""
+    # In inference mode, nested_tensor_from_jagged raises an error for other than inference tensors.
+    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
         return _jagged(values, layout.offsets, None, 1, layout)
     return nested_tensor_from_jagged(values, layout.offsets, None, 1, layout.min_seqlen, layout.max_seqlen)
 
 
 def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:
-    """``layouts``: id of the offsets → layout, so that NestedTensors with the same offsets share one."""
+    """Unwrap a jagged NestedTensor. `layouts` maps the id of offsets to their layout, and may be extended."""
     offsets, lengths, ragged_dim = nested._offsets, nested._lengths, nested._ragged_idx
     if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
-            f"{name} is ragged in dimension {ragged_dim} of {values.dim() + 1}: pass (B, j, …), or (B, H, j, D) "
-            f"(a transpose of dimensions 1 and {ragged_dim} makes it)."
+            f"{name} is ragged in dimension {ragged_dim} of {values.dim() + 1}: pass (B, j, …) or (B, H, j, D), "
+            f"for example by transposing dimensions 1 and {ragged_dim}."
         )
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
@@ -140,16 +142,19 @@ def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, Se
 
 
 def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Unwrapped, ...]:
-    """``unwrap_each`` in a graph, by public operations. NestedTensors with the same ragged size share a layout."""
+    """`unwrap_each` in a graph, with public operations. NestedTensors with the same ragged size share a layout."""
     done: list[tuple[Any, Unwrapped]] = []
     for name, x in named.items():
         if x.layout != torch.jagged:
-            raise TypeError(f"{name} must be a jagged NestedTensor under torch.compile.")
+            raise TypeError(
+                f"{name} is a strided NestedTensor, which torch.compile does not support: make it with "
+                "layout=torch.jagged."
+            )
         if x._lengths is not None:
-            raise ValueError(f"{name} has holes between its sequences: make it contiguous() outside of the graph.")
-        twin = next((u for y, u in done if y is x), None)
+            raise ValueError(f"{name} has holes between its sequences: call contiguous() on it outside of the graph.")
+        same = next((u for y, u in done if y is x), None)
         layout = next((u.layout for y, u in done if y.size(y._ragged_idx) == x.size(x._ragged_idx)), None)
-        done.append((x, twin if twin is not None else _unwrap_one_in_graph(x, layout)))
+        done.append((x, same if same is not None else _unwrap_one_in_graph(x, layout)))
     return tuple([u for _, u in done])
 
 
@@ -167,25 +172,26 @@ def _unwrap_one_in_graph(nested: Any, layout: SequenceLayout | None) -> Unwrappe
 
 
 def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
-    """``x.values()`` of each, in a third of the host time and as one autograd node."""
+    """`x.values()` of each NestedTensor, three times as fast and as one autograd node."""
     if not may_save or not torch.is_grad_enabled():
         return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
-    wanting = [x for x in nested if x.requires_grad]
-    given = iter(_Values.apply(*wanting) if wanting else ())
-    return tuple([next(given) if x.requires_grad else _values_of(x) for x in nested])
+    differentiable = [x for x in nested if x.requires_grad]
+    values = iter(_Values.apply(*differentiable) if differentiable else ())
+    return tuple([next(values) if x.requires_grad else _detached_values(x) for x in nested])
 
 
-def _values_of(nested: Any) -> Tensor:
-    """The detached values. They share the version counter of ``nested``."""
+def _detached_values(nested: Any) -> Tensor:
+    """The detached values, with the version counter of `nested`."""
     return _share_version_counter(nested, nested._values.detach())
 
 
 def _share_version_counter(base: Tensor, alias: Tensor) -> Tensor:
-    """Give ``alias``, which has the memory of ``base``, the version counter of ``base``, and return it.
+    """Set the version counter of `alias`, which shares the memory of `base`, to that of `base`, and return `alias`.
 
-    A NestedTensor and its values have separate counters. An operation that saves one of them for its backward would not
-    notice an in-place change of the other, and the gradients would be wrong. ``detach`` gives its result the counter of
-    its input, so it is called here with an implementation that returns ``alias``. Inference tensors have no counter.
+    A NestedTensor and its values have separate version counters. If an operation saves one of them for its backward
+    pass, it does not notice an in-place change of the other, and the gradients are wrong. The result of `detach` has
+    the counter of its input. So `base.detach()` is called here in a mode in which it returns `alias`. Inference tensors
+    have no counter.
     """
     if alias.is_inference():
         return alias
@@ -200,11 +206,11 @@ class _ReturnInstead(TorchDispatchMode):
     """A dispatch mode under which every operator returns one tensor."""
 
     def __init__(self, result: Tensor) -> None:
-        self.result = result  # the parent's __init__ is only needed for ``with``
+        self.result = result  # super().__init__() is only needed in a with statement
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # not needed outside of compiled code, and the wrapper that it adds is slow
+        return False  # skipping adds a slow wrapper, and the mode is never used in compiled code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         return self.result
@@ -216,24 +222,24 @@ class _Form(NamedTuple):
     offsets: Tensor
     lengths: Tensor | None
     ragged_dim: int
-    extremes: dict[str, Tensor]  # NestedTensor's own cache: see ``_extremes``
+    extremes: dict[str, Tensor]  # the cache in a NestedTensor, see `_extremes`
 
-    def made_of(self, values: Tensor) -> Tensor:
-        """The NestedTensor of ``values`` in this form, detached."""
-        with _past_torch_function():
+    def wrap(self, values: Tensor) -> Tensor:
+        """A detached NestedTensor with these `values`."""
+        with _no_torch_function():
             nested = NestedTensor(values, self.offsets, lengths=self.lengths, _ragged_idx=self.ragged_dim)
             nested._metadata_cache = dict(self.extremes)
         return nested
 
 
 class _Values(torch.autograd.Function):
-    """NestedTensors → their values. Faster than ``values()``, which passes two dispatchers in each direction."""
+    """NestedTensors → their values. Faster than `values()`, which goes through two dispatchers in each direction."""
 
     @staticmethod
     def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.forms = [_Form(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
-        return tuple([_values_of(x) for x in nested])
+        return tuple([_detached_values(x) for x in nested])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -242,9 +248,9 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def _wrap(grad: Tensor, form: _Form) -> Tensor:
-        if torch.is_grad_enabled():  # create_graph=True: the gradient may be differentiated again
+        if torch.is_grad_enabled():  # with create_graph=True, the gradient may be differentiated
             return nested_tensor_from_jagged(grad, form.offsets, form.lengths, form.ragged_dim)
-        return form.made_of(grad)
+        return form.wrap(grad)
 
 
 class _Nested(torch.autograd.Function):
@@ -253,7 +259,7 @@ class _Nested(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, form: _Form) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _share_version_counter(values, form.made_of(values.detach()))
+        return _share_version_counter(values, form.wrap(values.detach()))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
@@ -261,22 +267,22 @@ class _Nested(torch.autograd.Function):
 
 
 def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:
-    """``nested_tensor_from_jagged`` of rows (N, …), in a third of the host time.
+    """`nested_tensor_from_jagged` of `values` (N, …), three times as fast.
 
-    The lengths' minimum and maximum are passed on, so that no later operation needs a sync to compute them.
+    The result has the minimum and maximum of its lengths cached, so that later operations need no sync to compute them.
     """
-    with _past_torch_function():
+    with _no_torch_function():
         values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
         form = _Form(offsets, lengths, ragged_dim, layout.cached("extremes", lambda: _extremes(layout)))
         if torch.is_grad_enabled() and values.requires_grad:
             return cast(Tensor, _Nested.apply(values, form))
-        return form.made_of(values.detach())
+        return form.wrap(values.detach())
 
 
 def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
-    """The longest and shortest length in the form of NestedTensor's cache: as the sizes of empty tensors.
+    """The longest and shortest length, stored as NestedTensor stores them: as the sizes of empty tensors.
 
-    They are marked as dynamic for torch.compile, once. NestedTensor's constructor would do it each time.
+    The sizes are marked as dynamic for torch.compile here, once for each layout.
     """
     sizes = {"max_seqlen": layout.max_seqlen, "min_seqlen": layout.min_seqlen}
     extremes = {name: torch.empty(size, 0, device="cpu") for name, size in sizes.items()}
@@ -286,12 +292,12 @@ def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
 
 
 class _TokenRows(NamedTuple):
-    """The rows with tokens, in a NestedTensor with holes or whose offsets do not begin at 0."""
+    """The rows that are tokens, for a NestedTensor with holes, or with offsets that do not begin at 0."""
 
-    layout: SequenceLayout  # of the tokens alone
+    layout: SequenceLayout  # of the tokens without the holes
     row_of_token: Tensor  # (T,) int64
     end: int  # one past the last of these rows
-    as_read: object  # the snapshot of the lengths that this was made from
+    snapshot: object  # of the lengths
 
 
 def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> _TokenRows:
@@ -299,7 +305,7 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
     given = facts.host if lengths is None else lengths  # the cache key
     by_lengths = facts.cache.find_or_build("token rows", WeakIdKeyDictionary)
     found: _TokenRows | None = by_lengths.get(given)
-    if found is not None and found.end <= rows and found.as_read == snapshot(given):
+    if found is not None and found.end <= rows and found.snapshot == snapshot(given):
         return found
     begins = facts.host[:-1]
     counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
@@ -309,8 +315,8 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
         raise ValueError(
-            f"sequence {at} of {name} covers rows {int(begins[at])} to {int(ends[at])}, but the next one begins, or "
-            f"the values end, at row {int(limits[at])}: sequences may not overlap."
+            f"sequence {at} of {name} has the rows {int(begins[at])} to {int(ends[at])}, but the next sequence begins, "
+            f"or the values end, at row {int(limits[at])}: sequences must not overlap."
         )
     with creating_cached_tensors():
         layout = SequenceLayout.from_lengths(counts, device=offsets.device)
@@ -322,11 +328,11 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
 
 
 def _unwrap_strided(nested: Tensor, name: str) -> Unwrapped:
-    """A strided NestedTensor: (B, j, …), or (B, H, j, D) if the shapes show which dimension is ragged."""
+    """Unwrap a strided NestedTensor: (B, j, …), or (B, H, j, D) if its shapes only differ in j."""
     parts = list(nested.unbind()) if nested.size(0) else []
     if not parts:
         raise ValueError(
-            f"{name} is a strided NestedTensor of no sequences, which has no shape to keep: pass at least one."
+            f"{name} is a strided NestedTensor without sequences, so its shape is unknown: pass at least one sequence."
         )
     token_dim = _strided_token_dim([tuple(part.shape) for part in parts], name)
     values = torch.cat([part.movedim(token_dim, 0) for part in parts])
@@ -348,8 +354,8 @@ def _strided_token_dim(shapes: list[tuple[int, ...]], name: str) -> int:
     if varying in ([0], [1]):
         return varying[0]
     raise ValueError(
-        f"{name} is a strided NestedTensor of shapes such as {shapes[0]}, in which the ragged dimension is not "
-        "one of 1 and 2 alone: make it with layout=torch.jagged."
+        f"{name} is a strided NestedTensor of shapes such as {shapes[0]}, which do not show whether dimension 1 or 2 "
+        "is ragged: make it with layout=torch.jagged."
     )
 
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: fixed seeds, buffers that show what was not written, and no GPU tests without a GPU."""
+"""Fixtures for all tests: a fixed seed, variants of backends, NaN in uninitialized memory; GPU tests need a GPU."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 
-# Small operations on many threads wait for each other longer than they compute, the more so on a shared machine.
+# With small tensors, threads wait for each other longer than they compute.
 torch.set_num_threads(1)
 
 
@@ -19,38 +19,38 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-VARIANTS = itertools.count()
+VARIANT_NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def enlist(monkeypatch: pytest.MonkeyPatch):
-    """Puts a variant of a backend on the list for a test: ``enlist(backend, listed, **changes)``."""
+def registered_variant(monkeypatch: pytest.MonkeyPatch):
+    """``registered_variant(backend, name, **changes)`` registers a changed backend under ``name`` during the test."""
     from nt_attention.kernels import custom_ops
     from nt_attention.kernels.select import BACKENDS
 
-    def put(backend, listed, **changes):
+    def register(backend, name, **changes):
         variant = dataclasses.replace(backend, **changes)
-        if variant.backward is not None:  # its operator runs what it was made from, and its name is taken for good
-            variant = dataclasses.replace(variant, name=f"{listed}_{next(VARIANTS)}")
+        if variant.backward is not None:  # it needs an operator of its own, and an operator can't be removed again
+            variant = dataclasses.replace(variant, name=f"{name}_{next(VARIANT_NUMBERS)}")
             custom_ops.register(variant)
-        monkeypatch.setitem(BACKENDS, listed, variant)
+        monkeypatch.setitem(BACKENDS, name, variant)
 
-    return put
+    return register
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every buffer that is made without being filled holds NaN."""
+def uninitialized_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.empty``, ``empty_like`` and ``new_empty`` give tensors full of NaN."""
 
-    def poison(make):
-        def made(*args, **kwargs):
-            buffer = make(*args, **kwargs)
-            return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
+    def with_nan(allocate):
+        def allocate_with_nan(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
-        return made
+        return allocate_with_nan
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, with_nan(getattr(owner, name)))
     assert torch.empty(1).isnan()
     assert torch.ones(1).new_empty(1).isnan()
 

@@ -54,7 +54,7 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
             assert found["difference"] < 1e-5 < found["spread"]
 
 
-def test_the_ten_lines_are_ten_lines_that_run(capsys):
+def test_ten_lines_of_the_demo_run(capsys):
     lines = runpy.run_path(str(EXAMPLES / "embed_paragraphs.py"))["TEN_LINES"]
     assert len(lines.splitlines()) == 10
     exec(lines, {})

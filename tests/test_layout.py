@@ -249,8 +249,8 @@ def test_same_lengths():
 T = torch.tensor
 
 MALFORMED_OFFSETS = {
-    "fall": (T([0, 5, 3, 9]), "fall from 5 to 3 at index 2.*from_lengths"),
-    "lengths-in-their-place": (T([5, 3, 9]), "fall from 5 to 3 at index 1.*from_lengths"),
+    "fall": (T([0, 5, 3, 9]), "decrease from 5 to 3 at index 2.*from_lengths"),
+    "lengths-in-their-place": (T([5, 3, 9]), "decrease from 5 to 3 at index 1.*from_lengths"),
     "float": (T([0.0, 5.0]), r"got shape \(2,\) and torch.float32"),
     "bool": (T([False, True]), r"got shape \(2,\) and torch.bool"),
     "int16": (T([0, 5], dtype=torch.int16), r"got shape \(2,\) and torch.int16"),
@@ -294,11 +294,11 @@ def test_malformed_lengths(lengths, told):
 
 
 MALFORMED_MASKS = {
-    "additive": (T([[0.0, -torch.inf], [0.0, 0.0]]), "mask holds -inf.*mask == 0"),
-    "two": (T([[1, 2], [1, 0]]), "mask holds 2"),
-    "half": (T([[1, 0.5], [1, 0]]), "mask holds 0.5"),
-    "negative": (T([[1, -1], [1, 0]]), "mask holds -1"),
-    "nan": (T([[1, torch.nan], [1, 0]]), "mask holds nan"),
+    "additive": (T([[0.0, -torch.inf], [0.0, 0.0]]), "mask has the value -inf.*mask == 0"),
+    "two": (T([[1, 2], [1, 0]]), "mask has the value 2"),
+    "half": (T([[1, 0.5], [1, 0]]), "mask has the value 0.5"),
+    "negative": (T([[1, -1], [1, 0]]), "mask has the value -1"),
+    "nan": (T([[1, torch.nan], [1, 0]]), "mask has the value nan"),
     "one-dimensional": (T([1, 0]), r"\(B, L\) tensor.*got \(2,\)"),
     "four-dimensional": (torch.ones(2, 1, 3, 3), r"got \(2, 1, 3, 3\)"),
     "list": ([[1, 0]], "got list"),
@@ -410,7 +410,7 @@ class TestMemory:
         assert layout.lengths.tolist() == [2, 2, 2]
         assert layout.position_ids.tolist() == [0, 1, 0, 1, 0, 1]
         offsets[1] = 5
-        with pytest.raises(ValueError, match="fall from 5 to 4"):
+        with pytest.raises(ValueError, match="decrease from 5 to 4"):
             SequenceLayout.from_offsets(offsets)
 
     def test_a_change_of_lengths_in_place_is_noticed(self):
@@ -585,7 +585,7 @@ class TestRefusedWithAReason:
             SequenceLayout.from_lengths(lengths)
 
     def test_offsets_whose_differences_overflow(self):
-        with pytest.raises(ValueError, match="offsets fall"):
+        with pytest.raises(ValueError, match="offsets decrease"):
             SequenceLayout.from_offsets(torch.tensor([0, 2**63 - 1, -(2**63), 5]))
 
     @pytest.mark.parametrize(

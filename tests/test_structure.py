@@ -69,6 +69,7 @@ def test_counts_a_tree(tree):
     assert found["functions over 60 lines"] == ["nt_attention/long.py:65 long, 61 lines"]
     assert found["import cycles"] == ["nt_attention.a, nt_attention.b, nt_attention.b.c"]
     assert found["lines"] == 2 + 2 + 1 + 125  # of c, d, e and long, as wc -l counts
+    assert found["lines of the command line"] == 1
 
 
 def test_the_structure_of_this_package():
@@ -77,3 +78,4 @@ def test_the_structure_of_this_package():
     assert len(found["files that name softcap"]) <= 11
     assert found["functions over 60 lines"] == []
     assert found["import cycles"] == []
+    assert found["lines of the command line"] <= 950

@@ -1,4 +1,4 @@
-"""Hooks into Hugging Face transformers. Importing this package imports transformers."""
+"""Support for Hugging Face transformers. Importing this package imports transformers."""
 
 from .attention import register
 

@@ -1,8 +1,9 @@
-"""The attention function that transformers calls by name.
+"""The attention function that transformers calls for the `attn_implementation` of `register`.
 
-Packed rows, known by ``cu_seq_lens_q`` or by their positions, run through ``varlen_attention``; so do whole rows under
-what the implementation underneath can't do. Every other call goes to that implementation, mask and all: padded batches
-are packed at the model's entry (``nt_attention.patch``), not in every layer.
+It runs packed rows with `varlen_attention`; they have `cu_seq_lens_q`, or `position_ids` that restart. It also runs
+rows without padding that need an option which the underlying implementation (sdpa or eager) does not support. All other
+calls run on the underlying implementation. Padded batches are packed at the entry of a model (`nt_attention.patch`),
+not in every layer.
 
 Dimensions: B rows, T query and S key tokens of a row, H query heads, G key heads, D and Dv head dims.
 """
@@ -27,20 +28,37 @@ from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
 from . import masks, positions
 
-Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over the B rows laid end to end
+Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
 
-# transformers takes names with "flash", "sdpa", "/" or "|" in them for its own.
+# transformers treats names with "flash", "sdpa", "/" or "|" in a special way.
 NAME_OVER = {"sdpa": "nt_attention", "eager": "nt_attention_eager"}
 
 
 def register(over: str = "sdpa") -> str:
-    """Make the name known to transformers, and return it, for ``attn_implementation=`` or ``set_attn_implementation``.
+    """Register an attention implementation with transformers that supports packed rows.
+
+    It works in all models that use transformers' attention interface. A query in a packed row only sees keys of its own
+    sequence. Sequences are given by `cu_seq_lens_q` and `cu_seq_lens_k`, or by `position_ids` that restart in a row. A
+    forward syncs with the device at most once for each of these tensors, not once for each layer. Padding is not
+    removed; `nt_attention.patch` does that.
 
     Args:
-        over: the implementation that runs what is not packed, "sdpa" or "eager".
+        over: the implementation that runs calls without packed rows, "sdpa" or "eager".
+
+    Returns:
+        The name of the implementation, for `attn_implementation=` or `model.set_attn_implementation`.
 
     Raises:
-        ValueError: any other ``over``.
+        ValueError: `over` has another value.
+
+    Example:
+        >>> import nt_attention as nta
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+        >>> model = BertModel(config)
+        >>> model.set_attn_implementation(nta.hf.register())
+        >>> model.config._attn_implementation
+        'nt_attention'
     """
     if over not in NAME_OVER:
         raise ValueError(f"over must be one of {', '.join(map(repr, NAME_OVER))}, got {over!r}.")
@@ -51,7 +69,7 @@ def register(over: str = "sdpa") -> str:
 
 
 class _Call(NamedTuple):
-    """A call of ``attention``, with the module's defaults filled in; ``options`` go on to what is underneath."""
+    """A call of `attention`, with the module's defaults. `options` are for the underlying implementation too."""
 
     over: str
     module: nn.Module
@@ -82,35 +100,47 @@ def attention(
     cache: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: query (B, H, T, D), key (B, G, S, D), value (B, G, S, Dv) to (B, T, H, Dv).
+    """The attention function, with the arguments that transformers passes.
 
-    Sequences are told apart by ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32, over the B rows laid end to end) or by
-    ``position_ids`` (B, T) or (1, T) that do not go on by one; a query never attends to another sequence's keys. Where
-    an ``attention_mask`` comes too, both hold. The device is read at most once for a tensor of lengths or positions.
+    A query only sees keys of its own sequence, and only those that `attention_mask` allows. Syncs with the device at
+    most once for each tensor of offsets or positions.
 
     Args:
-        scaling, dropout: as scaled_dot_product_attention's ``scale`` and ``dropout_p``.
-        is_causal: the module's own ``is_causal`` if None; where it has none, True over sdpa if the model supports that.
-        sliding_window: w, keys less than w before the query, and after it where attention is not causal.
-        softcap, s_aux (H), position_bias (1 or B, H, T, S): of the scores; the sinks; added to the scores.
+        module: the attention module of the model.
+        query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, Dv).
+        attention_mask: as for `scaled_dot_product_attention`, or None.
+        over: "sdpa" or "eager", the underlying implementation.
+        cu_seq_lens_q, cu_seq_lens_k: int32 offsets of the sequences, in all B rows concatenated.
+        position_ids: (B, T) or (1, T). A position that is not the previous position plus 1 begins a sequence.
+        is_causal: None uses `module.is_causal` or, if there is none, True over sdpa if the model supports sdpa.
+        sliding_window: w: a query sees keys at a distance below w before it, and after it if attention is not causal.
+        softcap: if not None, scores become softcap · tanh(scores / softcap).
+        s_aux: (H,), the sinks of `varlen_attention`.
+        position_bias: (1 or B, H, T, S), numbers to add to the scores.
+        cache: a paged cache, which is not supported.
+        options: `scaling` and `dropout`, which are `scale` and `dropout_p` of `scaled_dot_product_attention`, and
+            others for the underlying implementation.
+
+    Returns:
+        The output (B, T, H, Dv), and the weights that the underlying implementation returns, or None.
 
     Raises:
-        ValueError: lengths that do not cover the queries or the keys; a paged cache of continuous batching.
+        ValueError: the offsets do not cover all queries or keys, or `cache` is given.
     """
     if cache is not None:
         raise ValueError(
-            "continuous batching (generate_batch) passes attention a paged cache, which nt_attention can't read: "
-            "call generate, or set_attn_implementation('sdpa') for it (remove() a patch first)."
+            "continuous batching (generate_batch) uses a paged cache, which nt_attention does not support: call "
+            "generate, or call set_attn_implementation('sdpa'), after remove() if the model is patched."
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
     decoding = query.shape[2] == 1 and cu_seq_lens_q is None
-    if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path: one token in each layer
+    if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", over == "sdpa" and _has_sdpa(cast(Any, type(module)))))
     if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
-        sliding_window += 1  # in a decoder that is called as not causal, transformers' mask reaches w to both sides
+        sliding_window += 1  # in a decoder that is called as not causal, transformers' masks include distance w
     options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
@@ -122,7 +152,7 @@ def attention(
 def _plan(
     call: _Call, mask: Tensor | None, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, ids: Tensor | None
 ) -> tuple[Layouts | None, Tensor | None]:
-    """The layouts with which a call runs packed; or None, and the mask under which it runs padded."""
+    """The layouts to run a call packed, or None; and the mask to run it padded."""
     query, key, options = call.query, call.key, call.options
     traced = is_traced(query)
     layouts = None
@@ -132,7 +162,7 @@ def _plan(
     elif ids is not None and _may_be_packed(call, ids):
         if traced:
             mask = _both(_causal_mask(call) if mask is None else mask, positions.same_sequence(ids, query.shape[0]))
-        elif (source := masks.source_of(mask)) is not None:  # a caller's mask already says which keys are visible
+        elif (source := masks.source_of(mask)) is not None:  # a mask of the caller has its own packing
             layer = getattr(call.module, "layer_idx", None)
             layout = positions.read_layout(ids, query.shape[0], layer, source.token_mask)
             layouts = None if layout is None else (layout, layout)
@@ -141,7 +171,7 @@ def _plan(
         if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
             mask = _causal_mask(call)
         elif windowed or "softcap" in options or "s_aux" in options:
-            layout = _whole_rows(query.shape[0], query.shape[2], query.device)
+            layout = _one_sequence_per_row(query.shape[0], query.shape[2], query.device)
             layouts = layout, layout
     if layouts is not None and (mask is not None or "position_bias" in options):
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
@@ -150,10 +180,10 @@ def _plan(
 
 
 def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
-    """Rows laid end to end through ``varlen_attention``; no copy where the model made them from (B, T, H·D)."""
-    # plain views: this is a hot path
+    """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
+    # Views instead of einops, because this is a hot path.
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
-    reach = call.sliding_window - 1 if call.sliding_window else -1
+    window = call.sliding_window - 1 if call.sliding_window else -1
     out = varlen_attention(
         query,
         key,
@@ -161,7 +191,7 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
         layout,
         key_layout,
         is_causal=call.is_causal,
-        window_size=(reach, 0 if call.is_causal and reach >= 0 else reach),
+        window_size=(window, 0 if call.is_causal and window >= 0 else window),
         scale=call.options.get("scaling"),
         softcap=call.options.get("softcap", 0.0),
         sinks=call.options.get("s_aux"),
@@ -171,12 +201,12 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
 
 
 def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The implementation underneath; for softcap and sinks, which sdpa does not support, the model's own eager one."""
+    """Run the underlying implementation; with softcap or sinks, which sdpa does not support, the model's eager one."""
     over, module, query, key, value, is_causal, sliding_window, options = call
     options = {"sliding_window": sliding_window, **options}
     if over == "sdpa" and "softcap" not in options and "s_aux" not in options:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, mask, is_causal=is_causal, **options)
-    if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:  # a static cache that was empty
+    if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:  # the prefill of a static cache
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         mask = _causal_mask(call._replace(key=key))
     if mask is not None and mask.dtype == torch.bool:
@@ -186,17 +216,17 @@ def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None
 
 @functools.cache
 def _eager_of(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Each modeling file has its own; a class defined elsewhere has its base class's."""
+    """The eager attention function of the file that defines a class or, if there is none, its base class."""
     for base in kind.__mro__:
         eager = getattr(sys.modules[base.__module__], "eager_attention_forward", None)
         if eager is not None:
             return eager
-    raise NotImplementedError(f"{kind.__name__} comes from no modeling file with an eager_attention_forward.")
+    raise NotImplementedError(f"no module that defines {kind.__name__} or a base class has eager_attention_forward.")
 
 
 @functools.cache
 def _has_sdpa(kind: Any) -> bool:
-    """Whether models of an attention module's file support sdpa, which takes modules without is_causal for causal."""
+    """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
     found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]
     models: list[Any] = [x for x in found if issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__]
     return not models or any(x._supports_sdpa for x in models)
@@ -210,31 +240,31 @@ def _layouts_of(
     key_layout = layout if same else SequenceLayout.from_offsets(cast(Tensor, cu_seq_lens_k))
     for which, what, lengths, tokens in (("q", "queries", layout, query), ("k", "keys", key_layout, key)):
         expected = tokens.shape[0] * tokens.shape[2]
-        if not traced and lengths.total != expected:  # in a graph the operator checks it
+        if not traced and lengths.total != expected:  # in a graph, the operator checks this
             raise ValueError(
-                f"cu_seq_lens_{which} ends at {lengths.total}, but there are {expected} {what}: pass the lengths of "
-                f"all {what}{', in cross-attention those of the other side' if which == 'k' else ''}."
+                f"cu_seq_lens_{which} ends at {lengths.total}, but there are {expected} {what}: pass the offsets of "
+                f"all {what}{'; in cross-attention, these are those of the encoder' if which == 'k' else ''}."
             )
-    return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make a tensor for each
+    return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make two equal tensors
 
 
 def _may_be_packed(call: _Call, position_ids: Tensor) -> bool:
-    """Whether positions can separate sequences: in self-attention, one for each token, and without a cache."""
+    """Whether positions can show where sequences begin: only in self-attention without a cache."""
     query, key, module = call.query, call.key, call.module
     if position_ids.dim() != 2 or not position_ids.shape[1] == query.shape[2] == key.shape[2] > 1:
-        return False  # with three axes (M-RoPE), positions need not go on by one
+        return False  # with three dimensions (M-RoPE), positions need not increase by one
     is_cross = bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
     return position_ids.shape[0] in (1, query.shape[0]) and not is_cross
 
 
 @functools.lru_cache(maxsize=64)
-def _whole_rows(rows: int, length: int, device: torch.device) -> SequenceLayout:
-    """Rows that are a sequence each."""
+def _one_sequence_per_row(rows: int, length: int, device: torch.device) -> SequenceLayout:
+    """The layout of rows without padding, in which each row is one sequence."""
     return SequenceLayout.from_lengths([length] * rows, device=device)
 
 
 def _causal_mask(call: _Call) -> Tensor:
-    """(1, 1, T, S) bool, what a mask of None stands for: causality and the window."""
+    """(1, 1, T, S) bool, the mask for an `attention_mask` of None: causality and the window."""
     queries, keys, device = call.query.shape[2], call.key.shape[2], call.key.device
     window = Window.of(((call.sliding_window or 0) - 1,) * 2, call.is_causal)
     visible = window.visible(distances(queries, keys, 0, device))
@@ -242,7 +272,7 @@ def _causal_mask(call: _Call) -> Tensor:
 
 
 def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
-    """(B, 1, T, S) bool, where the query's sequence is the key's."""
+    """(B, 1, T, S) bool, True if query and key are in one sequence."""
     rows = query.shape[0]
     ids, _ = layout.locate_rows(rows * query.shape[2])
     key_ids, _ = key_layout.locate_rows(rows * key.shape[2])
@@ -250,19 +280,20 @@ def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout:
 
 
 def _both(mask: Tensor, other: Tensor) -> Tensor:
-    """A bool or additive mask where ``other`` (bool) holds as well."""
+    """Combine a bool or additive mask with the bool mask `other`."""
     return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, torch.finfo(mask.dtype).min)
 
 
 def bypass_mask(device: torch.device) -> Tensor:
-    """A mask that models pass on to the attention function, without reading or building one.
+    """A mask that prevents transformers from building a (T, T) mask for a packed row.
 
-    transformers' mask functions return a 4-D mask unread; without one they would build (T, T) for a packed row. It has
-    no elements, so other attention functions raise an error. They would mix the sequences where a checkpoint recomputes
-    a packed row after the model's attention was set to something else.
+    transformers' mask functions return a 4-D mask unchanged. This one has no elements, so that any other attention
+    function raises an error. Without the error, activation checkpointing could recompute a packed row with an attention
+    function that mixes the sequences, if the model's attention implementation was changed after the forward.
     """
     return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
 
 
 def is_bypass_mask(mask: Any) -> bool:
+    """Whether a mask was made by `bypass_mask`."""
     return isinstance(mask, Tensor) and mask.shape == (1, 1, 0, 0)

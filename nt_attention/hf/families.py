@@ -1,6 +1,6 @@
-"""What differs between Hugging Face models, in one table.
+"""Tables of the Hugging Face models that can be packed, and of what differs between them.
 
-A model is known by its class name, which is a family's prefix and one of the endings in ``HEADS``.
+The class name of a model is the prefix of its family and an ending, such as one in `HEADS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..layout import SequenceLayout
 
 
 def _pool(base: Any, first: Tensor) -> Tensor | None:
-    """The pooled output (B, E) of each row's first token (B, E)."""
+    """The pooled output (B, E), from the first token of each row (B, E)."""
     return base.pooler(first.unsqueeze(1)) if base.pooler is not None else None
 
 
@@ -26,7 +26,7 @@ def _pool_albert(base: Any, first: Tensor) -> Tensor | None:
 
 
 def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: SequenceLayout) -> Tensor | None:
-    """The embeddings (1, T, E) of a packed row, where they depend on a sequence's masked tokens (ESM-2)."""
+    """The embeddings (1, T, E) of a packed row. ESM-2 scales them by the share of masked tokens in a sequence."""
     embeddings = base.embeddings
     if not embeddings.token_dropout:
         return None
@@ -34,7 +34,7 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
     count = torch.zeros(layout.batch_size, device=input_ids.device).index_add_(
         0, layout.sequence_ids, masked[0].float()
     )
-    in_training = 1 - 0.15 * 0.8  # the share of tokens that ESM-2 saw when it was trained
+    in_training = 1 - 0.15 * 0.8  # the share of tokens that were not masked when ESM-2 was trained
     scale = (in_training / (1 - count / layout.lengths))[layout.sequence_ids]
     embeds = embeddings.word_embeddings(input_ids).masked_fill(masked.unsqueeze(2), 0.0)
     return embeddings(inputs_embeds=(embeds * scale[:, None]).to(embeds.dtype), position_ids=position_ids)
@@ -42,16 +42,18 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models differs from the others.
+    """What is special about a family of models.
 
     Attributes:
-        prefix: of its class names, "Bert" of BertModel and BertForMaskedLM.
-        positions: what its positions count if the caller passes none: all positions of the "padded" row; the "tokens"
-            of the attention mask (OPT); or the "ids" that are not the padding id, from that id on (RoBERTa).
-        pool: what its base model makes of each row's first token, if anything.
-        embed: the embeddings of a packed row, where those of a token depend on the rest of its sequence.
+        prefix: the beginning of its class names, for example "Bert" in BertModel and BertForMaskedLM.
+        positions: how the model computes positions if the caller passes none. "padded": the index in the padded row;
+            "tokens": the number of tokens before it in the attention mask (OPT); "ids": the number of input ids up to
+            it that are not the padding id, plus the padding id (RoBERTa).
+        pool: computes the pooled output from the first token of each row. None if the base model has none.
+        embed: computes the embeddings of a packed row if those of a token depend on other tokens of its sequence.
         base: the ending of the base model's class name.
-        padded_if: a flag of the config under which only the mask, which packing drops, says which keys are visible.
+        padded_if: a flag in the config. If it is set, the model can't be packed, because only its mask says which keys
+            are visible.
     """
 
     prefix: str
@@ -62,7 +64,7 @@ class Family:
     padded_if: str = ""
 
 
-# By config.model_type. All pass cu_seq_lens to their attention, and sliding_window where a layer has one.
+# config.model_type → family. Their models pass cu_seq_lens to attention, and sliding_window in layers that have one.
 FAMILIES = {
     "albert": Family("Albert", pool=_pool_albert),
     "bert": Family("Bert", pool=_pool),
@@ -87,9 +89,11 @@ FAMILIES = {
     "xlm-roberta": Family("XLMRoberta", positions="ids", pool=_pool),
 }
 
-# What a head works on, by the ending of its class name: each "token", packed, its loss included; the "next token", of
-# which a sequence's first is none; a "span" of tokens, packed up to its logits, with a loss over padded rows; or the
-# whole "sequence", padded.
+# Ending of a head's class name → what it predicts:
+# "token": a value for each token. Head and loss run packed.
+# "next token": the same, but the first token of a sequence is not predicted.
+# "span": the first and last token of an answer. The head runs packed, its loss on padded logits.
+# "sequence": a value for each row. The base model runs packed, the head gets padded hidden states.
 Head = Literal["token", "next token", "sequence", "span"]
 HEADS: dict[str, Head] = {
     "ForCausalLM": "next token",
@@ -101,48 +105,48 @@ HEADS: dict[str, Head] = {
     "ForQuestionAnswering": "span",
 }
 
-# Why nothing is packed in models whose attention we run.
+# config.model_type → why the model is not packed, though its attention can be replaced.
 NOT_PACKED = {
-    "bart": "one cu_seq_lens reaches self-attention and cross-attention alike, which have other lengths",
-    "clip": "its images have one length, and its text is pooled by its position in the padded row",
-    "siglip": "its rows have one length",
-    "t5": "its position bias is made for whole rows, and cu_seq_lens reaches cross-attention as well",
-    "vit": "its images have one length",
-    "whisper": "its rows have one length, padding included",
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "its positions have three axes"),
+    "bart": "self-attention and cross-attention get the same cu_seq_lens, but have different lengths",
+    "clip": "its images have equal lengths, and its text is pooled at a position of the padded row",
+    "siglip": "its rows have equal lengths",
+    "t5": "its position bias is computed for padded rows, and cross-attention gets the same cu_seq_lens",
+    "vit": "its images have equal lengths",
+    "whisper": "its rows have equal lengths, with padding",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "its positions have three dimensions"),
 }
-# Why attention does not go through transformers' interface, and a workaround where there is one.
-_ADDS_ALIBI = "it adds ALiBi inside its own attention; varlen_attention takes alibi_slopes, so a layer can be rewritten"
+# config.model_type → why attention can't be replaced through transformers' interface.
+_ADDS_ALIBI = "it adds ALiBi in its own attention code; varlen_attention has alibi_slopes to rewrite a layer with"
 NOT_ROUTED = {
     **dict.fromkeys(("bloom", "mpt"), _ADDS_ALIBI),
-    **dict.fromkeys(("codegen", "gptj"), "its attention is its own"),
-    **dict.fromkeys(("deberta", "deberta-v2"), "its disentangled attention adds two terms that no flash kernel has"),
-    **dict.fromkeys(("led", "longformer"), "its attention is a sliding window in blocks of its own"),
+    **dict.fromkeys(("codegen", "gptj"), "it has its own attention code"),
+    **dict.fromkeys(("deberta", "deberta-v2"), "no flash kernel supports the two terms of its disentangled attention"),
+    **dict.fromkeys(("led", "longformer"), "it has its own code for blocks of a sliding window"),
     "big_bird": "its attention is block sparse",
-    "falcon": "its attention is its own; varlen_attention takes alibi_slopes, so a layer can be rewritten",
-    "layoutlmv3": "its attention adds two position terms that no flash kernel has",
-    "luke": "its attention has queries of its own for words and entities",
-    "mpnet": "it adds a relative position bias inside its own attention; a model such as bert runs packed",
-    "wavlm": "it adds a gated position bias inside its own attention",
+    "falcon": "it has its own attention code; varlen_attention has alibi_slopes to rewrite a layer with",
+    "layoutlmv3": "no flash kernel supports the two position terms of its attention",
+    "luke": "its attention has separate queries for words and entities",
+    "mpnet": "it adds a relative position bias in its own attention code; models such as bert can be packed",
+    "wavlm": "it adds a gated position bias in its own attention code",
     "xlnet": "its attention has two streams",
 }
 
-# Inputs with a value for every token, besides position_ids.
+# Inputs with a value for each token, except position_ids.
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
-# Outputs with a value for every token; and those among them that have the lowest logit at padding, where others have 0.
+# Outputs with a value for each token. Those in LOWEST_AT_PADDING have the lowest number at padding, the others 0.
 TOKEN_OUTPUTS = {"last_hidden_state", "hidden_states", "logits", "start_logits", "end_logits"}
 LOWEST_AT_PADDING = {"start_logits", "end_logits"}
-# Other outputs. An unknown one is padded if it has the shape of values for tokens; otherwise the call may fall back.
+# Other outputs. An output in no table is padded if its shape is (1, T, …); if not, the call may fall back.
 OTHER_OUTPUTS = {"loss", "pooler_output", "past_key_values", "attentions", "aux_loss"}
 
 
 def model_type(module: nn.Module) -> str:
-    """The ``config.model_type`` of a Hugging Face model, "" without one."""
+    """The `config.model_type` of a module, or "" if it has none."""
     return getattr(getattr(module, "config", None), "model_type", "")
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The family of a Hugging Face model, by its config, if its class is transformers' own and one of the family's."""
+    """The family of a Hugging Face model. None if it is in no family, or its class is not defined in transformers."""
     family = FAMILIES.get(model_type(module))
     if family is None or not _class_of(module).__module__.startswith("transformers."):
         return None
@@ -150,26 +154,26 @@ def family_of(module: nn.Module) -> Family | None:
 
 
 def head_of(module: nn.Module, family: Family) -> Head | None:
-    """What the head of a family's model works on; None for the base model.
+    """What the head of a model predicts, or None for a base model.
 
     Raises:
-        KeyError: a head that is not in the table.
+        KeyError: the head is not in `HEADS`.
     """
     ending = _class_of(module).__name__.removeprefix(family.prefix)
     return None if ending == family.base else HEADS[ending.removeprefix("Text")]
 
 
 def base_model(module: nn.Module, family: Family) -> nn.Module:
-    """The base model of a family's model: itself, or the one below its head."""
+    """The base model of a model with a head, or the model itself if it has no head."""
     is_base = _class_of(module).__name__ == family.prefix + family.base
     return module if is_base else module.base_model  # type: ignore[return-value]
 
 
 def kind(module: nn.Module) -> str:
-    """The model type by which NOT_PACKED and NOT_ROUTED know a model: "clip" also for the parts of a CLIP."""
+    """The model type of a model as in NOT_PACKED and NOT_ROUTED, for example "clip" also for the parts of a CLIP."""
     return re.sub("_(text|vision)(_model)?$", "", model_type(module))
 
 
 def _class_of(module: nn.Module) -> type:
-    """Its class; the original one of what FSDP2 has given a class of its own."""
+    """The class of a module, without the subclass that FSDP2 adds."""
     return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))

@@ -1,4 +1,4 @@
-"""The mask function that transformers calls by name: no mask where our kernels know what it would say.
+"""The mask function that transformers calls for our `attn_implementation`. It returns None if no mask is needed.
 
 Dimensions: B rows, L positions of a row.
 """
@@ -19,7 +19,7 @@ from .families import FAMILIES
 
 MaskFunction = Callable[..., Any]
 
-# What attention also gets as is_causal, sliding_window, cu_seq_lens and position_ids.
+# Mask functions whose masks attention can compute from is_causal, sliding_window, cu_seq_lens and position_ids.
 _PLAIN = {
     part.__code__
     for part in (
@@ -39,22 +39,23 @@ _REMAP = {  # older versions of transformers have none
 
 
 def mask(*, over: str, **given: Any) -> Tensor | None:
-    """transformers' mask function: a (B, 1, L, L) mask, or None where the attention function needs none.
+    """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
-    None stands for whole rows without padding under causality, a window or neither, in a family that passes these to
-    its attention; packed rows among them, which the attention function finds by their positions or ``cu_seq_lens``.
-    Every other pattern (padding, caches, chunks, images, a caller's masks) is what the implementation ``over`` makes of
-    it. Where padding is in question the device is read once, as it is there.
+    It is None for rows without padding and without a cache, if the model is in a family and the mask is only made of
+    causality, a window and packed rows. The attention function then finds packed sequences by their positions or
+    `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of the caller), the result is that of the
+    implementation `over`. Syncs with the device once if there is an attention mask, as that implementation does.
 
     Args:
-        given: what transformers passes to every mask function, among it q_length, kv_length, q_offset (int or Tensor),
-            mask_function, attention_mask (B, L) and config.
+        over: "sdpa" or "eager", the underlying implementation.
+        given: the arguments that transformers passes to every mask function. They include q_length, kv_length, q_offset
+            (int or Tensor), mask_function, attention_mask (B, L) and config.
     """
     token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
     whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
     if (
         whole
-        and not given.get("use_vmap")  # set where a caller combined a mask of its own with the model's
+        and not given.get("use_vmap")  # set if the caller combined another mask with the model's
         and _passes_geometry(given.get("config"), given.get("device"))
         and is_plain(given.get("mask_function", stock.causal_mask_function))
         and (token_mask is None or bool(token_mask.all()))
@@ -67,23 +68,23 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
 
 
 class Source(NamedTuple):
-    """What a mask was made from: the token mask (B, L), None without padding."""
+    """What a mask was made from: the token mask (B, L), or None without padding."""
 
     token_mask: Tensor | None = None
 
 
-# The attribute of a mask's storage that holds its Source. Of the storage, since checkpoints detach masks. It lives as
-# long as the storage, and no two threads share it.
+# The attribute that stores the Source of a mask. It is set on the mask's storage, because checkpointing detaches masks.
+# It is freed with the storage, and no two threads share it.
 _SOURCE = "_nt_attention_source"
 
 
 def source_of(attention_mask: Tensor | None) -> Source | None:
-    """What a mask of ours was made from; None for a mask of the caller's."""
+    """What a mask of this file was made from. None for a mask of the caller."""
     return Source() if attention_mask is None else getattr(attention_mask.untyped_storage(), _SOURCE, None)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:
-    """Whether a mask function combines causality, a window and packed rows, and nothing else."""
+    """Whether a mask function is only made of causality, a window and packed rows."""
     code = getattr(mask_function, "__code__", None)
     if code is _AND:
         return all(map(is_plain, inspect.getclosurevars(mask_function).nonlocals["mask_functions"]))
@@ -93,8 +94,8 @@ def is_plain(mask_function: MaskFunction) -> bool:
 
 
 def _passes_geometry(config: Any, device: Any) -> bool:
-    """Whether the model passes window and positions on to its attention; not known while a graph is traced."""
-    # such a Gemma calls its attention as not causal, and its masks may be
+    """Whether the model passes window and positions to its attention. False while a graph is traced."""
+    # With this option, Gemma calls attention with is_causal=False, though its masks may be causal.
     bidirectional = getattr(config, "use_bidirectional_attention", False)
     is_family = getattr(config, "model_type", None) in FAMILIES
     return is_family and not bidirectional and not _is_traced(torch.empty(0, device=device))

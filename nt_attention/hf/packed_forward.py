@@ -1,12 +1,12 @@
-"""A Hugging Face model's call as one packed row, from the model's entry to its exit, head and loss included.
+"""Runs the call of a patched Hugging Face model as one packed row, with its head and its loss.
 
-A head and its base model both have an entry, so that callers who go past the head's ``forward`` (TRL, Liger, PEFT's
-prefix tuning, ``model.model(...)``) run packed as well. The path of a call:
+Both the head and its base model have a patched `forward`, because some callers do not call the head's `forward`: TRL,
+Liger, prefix tuning of PEFT, and `model.model(...)`. A call takes one of these paths:
 
-- the head packs, and its base model finds the row packed and passes it on;
-- or the whole call runs as it was made, for a reason that holds for the base model too;
-- or the head alone does, and the base model packs;
-- or the head is never called, and the base model packs.
+- The head packs the batch, and its base model gets the packed row.
+- The head and its base model run the original forward.
+- The head runs the original forward, and its base model packs.
+- The head is not called, and the base model packs.
 
 Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 """
@@ -33,38 +33,38 @@ from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask
 from .families import Family, Head
 from .packing import Packing
-from .rope import scaled_apart
+from .rope import scaled_per_sequence
 
 Logits = Literal["padded"] | None
 
-# Arguments that packing does not support, and why their calls fall back to the padded forward.
+# Argument → why a call with it falls back to the padded forward.
 _NOT_SUPPORTED = {
     "past_key_values": "it continues from a cache",
     "use_cache": "it asks for a cache",
     "output_attentions": "it asks for attention weights",
-    "output_router_logits": "it asks for router logits, which are counted with a padded mask",
-    "encoder_hidden_states": "it attends across to another model's states",
+    "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
+    "encoder_hidden_states": "it has encoder_hidden_states for cross-attention",
 }
 
-# How much of a call runs through the original forward: all of it, or its head, whose base model plans for itself.
+# What runs the original forward: the whole call, or only the head, so that the base model makes its own plan.
 Unpacked = Literal["all", "head"]
 
-# The base model that runs its call as it was made, since the plan of its head holds for it too.
-_planned_by_head: ContextVar[Any] = ContextVar("the base model of which the head has planned the call", default=None)
+# The base model whose head decided that the whole call runs the original forward.
+_planned_by_head: ContextVar[Any] = ContextVar("base model planned by its head", default=None)
 _set_planned = outside_of_graphs(lambda base: _planned_by_head.set(base))
 _reset_planned = outside_of_graphs(lambda token: _planned_by_head.reset(token))
 
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """The ``forward`` of a patched model: a padded call as one packed row, or the original forward, and why.
+    """The `forward` of a patched model: runs a padded batch as one packed row, or falls back to the original forward.
 
     Attributes:
-        handle: of the patch; it counts and warns.
-        family, head: what the model is. Under a "sequence" head this is the base model's forward.
-        logits: "padded", or None to leave them packed in training with labels.
-        names: of the model's parameters that can be positional arguments.
-        scales_rope: whether its rotary embedding is scaled by a sequence's length.
+        handle: the handle of the patch. It counts calls and warns.
+        family, head: the kind of model. For a "sequence" head, this is the forward of the base model.
+        logits: "padded", or None to leave logits packed in training with labels.
+        names: the parameters of the original forward, in the order of positional arguments.
+        scales_rope: whether the frequencies of its rotary embedding depend on the sequence length.
     """
 
     handle: Handle
@@ -75,31 +75,31 @@ class PackedCall:
     scales_rope: bool = False
 
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        while isinstance(original, functools.partial) and not original.args:  # a wrapper has fixed some options
+        while isinstance(original, functools.partial) and not original.args:  # a wrapper passes some arguments
             kwargs = {**original.keywords, **kwargs}
             original = original.func
         positional = dict(zip(self.names, args, strict=False))
         if len(args) > len(self.names) or positional.keys() & kwargs.keys():
-            return original(*args, **kwargs)  # which raises the error
+            return original(*args, **kwargs)  # this raises an error
         given = {name: value for name, value in {**positional, **kwargs}.items() if value is not None}
-        if "cu_seq_lens_q" in given and is_bypass_mask(given.get("attention_mask")):  # the head's entry has packed it
-            if self.family.embed is not None:  # whose embeddings read the mask
+        if "cu_seq_lens_q" in given and is_bypass_mask(given.get("attention_mask")):  # the head has packed the batch
+            if self.family.embed is not None:  # its embeddings would read the mask
                 del given["attention_mask"]
             return original(**given)
         plan = self._plan(model, original, given)
         if isinstance(plan, Packing):
             try:
                 return self._run_packed(model, original, plan, dict(given))
-            except _UnknownOutput as unknown:  # counted as packed, which it ran, and with the reason why it runs again
+            except _UnknownOutput as unknown:  # the call ran packed, and now runs again: both are counted
                 plan = self._fall_back(str(unknown))
         if plan == "head":
             return original(*args, **kwargs)
         return self._run_unpacked(model, original, args, kwargs)
 
-    # not compiled: lengths are read on the host, and graphs know neither locks nor context variables
+    # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs
     def _plan(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Packing | Unpacked:
-        """How to pack a call, or how much of it runs unpacked, counted with the reason."""
+        """Return the packing of a call, or else what runs the original forward. Counts the call."""
         if _planned_by_head.get() is model:
             return "all"
         if "cu_seq_lens_q" in given:
@@ -108,7 +108,7 @@ class PackedCall:
         if (reason := replacement_of(original, type(model))) is not None:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
-            return self._fall_back(reason)  # it would get the packed row of the head
+            return self._fall_back(reason)  # the base model would get the packed row of the head
         if (reason := _not_supported(given, model, self.family)) is not None:
             return self._fall_back(reason)
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
@@ -116,13 +116,13 @@ class PackedCall:
         packing = _read_packing(given)
         if packing is not None and packing.has_holes:
             if any(getattr(model.config, name, None) for name in ("sliding_window", "local_attention")):
-                return self._fall_back("its rows hold padding between tokens, over which a window counts")
+                return self._fall_back("its rows have padding between tokens, which the window would count")
             if self.head == "next token" and "labels" in given:
-                return self._fall_back("its rows hold padding between tokens, over which labels are shifted")
+                return self._fall_back("its rows have padding between tokens, and labels are shifted over it")
         if packing is None or packing.saves_nothing:
             return self._count("there is no padding to skip")
         if self.head == "span" and _points_at_padding(given, packing):
-            return self._fall_back("its start_positions or end_positions point at padding, which has no logits then")
+            return self._fall_back("its start_positions or end_positions point at padding, which has no logits")
         self.handle.count(None)
         return packing
 
@@ -142,9 +142,9 @@ class PackedCall:
     def _run_unpacked(
         self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The original forward, in which the base model neither plans nor counts."""
+        """Run the original forward, in which the base model does not pack or count."""
         base = families.base_model(model, self.family)
-        with scaled_apart(None) if self.scales_rope else nullcontext():
+        with scaled_per_sequence(None) if self.scales_rope else nullcontext():
             if base is model:
                 return original(*args, **kwargs)
             before = _set_planned(base)
@@ -161,17 +161,17 @@ class PackedCall:
         spans = {key: given.pop(key) for key in ("start_positions", "end_positions") if head == "span" and key in given}
         keep = given.pop("logits_to_keep", 0)
         kept = _tokens_to_keep(packing, keep) if isinstance(keep, Tensor) or keep else None
-        loss_alone = self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
+        keep_packed = self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
 
         packed = _pack_inputs(model, family, head, packing, given)
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
-        with scaled_apart(packing.layout) if self.scales_rope else nullcontext():
+        with scaled_per_sequence(packing.layout) if self.scales_rope else nullcontext():
             out = original(**packed)
         if family.pool is not None and out.get("pooler_output") is not None:
             out["pooler_output"] = family.pool(model, packing.first_tokens(out["last_hidden_state"]))
-        done = {"logits"} if loss_alone else set()
-        if head == "sequence":  # it may read the first or the last position of a row, where padding may be
+        done = {"logits"} if keep_packed else set()
+        if head == "sequence":  # the head may read the first or last position of a row, even if it is padding
             out["last_hidden_state"] = packing.pad_with_nearest(out["last_hidden_state"])
             done.add("last_hidden_state")
         _pad_outputs(out, packing, kept, done)
@@ -182,20 +182,20 @@ class PackedCall:
 
 
 def _not_supported(given: dict[str, Any], model: PreTrainedModel, family: Family) -> str | None:
-    """Why a call can't be packed, at the head's entry or the base model's."""
+    """Why a call of the head or of the base model can't be packed, or None."""
     config = model.config
     if config.output_attentions:
         return "the config asks for attention weights"
     if config._attn_implementation not in NAME_OVER.values():
-        return f"its attention has been set to {config._attn_implementation!r} since"
+        return f"its attention was set to {config._attn_implementation!r} after the patch"
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
         return "NEFTune scales its noise by the length of a row"
     if family.padded_if and getattr(config, family.padded_if, None):
-        return f"under {family.padded_if} only its mask says which keys are visible"
+        return f"with {family.padded_if}, only its mask says which keys are visible"
     if getattr(config, "output_router_logits", False):
         return _NOT_SUPPORTED["output_router_logits"]
     for name, reason in _NOT_SUPPORTED.items():
-        if given.get(name, False) is not False:  # also an empty cache, which is falsy
+        if given.get(name, False) is not False:  # not its truth value: an empty cache is falsy
             return reason
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
@@ -206,31 +206,31 @@ def _not_supported(given: dict[str, Any], model: PreTrainedModel, family: Family
 
 
 def _head_not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
-    """Why a head can't be packed, though its base model can."""
+    """Why the head can't run packed though its base model can, or None."""
     labels = given.get("labels", given.get("shift_labels"))
     loss = vars(model).get("_loss_function") if labels is None else model.loss_function
     if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
-        return "its loss_function has been set, and may read rows"
+        return "its loss_function was replaced, and may need padded rows"
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) and keep.dtype == torch.bool:
         return "its logits_to_keep is a mask"
     if labels is not None and (isinstance(keep, Tensor) or keep):
-        return "it asks for a loss of the logits of some positions only"
+        return "it asks for a loss with logits_to_keep"
     return None
 
 
 def _points_at_padding(given: dict[str, Any], packing: Packing) -> bool:
-    """Whether an answer begins or ends at padding, whose logits would be the lowest. Reads the device once more."""
+    """Whether an answer begins or ends at padding, which has no logits. Syncs with the device once."""
     spans = [given[name].flatten() for name in ("start_positions", "end_positions") if name in given]  # (B,) or (B, 1)
     if not spans:
         return False
     positions = torch.stack(spans, 1)  # (B, 2)
     _, is_token = packing.tokens_at(positions.clamp(0, packing.length - 1))
-    return bool(((positions < packing.length) & ~is_token).any())  # the loss ignores the others
+    return bool(((positions < packing.length) & ~is_token).any())  # the loss ignores larger positions
 
 
 def _read_packing(given: dict[str, Any]) -> Packing | None:
-    """None if there is neither a mask nor positions."""
+    """The packing of a call, or None if it has neither a mask nor positions."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if tokens is None or (mask is None and position_ids is None):
@@ -238,24 +238,24 @@ def _read_packing(given: dict[str, Any]) -> Packing | None:
     rows, length = tokens.shape[:2]
     for name, x in (("attention_mask", mask), ("position_ids", position_ids)):
         if x is not None and x.shape != (rows, length) and (name == "attention_mask" or x.shape != (1, length)):
-            hint = " To decode on from a cache, pass use_cache=True in the first call: a packed call returns none."
+            hint = " To continue from a cache, pass use_cache=True in the first call: packed calls return no cache."
             raise ValueError(
                 f"{name} is {tuple(x.shape)}, but the input is {(rows, length)} (batch, length)."
                 f"{hint if length < x.shape[1] else ''}"
             )
     shapes = [given[key].shape[:2] for key in families.TOKEN_INPUTS & given.keys()]
     if any(shape not in ((rows, length), (1, length)) for shape in shapes):
-        return None  # the model raises the error
-    # as transformers reads a mask
+        return None  # the model raises an error
+    # Any value but 0 is a token, as in transformers.
     return Packing.of(None if mask is None else mask != 0, position_ids, rows, length)
 
 
-# not compiled: dozens of small graphs would be made of it
+# Not compiled, because it would become dozens of small graphs.
 @outside_of_graphs
 def _pack_inputs(
     model: PreTrainedModel, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keywords that make (1, T) tokens a packed row to transformers."""
+    """The keyword arguments of the original forward for the packed row (1, T)."""
     layout = packing.layout
     given.pop("attention_mask", None)
     base: Any = families.base_model(model, family)
@@ -270,10 +270,10 @@ def _pack_inputs(
         if embeds is not None:
             given["inputs_embeds"] = embeds
             del given["input_ids"]
-    if head == "next token" and "labels" in given:  # the first token of a sequence follows no token of it
+    if head == "next token" and "labels" in given:  # the first token is not predicted
         ignored = given.get("ignore_index", -100)
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
-    if family.embed is None or base is not model:  # below a head, the entry of a base model that reads it removes it
+    if family.embed is None or base is not model:  # below a head, the base model removes it
         given["attention_mask"] = bypass_mask(layout.device)
     return {
         **given,
@@ -287,7 +287,7 @@ def _pack_inputs(
 
 
 def _default_position_ids(family: Family, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
-    """(1, T): what the model would have counted in the padded row."""
+    """(1, T), the positions that the model would use in the padded row."""
     if family.positions == "tokens":
         return packing.layout.position_ids.unsqueeze(0)
     padded = packing.padded_positions.unsqueeze(0)
@@ -301,21 +301,21 @@ def _default_position_ids(family: Family, base: Any, packing: Packing, input_ids
 
 
 def _tokens_to_keep(packing: Packing, keep: int | Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at the last ``keep`` positions, or at these positions, (B, K); and where there is one."""
+    """The tokens at the last `keep` positions, or at the positions `keep`. See `Packing.tokens_at`."""
     positions = torch.arange(packing.length, device=packing.layout.device)
     return packing.tokens_at(positions[-keep:] if isinstance(keep, int) else positions[keep])
 
 
 class _UnknownOutput(Exception):
-    """An output that is in no table has a shape that does not tell whether it has a value for every token."""
+    """The model has an output in no table of `families`, and its shape does not show if it has a value per token."""
 
 
 @outside_of_graphs
 def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, done: set[str]) -> None:
-    """Give every output with a value for each token, (1, T, …), its padded form (B, L, …).
+    """Pad every output with a value for each token: (1, T, …) → (B, L, …).
 
     Raises:
-        _UnknownOutput: one that is in no table may have such values in some other form.
+        _UnknownOutput: an output in no table may have values for tokens in another form.
     """
     total = packing.layout.total
 
@@ -327,7 +327,7 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
         if name == "logits" and kept is not None:
             tokens, found = kept
             out[name] = packed.view(*tokens.shape, -1).masked_fill(~found.unsqueeze(2), 0)
-        elif name == "logits" and packed.dim() == 2:  # of the labelled tokens alone (ModernBERT's sparse_prediction)
+        elif name == "logits" and packed.dim() == 2:  # only of tokens with labels (sparse_prediction in ModernBERT)
             continue
         elif name in families.LOWEST_AT_PADDING:
             out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
@@ -338,9 +338,9 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
 
 
 def _check_form(name: str, value: Any, total: int) -> None:
-    """Raise if an output that is in no table may have values for tokens, but not as (1, T, …)."""
+    """Raise an error if an unknown output may have values for tokens, but not as (1, T, …)."""
     for part in pytree.tree_leaves(value):
-        unknown = isinstance(part, dict | list | tuple)  # of a class that pytrees do not look into
+        unknown = isinstance(part, dict | list | tuple)  # a subclass that pytrees do not open
         if isinstance(part, Tensor) and part.shape[:2] != (1, total):
             unknown = total in part.shape or part.numel() % max(total, 1) == 0 < part.dim()
         if unknown:

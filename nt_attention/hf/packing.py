@@ -1,4 +1,4 @@
-"""A padded batch as one packed row, and back.
+"""Conversion of a padded batch to one packed row and back.
 
 Dimensions: B rows, L positions in a padded row, T tokens.
 """
@@ -17,13 +17,13 @@ from .positions import previous_token, starts
 
 @dataclass(frozen=True)
 class Packing:
-    """Which positions of a batch (B, L) hold tokens, and which tokens form a sequence.
+    """The tokens and the sequences of a batch (B, L).
 
     Attributes:
-        layout: the sequences, of which a row may hold several.
-        index: (T,) int64, each token's position in the flattened batch; None if there is a token at every position.
+        layout: the sequences. A row may have several.
+        index: (T,) int64, the position of each token in the flattened batch. None if there is no padding.
         rows, length: B and L.
-        has_holes: whether there is padding between the tokens of some sequence.
+        has_holes: whether a sequence has padding between its tokens.
     """
 
     layout: SequenceLayout
@@ -34,12 +34,17 @@ class Packing:
 
     @classmethod
     def of(cls, mask: Tensor | None, position_ids: Tensor | None, rows: int, length: int) -> Packing:
-        """From a mask (B, L) with 1 at tokens, and positions (B, L) or (1, L). Reads the device once.
+        """Find the tokens and sequences of a batch. Each row is one sequence, or several if its positions restart.
 
-        Sequences are the rows, divided where the positions of their tokens begin anew (``hf/positions.py``).
+        Syncs with the device once. For positions that restart, see `positions.starts`.
+
+        Args:
+            mask: (B, L), 1 at tokens and 0 at padding. None if there is no padding.
+            position_ids: (B, L) or (1, L). None if each row is one sequence.
+            rows, length: B and L.
 
         Raises:
-            ValueError: values other than 0 and 1 in the mask.
+            ValueError: the mask has values other than 0 and 1.
         """
         if position_ids is None:
             assert mask is not None
@@ -53,9 +58,9 @@ class Packing:
         first = tokens & (starts(position_ids, tokens) | (before < 0))
         hole = tokens & ~first & (torch.arange(length, device=mask.device) - before > 1)
         bits = tokens.to(torch.uint8) + 2 * first + 4 * hole + 8 * (tokens & (mask != 1))
-        on_host = bits.to(torch.uint8).flatten().cpu().numpy()  # one copy for all four
+        on_host = bits.to(torch.uint8).flatten().cpu().numpy()  # one sync for all four
         if (on_host >= 8).any():
-            raise ValueError("attention_mask holds values other than 0 (padding) and 1 (a token).")
+            raise ValueError("attention_mask has values other than 0 (padding) and 1 (token).")
         of_tokens = on_host[on_host > 0]
         layout = layout_where(of_tokens & 2, mask.device)
         index = to_device(on_host.nonzero()[0], mask.device) if layout.total < mask.numel() else None
@@ -63,7 +68,7 @@ class Packing:
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether every row is one sequence as long as the batch, or there is no token at all."""
+        """Whether every row is one sequence without padding, or the batch has no tokens."""
         full = self.index is None and self.layout.batch_size == self.rows
         return full or self.layout.total == 0
 
@@ -75,11 +80,11 @@ class Packing:
         return self.index % self.length
 
     def first_tokens(self, packed: Tensor) -> Tensor:
-        """(1, T, …) to (B, …): the first token of each row, 0 for a row without any."""
+        """The first token of each row, (1, T, …) → (B, …). It is 0 for a row without tokens."""
         return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
 
     def pad_with_nearest(self, packed: Tensor) -> Tensor:
-        """(1, T, …) to (B, L, …) as ``pad``, but padding repeats the last token before it, else its row's first."""
+        """As `pad`, but padding repeats the last token before it, or else the first token of its row."""
         if self.index is None:
             return self.pad(packed)
         return self._nearest(packed, torch.arange(self.length, device=packed.device))
@@ -90,9 +95,14 @@ class Packing:
         return values.masked_fill(~found.view(*found.shape, *[1] * (packed.dim() - 2)), 0)
 
     def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """The tokens at positions (K,) or (B, K) of the padded rows, (B, K) int64, 0 if there is none; and which exist.
+        """Find the tokens at some positions of the padded rows.
 
-        With ``nearest``, a position of padding has the last token before it, else the row's first.
+        Args:
+            positions: (K,) or (B, K).
+            nearest: for padding, use the last token before it, or else the first token of the row.
+
+        Returns:
+            The indices of the tokens, (B, K) int64, 0 where there is none; and (B, K) bool, where there is a token.
         """
         row = torch.arange(self.rows, device=positions.device)[:, None]
         flat = row * self.length + positions
@@ -109,12 +119,12 @@ class Packing:
         return token.where(found, 0), found
 
     def pack(self, padded: Tensor) -> Tensor:
-        """(B, L, …) or (1, L, …) to (1, T, …)."""
+        """Remove the padding: (B, L, …) or (1, L, …) → (1, T, …)."""
         flat = padded.expand(self.rows, *padded.shape[1:]).flatten(0, 1)
         return (flat if self.index is None else flat.index_select(0, self.index)).unsqueeze(0)
 
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
-        """(1, T, …) to (B, L, …), with ``value`` at padding."""
+        """Restore the padding: (1, T, …) → (B, L, …), with `value` at padding."""
         packed = packed.squeeze(0)
         if self.index is None:
             return packed.unflatten(0, (self.rows, self.length))

@@ -1,6 +1,7 @@
-"""Rotary embeddings that are scaled by a sequence's length ("dynamic" and "longrope"), by each packed sequence's own.
+"""Rotary embeddings whose frequencies depend on the sequence length ("dynamic" and "longrope"), for packed rows.
 
-transformers scales a whole batch by its last position. In a packed row every sequence is scaled as if it were alone.
+transformers computes the frequencies for the longest position in the batch. Here, each sequence of a packed row gets
+the frequencies for its own length.
 
 Dimensions: T tokens of the row, D rotated head dim.
 """
@@ -20,34 +21,34 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..layout import SequenceLayout
 
-_running: ContextVar[SequenceLayout | None] = ContextVar("the layout of the packed row that is running", default=None)
+_layout: ContextVar[SequenceLayout | None] = ContextVar("layout of the packed row", default=None)
 
 
 @contextmanager
-def scaled_apart(layout: SequenceLayout | None) -> Iterator[None]:
-    """While it lasts, ``rotate_apart`` takes (1, T) positions for the sequences of ``layout``; with None, for one."""
-    before = _running.set(layout)
+def scaled_per_sequence(layout: SequenceLayout | None) -> Iterator[None]:
+    """A context in which `rotate_per_sequence` uses the sequences of `layout`. None is one sequence for each row."""
+    before = _layout.set(layout)
     try:
         yield
     finally:
-        _running.reset(before)
+        _layout.reset(before)
 
 
 def scales_by_length(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding whose frequencies depend on the length."""
+    """Whether a module is a rotary embedding whose frequencies depend on the sequence length."""
     kind = getattr(module, "rope_type", None)
     return any(_by_length(each) for each in (kind.values() if isinstance(kind, dict) else [kind]))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def rotate_apart(
+def rotate_per_sequence(
     rotary: Any, original: Callable[..., Any], x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The ``forward`` of such an embedding: cosines and sines (1, T, D), with frequencies by each sequence's length.
+    """The `forward` of such an embedding: cosines and sines (1, T, D), with the frequencies of each sequence's length.
 
-    The lengths are known on the host, so the device is not read.
+    Needs no sync, because the layout knows the lengths on the host.
     """
-    layout = _running.get()
+    layout = _layout.get()
     options = {} if layer_type is None else {"layer_type": layer_type}
     if layout is None or not _by_length(_type_of(rotary, layer_type)):
         return original(x, position_ids, **options)
@@ -70,7 +71,7 @@ def _type_of(rotary: Any, layer_type: str | None) -> str:
 
 
 def _scaled_for(rotary: Any, length: int, layer_type: str | None) -> int:
-    """The length by which a sequence is scaled; 0 if it is not. Longrope distinguishes only long and short ones."""
+    """The length to scale a sequence for, or 0 for no scaling. Longrope only distinguishes long and short sequences."""
     if _type_of(rotary, layer_type) != "longrope":
         return length if length > rotary.original_max_seq_len else 0
     parameters = rotary.config.rope_parameters
@@ -79,7 +80,7 @@ def _scaled_for(rotary: Any, length: int, layer_type: str | None) -> int:
 
 
 def _with_fixed_frequencies(rotary: Any, length: int, layer_type: str | None, device: torch.device) -> Any:
-    """A copy of the embedding with the frequencies of one length; those that it was made with if the length is 0."""
+    """A copy of the embedding with the frequencies for one length, or with its original frequencies if it is 0."""
     prefix, options = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
     frequencies = getattr(rotary, f"{prefix}original_inv_freq")
     if length:

@@ -1,1 +1,1 @@
-"""The kernels: what each can do, which one runs, and what all of them get from above."""
+"""The kernels, the choice among them, and the adapters around them."""

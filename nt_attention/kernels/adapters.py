@@ -1,11 +1,12 @@
-"""Adapters around kernels, shared by all backends: they add what a kernel does not support.
+"""Adapters around kernels, shared by all backends. They add what a kernel does not support:
+
+- Rewrites of the call (`kernels/rewrites.py`).
+- Head dims: inputs are padded with columns of zeros, which change no score, to a head dim that the kernel supports.
+- The gradient of lse: a flash backward uses the output only in delta = rowsum(dout · out) (FlashAttention-2, Dao 2023,
+  section 3.1.2), and a gradient of lse changes delta to delta − dlse. One more column with out = −dlse and dout = 1 has
+  this effect.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
-
-Head dims: columns of zeros change no score, so inputs are padded to a head dim that the kernel takes.
-
-The gradient of lse: a flash backward uses the output only in delta = rowsum(dout · out) (FlashAttention-2, Dao 2023,
-section 3.1.2). A gradient of lse changes delta to delta − dlse, as one more column with out = −dlse and dout = 1 does.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     rows = query.shape[0]
     if (rewritten := rewrite(backend, query, key, value, call)) is not None:
         queries, keys, call = rewritten
-        moved = Inputs(queries.take(query), keys.take(key), keys.take(value))
-        out, lse, state = forward(backend, moved, call)
-        return queries.give(out, rows, 0.0), queries.give(lse, rows, -torch.inf).T.contiguous().T, state
+        rewritten_inputs = Inputs(queries.select(query), keys.select(key), keys.select(value))
+        out, lse, state = forward(backend, rewritten_inputs, call)
+        return queries.restore(out, rows, 0.0), queries.restore(lse, rows, -torch.inf).T.contiguous().T, state
     layout, key_layout, _, spec, _ = call
     if layout.total == 0 or key_layout.total == 0:  # kernels can't be launched on empty tensors
         at = "cpu" if backend.rng_on_host else query.device
@@ -50,20 +51,20 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         lse_dtype = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_full((query.shape[1], rows), -torch.inf, dtype=lse_dtype).T
         return query.new_zeros(rows, query.shape[1], value.shape[2]), lse, state
-    query, key, value = readable(*_widen_all(inputs, _head_dims(backend, call)))
+    query, key, value = contiguous_in_head_dim(*_pad_all(inputs, _head_dims(backend, call)))
     out, lse, *states = backend.forward(query, key, value, call)
     out = (out if out.shape[2] == spec.value_dim else out[..., : spec.value_dim]).contiguous()
     lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
-    if rows > layout.total:  # kernels leave these unwritten
+    if rows > layout.total:  # kernels do not write these rows
         out[layout.total :] = 0
         lse[layout.total :] = -torch.inf
     return out, lse, states[0] if states else None
 
 
 def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
-    """The gradients of query, key and value, with the strides of ``empty_like``; 0 in rows past the layouts' totals."""
-    saved = saved._replace(grad=readable(saved.grad)[0], out=readable(saved.out)[0])
-    inputs = Inputs(*readable(*inputs))
+    """The gradients of query, key and value, with the strides of `empty_like`; 0 in rows past the layouts' totals."""
+    saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
+    inputs = Inputs(*contiguous_in_head_dim(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
         return _rewritten_backward(backend, saved, inputs, rewritten)
     layout, key_layout, _, _, _ = call
@@ -73,36 +74,36 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
         # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
-    query, key, value = map(_cleared, _kernel_backward(backend, saved, inputs, call), totals, inputs)
+    query, key, value = map(_without_padding, _kernel_backward(backend, saved, inputs, call), totals, inputs)
     return query, key, value
 
 
 def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, rewritten: Rewrite) -> Gradients:
     queries, keys, call = rewritten
-    moved = Inputs(queries.take(inputs.query), keys.take(inputs.key), keys.take(inputs.value))
+    rewritten_inputs = Inputs(queries.select(inputs.query), keys.select(inputs.key), keys.select(inputs.value))
     grad, grad_lse, out, lse, state = saved
-    grad_lse = None if grad_lse is None else queries.take(grad_lse)
-    saved = BackwardInputs(queries.take(grad), grad_lse, queries.take(out), queries.take(lse), state)
-    grads = backward(backend, saved, moved, call)
+    grad_lse = None if grad_lse is None else queries.select(grad_lse)
+    saved = BackwardInputs(queries.select(grad), grad_lse, queries.select(out), queries.select(lse), state)
+    grads = backward(backend, saved, rewritten_inputs, call)
     query, key, value = (
-        _laid_out(side.give(grad, x.shape[0], 0.0), x)
+        _with_strides_of(side.restore(grad, x.shape[0], 0.0), x)
         for side, grad, x in zip((queries, keys, keys), grads, inputs, strict=True)
     )
     return query, key, value
 
 
 def _kernel_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
-    """The kernel's backward, with the gradient of lse: by the kernel, by more columns, or by a second call."""
+    """The backward of the kernel, and the gradient of lse: by the kernel, by added columns, or by a second call."""
     assert backend.backward is not None
     dims = _head_dims(backend, call)
     grad_lse = saved.grad_lse
     if grad_lse is None or backend.lse_gradient:
-        return backend.backward(_widen_saved(saved, dims), *_widen_all(inputs, dims), call)
+        return backend.backward(_pad_saved(saved, dims), *_pad_all(inputs, dims), call)
     if (with_columns := _with_lse_columns(backend, saved, grad_lse, inputs, call.spec)) is not None:
         saved, wide = with_columns
         return backend.backward(saved, *wide, call)
-    wide = _widen_all(inputs, dims)
-    grads = backend.backward(_widen_saved(saved._replace(grad_lse=None), dims), *wide, call)
+    wide = _pad_all(inputs, dims)
+    grads = backend.backward(_pad_saved(saved._replace(grad_lse=None), dims), *wide, call)
     _add_lse_share(backend, grads, saved, grad_lse, wide, call)
     return grads
 
@@ -110,19 +111,19 @@ def _kernel_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, ca
 def _with_lse_columns(
     backend: Backend, saved: BackwardInputs, grad_lse: Tensor, inputs: Inputs, spec: AttentionSpec
 ) -> tuple[BackwardInputs, Inputs] | None:
-    """The backward's inputs with columns that add −dlse to delta: q = k = v = 0, out = −dlse, dout = 1.
+    """The inputs of the backward with columns that add −dlse to delta: v = 0, out = −dlse, dout = 1.
 
-    In 16 bits there are two columns, for dlse and its rounding error. None if the kernel takes no larger head dim.
+    In 16 bits there are two columns, for dlse and its rounding error. None if the kernel supports no larger head dim.
     """
     grad, _, out, lse, state = saved
     high = grad_lse.to(out.dtype)
     columns = [high] if out.dtype == grad_lse.dtype else [high, (grad_lse - high).to(out.dtype)]
-    room = head_dims(backend, replace(spec, value_dim=spec.value_dim + len(columns)))
-    if room is None:
+    dims = head_dims(backend, replace(spec, value_dim=spec.value_dim + len(columns)))
+    if dims is None:
         return None
     extra = torch.stack(columns, -1).neg()
     saved = BackwardInputs(torch.cat([grad, torch.ones_like(extra)], -1), None, torch.cat([out, extra], -1), lse, state)
-    return _widen_saved(saved, room), _widen_all(inputs, room)
+    return _pad_saved(saved, dims), _pad_all(inputs, dims)
 
 
 def _add_lse_share(
@@ -138,7 +139,7 @@ def _add_lse_share(
     spec = call.spec
     if spec.nonlinear:
         raise NotImplementedError(
-            f"{backend.name} has no room at head dim {query.shape[-1]} for the gradient of lse under "
+            f"{backend.name} does not support the gradient of lse at head dim {query.shape[-1]} with "
             f"{', '.join(spec.nonlinear)}: do not differentiate lse, or pass backend='reference'."
         )
     call = call._replace(spec=replace(spec, dropout_p=0.0))
@@ -150,8 +151,8 @@ def _add_lse_share(
     grads[1].add_(share, alpha=spec.scale)
 
 
-def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors whose last dimension is contiguous, as kernels need. A gradient may be an expanded scalar."""
+def contiguous_in_head_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, made contiguous in the last dimension for kernels. A gradient may be an expanded scalar."""
     return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
 
 
@@ -159,33 +160,33 @@ def _head_dims(backend: Backend, call: Call) -> tuple[int, int]:
     dims = call.head_dims or head_dims(backend, call.spec)
     if dims is None:
         spec = call.spec
-        raise ValueError(f"{backend.name} has no head dim for {spec.head_dim} with values of {spec.value_dim}.")
+        raise ValueError(f"{backend.name} does not support head dim {spec.head_dim} with values of {spec.value_dim}.")
     return dims
 
 
-def _widen(x: Tensor, head_dim: int) -> Tensor:
-    """``x`` padded with zeros to ``head_dim``."""
+def _pad(x: Tensor, head_dim: int) -> Tensor:
+    """`x` padded with zeros to `head_dim`."""
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
-def _widen_all(inputs: Inputs, dims: tuple[int, int]) -> Inputs:
-    return Inputs(_widen(inputs.query, dims[0]), _widen(inputs.key, dims[0]), _widen(inputs.value, dims[1]))
+def _pad_all(inputs: Inputs, dims: tuple[int, int]) -> Inputs:
+    return Inputs(_pad(inputs.query, dims[0]), _pad(inputs.key, dims[0]), _pad(inputs.value, dims[1]))
 
 
-def _widen_saved(saved: BackwardInputs, dims: tuple[int, int]) -> BackwardInputs:
-    return saved._replace(grad=_widen(saved.grad, dims[1]), out=_widen(saved.out, dims[1]))
+def _pad_saved(saved: BackwardInputs, dims: tuple[int, int]) -> BackwardInputs:
+    return saved._replace(grad=_pad(saved.grad, dims[1]), out=_pad(saved.out, dims[1]))
 
 
-def _cleared(grad: Tensor, total: int, like: Tensor) -> Tensor:
-    """A kernel's gradient without the padded columns, and 0 in rows past ``total``, which it leaves unwritten."""
-    grad = _laid_out(grad if grad.shape[-1] == like.shape[-1] else grad[..., : like.shape[-1]], like)
+def _without_padding(grad: Tensor, total: int, like: Tensor) -> Tensor:
+    """A kernel's gradient without padded columns, and 0 in rows past `total`, which kernels do not write."""
+    grad = _with_strides_of(grad if grad.shape[-1] == like.shape[-1] else grad[..., : like.shape[-1]], like)
     if grad.shape[0] > total:
         grad[total:] = 0
     return grad
 
 
-def _laid_out(grad: Tensor, like: Tensor) -> Tensor:
-    """``grad`` with the strides of ``empty_like(like)``, which the fake implementations promise."""
+def _with_strides_of(grad: Tensor, like: Tensor) -> Tensor:
+    """`grad` with the strides of `empty_like(like)`, as in the fake implementations."""
     if like.is_contiguous():
         return grad.contiguous()
     if grad.stride() == torch.empty_like(like, device="meta").stride():

@@ -1,7 +1,9 @@
-"""Run a backend: one autograd function for all backends, and sinks.
+"""Run a backend: the autograd function of all backends, and sinks.
 
-A sink is a learned score of a key whose value is 0 (Xiao et al. 2023; gpt-oss). It only rescales the results of
-attention without it: out becomes out · sigmoid(lse − sink), and lse becomes logaddexp(lse, sink).
+A sink is a learned score of a key whose value is 0 (Xiao et al. 2023; gpt-oss). It is applied to the results of
+attention without sinks: out becomes out · sigmoid(lse − sink), and lse becomes logaddexp(lse, sink).
+
+Dimensions: T query tokens, H query heads, Dv head dim of values.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ from .custom_ops import arguments_of
 def run(
     backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
+    """Run a checked call.
 
     Args:
-        backend: the backend that runs. In a graph, "auto" or a name, which is looked up when the graph runs.
+        backend: The backend that runs. In a graph, "auto" or a name, which is looked up when the graph runs.
+        query, key, value: As for a backend's forward (`kernels/backend.py`).
+        sinks: (H,) or None.
+        call: All other arguments.
+
+    Returns:
+        out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
     if isinstance(backend, Backend) and backend.backward is None:
         out, lse = backend.forward(query, key, value, call)[:2]
@@ -41,9 +49,9 @@ def run(
 
 @dataclass(frozen=True)
 class Kernel:
-    """A backend, or None if it is selected when a graph runs, by ``name``.
+    """The kernel of a backend. If `backend` is None, `name` selects it when the graph runs.
 
-    It runs as a custom operator if a compiler, dispatch mode or transform has to see it. Otherwise it is called
+    It runs as a custom operator if a compiler, dispatch mode or function transform must see it. Otherwise it is called
     directly, which saves 40 µs of host time.
     """
 
@@ -51,7 +59,7 @@ class Kernel:
     name: str = "auto"
 
     def forward(self, inputs: Inputs, call: Call) -> tuple[Any, ...]:
-        """out (T, H, Dv), lse (T, H), the random state or None, and further results that the backward takes."""
+        """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward."""
         if self.backend is None:
             return self._operator("forward")(*inputs, *arguments_of(call), self.name)
         if not is_observed(*inputs):
@@ -59,7 +67,7 @@ class Kernel:
         return self._operator("forward")(*inputs, *arguments_of(call))
 
     def backward(self, saved: BackwardInputs, more: tuple[Any, ...], inputs: Inputs, call: Call) -> Gradients:
-        """The gradients. ``more``: the forward's further results."""
+        """The gradients of query, key and value. `more` are the further results of the forward."""
         if self.backend is not None and not is_observed(saved.grad, *inputs):
             return adapters.backward(self.backend, saved, inputs, call)
         if saved.rng_state is None:
@@ -77,7 +85,7 @@ def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Ten
     wants_gradient = call.spec.needs_grad or forward_ad._current_level >= 0
     transformed = torch._C._are_functorch_transforms_active()
     if not wants_gradient or (is_tracing() and not transformed):
-        out, lse, *_ = kernel.forward(inputs, call)  # in a graph, the operator itself is differentiable
+        out, lse, *_ = kernel.forward(inputs, call)  # in a graph, the custom operator itself is differentiable
     else:
         function = _Attention if transformed else _EagerAttention
         out, lse, *_ = function.apply(*inputs, (kernel, call))
@@ -85,7 +93,7 @@ def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Ten
 
 
 class _Attention(torch.autograd.Function):
-    """A backend's forward and backward, for all backends. This variant also works under function transforms."""
+    """The autograd function of all backends. This variant also works under function transforms."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, what: tuple[Kernel, Call]) -> tuple[Any, ...]:
@@ -104,13 +112,13 @@ class _Attention(torch.autograd.Function):
         if grad is None and grad_lse is None:
             return (None,) * 4
         saved = BackwardInputs(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
-        if torch.is_grad_enabled():  # create_graph=True: the gradients may be differentiated again
+        if torch.is_grad_enabled():  # create_graph=True
             return (*_Gradients.apply((kernel, call), query, key, value, *saved, *more), None)
         return (*kernel.backward(saved, tuple(more), Inputs(query, key, value), call), None)
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients, as a function that raises if it is differentiated. Without it, PyTorch would silently give 0."""
+    """The gradients. Differentiating them raises an error; without this function, PyTorch would return 0."""
 
     @staticmethod
     def forward(what: tuple[Kernel, Call], *tensors: Any) -> tuple[Tensor, ...]:
@@ -119,25 +127,25 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is saved."""
+        """Saves nothing."""
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
         raise RuntimeError(
-            "trying to differentiate twice what can be differentiated once: pass backend='reference', which is made of "
-            "differentiable operations."
+            "trying to differentiate twice a kernel that supports first derivatives only: pass backend='reference', "
+            "which consists of differentiable operations."
         )
 
 
 class _EagerAttention(_Attention):
-    """``_Attention`` without ``setup_context``, which only transforms need: 20 µs less host time for each call."""
+    """`_Attention` without `setup_context`, which only transforms need. This saves 20 µs of host time per call."""
 
     setup_context = torch.autograd.Function.setup_context
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
         out, lse, *more = _Attention.forward(*inputs)
-        output = (out, lse.detach(), *more)  # autograd would forbid in-place changes of a view that is made here
+        output = (out, lse.detach(), *more)  # autograd forbids in-place changes of a view that is created in a function
         _save(ctx, inputs, output)
         return output
 
@@ -147,7 +155,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     _, call = ctx.what
     out, lse, *more = output
     ctx.mark_non_differentiable(*[x for x in more if x is not None])
-    ctx.set_materialize_grads(False)  # the gradient of lse is mostly None, which is cheaper than zeros
+    ctx.set_materialize_grads(False)  # grad_lse is mostly None, which is cheaper than zeros
     ctx.save_for_backward(query, key, value, call.alibi_slopes, out, lse, *more)
 
 
@@ -155,7 +163,7 @@ def _as_in_forward(call: Call, slopes: Tensor | None) -> Call:
     """The call with the saved slopes, after a check of the layouts.
 
     Raises:
-        RuntimeError: the offsets of a layout were changed in place since the forward.
+        RuntimeError: The offsets of a layout were modified in place since the forward.
     """
     call.layout.check_saved()
     if call.key_layout is not call.layout:
@@ -164,8 +172,9 @@ def _as_in_forward(call: Call, slopes: Tensor | None) -> Call:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv) and lse (T, H) of attention with sinks (H,), from those without."""
     sinks = sinks.to(lse.dtype)
-    masked = lse == -torch.inf  # in a fully masked row, the sink has all the weight
+    masked = lse == -torch.inf  # in a fully masked row, the sink has a weight of 1
     lse = lse.masked_fill(masked, 0.0)
     share = torch.sigmoid(lse - sinks).masked_fill(masked, 0.0)
     out = (out * share.unsqueeze(-1)).to(out.dtype)

@@ -1,6 +1,6 @@
-"""What a backend is: a kernel's forward and backward, and what they support.
+"""`Backend`: the forward and backward of a kernel, and what they support.
 
-Dimensions: T query tokens, S key tokens, H query heads, G key heads, D the head dim of queries and keys, Dv that of
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D head dim of queries and keys, Dv head dim of
 values.
 """
 
@@ -16,19 +16,23 @@ from torch import Tensor
 
 from .call import FEATURES, AttentionSpec, Call
 
-# Features that every backend supports, by itself or through ``kernels/adapters.py``.
+# Features that every backend supports, in its kernel or through `kernels/adapters.py`.
 COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys", "value dim"})
 
-# (query (T, H, D), key (S, G, D), value (S, G, Dv), call) → out (T, H, Dv), lse (T, H) in at least float32 and, with
-# dropout, the state of the random number generator (2,) int64
+# (query (T, H, D), key (S, G, D), value (S, G, Dv), call) → out (T, H, Dv), lse (T, H) in at least float32, and with
+# dropout the state of the random number generator (2,) int64
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, ...]]
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward takes besides the forward's inputs.
+    """The arguments of a backward besides the inputs of the forward.
 
-    ``grad`` (T, H, Dv) and ``grad_lse`` (T, H) or None are the gradients of ``out`` and ``lse``, and ``rng_state`` is
-    the forward's third result, if it had one.
+    Attributes:
+        grad: (T, H, Dv) the gradient of `out`.
+        grad_lse: (T, H) the gradient of `lse`, or None if there is none.
+        out: (T, H, Dv) the output of the forward.
+        lse: (T, H) the log-sum-exp of the forward.
+        rng_state: (2,) the third result of the forward, or None if it had none.
     """
 
     grad: Tensor
@@ -44,14 +48,21 @@ Backward = Callable[[BackwardInputs, Tensor, Tensor, Tensor, Call], Gradients]
 
 @dataclass(frozen=True)
 class HeadDims:
-    """The head dims (D, Dv) that a kernel takes. Other head dims are padded with zeros to these.
+    """The head dims (D, Dv) that a kernel supports. Other head dims are padded with zeros to these.
 
     Attributes:
-        most: the largest head dim.
-        multiple: both are multiples of it.
-        equal: whether D and Dv have to be the same.
-        only: all supported (D, Dv), if there are only a few.
-        compiled: the head dims that the kernel is compiled for, if others run in the next larger one.
+        most: The largest head dim.
+        multiple: D and Dv must be multiples of it.
+        equal: Whether D and Dv must be equal.
+        only: All supported (D, Dv), if there are only a few.
+        compiled: The head dims for which the kernel is compiled, if it runs others as the next larger one.
+
+    Example:
+        >>> from nt_attention.kernels.backend import HeadDims
+        >>> HeadDims(256, multiple=8, equal=True).padded(60, 36)
+        (64, 64)
+        >>> HeadDims(256).padded(300, 64) is None
+        True
     """
 
     most: float = math.inf
@@ -61,7 +72,7 @@ class HeadDims:
     compiled: tuple[int, ...] | None = None
 
     def padded(self, head_dim: int, value_dim: int, *, ignore_only: bool = False) -> tuple[int, int] | None:
-        """The head dims (D, Dv) that these are padded to; None if they are too large."""
+        """The supported (D, Dv) to which these head dims are padded; None if they are too large."""
         if self.only is not None and not ignore_only:
             enough = [(d, v) for d, v in self.only if d >= head_dim and v >= value_dim]
             return min(enough, key=sum, default=None)
@@ -73,27 +84,44 @@ class HeadDims:
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel's name, what it supports, and how to run it. ``kernels/adapters.py`` adds support around it.
+    """A kernel: its name, what it supports, and the functions that run it.
+
+    `kernels/adapters.py` runs around the kernel and adds what it does not support, such as other head dims. A new
+    backend is added to `BACKENDS` in `kernels/select.py`.
 
     Attributes:
-        name: the value of ``backend=``.
-        about: a description of one line.
-        missing: gives the reason why it can't run on this machine at all, or None.
-        forward: rows past the layout's total may be left unwritten. A fully masked row gives 0 and −inf.
-        backward: the gradients; rows past the totals may be left unwritten. None if ``forward`` is made of
-            differentiable operations; else both are registered as operators (``kernels/custom_ops.py``).
-        features: the features of ``FEATURES`` that it supports, by its own documentation.
-        device_type: the device of its tensors; None for any.
-        min_capability: the lowest compute capability of a CUDA device, (major, minor).
-        dtypes: the supported dtypes; None for all.
-        head_dims: the supported head dims.
-        refuses: gives further reasons why it can't run a call, each a sentence that says what to change.
-        lower_right_only: whether it only has lower right alignment. Calls that need upper left are then rewritten.
-        takes_fully_masked_rows: whether it takes queries that see no key. If not, they are left out of its call.
-        reads_past_end: whether it multiplies rows past the last offset by 0. If so, they are left out of its call.
-        lse_gradient: whether ``backward`` takes the gradient of lse. If not, ``kernels/adapters.py`` adds it.
-        rng_on_host: whether ``forward`` returns the random state on the CPU.
-        is_reference: whether it is the reference, which supports every call on every device.
+        name: The value of `backend=`.
+        about: A description of one line.
+        missing: Returns why the backend cannot run on this machine, or None if it can.
+        forward: `forward(query, key, value, call)` returns out (T, H, Dv), lse (T, H), and with dropout the random
+            state (2,). A fully masked row gives 0 and −inf. Rows past the layout's total may be left unwritten.
+        backward: `backward(saved, query, key, value, call)` returns the gradients of query, key and value. Rows past
+            the totals may be left unwritten. If it is not None, forward and backward are registered as custom operators
+            (`kernels/custom_ops.py`). If it is None, `forward` must consist of differentiable operations.
+        features: The features of `FEATURES` that the kernel supports, according to its documentation.
+        device_type: The device type of its tensors; None for any.
+        min_capability: The lowest supported compute capability of a CUDA device, (major, minor).
+        dtypes: The supported dtypes; None for all.
+        head_dims: The supported head dims.
+        refuses: Returns further reasons why the backend cannot run a call, each a sentence that says what to change.
+        lower_right_only: Whether the kernel supports only lower right alignment. Other calls are rewritten for it.
+        takes_fully_masked_rows: Whether the kernel supports queries that see no key. If not, the kernel is called
+            without these queries, and `features` must not have "window".
+        reads_past_end: Whether the kernel reads rows past the last offset. If so, it is called without these rows.
+        lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it.
+        rng_on_host: Whether `forward` returns the random state on the CPU.
+        is_reference: Whether it is the reference, which supports calls on every device.
+
+    Example:
+        >>> import torch
+        >>> from nt_attention.kernels.backend import COMMON, Backend
+        >>> from nt_attention.kernels.backends import reference
+        >>> from nt_attention.kernels.call import AttentionSpec
+        >>> backend = Backend("mine", "an example", lambda: None, reference.forward, features=COMMON)
+        >>> shapes, options = ((14, 8, 64),) * 3, {"scale": None, "dropout_p": 0.1}
+        >>> spec = AttentionSpec.of(torch.device("cpu"), torch.float32, shapes, options)
+        >>> backend.unsupported(spec)
+        ['dropout is not supported: leave dropout_p at 0.']
     """
 
     name: str
@@ -114,24 +142,27 @@ class Backend:
     rng_on_host: bool = False
     is_reference: bool = False
 
+    def __post_init__(self) -> None:
+        # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.
+        if not self.takes_fully_masked_rows and "window" in self.features:
+            raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")
+
     def unsupported(self, spec: AttentionSpec) -> list[str]:
-        """Why it can't run a call, by its own documentation; empty if it can."""
+        """Why the backend cannot run a call, according to its documentation; empty if it can."""
         reasons = []
         if self.device_type is not None and spec.device.type != self.device_type:
             wanted = "the CPU" if self.device_type == "cpu" else f"a {self.device_type.upper()} device"
-            reasons.append(f"needs tensors on {wanted}, got {spec.device}: move them there.")
+            reasons.append(f"tensors must be on {wanted}, got {spec.device}: move them there.")
         elif spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < self.min_capability:
             needed = ".".join(map(str, self.min_capability))
             name = torch.cuda.get_device_name(spec.device)
-            reasons.append(f"needs compute capability {needed} or more; {name} has less.")
+            reasons.append(f"compute capability {needed} or higher is required, which {name} does not have.")
         if self.dtypes is not None and spec.dtype not in self.dtypes:
-            *most, last = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            reasons.append(
-                f"needs {', '.join(most)} or {last}, got {spec.dtype}: cast the inputs or use torch.autocast."
-            )
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            reasons.append(f"dtype must be {names}, got {spec.dtype}: cast the inputs or use torch.autocast.")
         wide = max(spec.head_dim, spec.value_dim)
         if wide > self.head_dims.most:
-            reasons.append(f"head dims go up to {self.head_dims.most}, got {wide}.")
-        lacking = spec.features - self.features
-        reasons += [advice for feature, advice in FEATURES.items() if feature in lacking]
+            reasons.append(f"head dims above {self.head_dims.most} are not supported, got {wide}.")
+        not_supported = spec.features - self.features
+        reasons += [advice for feature, advice in FEATURES.items() if feature in not_supported]
         return reasons + self.refuses(spec)

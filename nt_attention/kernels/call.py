@@ -1,9 +1,10 @@
-"""One attention call: its options, declared once as fields of ``AttentionSpec``, and what is derived from them.
+"""One attention call: `AttentionSpec`, whose fields declare the options of a call.
 
-``OPTIONS`` (the arguments of ``varlen_attention``) and ``SCHEMA`` (those of operators) are derived from these fields.
+`OPTIONS` (the arguments of `varlen_attention`) and `SCHEMA` (the arguments of custom operators) are derived from these
+fields.
 
-Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads (H a multiple of G), D the head dim of
-queries and keys, Dv that of values.
+Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads (H is a multiple of G), D head dim of
+queries and keys, Dv head dim of values.
 """
 
 from __future__ import annotations
@@ -28,16 +29,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of que
 
 
 class Option(NamedTuple):
-    """What a user may pass for a field of ``AttentionSpec``.
+    """An option of a call, declared beside its field of `AttentionSpec`.
 
     Attributes:
-        default: the value if the option is left out.
-        parse: (the option's name, the value passed) → the field's value.
-
-            Raises:
-                ValueError: the value passed is invalid; says what to pass.
-        feature: the feature that a kernel needs if the option is not its default; "" if it needs none.
-        advice: what to change if a kernel does not have this feature.
+        default: The value if the option is not passed.
+        parse: `parse(name, value)` checks the value passed and returns the field's value. It raises a ValueError that
+            says what to pass.
+        feature: The feature that a kernel must support if the value is not the default; "" if there is none.
+        advice: The reason and what to change if a kernel does not support this feature.
     """
 
     default: Any
@@ -51,7 +50,7 @@ def _option(default: Any, parse: Callable[[str, Any], Any], feature: str = "", a
 
 
 def _bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):  # a tensor, for example, may change after the call
+    if not isinstance(value, bool):  # a bool tensor could change after the call
         raise ValueError(f"{name} must be True or False, got {value!r}.")
     return value
 
@@ -59,8 +58,7 @@ def _bool(name: str, value: object) -> bool:
 def _scale(name: str, value: object) -> float | None:
     if value is not None and not (isinstance(value, (int, float)) and -math.inf < value < math.inf):
         raise ValueError(
-            f"{name} must be a finite number, or None for D^−0.5, got {value!r}. It gets no gradient: to learn one, "
-            "multiply query by it."
+            f"{name} must be a finite number, or None for D^−0.5, got {value!r}. To learn one, multiply query by it."
         )
     return None if value is None else float(value)
 
@@ -72,16 +70,13 @@ def _alignment(name: str, value: Any) -> CausalAlignment:
 
 
 def _window_size(name: str, value: object) -> tuple[int, int]:
-    if type(value) is tuple and len(value) == 2:  # the usual case, which is fast: every call comes here
+    if type(value) is tuple and len(value) == 2:  # fast path of the usual case, because every call is checked
         left, right = value
         if type(left) is type(right) is int and -1 <= left < 2**63 and -1 <= right < 2**63:
             return left, right
     sides = value if isinstance(value, Sequence) else ()
     if len(sides) != 2 or any(not isinstance(side, int) or not -1 <= side < 2**63 for side in sides):
-        raise ValueError(
-            f"{name} must be (left, right), each −1 for open or 0 and more, got {value!r}: two integers of up to 63 "
-            "bits."
-        )
+        raise ValueError(f"{name} must be (left, right), two integers from −1 (no limit) to 2^63 − 1, got {value!r}.")
     return int(sides[0]), int(sides[1])
 
 
@@ -99,24 +94,36 @@ def _probability(name: str, value: object) -> float:
 
 def _mod(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
-        raise ValueError(f"{name} must be a function as flex_attention takes it, got {value!r}.")
+        raise ValueError(f"{name} must be a function with the signature of flex_attention's {name}, got {value!r}.")
     return value
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One call without its tensors: everything that decides which backends can run it.
+    """A call without its tensors. It determines which backends can run the call.
 
-    Options have the meaning of ``varlen_attention``'s arguments of the same name.
+    The other fields are the arguments of `varlen_attention` of the same name.
 
     Attributes:
-        device: of the tensors.
-        dtype: of query, key and value.
+        device: The device of the tensors.
+        dtype: The dtype of query, key and value.
         num_heads, num_kv_heads, head_dim, value_dim: H, G, D, Dv.
-        alibi: whether ALiBi slopes are passed.
-        needs_grad: whether gradients of query, key or value may be needed.
-        equal_lengths: whether every sequence has as many keys as queries, so that both alignments are the same.
-        keyless: whether some sequence may have no key.
+        scale: The factor of query · key, as a number.
+        alibi: Whether ALiBi slopes are passed.
+        needs_grad: Whether gradients of query, key or value may be needed.
+        equal_lengths: Whether every sequence has as many keys as queries. Both alignments are then the same.
+        keyless: Whether some sequence may have no key.
+
+    Example:
+        >>> import torch
+        >>> from nt_attention.kernels.call import AttentionSpec
+        >>> shapes = (14, 8, 64), (14, 2, 64), (14, 2, 64)
+        >>> options = {"scale": None, "is_causal": True}
+        >>> spec = AttentionSpec.of(torch.device("cpu"), torch.float32, shapes, options)
+        >>> spec.scale, spec.window_size
+        (0.125, (-1, -1))
+        >>> sorted(spec.features)
+        ['causal', 'grouped heads']
     """
 
     device: torch.device
@@ -129,19 +136,19 @@ class AttentionSpec:
     is_causal: bool = _option(False, _bool)
     causal_alignment: CausalAlignment = _option("lower_right", _alignment)
     window_size: tuple[int, int] = _option((-1, -1), _window_size)
-    softcap: float = _option(0.0, _softcap, "softcap", "has no softcap: leave softcap at 0.")
+    softcap: float = _option(0.0, _softcap, "softcap", "softcap is not supported: leave softcap at 0.")
     score_mod: ScoreMod | None = _option(
-        None, _mod, "score_mod", "takes no score_mod: use softcap and alibi_slopes where they say it."
+        None, _mod, "score_mod", "score_mod is not supported: use softcap or alibi_slopes if they can express it."
     )
     mask_mod: MaskMod | None = _option(
-        None, _mod, "mask_mod", "takes no mask_mod: use is_causal and window_size where they say it."
+        None, _mod, "mask_mod", "mask_mod is not supported: use is_causal or window_size if they can express it."
     )
-    dropout_p: float = _option(0.0, _probability, "dropout", "has no dropout: leave dropout_p at 0.")
+    dropout_p: float = _option(0.0, _probability, "dropout", "dropout is not supported: leave dropout_p at 0.")
     deterministic: bool = _option(
-        False, _bool, "deterministic", "its backward adds in no fixed order: leave deterministic at False."
+        False, _bool, "deterministic", "deterministic gradients are not supported: leave deterministic at False."
     )
     batch_invariant: bool = _option(
-        False, _bool, "batch_invariant", "does not promise batch invariance: leave batch_invariant at False."
+        False, _bool, "batch_invariant", "batch invariance is not supported: leave batch_invariant at False."
     )
     alibi: bool = False
     needs_grad: bool = False
@@ -157,14 +164,17 @@ class AttentionSpec:
         options: Mapping[str, Any],
         **more: Any,
     ) -> AttentionSpec:
-        """The spec of a call with tensors of these shapes, (T, H, D), (S, G, D) and (S, G, Dv).
+        """The spec of a call.
 
         Args:
-            options: by name, as a user passed them or as another spec has them.
-            more: the fields that are not options.
+            device: The device of the tensors.
+            dtype: The dtype of query, key and value.
+            shapes: The shapes of query (T, H, D), key (S, G, D) and value (S, G, Dv).
+            options: Options by name, as a user passed them or as another spec has them; `scale` is required.
+            **more: Fields that are not options.
 
         Raises:
-            ValueError: other shapes, or an invalid option.
+            ValueError: The shapes do not fit each other, or an option is invalid.
         """
         check_shapes(*shapes)
         (_, num_heads, head_dim), (_, num_kv_heads, value_dim) = shapes[0], shapes[2]
@@ -180,31 +190,31 @@ class AttentionSpec:
 
     @property
     def has_positive_scale(self) -> bool:
-        """Whether the scale is above 0 in the kernel's dtype: float32 without subnormals, or float64 for float64.
+        """Whether the scale is a positive normal number of float32, or of float64 if the inputs are float64.
 
-        A kernel that masks before it scales computes −inf · 0 = NaN under a scale of 0.
+        Kernels that mask before they scale compute −inf · 0 = NaN if the scale is 0.
         """
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return self.scale >= torch.finfo(dtype).tiny
 
     @property
     def nonlinear(self) -> list[str]:
-        """The options in use that make a score nonlinear in query · key."""
+        """The options of this call that make a score nonlinear in query · key."""
         return [name for name in ("softcap", "score_mod") if getattr(self, name) != OPTIONS[name].default]
 
     @property
     def may_have_fully_masked_rows(self) -> bool:
-        """Whether some query may see no key. Not if lengths are equal: each query sees its own position."""
+        """Whether some query may see no key. If lengths are equal, each query sees its own position."""
         return not self.equal_lengths and (self.keyless or not self.window.is_open)
 
     @property
     def lower_right(self) -> bool:
-        """Whether the diagonal ends at the lower right. True for equal lengths: both alignments are then the same."""
+        """Whether alignment is lower right, or lengths are equal, so that both alignments are the same."""
         return self.equal_lengths or self.causal_alignment == "lower_right"
 
     @property
     def is_upper_left(self) -> bool:
-        """Whether the call needs upper left alignment. It does not if lengths are equal or every key is visible."""
+        """Whether the call needs upper left alignment. False if lengths are equal or every key is visible."""
         return not self.lower_right and not self.window.is_open
 
     def shift(self, queries: int, keys: int) -> int:
@@ -213,9 +223,9 @@ class AttentionSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """The features that this call needs, as named in ``FEATURES``."""
+        """The names in `FEATURES` of the features that this call needs."""
         window = self.window
-        asked = {
+        needed = {
             "causal": window.is_causal,
             "window": not (window.is_causal or window.is_open),
             "alibi": self.alibi,
@@ -227,12 +237,12 @@ class AttentionSpec:
             "value dim": self.head_dim != self.value_dim,
             **{option.feature: getattr(self, name) != option.default for name, option in _WITH_FEATURE.items()},
         }
-        asked["deterministic"] &= self.needs_grad
-        return frozenset(name for name, wanted in asked.items() if wanted)
+        needed["deterministic"] &= self.needs_grad
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
 
 
 class Options(TypedDict, total=False):
-    """The types of ``OPTIONS``, for type checkers."""
+    """The types of `OPTIONS`, for type checkers."""
 
     scale: float | None
     is_causal: bool
@@ -247,27 +257,27 @@ class Options(TypedDict, total=False):
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(AttentionSpec)}
-# The keyword arguments that ``varlen_attention`` passes on to kernels.
+# The keyword arguments that `varlen_attention` passes on to kernels.
 OPTIONS: dict[str, Option] = {name: field.metadata["option"] for name, field in _FIELDS.items() if field.metadata}
 _DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 _WITH_FEATURE = {name: option for name, option in OPTIONS.items() if option.feature}
 assert Options.__annotations__.keys() == OPTIONS.keys()
 
-# Features: what a call may need beyond plain attention → what to change if a kernel does not have it.
+# What a call may need beyond plain attention → the reason, and what to change, if a kernel does not support it.
 FEATURES = {
-    "causal": "has no causality: leave is_causal at False.",
-    "window": "has no windows: leave window_size at (-1, -1).",
+    "causal": "causal attention is not supported: leave is_causal at False.",
+    "window": "windows are not supported: leave window_size at (-1, -1).",
     **{option.feature: option.advice for option in _WITH_FEATURE.values()},
-    "alibi": "has no ALiBi: leave out alibi_slopes.",
-    "grouped heads": "has no grouped heads: repeat key and value.",
-    "cross": "wants as many keys as queries in every sequence.",
-    "upper_left": 'aligns causality and windows lower right only: pass causal_alignment="lower_right".',
-    "no keys": "wants keys in every sequence that has queries.",
-    "scale ≤ 0": "needs a scale above 0: negate query and pass -scale.",
-    "value dim": "wants values with the head dim of the keys.",
+    "alibi": "ALiBi is not supported: leave out alibi_slopes.",
+    "grouped heads": "grouped heads are not supported: repeat key and value.",
+    "cross": "every sequence must have as many keys as queries.",
+    "upper_left": 'upper left alignment is not supported: pass causal_alignment="lower_right".',
+    "no keys": "every sequence that has queries must have keys.",
+    "scale ≤ 0": "scale must be positive: negate query and pass -scale.",
+    "value dim": "value must have the head dim of key.",
 }
 
-# The type of a field → its type in an operator's schema. The other options are functions, which operators can't take.
+# The type of a field → its type in an operator's schema. Options that are functions can't be arguments of operators.
 _SCHEMA_TYPES = {"bool": "bool", "float": "float", "CausalAlignment": "str", "tuple[int, int]": "int[2]"}
 _IN_SCHEMA = [name for name in (*OPTIONS, "needs_grad") if _FIELDS[name].type in _SCHEMA_TYPES]
 # The part of an operator's schema that declares these fields.
@@ -275,19 +285,20 @@ SCHEMA = ", ".join(f"{_SCHEMA_TYPES[_FIELDS[name].type]} {name}" for name in _IN
 
 
 def schema_values(spec: AttentionSpec) -> tuple[Any, ...]:
+    """The values of the fields in `SCHEMA`, in its order."""
     return tuple([getattr(spec, name) for name in _IN_SCHEMA])
 
 
 def from_schema(values: Sequence[Any]) -> dict[str, Any]:
-    """The inverse of ``schema_values``: fields by name."""
+    """The inverse of `schema_values`: fields by name."""
     return dict(zip(_IN_SCHEMA, values, strict=True))
 
 
 def all_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option by name, always in the same order: as given, or its default.
+    """All options by name, in a fixed order. Options that are not in `given` have their default.
 
     Raises:
-        TypeError: a name that is not an option.
+        TypeError: A name is not an option.
     """
     options = {**_DEFAULTS, **given}
     if len(options) > len(_DEFAULTS):
@@ -300,7 +311,7 @@ def check_options(**given: object) -> None:
     """Check options.
 
     Raises:
-        ValueError: one of them is invalid; says what to pass.
+        ValueError: An option is invalid. The message says what to pass.
     """
     for name, value in given.items():
         OPTIONS[name].parse(name, value)
@@ -309,7 +320,11 @@ def check_options(**given: object) -> None:
 class Call(NamedTuple):
     """The arguments of a call other than query, key and value.
 
-    ``head_dims`` (D, Dv) are those that the chosen backend is called with; None if not looked up yet.
+    Attributes:
+        layout, key_layout: The sequences of queries and of keys.
+        alibi_slopes: (H,) or (B, H), or None.
+        spec: All other arguments.
+        head_dims: The head dims (D, Dv) that the chosen backend is called with; None if not looked up yet.
     """
 
     layout: SequenceLayout
@@ -323,7 +338,7 @@ def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int])
     """Check that shapes are (T, H, D), (S, G, D) and (S, G, Dv), with H a multiple of G.
 
     Raises:
-        ValueError: other shapes.
+        ValueError: The shapes are different.
     """
     problem = None
     if not len(query) == len(key) == len(value) == 3:
@@ -331,29 +346,31 @@ def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int])
     elif key[2] != query[2]:
         problem = "query and key must have the same head dim"
     elif key[1] != value[1]:
-        problem = "key and value must have the same heads"
+        problem = "key and value must have the same number of heads"
     elif not key[1] or not query[1] or query[1] % key[1]:
-        problem = "query's heads must be a multiple of key's"
+        problem = "query heads must be a multiple of key heads"
     elif not query[2] or not value[2]:
-        problem = "a head dim is 0"
+        problem = "head dims must not be 0"
     if problem is not None:
         raise ValueError(f"{problem}: query {tuple(query)}, key {tuple(key)}, value {tuple(value)}.")
 
 
 def check_slopes(slopes: object, heads: int, batch: int, device: torch.device) -> None:
-    """Check that ALiBi slopes are (H,) or (B, H), float32 or float64, on ``device``, and require no gradient.
+    """Check that ALiBi slopes are (H,) or (B, H), float32 or float64, on `device`, and require no gradient.
 
     Raises:
-        ValueError: they are not.
+        ValueError: They are not.
     """
     if not isinstance(slopes, Tensor) or slopes.shape not in ((heads,), (batch, heads)) or slopes.device != device:
         raise ValueError(
             f"alibi_slopes must be a tensor ({heads},) or ({batch}, {heads}) on {device}, got {describe(slopes)}."
         )
     if slopes.dtype != torch.float32 and slopes.dtype != torch.float64:
-        raise ValueError(f"alibi_slopes must be float32 (flash kernels read nothing else), got {slopes.dtype}.")
+        raise ValueError(f"alibi_slopes must be float32 or float64, got {slopes.dtype}.")
     if slopes.requires_grad:
-        raise ValueError("alibi_slopes get no gradient: pass slopes.detach(), or learn the bias in a score_mod.")
+        raise ValueError(
+            "alibi_slopes must not require a gradient: pass alibi_slopes.detach(), or learn a bias in a score_mod."
+        )
 
 
 def describe(x: object) -> str:

@@ -1,9 +1,11 @@
-"""The cost model: the expected time of a call on each backend, from times that were measured on a GPU.
+"""The cost model: the expected time of a call on each backend, fitted to times that were measured on a GPU.
 
-The time of a varlen kernel is modelled as a constant for the launch, plus a cost for each sequence, each token and each
-(query, key) pair of a head. ``measured/sm90.json`` has these four numbers for each backend, kind of call and head dim,
-and the GPU, the versions and the error of the fit. ``benchmarks/fit_costs.py`` fits them to the times that
-``python -m nt_attention bench`` measures. All GPUs use these numbers.
+The time of a varlen kernel is modeled as a constant for the launch plus costs per sequence, per token and per (query,
+key) pair of a head. `measured/sm90.json` has these four numbers for each backend, kind of call and head dim, with the
+GPU, the versions and the error of the fit. `benchmarks/fit_costs.py` fits them to the times that `python -m
+nt_attention bench` measures. All GPUs use this file.
+
+Dimensions: B sequences, T query tokens, S key tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ import torch
 
 from .call import AttentionSpec, Call
 
-# The least expected time. The host takes as long to launch, and the fits (to 16384 tokens) are not more exact.
+# The smallest expected time: the host needs about this long to launch, and the fits are not more accurate.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
-# ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs for a call, and for each head ns
-# for a sequence, a token and 1000 pairs)
+# ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs per call; ns per head and
+# sequence, per head and token, per head and 1000 pairs)
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
 
 
 class CallSize(NamedTuple):
-    """The size of a call, which the cost model takes. Computed on the host from the lengths.
+    """The size of a call, computed on the host from the lengths.
 
     Attributes:
         sequences: B.
-        tokens: the mean of query tokens and key tokens, (T + S) / 2.
-        pairs: visible (query, key) pairs of one head.
+        tokens: The mean of query tokens and key tokens, (T + S) / 2.
+        pairs: The number of visible (query, key) pairs of one head.
     """
 
     sequences: int
@@ -39,7 +41,7 @@ class CallSize(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> CallSize:
-        """The size of ``call``. Pairs that the layouts do not have at hand are counted once and cached with them."""
+        """The size of `call`. Pairs that take time to count are cached with the layouts."""
         layout, key_layout, _, spec, _ = call
         tokens = (layout.total + key_layout.total) / 2
         if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
@@ -55,12 +57,12 @@ class CallSize(NamedTuple):
 
 
 def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
-    """Measured backend → its expected time in µs, of the forward, or of both directions if gradients are needed."""
+    """Each measured backend → its expected time in µs: the forward, plus the backward if gradients are needed."""
     if spec.device.type == "cpu":
         return {}
     dtype = "float32" if spec.dtype == torch.float32 else "16-bit"
     direction = "both" if spec.needs_grad else "forward"
-    kinds = (mask_kind(spec), "causal")  # "causal" if this kind was not measured
+    kinds = (mask_kind(spec), "causal")  # the times of causal calls if this kind was not measured
     by_head_dim = next((found for kind in kinds if (found := costs().get((dtype, direction, kind)))), None)
     if not by_head_dim:
         return {}
@@ -75,7 +77,7 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
 
 
 def mask_kind(spec: AttentionSpec) -> str:
-    """The kind of mask. A kernel's time depends on it, and not only on the number of visible pairs."""
+    """The kind of mask, on which the time depends in addition to the number of visible pairs."""
     if spec.window.is_open:
         return "full"
     if spec.window.is_causal:
@@ -85,6 +87,7 @@ def mask_kind(spec: AttentionSpec) -> str:
 
 @functools.cache
 def costs() -> Costs:
+    """The content of `measured/sm90.json`."""
     file = resources.files(__package__) / "measured" / "sm90.json"
     table = json.loads(file.read_text())["costs"]
     return {

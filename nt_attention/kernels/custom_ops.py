@@ -1,7 +1,7 @@
-"""Backends as custom operators, all with one schema, and their fake implementations.
+"""Backends as custom operators, which all have the same schema, and their fake implementations.
 
-An operator takes offsets and numbers instead of a layout, because a graph can hold these. It finds the layout's facts
-again by the offsets tensor, without a sync. The operator ``auto`` selects a backend when the graph runs.
+A graph holds tensors and numbers, so an operator takes offsets instead of a layout. What was read from the offsets is
+cached, so the operator creates the layout again without a sync. The operator `auto` selects a backend when it runs.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
@@ -27,13 +27,13 @@ _CALL = f"{_TENSORS}, {SCHEMA}"
 _NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
 _ARGUMENTS = len(_NAMES)
 _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
-# Operators read lengths on the host, so a compiler must not capture them in CUDA graphs. For a manual capture, run the
-# call once on the same layout before, and keep the layout.
+# The operators read lengths on the host, so a compiler must not capture them in a CUDA graph. Before a manual capture,
+# run the call once with the same layout, and keep the layout.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def register(backend: Backend) -> None:
-    """Define ``nt_attention::<name>_forward`` and ``_backward``, the kernel with its adapters."""
+    """Define `nt_attention::<name>_forward` and `_backward`, which run the kernel and its adapters."""
     assert backend.backward is not None
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,11 +51,14 @@ def register(backend: Backend) -> None:
 
 
 def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int, Call], Backend]) -> None:
-    """Define ``nt_attention::auto_forward``, which selects a backend when it runs, and ``auto_backward``.
+    """Define `nt_attention::auto_forward`, which selects a backend when it runs, and `auto_backward`.
 
-    ``select`` gives the index of a backend, and ``backend_at`` the backend at an index, or raises if it can't run the
-    call. The result ``selected`` (3,) int64, on the CPU, has this index and the digests of both layouts. The backward
-    compares the digests, to find offsets that were changed in place.
+    The forward's result `selected` (3,) int64, on the CPU, holds the index of the backend and a digest of each layout.
+    The backward compares the digests, to detect offsets that were modified in place.
+
+    Args:
+        select: Returns the index of the backend for a call and a requested name.
+        backend_at: Returns the backend at an index, or raises a ValueError if it cannot run the call.
     """
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -97,13 +100,13 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any],
 
 
 def _differentiate(name: str) -> None:
-    """Register the gradient of ``<name>_forward``, for graphs that contain the operator, as of export and make_fx.
+    """Register the gradient of `<name>_forward` for graphs that contain the operator, such as exported ones.
 
-    The gradients of eager calls are those of the autograd function in ``kernels/autograd.py``.
+    Eager calls use the autograd function in `kernels/autograd.py` instead.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        # auto_forward has one more argument, the backend's name, which auto_backward does not take
+        # auto_forward has one more argument than auto_backward, the name of the backend
         ctx.given, inputs = len(inputs), inputs[:_ARGUMENTS]
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in inputs], *output)
@@ -140,10 +143,10 @@ def call_of(
     slopes: Tensor | None,
     *values: Any,
 ) -> Call:
-    """The inverse of ``arguments_of``, with checks.
+    """The inverse of `arguments_of`. It checks the tensors, because kernels could read past their end.
 
     Raises:
-        ValueError: tensors that do not fit each other: kernels would read past their end.
+        ValueError: The tensors do not fit each other.
     """
     layout = SequenceLayout.from_offsets(cu_seqlens)
     key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
@@ -158,7 +161,7 @@ def call_of(
     spec = _spec(
         query.device,
         query.dtype,
-        tuple(torch.Size((0, *x.shape[1:])) for x in (query, key, value)),  # one cache entry for all numbers of tokens
+        tuple(torch.Size((0, *x.shape[1:])) for x in (query, key, value)),  # one cache entry for any number of tokens
         tuple([tuple(x) if isinstance(x, list) else x for x in values]),
         alibi=slopes is not None,
         equal_lengths=layout is key_layout or layout.same_lengths(key_layout),
@@ -184,7 +187,7 @@ def _backward_inputs(
     _: Tensor,
     value: Tensor,
 ) -> BackwardInputs:
-    """The backward's inputs after a check of their shapes: kernels would read past the end of smaller tensors."""
+    """The backward's inputs. Shapes are checked, because kernels could read past the end of a tensor."""
     if not query.dim() == value.dim() == 3:
         raise ValueError(f"query and value must have three dimensions, got {query.dim()} and {value.dim()}.")
     of_out, of_lse = (*query.shape[:2], value.shape[2]), tuple(query.shape[:2])
@@ -209,10 +212,10 @@ def _fake_forward(rng_on_host: bool, *arguments: Any) -> tuple[Tensor, Tensor, T
     state_device = "cpu" if rng_on_host and dropout_p else query.device
     state = torch.empty(2 if dropout_p else 0, dtype=torch.int64, device=state_device)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T  # (T, H) with the strides of flash kernels
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T  # strides of adapters.forward
     return out, lse, state
 
 
 def _fake_backward(*arguments: Any) -> Gradients:
-    query, key, value = adapters.readable(*arguments[5:8])
+    query, key, value = adapters.contiguous_in_head_dim(*arguments[5:8])
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -1,4 +1,4 @@
-"""The device: whether there is one, and which is the current one, that kernels run on which torch does not launch."""
+"""Whether a GPU is available, and how to make it the current device for kernels that PyTorch does not launch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def no_cuda() -> str | None:
-    """Why there is no CUDA device here, or None."""
+    """Why no CUDA device is available, or None if one is."""
     if not torch.backends.cuda.is_built():
-        return "this build of torch has no CUDA: install one that has."
-    return None if torch.cuda.is_available() else "torch sees no CUDA device."
+        return "this build of torch does not include CUDA: install a CUDA build."
+    return None if torch.cuda.is_available() else "no CUDA device is available."
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make ``device`` the current one within the block."""
+    """Within the block, `device` is the current one."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

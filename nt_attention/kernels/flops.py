@@ -1,4 +1,7 @@
-"""What the operators count for ``torch.utils.flop_counter.FlopCounterMode``: the pairs that the mask leaves visible."""
+"""FLOP formulas of the custom operators for `torch.utils.flop_counter.FlopCounterMode`. They count visible pairs only.
+
+Dimensions: T query tokens, S key tokens, H query heads, D and Dv head dims.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .custom_ops import call_of
 
 @functools.cache
 def register(name: str) -> None:
-    """Tell torch's counter of a backend, at its first call. Not at import: the counter pulls in Triton."""
+    """Register the formulas of a backend, at its first call: importing the counter also imports Triton."""
     from torch.utils import flop_counter
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -24,26 +27,26 @@ def register(name: str) -> None:
     }
     for operator, formula in formulas.items():
         flop_counter.register_flop_formula(operator, get_raw=True)(formula)
-    for mode in _get_current_dispatch_mode_stack():  # one that counts already has copied what was known until now
+    for mode in _get_current_dispatch_mode_stack():  # active counters have a copy of the registry
         if isinstance(counter := getattr(mode, "counter", None), flop_counter.FlopCounterMode):
             counter.flop_registry.update({operator: flop_counter.flop_registry[operator] for operator in formulas})
 
 
 def forward(*arguments: Any, out_val: Any) -> int:
-    """Two matrix products: scores and output. Takes the operator's arguments, and what it gave."""
+    """FLOPs of two matrix products: scores and output. Takes the arguments and the result of the operator."""
     query, _, value = arguments[:3]
     return 2 * _pairs(*arguments) * (query.shape[2] + value.shape[2])
 
 
 def backward(*arguments: Any, out_val: Any) -> int:
-    """Five: scores again, the gradients of the weights, and of query, key and value."""
-    arguments = arguments[5:]  # after those that the forward does not have
+    """FLOPs of five matrix products: the scores again, and the gradients of weights, query, key and value."""
+    arguments = arguments[5:]  # the first five are those that the forward does not have
     query, _, value = arguments[:3]
     return 2 * _pairs(*arguments) * (3 * query.shape[2] + 2 * value.shape[2])
 
 
 def _pairs(*arguments: Any) -> int:
-    """(query, head, key) triples that are computed; for fake offsets, as if all lengths were equal and all visible."""
+    """The number of (query, head, key) triples. Fake offsets count as equal lengths with all keys visible."""
     query, key, _, cu_seqlens, key_cu_seqlens = arguments[:5]
     if is_traced(cu_seqlens) or is_traced(key_cu_seqlens):
         return query.shape[0] * key.shape[0] // max(1, cu_seqlens.shape[0] - 1) * query.shape[1]

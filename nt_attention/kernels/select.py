@@ -1,6 +1,6 @@
-"""Which backend runs a call, by name or by the shortest expected time, and why the others can't.
+"""Select the backend of a call, by its name or by the shortest expected time, and explain the choice.
 
-Only this file lists the backends. To add one, write its file and put it into ``BACKENDS``.
+Only this file lists the backends. To add one, write its file and add it to `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,47 @@ _requested: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
 
 
 class SlowBackendWarning(UserWarning):
-    """With ``backend="auto"``, only the reference can run a call."""
+    """A call with `backend="auto"` runs on the slow reference backend, because no faster one can run it.
+
+    Example:
+        >>> import warnings
+        >>> import torch, nt_attention as nta
+        >>> from nt_attention.kernels.select import SlowBackendWarning
+        >>> layout = nta.SequenceLayout.from_lengths([2, 3])
+        >>> x = torch.randn(layout.total, 4, 16)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", SlowBackendWarning)
+        ...     out = nta.varlen_attention(x, x, x, layout, dropout_p=0.1)
+        >>> print(caught[0].message)
+        attention runs on the slow reference backend because cpu cannot run this call: dropout is not supported: ...
+    """
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend would run a call, and why the others can't. ``print`` shows it as a table.
+    """Which backend would run a call, and why the others cannot. `print` shows it as a table.
 
     Attributes:
-        chosen: the backend's name, or None if the requested one can't run.
-        reasons: for every backend, why it can't run; empty if it can.
+        chosen: The name of the backend, or None if no requested backend can run the call.
+        reasons: Backend → why it cannot run the call; empty if it can.
         asked: "auto" or the requested name.
-        basis: whether support was verified or is only documented, in words; empty on a CPU.
-        expected_us: the expected time on the device, in µs, of each backend that can run and was measured.
+        basis: A text that says whether support was verified on this GPU or is only documented; empty on a CPU.
+        expected_us: The expected device time, in µs, of each backend that can run the call and was measured.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> layout = nta.SequenceLayout.from_lengths([2, 3])
+        >>> x = torch.randn(layout.total, 4, 16)
+        >>> explanation = nta.explain(x, x, x, layout, dropout_p=0.1)
+        >>> explanation.chosen
+        'reference'
+        >>> explanation.reasons["cpu"]
+        ('dropout is not supported: leave dropout_p at 0.',)
+        >>> print(explanation)
+        backend='auto': reference runs this call.
+        ...
+          cpu              cannot run  dropout is not supported: leave dropout_p at 0.
+          reference        chosen      plain PyTorch, one sequence at a time (any device, most options; slow)
     """
 
     chosen: str | None
@@ -54,24 +82,24 @@ class Explanation:
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
         basis = f" Support: {self.basis}." if self.basis else ""
-        runs = f"{self.chosen} runs." if self.chosen else "it can't run this call."
+        runs = f"{self.chosen} runs this call." if self.chosen else "it cannot run this call."
         lines = [f"backend={self.asked!r}: {runs}{basis}"]
         for name, reasons in self.reasons.items():
-            state = "chosen" if name == self.chosen else "can run" if not reasons else "can't run"
+            state = "chosen" if name == self.chosen else "can run" if not reasons else "cannot run"
             details = " ".join(reasons) or BACKENDS[name].about
             if not reasons and name in (self.expected_us or {}):
-                details += f"; about {self.expected_us[name]:.0f} µs"  # type: ignore[index]
-            lines.append(f"  {name:<{width}}  {state:<9}  {details}")
+                details += f"; expected time {self.expected_us[name]:.0f} µs"  # type: ignore[index]
+            lines.append(f"  {name:<{width}}  {state:<10}  {details}")
         return "\n".join(lines)
 
 
 def explain_call(call: Call, backend: str) -> Explanation:
-    """``explain_spec``, with the call's size from its layouts."""
+    """`explain_spec` for a call with layouts, from which its size follows."""
     return explain_spec(call.spec, CallSize.of(call), backend)
 
 
 def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Explanation:
-    """Which backend ``choose`` would return, and why."""
+    """Which backend `choose` would return, and why not the others."""
     name = _resolve(backend)
     reasons = {other: tuple(_reasons(candidate, spec)) for other, candidate in BACKENDS.items()}
     candidates = fastest_first(spec, size) if name == "auto" else (name,)
@@ -81,10 +109,10 @@ def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> 
 
 
 def fastest_first(spec: AttentionSpec, size: CallSize) -> tuple[str, ...]:
-    """The backends that ``"auto"`` tries, in this order. The first that can run is chosen.
+    """The backends that `"auto"` tries, in this order. The first that can run is chosen.
 
-    On a GPU they are ordered by expected time (``cost_model.py``). Those that were not measured for this kind of call
-    follow. On a CPU see docs/design.md; Triton is not tried, since it only runs there in its interpreter, for tests.
+    On a GPU they are sorted by expected time (`cost_model.py`), followed by those that were not measured for this kind
+    of call. On a CPU Triton is not tried, because there it only runs in its interpreter, for tests.
     """
     if spec.device.type == "cpu":
         return ("cpu", "reference")
@@ -94,7 +122,7 @@ def fastest_first(spec: AttentionSpec, size: CallSize) -> tuple[str, ...]:
 
 
 def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | None]:
-    """The backend of ``choose``, and the head dims (D, Dv) that it is called with."""
+    """The backend of `choose`, and the head dims (D, Dv) with which it is called."""
     chosen = choose(call.spec, CallSize.of(call), backend)
     return chosen, support.head_dims(chosen, call.spec)
 
@@ -102,11 +130,12 @@ def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | Non
 def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backend:
     """The backend that runs this call.
 
-    For ``"auto"`` it is the one of ``use_backend``, else of the environment variable NT_ATTENTION_BACKEND, else the
-    first of ``fastest_first`` that can run. A named backend never falls back to another one.
+    For `"auto"` it is the backend of `use_backend`, else that of the environment variable NT_ATTENTION_BACKEND, else
+    the first of `fastest_first` that can run. A named backend never falls back to another one.
 
     Raises:
-        ValueError: no backend of that name, or it can't run this call. The message has every backend's reasons.
+        ValueError: There is no backend of that name, or it cannot run this call. The message has the reasons of every
+            backend.
     """
     name = _resolve(backend)
     for candidate in fastest_first(spec, size) if name == "auto" else (name,):
@@ -116,73 +145,95 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backen
 
 
 def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
-    """Warn that the reference runs, unless it was requested by name."""
+    """Warn that the reference backend runs, unless it was requested by name."""
     if _resolve(backend) == "auto":
         order = fastest_first(call.spec, CallSize.of(call))
         installed = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
         fast = installed[0] if not installed[0].is_reference else BACKENDS[order[0]]
         why = " ".join(_reasons(fast, call.spec))
         warnings.warn(
-            f"attention runs on the reference backend, which is slow: {fast.name} {why} "
-            "(nta.explain shows every backend; backend='reference' asks for this one and does not warn.)",
+            f"attention runs on the slow reference backend because {fast.name} cannot run this call: {why} "
+            "nta.explain shows the reasons of every backend; backend='reference' runs without this warning.",
             SlowBackendWarning,
             stacklevel=stacklevel,
         )
 
 
 def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
-    """Whether some custom operator can take this call, so that a graph can choose the backend when it runs."""
+    """Whether some custom operator supports this call, so that a graph can select the backend when it runs."""
     check_backend_name(backend)
     candidates = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(
-        # cheap checks first, because a compiler traces them
+        # cheap checks first, because a compiler traces this code
         one.backward is not None and one.device_type in (None, spec.device.type) and not one.unsupported(spec)
         for one in candidates
     )
 
 
 def _choose_in_graph(call: Call, backend: str) -> int:
-    """The index of the chosen backend in ``BACKENDS``, by which the backward finds it."""
+    """The index of the chosen backend in `BACKENDS`, which the forward passes on to the backward."""
     chosen = choose(call.spec, CallSize.of(call), backend)
     if chosen.backward is None:
         raise ValueError(
-            f"{chosen.name} is no operator, so a graph can't choose it when it runs: pass backend={chosen.name!r} to "
-            f"this call, or make it outside of the graph.\n{explain_call(call, backend)}"
+            f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
+            f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, backend)}"
         )
     return list(BACKENDS.values()).index(chosen)
 
 
 def _backend_at(index: int, call: Call) -> Backend:
-    """The backend at that index of ``BACKENDS``.
+    """The backend at that index of `BACKENDS`.
 
     Raises:
-        ValueError: it can't run this call, for example if a graph that was recorded without gradients chose a backend
-            that only supports the forward.
+        ValueError: It cannot run this call, for example because a graph that was recorded without gradients selected a
+            backend that only supports the forward.
     """
     backend = list(BACKENDS.values())[index]
     if not _can_run(backend, call.spec):
-        raise ValueError(f"{backend.name} {' '.join(_reasons(backend, call.spec))} Record the graph with gradients.")
+        why = " ".join(_reasons(backend, call.spec))
+        raise ValueError(f"{backend.name} cannot run this call: {why} Record the graph with gradients.")
     return backend
 
 
 def selection_key(backend: str) -> tuple[object, ...]:
-    """What ``choose`` depends on besides the call, as a part of a cache key."""
+    """Everything besides the call on which `choose` depends, as a part of a cache key."""
     return _resolve(backend), support.uses_results(), current_flash_attention_impl()
 
 
 def available_backends() -> dict[str, str | None]:
-    """Every backend's name → None if it can run on this machine, else why it can't."""
+    """The backends, and whether they can run on this machine.
+
+    Returns:
+        The name of every backend → None if it can run on this machine, else why it cannot.
+
+    Example:
+        >>> import nt_attention as nta
+        >>> backends = nta.available_backends()
+        >>> [name for name, reason in backends.items() if reason is None]
+        [...'cpu', 'reference']
+    """
     return {name: backend.missing() for name, backend in BACKENDS.items()}
 
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within the block, run every call with ``backend="auto"`` on this backend, or raise if it can't.
+    """Within the block, calls with `backend="auto"` run on this backend, or raise an error if it cannot run them.
 
-    Applies to the current thread or asyncio task only. Blocks nest; ``"auto"`` restores the automatic choice.
+    This applies to the current thread or asyncio task only. Blocks can be nested.
+
+    Args:
+        backend: A name from `available_backends()`, or "auto" for the automatic choice.
 
     Raises:
-        ValueError: no backend of that name.
+        ValueError: There is no backend of that name.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> layout = nta.SequenceLayout.from_lengths([2, 3])
+        >>> x = torch.randn(layout.total, 4, 16)
+        >>> with nta.use_backend("reference"):
+        ...     nta.explain(x, x, x, layout).chosen
+        'reference'
     """
     check_backend_name(backend)
     token = _requested.set(backend)
@@ -193,27 +244,32 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def _resolve(backend: str) -> str:
-    """A backend's name, or "auto" if neither the caller, ``use_backend`` nor the environment variable names one."""
+    """A backend's name, or "auto" if neither the caller, `use_backend` nor the environment variable names one."""
     if backend == "auto":
         backend = _requested.get()
     if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):
-        check_backend_name(name, f"{ENVIRONMENT_VARIABLE} asks for it, and ")
+        check_backend_name(name, f"environment variable {ENVIRONMENT_VARIABLE}: ")
         return name
     check_backend_name(backend)
     return backend
 
 
 def check_backend_name(backend: str, source: str = "") -> None:
+    """Check that there is a backend of this name; `source` is put before the error message.
+
+    Raises:
+        ValueError: There is none.
+    """
     if backend != "auto" and backend not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
 
 
-_cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # keeps the backend alive, so its id is not used again
+_cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backend, so its id stays unique
 
 
 def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
-    """Whether ``_reasons`` is empty. Cached by the spec, for all batches."""
+    """Whether `_reasons` is empty; cached for all batches with the same spec."""
     if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
     key = (id(backend), spec, support.uses_results(), current_flash_attention_impl())

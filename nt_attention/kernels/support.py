@@ -1,8 +1,8 @@
-"""Verified support: a backend supports what was verified on a GPU, or, if nothing was, what its documentation says.
+"""Verified support: what each backend computes correctly on a GPU.
 
-``python -m nt_attention check --save`` (``cli/check.py``) writes one file for each compute capability, such as
-``verified/sm90.json``. On these GPUs only verified calls are supported. On other devices a backend supports what its
-own file declares, and ``explain`` says so.
+`python -m nt_attention check --save` (`cli/check.py`) verifies the backends and writes one file for each compute
+capability, such as `verified/sm90.json`. On these GPUs only verified calls are supported. On other devices a backend
+supports what its own file declares. `explain` prints which of the two applies.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class VerifiedSupport:
     """What was verified on a GPU.
 
     Attributes:
-        gpu: the GPU's name.
-        versions: package → the version that was verified.
-        results: backend → dtype → "head dims" or "features" → which one ("64", "192/128"; "causal") → "both",
+        gpu: The name of the GPU.
+        versions: Package → the version that was verified.
+        results: Backend → dtype → "head dims" or "features" → which one ("64", "192/128"; "causal") → "both",
             "forward" (gradients are wrong or raise an error), or "no".
     """
 
@@ -40,6 +40,7 @@ class VerifiedSupport:
     results: dict[str, dict[str, dict[str, dict[str, str]]]]
 
     def has(self, backend: Backend, spec: AttentionSpec, kind: str, which: str) -> bool:
+        """Whether a head dim or feature is verified, with gradients if the call needs them."""
         found = self._of(backend, spec).get(kind, {}).get(which)
         return found in (("both",) if spec.needs_grad else ("both", "forward"))
 
@@ -47,48 +48,52 @@ class VerifiedSupport:
         return self.results.get(backend.name, {}).get(_name(spec.dtype), {})
 
     def head_dims(self, backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
-        """The verified head dims (D, Dv) that a call is padded to; None if there are none."""
+        """The verified head dims (D, Dv) to which a call is padded; None if there are none."""
         listed = self._of(backend, spec).get("head dims", {})
-        right = [_dims(which) for which in listed if self.has(backend, spec, "head dims", which)]
-        wanted = backend.head_dims.padded(spec.head_dim, spec.value_dim)
-        if backend.head_dims.only is None and wanted is not None and self._is_right(backend, wanted, listed, right):
-            return wanted
-        enough = [(d, v) for d, v in right if d >= spec.head_dim and v >= spec.value_dim]
+        verified = [_dims(which) for which in listed if self.has(backend, spec, "head dims", which)]
+        padded = backend.head_dims.padded(spec.head_dim, spec.value_dim)
+        any_dims = backend.head_dims.only is None
+        if any_dims and padded is not None and self._is_verified(backend, padded, listed, verified):
+            return padded
+        enough = [(d, v) for d, v in verified if d >= spec.head_dim and v >= spec.value_dim]
         return min(enough, key=sum, default=None)
 
     @staticmethod
-    def _is_right(backend: Backend, dims: tuple[int, int], listed: Iterable[str], right: list[tuple[int, int]]) -> bool:
-        """Whether ``dims`` are verified. If they were not run: whether the next larger ones are, whose kernel runs."""
+    def _is_verified(
+        backend: Backend, dims: tuple[int, int], listed: Iterable[str], verified: list[tuple[int, int]]
+    ) -> bool:
+        """Whether `dims` are verified, or if they were not run, the next larger ones, which run in that kernel."""
         run = [_dims(which) for which in listed]
         if dims in run:
-            return dims in right
+            return dims in verified
         kernels = backend.head_dims.compiled or [d for d, v in run if d == v]
         wider = min((d for d in kernels if d >= max(dims)), default=0)
-        return (wider, wider) in right
+        return (wider, wider) in verified
 
     def reasons(self, backend: Backend, spec: AttentionSpec) -> list[str]:
-        """Why a call that the documentation supports is not verified; empty if it is."""
-        source = f"on {self.gpu}, by `python -m nt_attention check`"
+        """Why a call is not verified, if the documentation supports it; empty if it is verified."""
+        source = f"on {self.gpu} by `python -m nt_attention check`"
         if backend.name not in self.results:
-            return [f"was not run {source}: name another, or run that command with --save where this one is installed."]
+            advice = "pass another backend, or run that command with --save where this one is installed."
+            return [f"this backend was not run {source}: {advice}"]
         if not self._of(backend, spec):
-            return [f"is not right in {spec.dtype} {source}: cast the inputs, or name another."]
-        way = " with gradients" if spec.needs_grad else ""
+            return [f"{spec.dtype} is not verified {source}: cast the inputs, or pass another backend."]
+        gradients = " with gradients" if spec.needs_grad else ""
         reasons = []
         if self.head_dims(backend, spec) is None:
             dims = str(spec.head_dim)
             if spec.head_dim != spec.value_dim:
                 dims += f" with values of {spec.value_dim}"
-            reasons.append(f"has no head dim that is right for {dims}{way} {source}: name another.")
+            reasons.append(f"no head dim for {dims} is verified{gradients} {source}: pass another backend.")
         for feature in sorted(spec.features & backend.features):
             if not self.has(backend, spec, "features", feature):
-                reasons.append(f"is not right{way} under {feature!r} {source}: leave it out, or name another.")
+                reasons.append(f"{feature!r} is not verified{gradients} {source}: omit it, or pass another backend.")
         return reasons
 
 
 @functools.cache
 def verified_on(capability: tuple[int, int]) -> VerifiedSupport | None:
-    """What was verified on GPUs of this compute capability, if anything."""
+    """What was verified on GPUs of this compute capability; None if nothing."""
     file = resources.files(__package__) / "verified" / f"sm{capability[0]}{capability[1]}.json"
     if not file.is_file():
         return None
@@ -97,13 +102,14 @@ def verified_on(capability: tuple[int, int]) -> VerifiedSupport | None:
 
 
 def verified_for(device: torch.device) -> VerifiedSupport | None:
+    """What was verified on this device; None if nothing was, or on a CPU, on ROCm or in `by_documentation`."""
     if device.type != "cuda" or not _uses_results.get() or torch.version.hip:
         return None
     return verified_on(torch.cuda.get_device_capability(device))
 
 
 def reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
-    """Why a backend can't run a call, each a sentence that says what to change; empty if it can run."""
+    """Why a backend cannot run a call, each a sentence that says what to change; empty if it can."""
     documented = backend.unsupported(spec)
     verified = verified_for(spec.device)
     if documented or verified is None or backend.is_reference:
@@ -112,7 +118,7 @@ def reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 
 
 def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
-    """The head dims (D, Dv) that a backend is called with after padding; None if all that it takes are too small."""
+    """The head dims (D, Dv) after padding with which a backend is called; None if the call's are too large."""
     verified = verified_for(spec.device)
     if verified is not None and not backend.is_reference:
         return verified.head_dims(backend, spec)
@@ -120,7 +126,7 @@ def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
 
 
 def basis(device: torch.device) -> str:
-    """Whether support was verified on this GPU or is only documented, in words; empty on a CPU."""
+    """A text that says whether support was verified on this GPU or is only documented; empty on a CPU."""
     if device.type != "cuda":
         return ""
     verified = verified_for(device)
@@ -129,7 +135,7 @@ def basis(device: torch.device) -> str:
 
 @contextmanager
 def by_documentation() -> Iterator[None]:
-    """Within the block, backends support what is documented, verified or not. ``check`` needs this to verify it."""
+    """Within the block, backends support what is documented, verified or not. `check` uses this."""
     token = _uses_results.set(False)
     try:
         yield

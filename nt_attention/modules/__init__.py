@@ -1,1 +1,1 @@
-"""Modules that hold parameters."""
+"""Modules with parameters: `VarlenMultiheadAttention` and its parts."""

@@ -1,4 +1,7 @@
-"""ALiBi's slopes."""
+"""The slopes of ALiBi (Press et al. 2022).
+
+Dimensions: H query heads.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from .._offsets import creating_cached_tensors
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """(H,) float32: the geometric sequence that starts at and has the ratio 2^(−8/n), for n the power of 2 up to H.
+    """The slopes (H,), in float32, as in the code of Press et al. 2022.
 
-    Where H is no power of 2, every second slope of the sequence for 2n fills up, as in Press et al. 2022's code.
+    n is the largest power of 2 that is not above H. The first n slopes are 2^(−8i/n) for i = 1 … n. The others are
+    every second slope for 2n heads: 2^(−4i/n) for i = 1, 3, 5, ….
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return _slopes(num_heads, device)  # what a graph or a mode makes of it is not to be cached
+        return _slopes(num_heads, device)  # a traced or fake tensor must not be cached
     return _cached_slopes(num_heads, device)
 
 

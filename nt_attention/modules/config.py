@@ -1,4 +1,4 @@
-"""The options of a ``VarlenMultiheadAttention``, as arguments of the attention functions.
+"""The options of a `VarlenMultiheadAttention`, as arguments of the attention functions.
 
 Dimensions: G key heads, D head dim.
 """
@@ -16,8 +16,8 @@ class AttentionConfig(NamedTuple):
     """The options of one call.
 
     Attributes:
-        options: keyword arguments of ``varlen_attention``, but ``dropout_p`` may be 1.
-        bias_k, bias_v: (1, 1, G·D) a key that is added to every sequence, and its value.
+        options: keyword arguments of `varlen_attention`, except that `dropout_p` may be 1.
+        bias_k, bias_v: (1, 1, G·D), a key that is added to every sequence, and its value.
         add_zero_attn: whether a key of zeros, with a value of zeros, is added to every sequence.
     """
 

@@ -1,4 +1,4 @@
-"""The inputs of a ``VarlenMultiheadAttention`` in all their forms, converted to ``Inputs``, and outputs converted back.
+"""Converts the inputs of a `VarlenMultiheadAttention`, in any form, to `Inputs`, and converts outputs back.
 
 Dimensions: B sequences, j their ragged length, L and S padded lengths of queries and keys, T tokens, E embed dim, H
 query heads.
@@ -23,13 +23,16 @@ _Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class InputError(ValueError, AssertionError, RuntimeError):
-    """Dense inputs that do not fit each other. nn.MultiheadAttention raises one or another of these types."""
+    """Padded inputs do not match. nn.MultiheadAttention raises one of the three base types in these cases."""
 
 
 class Masks(NamedTuple):
-    """The masks of a call, as the caller passed them. In ``Inputs``, ``key_padding_mask`` is always (B, S).
+    """The masks of a call.
 
-    If ``counts_added_keys``, causality also masks added keys, by their positions after the sequence's own keys.
+    Attributes:
+        is_causal, attn_mask, mask_mod, score_mod: as the caller passed them.
+        key_padding_mask: as the caller passed it. In `Inputs` it is always (B, S).
+        counts_added_keys: whether causality also masks added keys, at positions after the keys of the sequence.
     """
 
     is_causal: bool = False
@@ -40,24 +43,25 @@ class Masks(NamedTuple):
     counts_added_keys: bool = False
 
     def without_hint(self, need_weights: bool) -> Masks:
-        """With only one of ``is_causal`` and ``attn_mask``: next to ``attn_mask``, ``is_causal`` is a hint."""
+        """Drop `is_causal` or `attn_mask` if both are given: `is_causal` is then a hint that the mask is causal."""
         if not self.is_causal or self.attn_mask is None:
             return self
         if need_weights or self.key_padding_mask is not None:
             return self._replace(is_causal=False)
-        return self._replace(attn_mask=None, counts_added_keys=True)  # nn.MultiheadAttention also uses the hint here
+        return self._replace(attn_mask=None, counts_added_keys=True)  # nn.MultiheadAttention also ignores the mask here
 
 
 class Inputs(NamedTuple):
-    """The inputs of one call, checked.
+    """The inputs of one call, after checks.
 
     Attributes:
-        query, key, value: packed (T, E) each, with layouts; or padded (B, L, E) each, without. If the caller passed the
-            same object twice, these are the same object too.
+        query, key, value: packed (T, E) with `layouts`, or padded (B, L, E) without. If the caller passed one object
+            twice, these are one object too.
+        masks: the masks of the call.
         need_weights: whether to return attention weights.
-        layouts: of packed queries, and of packed keys and values; None for padded inputs.
-        restore: converts outputs (T, E) or (B, L, E) to the caller's form; None if there is nothing to convert.
-        is_batched: False for a dense query (L, E), whose weights have no batch dimension either.
+        layouts: the sequences of packed queries, and those of packed keys and values. None for padded inputs.
+        restore: converts outputs (T, E) or (B, L, E) to the caller's form. None if no conversion is needed.
+        is_batched: False for an unbatched padded query (L, E). Its weights have no batch dimension.
     """
 
     query: Tensor
@@ -71,7 +75,7 @@ class Inputs(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether padded query, key and value are the same tensor, or equal views of it, as module hooks may pass."""
+        """Whether padded query, key and value are one tensor, or equal views of it. Module hooks may create views."""
         query, *others = self[:3]
         return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
 
@@ -79,7 +83,7 @@ class Inputs(NamedTuple):
     def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Tensor, Tensor]:
         """The positions of queries and keys: layouts if packed, else tensors (B or 1, L) and (B or 1, S).
 
-        In padded self-attention, positions count tokens and not padding, as in packed inputs.
+        In padded self-attention, positions only count tokens, as in packed inputs.
         """
         if self.layouts is not None:
             return self.layouts
@@ -92,12 +96,12 @@ class Inputs(NamedTuple):
         return rows, key_rows
 
     def pack(self) -> Inputs:
-        """Pack padded inputs, whose only masks are ``is_causal`` and a boolean ``key_padding_mask``."""
+        """Pack padded inputs, whose only masks are `is_causal` and a boolean `key_padding_mask`."""
         if self.layouts is not None:
             return self
         (query, key, value), padding = self[:3], self.masks.key_padding_mask
-        key_layout = _full(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
-        layout = key_layout if self.is_self_attention else _full(query)
+        key_layout = _layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
+        layout = key_layout if self.is_self_attention else _layout_without_padding(query)
         q = layout.pack(query)
         k = q if key is query and key_layout is layout else key_layout.pack(key)
         v = q if value is query and key_layout is layout else k if value is key else key_layout.pack(value)
@@ -107,8 +111,8 @@ class Inputs(NamedTuple):
             q, k, v, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
         )
 
-    def give_back(self, out: Tensor, weights: Tensor | None, average: bool) -> tuple[Any, Tensor | None]:
-        """``out`` (T, E) or (B, L, E) in the caller's form, and weights (B, H, L, S), or their mean over heads."""
+    def convert_back(self, out: Tensor, weights: Tensor | None, average: bool) -> tuple[Any, Tensor | None]:
+        """Convert `out` (T, E) or (B, L, E) to the caller's form, and average weights (B, H, L, S) if `average`."""
         if weights is not None:
             weights = weights.mean(1) if average else weights
             weights = weights if self.is_batched else weights.squeeze(0)
@@ -129,12 +133,12 @@ def read_inputs(
     num_heads: int,
     batch_first: bool,
 ) -> Inputs:
-    """Check inputs of any form and convert them. ``need_weights`` None is True for dense inputs, False for ragged ones.
+    """Check inputs of any form and convert them. For the arguments see `VarlenMultiheadAttention.forward`.
 
-    ``embed_dims`` are those of query, key and value; ``batch_first`` is the order of a padded batch's dimensions.
+    `embed_dims` are the embedding dims of query, key and value.
 
     Raises:
-        ValueError: inputs that do not fit each other; an ``InputError`` if they are dense.
+        ValueError: the inputs do not match; an `InputError` if they are padded.
         TypeError: query, key and value are neither tensors nor lists.
     """
     in_lists = isinstance(query, (list, tuple))
@@ -142,16 +146,16 @@ def read_inputs(
         refuse_jit_trace()
     elif not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if not isinstance(x[1], Tensor))
-        raise TypeError(f"query, key and value must be tensors, or lists of them; {name} is {type(other).__name__}.")
+        raise TypeError(f"query, key and value must be tensors or lists of tensors; {name} is {type(other).__name__}.")
     are_nested = [] if in_lists else nested.are_nested(query, key, value)
     if not in_lists and layout is None and not any(are_nested):
         tensors = query, key, value
         return _from_dense(tensors, masks, need_weights is not False, embed_dims, num_heads, batch_first)
     if masks.key_padding_mask is not None:
-        raise ValueError("a ragged batch has no padding: leave out key_padding_mask, whose tokens are not there.")
+        raise ValueError("ragged inputs have no padding: leave out key_padding_mask.")
     if layout is not None and (in_lists or any(are_nested)):
         forms = "lists of tensors" if in_lists else "NestedTensors"
-        raise ValueError(f"{forms} bring their own layout: leave out layout= and key_layout=.")
+        raise ValueError(f"{forms} have their own layout: leave out layout= and key_layout=.")
     restore = None
     if in_lists:
         (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
@@ -162,7 +166,7 @@ def read_inputs(
         layout = SequenceLayout.require(layout, "layout")
         key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
     _check_widths((query, key, value), embed_dims, ValueError)
-    if restore is None:  # packed tensors; the other forms were checked above
+    if restore is None:  # packed tensors; other forms have been checked
         if not query.dim() == key.dim() == value.dim() == 2:
             name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
             raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
@@ -181,13 +185,13 @@ def _from_dense(
     num_heads: int,
     batch_first: bool,
 ) -> Inputs:
-    """nn.MultiheadAttention's inputs, (L, E) or three-dimensional, as (B, L, E). Has the checks of that module."""
+    """Check padded inputs as nn.MultiheadAttention does, and convert them to (B, L, E)."""
     if masks.mask_mod or masks.score_mod:
-        raise ValueError("mask_mod and score_mod are for ragged inputs: pass attn_mask to padded ones.")
+        raise ValueError("mask_mod and score_mod are only for ragged inputs: pass attn_mask for padded inputs.")
     query, key, value = tensors
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
         raise InputError(
-            "query, key and value must be (L, E) each or three-dimensional each, got "
+            "query, key and value must all be (L, E) or all be three-dimensional, got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
         )
     _check_widths(tensors, embed_dims, InputError)
@@ -199,7 +203,7 @@ def _from_dense(
         tensors, restore = _each(lambda x: x.transpose(0, 1), *tensors), lambda out: out.transpose(0, 1).contiguous()
     _check_padded(tensors, masks, num_heads, is_batched)
     if masks.is_causal and masks.attn_mask is None and need_weights:
-        raise InputError("is_causal=True alone gives no weights: pass attn_mask with it, or need_weights=False.")
+        raise InputError("is_causal=True alone can't return weights: pass attn_mask as well, or need_weights=False.")
     if masks.key_padding_mask is not None and not is_batched:
         masks = masks._replace(key_padding_mask=masks.key_padding_mask.unsqueeze(0))
     return Inputs(*tensors, masks.without_hint(need_weights), need_weights, None, restore, is_batched)
@@ -209,8 +213,8 @@ def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: b
     (batch, queries), (key_batch, keys), values = (tuple(x.shape[:2]) for x in tensors)
     if key_batch != batch or values != (key_batch, keys):
         raise InputError(
-            "query, key and value must share their batch, and key and value their length, got "
-            f"{(batch, queries)}, {(key_batch, keys)} and {values} (batch, length)."
+            "query, key and value must have one batch size, and key and value one length, got (batch, length) "
+            f"{(batch, queries)}, {(key_batch, keys)} and {values}."
         )
     padding_shapes: list[tuple[int, ...]] = [(batch, keys) if is_batched else (keys,)]
     attn_shapes: list[tuple[int, ...]] = [(queries, keys), (batch * num_heads, queries, keys)]
@@ -220,7 +224,7 @@ def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: b
             continue
         if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise InputError(f"{name} must be a tensor of booleans or floating-point numbers, got {got}.")
+            raise InputError(f"{name} must be a boolean or floating-point tensor, got {got}.")
         if mask.shape not in shapes:
             raise InputError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
 
@@ -258,14 +262,15 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     for name, xs in zip(_NAMES, (query, key, value), strict=True):
         fits = isinstance(xs, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 2 for x in xs)
         if not fits or len(xs) != len(query) or not len(xs):
-            got = f"{len(xs)} of them" if isinstance(xs, (list, tuple)) else type(xs).__name__
+            got = f"a list of {len(xs)}" if isinstance(xs, (list, tuple)) else type(xs).__name__
             raise ValueError(
-                f"query, key and value must be lists of as many tensors (Li, E), one or more; {name} is {got}."
+                "query, key and value must be lists of the same number of tensors (Li, E), at least one, but "
+                f"{name} is {got}."
             )
         kinds = {(x.shape[1], x.dtype, x.device) for x in xs}
         if len(kinds) > 1:
             got = "; ".join(f"{width}, {dtype}, {device}" for width, dtype, device in kinds)
-            raise ValueError(f"the tensors of {name} must share their width, dtype and device, got {got}.")
+            raise ValueError(f"the tensors of {name} must have one width, dtype and device, got {got}.")
         if id(xs) not in packed:
             lengths = [len(x) for x in xs]
             packed[id(xs)] = torch.cat(list(xs)), SequenceLayout.from_lengths(lengths, device=xs[0].device)
@@ -273,7 +278,7 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     _check_values(key_layout, value_layout)
     key_layout = layout if layout.same_lengths(key_layout) else key_layout
     bounds = layout.host_offsets.tolist()
-    # not split, whose outputs can't be changed in place
+    # Not split(), because its outputs can't be changed in place.
     return (q, k, v), layout, key_layout, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
@@ -287,12 +292,12 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> _Tensors:
-    """Apply ``function`` to each input, once for the same object."""
+    """Apply `function` to each input, but only once to the same object."""
     q = function(query)
     k = q if key is query else function(key)
     return q, k, q if value is query else k if value is key else function(value)
 
 
-def _full(padded: Tensor) -> SequenceLayout:
-    """The layout of a batch (B, L, E) without padding."""
+def _layout_without_padding(padded: Tensor) -> SequenceLayout:
+    """The layout of a batch (B, L, E) in which every position is a token."""
     return SequenceLayout.from_lengths([padded.shape[1]] * padded.shape[0], device=padded.device)

@@ -1,4 +1,4 @@
-"""``VarlenMultiheadAttention``, a replacement for ``nn.MultiheadAttention`` that takes ragged batches.
+"""`VarlenMultiheadAttention`, a replacement for `nn.MultiheadAttention` that takes ragged batches.
 
 Dimensions: B sequences, j their ragged length, L and S padded lengths of queries and keys, T tokens, E embed dim, H
 query heads, G key heads, D head dim.
@@ -26,29 +26,46 @@ from .padded_attention import padded_attention
 from .rotary import Rotary
 
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
-# Passed on to ``varlen_attention`` by name. nn.MultiheadAttention has only their defaults.
+# Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
 _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
 
 
 class VarlenMultiheadAttention(nn.MultiheadAttention):
-    """Multi-head attention (Vaswani et al. 2017) over jagged NestedTensors, packed tokens or padded batches.
+    """Multi-head attention (Vaswani et al. 2017) for NestedTensors, packed tensors, lists and padded batches.
 
-    It replaces ``nn.MultiheadAttention``. The arguments up to ``dtype``, the parameters, their initialisation under a
-    seed, and the state_dict are the same. The keyword arguments after ``dtype`` are new.
+    It can replace `nn.MultiheadAttention`. The arguments up to `dtype`, the parameters, their initialization for a
+    given seed, and the state_dict are the same. The arguments after `dtype` are new.
 
     Args:
-        num_kv_heads: G, heads of keys and values, a divisor of ``num_heads`` (grouped heads, Ainslie et al. 2023).
-        head_dim: D; ``embed_dim // num_heads`` if None.
-        window_size: how many keys (before, after) its own position a query sees; −1 is no limit.
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as for
+            `nn.MultiheadAttention`.
+        num_kv_heads: G, the number of key and value heads (grouped-query attention, Ainslie et al. 2023). `num_heads`
+            must be a multiple of it, and is the default.
+        head_dim: D; None is `embed_dim // num_heads`.
+        window_size: (left, right), the number of keys that a query sees before and after its position. −1 is no limit.
         softcap: if not 0, scores become softcap · tanh(scores / softcap).
-        scale: the factor of query · key; D^−0.5 if None.
-        sinks: learn (H,), for each head one more score in the softmax that has no value.
+        scale: the factor of query · key; None is D^−0.5.
+        sinks: learn an additional score for each head, (H,), which is part of the softmax but has no value.
         alibi: add −slope · |distance| to the scores, with the slopes of Press et al. 2022.
-        qk_norm: normalise each head of queries and keys over D, before rotary: "rms" (RMSNorm, as in Qwen3), "layer"
-            (LayerNorm, as in ViT-22B), or a function from D to a module. The modules are ``q_norm`` and ``k_norm``.
-        rotary: a ``Rotary``, which rotates queries and keys by their positions in their sequences.
-        backend: "auto", or a name from ``available_backends()``.
+        qk_norm: normalize each head of queries and keys over D, before rotary: "rms" (RMSNorm, as in Qwen3), "layer"
+            (LayerNorm, as in ViT-22B), or a function that takes D and returns a module. The modules are `q_norm` and
+            `k_norm`.
+        rotary: a `Rotary`, to rotate queries and keys by their positions.
+        backend: "auto", or a name from `available_backends()`.
+
+    Raises:
+        ValueError: an option has an invalid value, or `add_bias_kv` or `add_zero_attn` is used with a window or ALiBi.
+        AssertionError: `embed_dim` is not divisible by `num_heads`, as in `nn.MultiheadAttention`.
+        TypeError: `rotary` is not a `Rotary`.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> attention = nta.VarlenMultiheadAttention(64, 8, num_kv_heads=2)
+        >>> x = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(5, 64)], layout=torch.jagged)
+        >>> out, _ = attention(x, x, x, is_causal=True)
+        >>> [tuple(y.shape) for y in (x + out).unbind()]
+        [(2, 64), (5, 64)]
     """
 
     sinks: nn.Parameter | None
@@ -78,7 +95,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         rotary: Rotary | None = None,
         backend: str = "auto",
     ) -> None:
-        nn.Module.__init__(self)  # not the parent's: shapes are more general here. Parameters are made in its order.
+        # Not the parent's __init__, because shapes are more general here. The order of the parameters is the same.
+        nn.Module.__init__(self)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(embed_dim, num_heads, num_kv_heads, head_dim)
         if rotary is not None and not isinstance(rotary, Rotary):
@@ -105,7 +123,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _create_parameters(self, bias: bool, add_bias_kv: bool, sinks: bool, factory: dict[str, Any]) -> None:
-        """Create the parameters. Only ``out_proj`` is initialised here."""
+        """Create the parameters. Only `out_proj` is initialized here."""
         same_dims = self.kdim == self.embed_dim and self.vdim == self.embed_dim
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
@@ -129,12 +147,12 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"dropout must be in [0, 1], got {self.dropout}.")
         if self._adds_keys and (self.alibi or tuple(self.window_size) != (-1, -1)):
             raise ValueError(
-                "add_bias_kv and add_zero_attn add keys that stand at no position, which window_size and alibi need: "
-                "leave out one of the two."
+                "add_bias_kv and add_zero_attn add keys without a position, but window_size and alibi need positions: "
+                "leave out one of them."
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Check options that are set after the constructor too."""
+        """Set an attribute, and check options that are changed after construction."""
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
         if name in _CHECKED and "rotation" in self.__dict__:  # the constructor sets it last
@@ -150,18 +168,18 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             nn.init.xavier_normal_: ("bias_k", "bias_v"),
             nn.init.zeros_: ("in_proj_bias", "sinks"),
         }
-        for initialise, names in init.items():
+        for initialize, names in init.items():
             for name in names:
                 if (parameter := getattr(self, name)) is not None:
-                    initialise(parameter)
+                    initialize(parameter)
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """Whether nn.TransformerEncoderLayer's fast path may read the weights instead of calling ``forward``.
+        """Whether nn.TransformerEncoderLayer may use its fast path, which does not call this module's `forward`.
 
-        True if nn.MultiheadAttention computes the same and no backend is named. False in a graph, because the fast path
+        True if nn.MultiheadAttention computes the same and `backend` is "auto". False in a graph, because the fast path
         does not support jagged NestedTensors.
         """
         if self.in_proj_weight is None or torch.compiler.is_compiling():
@@ -170,47 +188,74 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def is_stock(self) -> bool:
-        """Whether nn.MultiheadAttention computes the same, with the options as they are now."""
-        return not self._beyond_stock()
+        """Whether nn.MultiheadAttention supports all options that are used."""
+        return not self._extra_options()
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, backend: str = "auto") -> VarlenMultiheadAttention:
-        """A ``VarlenMultiheadAttention`` that shares the parameters of ``module``, but not its hooks.
+        """Create a `VarlenMultiheadAttention` that shares the parameters of `module`, but not its hooks.
+
+        Args:
+            module: the module to share parameters with.
+            backend: "auto", or a name from `available_backends()`.
+
+        Returns:
+            The new module, in the same training mode.
 
         Raises:
-            ValueError: ``module`` has options that would be lost, or is parametrized or pruned.
+            ValueError: `module` is a `VarlenMultiheadAttention` with extra options, or is parametrized or pruned.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> stock = torch.nn.MultiheadAttention(64, 8, batch_first=True)
+            >>> attention = nta.VarlenMultiheadAttention.from_torch(stock)
+            >>> attention.in_proj_weight is stock.in_proj_weight
+            True
         """
         if isinstance(module, VarlenMultiheadAttention) and not module.is_stock:
-            raise ValueError(f"{module._beyond_stock()} would be lost: copy.copy(module) shares parameters as well.")
+            raise ValueError(
+                f"from_torch would lose {module._extra_options()}: use copy.copy(module), which also shares parameters."
+            )
         new = cls(**_stock_arguments(module), backend=backend)
         cls.share_parameters(module, new)
         return new
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """An ``nn.MultiheadAttention`` that shares these parameters, but not the hooks.
+        """Create an `nn.MultiheadAttention` that shares the parameters of this module, but not its hooks.
+
+        Returns:
+            The new module, in the same training mode.
 
         Raises:
-            ValueError: it does not have an option in use, or this module is parametrized or pruned.
+            ValueError: `nn.MultiheadAttention` does not support an option that is used, or this module is parametrized
+                or pruned.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.VarlenMultiheadAttention(64, 8).to_torch()
+            MultiheadAttention(
+              (out_proj): NonDynamicallyQuantizableLinear(in_features=64, out_features=64, bias=True)
+            )
         """
         if not self.is_stock:
-            raise ValueError(f"nn.MultiheadAttention has no {self._beyond_stock()}.")
+            raise ValueError(f"nn.MultiheadAttention does not support {self._extra_options()}: use the defaults.")
         stock = nn.MultiheadAttention(**_stock_arguments(self))
         self.share_parameters(self, stock)
         return stock
 
     @staticmethod
     def share_parameters(of: nn.MultiheadAttention, to: nn.MultiheadAttention) -> None:
-        """Replace the parameters, ``out_proj`` and training mode of ``to`` by those of ``of``.
+        """Set the parameters, `out_proj` and the training mode of `to` to those of `of`.
 
         Raises:
-            ValueError: one module has parameters that the other lacks.
+            ValueError: the modules do not have parameters with the same names.
         """
         given, wanted = ({name for name, x in module._parameters.items() if x is not None} for module in (of, to))
         if given != wanted:
             raise ValueError(
-                f"{', '.join(sorted(given ^ wanted))} of {type(of).__name__} are made of other parameters, or not "
-                "stock's: take that out before (parametrize.remove_parametrizations, prune.remove) and put it on the "
-                "other one."
+                f"only one of the two modules has the parameters {', '.join(sorted(given ^ wanted))}: if "
+                f"{type(of).__name__} is parametrized or pruned, first call parametrize.remove_parametrizations or "
+                "prune.remove."
             )
         to._parameters.update({name: x for name, x in of._parameters.items() if name in to._parameters})
         to.out_proj = of.out_proj
@@ -232,41 +277,56 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
     ) -> tuple[Any, Tensor | None]:
-        """Attend from ``query`` to ``key`` and ``value``.
+        """Compute attention of `query` to `key` and `value`.
 
-        Padding is not computed for ragged inputs, and for padded inputs with only ``key_padding_mask`` and
-        ``is_causal``. Padded self-attention then gives 0 where ``key_padding_mask`` is True. Every score of the padded
-        batch is computed for weights, for ``attn_mask``, and for a padded batch in a torch.compile graph.
+        Padding is not computed for ragged inputs (NestedTensors, packed tensors, lists), nor for padded inputs whose
+        only masks are `is_causal` and a boolean `key_padding_mask`. In self-attention, the output for such padded
+        inputs is 0 at padding. Weights, `attn_mask`, and padded batches in a graph need every score of the padded
+        batch.
+
+        Syncs with the device once for a padded batch that it packs, and once for a NestedTensor with new offsets.
 
         Args:
-            query: NestedTensor (B, j, E), whatever ``batch_first`` is; packed (T, E) with ``layout``; a list of B
-                tensors (Li, E); or dense as for nn.MultiheadAttention. (L, E) without ``layout`` is one sequence.
-            key, value: in the same form. For self-attention pass the same object as ``query``: it is projected at once.
-            key_padding_mask: (B, S), True at padding, or numbers to add to the scores. Dense inputs only.
-            need_weights: None is True for dense inputs, as in nn.MultiheadAttention, and False for ragged ones.
-            attn_mask: (L, S) or (B·H, L, S), True where a query may not see a key, or numbers to add to the scores. For
-                ragged inputs L and S are at least the longest lengths, or it is a list of B masks (Li, Si) or
-                (H, Li, Si).
-            average_attn_weights: whether weights are the mean over heads.
-            is_causal: query i sees keys 0 … i. Dense inputs then need need_weights=False. Together with ``attn_mask``
-                it is nn.MultiheadAttention's hint that the mask is causal.
-            layout: the sequences of a packed query, and of key and value if ``key_layout`` is None.
+            query: a NestedTensor (B, j, E), for any `batch_first`; packed (T, E) with `layout`; a list of B tensors
+                (Li, E); or padded as for `nn.MultiheadAttention`. (L, E) without `layout` is a single sequence.
+            key, value: in the form of `query`. For self-attention pass the object `query`, so that all three are
+                projected by one matrix product.
+            key_padding_mask: (B, S), True at padding, or numbers to add to the scores. Only for padded inputs.
+            need_weights: whether to return attention weights. None is True for padded inputs, as in
+                `nn.MultiheadAttention`, and False for ragged inputs.
+            attn_mask: (L, S) or (B·H, L, S), True where a query must not see a key, or numbers to add to the scores.
+                For ragged inputs, L and S are at least the longest lengths. A list of B masks, (Li, Si) or (H, Li, Si),
+                is possible as well.
+            average_attn_weights: whether to return the mean of the weights over heads.
+            is_causal: query i sees the keys 0 … i. Padded inputs then need `need_weights=False`. With `attn_mask`, it
+                is a hint that the mask is causal, as in `nn.MultiheadAttention`.
+            layout: the sequences of a packed query, and of key and value if `key_layout` is None.
             key_layout: the sequences of a packed key and value.
-            mask_mod, score_mod: as for ``varlen_attention``. Ragged inputs only.
+            mask_mod, score_mod: as for `varlen_attention`. Only for ragged inputs.
 
         Returns:
-            The output, in the form of query and with query's own offsets. And the weights after dropout, or None:
-            (B, L, S), or (B, H, L, S) by head. For ragged inputs they are padded with 0 to the longest lengths. The
-            keys of ``add_bias_kv`` and ``add_zero_attn`` are last. A query that sees no key gets 0 from attention.
+            A tuple of the output, in the form of `query`, and the weights after dropout, or None. Weights are
+                (B, L, S), or (B, H, L, S) if not averaged. For ragged inputs they are padded with 0 to the longest
+                lengths. The keys of `add_bias_kv` and `add_zero_attn` come last.
 
         Raises:
-            ValueError: inputs that do not fit each other. For dense inputs it is an ``InputError``, a subclass of all
-                types that nn.MultiheadAttention raises.
+            ValueError: the inputs do not match. For padded inputs it is an `InputError`, a subclass of all types that
+                `nn.MultiheadAttention` raises.
+            TypeError: query, key and value are neither tensors nor lists.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> attention, layout = nta.VarlenMultiheadAttention(64, 8), nta.SequenceLayout.from_lengths([2, 5])
+            >>> x = torch.randn(layout.total, 64)
+            >>> attention(x, x, x, is_causal=True, layout=layout)[0].shape
+            torch.Size([7, 64])
         """
         if layout is None and key_layout is not None:
-            raise ValueError("key_layout describes packed keys, whose queries need layout= too.")
+            raise ValueError("key_layout is for packed keys, and packed queries need layout= too: pass both layouts.")
         if (mask_mod or score_mod) and self._adds_keys:
-            raise ValueError("mask_mod and score_mod count keys, to which add_bias_kv and add_zero_attn add some.")
+            raise ValueError(
+                "mask_mod and score_mod can't be used with add_bias_kv or add_zero_attn, whose keys have no position."
+            )
         masks = Masks(is_causal, key_padding_mask, attn_mask, mask_mod, score_mod)
         embed_dims = self.embed_dim, self.kdim, self.vdim
         inputs = read_inputs(
@@ -277,10 +337,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             inputs, attend = inputs.pack(), packed_attention
         q, k, v = self._project(inputs)
         out, weights = attend(q, k, v, inputs, self._config())
-        return inputs.give_back(self.out_proj(out.flatten(-2)), weights, average_attn_weights)
+        return inputs.convert_back(self.out_proj(out.flatten(-2)), weights, average_attn_weights)
 
     def _runs_packed(self, inputs: Inputs) -> bool:
-        """Whether the call runs on packed heads. If not, every score of the padded batch is computed."""
+        """Whether the call runs on packed tensors. If not, every score of the padded batch is computed."""
         if inputs.need_weights or inputs.masks.attn_mask is not None or (self.dropout == 1 and self.training):
             return False  # kernels do not support a dropout of 1
         if inputs.layouts is not None:
@@ -293,13 +353,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if padding.dtype != torch.bool:
             return False
         if self.backend == "auto" and self.dropout and self.training and inputs.query.device.type == "cpu":
-            return False  # on a CPU, only the reference has dropout, and it is slow
+            return False  # on a CPU, only the reference backend supports dropout, and it is slow
         uses_positions = inputs.masks.is_causal or self.alibi or self.rotation is not None
-        # In cross-attention only the keys are packed by the mask, so positions of queries and keys would not match.
+        # In cross-attention the mask removes padding from keys only, so positions of queries and keys would not match.
         return inputs.is_self_attention or not (uses_positions or tuple(self.window_size) != (-1, -1))
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs (…, E) → q (…, H, D), k and v (…, G, D). For self-attention they are views of one product."""
+        """Inputs (…, E) → q (…, H, D), k and v (…, G, D). In self-attention they are views of one matrix product."""
         query, key, value = inputs[:3]
         weight, bias = self.in_proj_weight, self.in_proj_bias
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -337,8 +397,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def _adds_keys(self) -> bool:
         return self.bias_k is not None or self.add_zero_attn
 
-    def _beyond_stock(self) -> str:
-        """The options in use that nn.MultiheadAttention does not have."""
+    def _extra_options(self) -> str:
+        """The options that are used and that nn.MultiheadAttention does not support."""
         used = {
             "num_kv_heads": self.num_kv_heads != self.num_heads,
             "head_dim": self.head_dim * self.num_heads != self.embed_dim,
@@ -353,8 +413,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         return ", ".join(name for name, is_used in used.items() if is_used)
 
     def extra_repr(self) -> str:
-        beyond = self._beyond_stock()
-        return f"{self.embed_dim}, {self.num_heads}" + (f", beyond stock: {beyond}" if beyond else "")
+        extra = self._extra_options()
+        return f"{self.embed_dim}, {self.num_heads}" + (f", extra options: {extra}" if extra else "")
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
@@ -364,14 +424,14 @@ def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: in
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}.")
     if head_dim is None and embed_dim % num_heads:  # nn.MultiheadAttention raises this type here
         raise AssertionError(
-            f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}; or pass head_dim."
+            f"embed_dim must be divisible by num_heads, got {embed_dim} and {num_heads}: pass other sizes, or head_dim."
         )
     if head_dim is not None and head_dim <= 0:
         raise ValueError(f"head_dim must be greater than 0, got {head_dim}.")
 
 
 def _stock_arguments(module: nn.MultiheadAttention) -> dict[str, Any]:
-    """The constructor's arguments for a module of the same shapes, on the meta device."""
+    """Arguments for the constructor of a module with the same shapes, on the meta device."""
     names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
     return {
         **{name: getattr(module, name) for name in names},
@@ -384,5 +444,5 @@ def _stock_arguments(module: nn.MultiheadAttention) -> dict[str, Any]:
 def _norm(kind: QkNorm | None, head_dim: int, factory: dict[str, Any]) -> nn.Module | None:
     make = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}.get(kind) if isinstance(kind, str) else kind
     if kind is not None and not callable(make):
-        raise ValueError(f'qk_norm must be "rms", "layer" or what makes a module from head_dim, got {kind!r}.')
+        raise ValueError(f'qk_norm must be "rms", "layer", or a function from head_dim to a module, got {kind!r}.')
     return make(head_dim).to(**factory) if callable(make) else None

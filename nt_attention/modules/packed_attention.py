@@ -1,4 +1,4 @@
-"""Attention of a ``VarlenMultiheadAttention`` on packed heads, through ``varlen_attention``.
+"""The attention of a `VarlenMultiheadAttention` on packed tensors, computed by `varlen_attention`.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
@@ -17,13 +17,13 @@ from .inputs import Inputs
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig) -> tuple[Tensor, None]:
-    """(T, H, D), (S, G, D), (S, G, Dv) → (T, H, Dv), and None for weights."""
+    """Queries (T, H, D), keys (S, G, D) and values (S, G, Dv) → outputs (T, H, Dv), and None instead of weights."""
     assert inputs.layouts is not None
     layout, key_layout = inputs.layouts
     options, is_causal, alignment = config.options, inputs.masks.is_causal, "upper_left"
     if added := config.num_added_keys:
         if is_causal and layout.same_lengths(key_layout):
-            alignment = "lower_right"  # the added keys are first, and so visible to all queries
+            alignment = "lower_right"  # the added keys come first, so every query sees them
         elif is_causal:
             options, is_causal = {**options, "window_size": (-1, added)}, False
         longer = key_layout.extended(added)
@@ -39,7 +39,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: At
 
 
 def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
-    """``x`` (S, G, D) with the ``added`` rows (n, G, D) at the start of every sequence."""
+    """Insert the rows `added` (n, G, D) before every sequence of `x` (S, G, D)."""
     rows, count = x.shape[0], added.shape[0]
 
     def build() -> Tensor:

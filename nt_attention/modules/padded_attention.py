@@ -1,7 +1,7 @@
-"""Attention of a ``VarlenMultiheadAttention`` on padded heads, with any mask, and with weights if requested.
+"""The attention of a `VarlenMultiheadAttention` on padded tensors, with any mask, and with weights if requested.
 
-It runs the calls that can't run packed: weights, ``attn_mask``, and padded batches in a graph. It computes every score
-of the padded batch.
+It serves the calls that can't run packed: with weights, with `attn_mask`, or with a padded batch in a graph. It
+computes every score of the padded batch.
 
 Dimensions: B sequences, L and S padded lengths of queries and keys, T tokens, H query heads, G key heads, D and Dv head
 dims.
@@ -29,36 +29,39 @@ class _ScoreMask(NamedTuple):
     """The masks and biases of scores (B, H, L, S). Both tensors broadcast to this shape.
 
     Attributes:
-        visible: bool, the keys that a query sees.
-        bias: added to the scores; −inf masks a key.
-        is_causal: in addition, query i only sees keys 0 … i of all S.
-        lengths: each sequence's numbers of queries and keys. score_mod and mask_mod are only called inside these.
+        visible: bool, True if the query sees the key; None if all keys are visible.
+        bias: numbers to add to the scores; −inf masks a key.
+        is_causal: whether query i also only sees the keys 0 … i of all S keys.
+        score_mod, mask_mod: as for `varlen_attention`. score_mod is applied after `bias`.
+        lengths: (queries, keys) of each sequence. score_mod and mask_mod are not called for padding.
     """
 
     visible: Tensor | None = None
     bias: Tensor | None = None
     is_causal: bool = False
-    score_mod: ScoreMod | None = None  # after the bias
+    score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     lengths: Sequence[tuple[int, int]] = ()
 
     def only(self, visible: Tensor | None) -> _ScoreMask:
-        """With all keys masked that are not ``visible``."""
+        """The same, with every key masked that is not `visible`."""
         if visible is None:
             return self
         return self._replace(visible=visible if self.visible is None else self.visible & visible)
 
     def plus(self, bias: Tensor) -> _ScoreMask:
+        """The same, with `bias` added to the scores."""
         return self._replace(bias=bias if self.bias is None else self.bias + bias)
 
 
 def padded_attention(
     q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, L, H, D), (B, S, G, D), (B, S, G, Dv) → (B, L, H, Dv), and weights (B, H, L, S) after dropout, or None.
+    """Queries (B, L, H, D), keys (B, S, G, D), values (B, S, G, Dv) → outputs (B, L, H, Dv) and weights or None.
 
-    Packed heads give packed outputs, (T, H, Dv). The weights of added keys are last. A query that sees no key gives 0,
-    weights of 0, and gradients of 0.
+    Weights are (B, H, L, S), after dropout, with those of added keys at the end. For packed queries, keys and values
+    (T, H, D), (S, G, D), (S, G, Dv), outputs are packed too, (T, H, Dv). For a query that sees no key, the output, its
+    weights and its gradients are 0.
     """
     if inputs.layouts is not None:
         return _attend_ragged(q, k, v, inputs, config)
@@ -72,20 +75,20 @@ def padded_attention(
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.only(~mask)
         elif mask is not None:
-            scores = scores.plus(mask if inputs.need_weights else mask.to(q.dtype))  # as stock does
+            scores = scores.plus(mask if inputs.need_weights else mask.to(q.dtype))  # as nn.MultiheadAttention does
     return _attend(q, k, v, scores, inputs, config)
 
 
 def _attend_ragged(
     q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: AttentionConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed (T, H, D) → (T, H, Dv), and weights (B, H, L, S) or None."""
+    """Pad packed queries, keys and values, and attend: (T, H, D) → (T, H, Dv), and weights (B, H, L, S) or None."""
     if is_tracing():
         raise ValueError(
-            "weights, attn_mask and a dropout of 1 want lengths, which a graph does not know: pass mask_mod or "
-            "is_causal=True, or call this outside of the graph."
+            "weights, attn_mask and a dropout of 1 need the lengths, which are not known in a graph: pass mask_mod or "
+            "is_causal=True, or call the module outside of the graph."
         )
-    # layouts that pad tokens first, also if the given ones were made from masks with other positions
+    # New layouts, because those from a mask would pad at the positions of the mask, and not at the end of each row.
     assert inputs.layouts is not None
     layout, key_layout = (SequenceLayout.from_offsets(x.offsets) for x in inputs.layouts)
     if layout.batch_size != key_layout.batch_size:
@@ -95,12 +98,12 @@ def _attend_ragged(
     tokens = rearrange(_token_mask(layout), "b l -> b 1 l 1")
     visible, bias = tokens & rearrange(_token_mask(key_layout), "b s -> b 1 1 s"), None
     if masks.attn_mask is not None:
-        mask = _stacked(masks.attn_mask, layout, key_layout, q.shape[2])
+        mask = _stack_masks(masks.attn_mask, layout, key_layout, q.shape[2])
         visible, bias = (visible & ~mask, None) if mask.dtype == torch.bool else (visible, mask)
     lengths = _lengths(layout, key_layout)
     scores = _ScoreMask(visible, bias, score_mod=masks.score_mod, mask_mod=masks.mask_mod, lengths=lengths)
     out, weights = _attend(q, k, v, scores, inputs, config)
-    if weights is not None and config.num_added_keys:  # added keys are also visible to padding
+    if weights is not None and config.num_added_keys:  # queries at padding see added keys
         weights = weights.masked_fill(~tokens, 0.0)
     return F.pad(layout.pack(out), (0, 0, 0, 0, 0, rows - layout.total)), weights
 
@@ -114,13 +117,13 @@ def _lengths(layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[i
     return list(zip(*(x.host_offsets.diff().tolist() for x in (layout, key_layout)), strict=True))
 
 
-def _stacked(
+def _stack_masks(
     mask: Tensor | Sequence[Tensor], layout: SequenceLayout, key_layout: SequenceLayout, num_heads: int
 ) -> Tensor:
-    """The ``attn_mask`` of ragged inputs, a tensor or a list, as one tensor (B or 1, H or 1, L, S).
+    """Convert the `attn_mask` of ragged inputs, a tensor or a list, to one tensor (B or 1, H or 1, L, S).
 
     Raises:
-        ValueError: other shapes, or another number of masks.
+        ValueError: wrong shapes, or a wrong number of masks.
     """
     batch, queries, keys = layout.batch_size, layout.max_seqlen, key_layout.max_seqlen
     if isinstance(mask, Tensor):
@@ -133,13 +136,13 @@ def _stacked(
         mask = mask[..., :queries, :keys]
         return mask[None, None] if mask.dim() == 2 else rearrange(mask, "(b h) l s -> b h l s", h=num_heads)
     if not isinstance(mask, (list, tuple)) or len(mask) != batch or not all(isinstance(x, Tensor) for x in mask):
-        got = f"{len(mask)} of them" if isinstance(mask, (list, tuple)) else type(mask).__name__
-        raise ValueError(f"attn_mask must be a tensor, or a list of {batch} masks, one a sequence; got {got}.")
+        got = f"a list of {len(mask)}" if isinstance(mask, (list, tuple)) else type(mask).__name__
+        raise ValueError(f"attn_mask must be a tensor, or a list of one mask for each of {batch} sequences, got {got}.")
     for i, (one, lengths) in enumerate(zip(mask, _lengths(layout, key_layout), strict=True)):
         if one.shape not in (lengths, (num_heads, *lengths)) or one.dtype != mask[0].dtype:
             raise ValueError(
-                f"attn_mask must be a list of {batch} masks of one dtype, (Li, Si) or ({num_heads}, Li, Si); number "
-                f"{i} of {batch} is {tuple(one.shape)} for lengths {lengths}, of {one.dtype}."
+                f"attn_mask must be a list of {batch} masks of one dtype, (Li, Si) or ({num_heads}, Li, Si), but mask "
+                f"{i} is {tuple(one.shape)} for lengths {lengths}, with {one.dtype}."
             )
     by_head = [one if one.dim() == 3 else repeat(one, "l s -> h l s", h=num_heads) for one in mask]
     return torch.stack([F.pad(x, (0, keys - x.shape[2], 0, queries - x.shape[1])) for x in by_head])
@@ -148,8 +151,8 @@ def _stacked(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scores: _ScoreMask, inputs: Inputs, config: AttentionConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention under ``scores``, to which this adds causality, windows, ALiBi and the added keys."""
-    scores = _with_positions(q, k, scores, inputs, config)
+    """Attention with the masks of `scores`, and with causality, windows, ALiBi and added keys."""
+    scores = _add_positional(q, k, scores, inputs, config)
     if config.num_added_keys:
         added = (repeat(x, "n g d -> b n g d", b=k.shape[0]) for x in config.added_keys(k, v))
         k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
@@ -161,28 +164,29 @@ def _attend(
     q, k, v = (rearrange(x, "b l h d -> b h l d") for x in (q, k, v))
     options, need_weights = config.options, inputs.need_weights
     fused = (
-        not need_weights and options["dropout_p"] != 1 and _is_plain(scores, options) and _takes_bias(q, scores.bias)
+        not need_weights and options["dropout_p"] != 1 and _is_plain(scores, options) and _supports_bias(q, scores.bias)
     )
     if scores.is_causal and not (fused and scores.visible is scores.bias is None):
         earlier = Window(right=0).visible(distances(q.shape[2], k.shape[2], 0, q.device))
         scores = scores._replace(is_causal=False).only(earlier)
-    out, weights = (_fused if fused else _written_out)(q, k, v, scores, options)
+    out, weights = (_fused if fused else _unfused)(q, k, v, scores, options)
     return rearrange(out, "b h l d -> b l h d"), weights if need_weights else None
 
 
-def _with_positions(q: Tensor, k: Tensor, scores: _ScoreMask, inputs: Inputs, config: AttentionConfig) -> _ScoreMask:
-    """``scores`` with causality, windows and ALiBi."""
+def _add_positional(q: Tensor, k: Tensor, scores: _ScoreMask, inputs: Inputs, config: AttentionConfig) -> _ScoreMask:
+    """Add causality, windows and ALiBi to `scores`."""
     slopes, is_causal, bias = config.options["alibi_slopes"], inputs.masks.is_causal, scores.bias
     if bias is not None and bias.dtype != q.dtype:
         if not (bias.is_floating_point() and torch.is_autocast_enabled(q.device.type)):
             raise InputError(
-                f"a mask of numbers must be {q.dtype} as query is, got {bias.dtype}: cast it, or pass a bool one."
+                f"a floating-point mask must have the dtype of query, {q.dtype}, got {bias.dtype}: cast it, or pass a "
+                "bool mask."
             )
         scores = scores._replace(bias=bias.to(q.dtype))
     window_size = config.options["window_size"]
     window = Window.of(window_size)
     is_plain = window.is_open and not config.num_added_keys and scores.visible is bias is None
-    # without other masks, causality can be an argument of scaled_dot_product_attention
+    # Without other masks, causality can be an argument of scaled_dot_product_attention.
     if is_causal and (is_plain or inputs.masks.counts_added_keys):
         scores, is_causal = scores._replace(is_causal=True), False
     if inputs.layouts is None and (slopes is not None or not window.is_open):
@@ -195,17 +199,17 @@ def _with_positions(q: Tensor, k: Tensor, scores: _ScoreMask, inputs: Inputs, co
     scores = scores.only(Window.of(window_size, is_causal).visible(distance))
     if slopes is None:
         return scores
-    # float32 for 16-bit queries, whose dtype would round the distances
+    # In float32 for 16-bit queries, because their dtype would round the distances.
     return scores.plus(alibi_bias(distance, slopes.to(torch.promote_types(q.dtype, torch.float32))))
 
 
 def _is_plain(scores: _ScoreMask, options: Mapping[str, Any]) -> bool:
-    """Whether scaled_dot_product_attention supports all options that are in use."""
+    """Whether scaled_dot_product_attention supports all options that are used."""
     return not options["softcap"] and options["sinks"] is None and scores.score_mod is None and scores.mask_mod is None
 
 
-def _takes_bias(query: Tensor, bias: Tensor | None) -> bool:
-    """Whether scaled_dot_product_attention takes a bias of this dtype."""
+def _supports_bias(query: Tensor, bias: Tensor | None) -> bool:
+    """Whether scaled_dot_product_attention supports a bias of this dtype."""
     if bias is None or bias.dtype == query.dtype:
         return True
     return query.is_cpu and bias.dtype == torch.promote_types(query.dtype, torch.float32)
@@ -214,7 +218,7 @@ def _takes_bias(query: Tensor, bias: Tensor | None) -> bool:
 def _fused(
     query: Tensor, key: Tensor, value: Tensor, scores: _ScoreMask, options: Mapping[str, Any]
 ) -> tuple[Tensor, None]:
-    """By scaled_dot_product_attention. Some of its kernels do not give 0 in fully masked rows, so this does."""
+    """Attention by scaled_dot_product_attention. Sets fully masked rows to 0, because not all of its kernels do."""
     mask, fully_masked = scores.visible, None
     if scores.bias is not None:
         mask = scores.bias if mask is None else scores.bias.masked_fill(~mask, -torch.inf)
@@ -230,10 +234,10 @@ def _fused(
     return out if fully_masked is None else out.masked_fill(fully_masked, 0.0), None
 
 
-def _written_out(
+def _unfused(
     query: Tensor, key: Tensor, value: Tensor, mask: _ScoreMask, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """By PyTorch operations, one after the other. In at least float32 if nn.MultiheadAttention lacks an option."""
+    """Attention by single PyTorch operations. With options that nn.MultiheadAttention lacks, at least in float32."""
     dtype, scale, softcap, sinks = query.dtype, options["scale"], options["softcap"], options["sinks"]
     if not _is_plain(mask, options):
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
@@ -244,9 +248,9 @@ def _written_out(
     if mask.bias is not None:
         scores = scores + mask.bias
     if mask.score_mod is not None:
-        scores = _modified(mask.score_mod, scores, mask.lengths)
+        scores = _apply_mod(mask.score_mod, scores, mask.lengths)
     if (mod := mask.mask_mod) is not None:
-        mask = mask.only(_modified(lambda _, *indices: mod(*indices), scores, mask.lengths).to(torch.bool))
+        mask = mask.only(_apply_mod(lambda _, *indices: mod(*indices), scores, mask.lengths).to(torch.bool))
     if mask.visible is not None:
         scores = scores.masked_fill(~mask.visible, -torch.inf)
     fully_masked = (scores == -torch.inf).all(-1, keepdim=True)  # their softmax and its gradient would be NaN
@@ -260,8 +264,8 @@ def _written_out(
     return (weights.to(value.dtype) @ value).to(dtype), weights.to(dtype)
 
 
-def _modified(mod: Callable[..., Tensor], scores: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
-    """``mod`` of each sequence's own scores, and 0 at padding."""
+def _apply_mod(mod: Callable[..., Tensor], scores: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
+    """Apply `mod` to the scores of each sequence. The result is 0 at padding."""
     made = []
     for b, (rows, columns) in enumerate(lengths):
         inside = scores[b, :, :rows, :columns]

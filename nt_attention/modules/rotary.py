@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, RoFormer) for packed or padded tokens.
 
-Dimensions: H heads, D head dim, R ≤ D the dims that turn.
+Dimensions: H heads, D head dim, R ≤ D the dims that are rotated.
 """
 
 from __future__ import annotations
@@ -16,23 +16,33 @@ from torch.nn import functional as F
 from .._tracing import is_tracing
 from ..layout import SequenceLayout
 
-# (R/2,) frequencies to new ones, alone or with a factor for the rotated queries and keys
+# Converts the frequencies (R/2,) to new frequencies, or to a tuple of them and a factor for rotated queries and keys.
 Scaling = Callable[[Tensor], "Tensor | tuple[Tensor, float]"]
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turns pairs of dims by an angle that grows with a token's position in its sequence, from 0.
+    """Rotary position embedding: rotates pairs of dims by an angle that is proportional to a token's position.
+
+    Positions count from 0 in each sequence. Pass it as `rotary=` to `VarlenMultiheadAttention`.
 
     Args:
-        base: θ; pair i of R/2 turns by base^(−2i/R) radians a position.
-        dims: R, an even number of dims from the first that turn, all of them if None (partial rotation, GPT-NeoX).
-        interleaved: pairs are dims (2i, 2i + 1), as in RoFormer and GPT-J; else (i, i + R/2), as in GPT-NeoX and Llama.
-        scaling: takes the frequencies (R/2,) and gives those to use, or a tuple of them and a factor by which rotated
-            queries and keys are multiplied. ``ntk`` and ``yarn`` make such functions.
+        base: θ. Pair i of R/2 is rotated by base^(−2i/R) radians for each position.
+        dims: R, an even number: only the first R dims are rotated, as in GPT-NeoX. None rotates all dims.
+        interleaved: if True, pairs are the dims (2i, 2i + 1), as in RoFormer and GPT-J. If False, pairs are the dims
+            (i, i + R/2), as in GPT-NeoX and Llama.
+        scaling: a function of the frequencies (R/2,). It returns new frequencies, or a tuple of new frequencies and a
+            factor for rotated queries and keys. `ntk` and `yarn` return such functions.
 
     Raises:
-        ValueError: a ``base`` or ``dims`` that is not positive, or odd ``dims``.
+        ValueError: `base` is not positive, or `dims` is not positive and even.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> attention = nta.VarlenMultiheadAttention(64, 8, batch_first=True, rotary=nta.Rotary(base=500_000.0))
+        >>> x = torch.randn(2, 5, 64)
+        >>> attention(x, x, x, need_weights=False)[0].shape
+        torch.Size([2, 5, 64])
     """
 
     base: float = 10000.0
@@ -47,32 +57,33 @@ class Rotary:
             raise ValueError(f"dims must be an even number greater than 0, got {self.dims}.")
 
     def of_head_dim(self, head_dim: int) -> Rotation:
-        """The rotation of heads of D dims.
+        """The rotation for head dim D.
 
         Raises:
-            ValueError: D is odd, or less than ``dims``; or ``scaling`` changes the frequencies' shape.
+            ValueError: `dims` is above D, `dims` is None and D is odd, or `scaling` changes the shape of frequencies.
         """
         dims = head_dim if self.dims is None else self.dims
         if dims > head_dim or dims % 2:
             raise ValueError(
-                f"rotary turns pairs of dims: head_dim is {head_dim}, so pass an even one, or Rotary(dims=...) with an "
-                f"even number up to it; dims is {self.dims}."
+                f"rotary rotates pairs of dims, but head_dim is {head_dim} and dims is {self.dims}: pass an even "
+                "head_dim, or Rotary(dims=...) with an even number up to head_dim."
             )
         plain = self.base ** -(torch.arange(0, dims, 2, dtype=torch.float64, device="cpu") / dims)
         scaled = plain if self.scaling is None else self.scaling(plain)
         scaled, factor = scaled if isinstance(scaled, tuple) else (scaled, 1.0)
         if scaled.shape != plain.shape:
-            raise ValueError(f"scaling must keep the shape {tuple(plain.shape)}, and gave {tuple(scaled.shape)}.")
+            raise ValueError(f"scaling must return the shape {tuple(plain.shape)}, got {tuple(scaled.shape)}.")
         return Rotation(tuple(scaled.tolist()), float(factor), self.interleaved)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A ``Rotary`` for one head dim, in plain numbers: layers that turn alike share their tables.
+    """A `Rotary` for one head dim. Equal rotations of several layers share their tables of cosines and sines.
 
     Attributes:
-        frequencies: (R/2) radians a position.
-        factor: of rotated queries and keys.
+        frequencies: R/2 angles, in radians for each position.
+        factor: rotated queries and keys are multiplied by it.
+        interleaved: as in `Rotary`.
     """
 
     frequencies: tuple[float, ...] = field(repr=False)
@@ -80,17 +91,20 @@ class Rotation:
     interleaved: bool
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin (…, 1, R/2) of the angles at ``positions`` (…), times the factor; computed in float64."""
+        """The cosine and sine of the angles at `positions` (…), times the factor: (…, 1, R/2) each.
+
+        They are computed in float64 and returned in `dtype`.
+        """
         frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
         angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
     def rotate(self, x: Tensor, positions: SequenceLayout | Tensor) -> Tensor:
-        """Packed (N, H, D) at the positions that a layout gives its rows, or (B, L, H, D) at positions (B or 1, L)."""
+        """Rotate packed `x` (N, H, D) with the positions of a layout, or (B, L, H, D) with positions (B or 1, L)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(positions, Tensor):
             return self._apply(x, *self.tables(positions, dtype))
-        if is_tracing() or not isinstance(positions, SequenceLayout):  # no lengths are known
+        if is_tracing() or not isinstance(positions, SequenceLayout):  # the lengths are unknown
             return self._apply(x, *self.tables(positions.locate_rows(x.shape[0])[1], dtype))
         layout = positions
         cos, sin = layout.cached(("rotary", self, dtype), lambda: self.tables(layout.position_ids, dtype))
@@ -99,7 +113,7 @@ class Rotation:
         return self._apply(x, cos, sin)
 
     def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(…, H, D) by the angles of the tables; computed in their dtype and given back in x's."""
+        """Rotate `x` (…, H, D) in the dtype of the tables, and return it in the dtype of `x`."""
         dims = 2 * len(self.frequencies)
         rotated, rest = x[..., :dims].to(cos.dtype), x[..., dims:]
         first, second = (rotated[..., 0::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, -1)
@@ -109,7 +123,21 @@ class Rotation:
 
 
 def ntk(factor: float) -> Scaling:
-    """NTK-aware scaling: the base grows, the slowest pair turns ``factor`` times slower, the fastest as it did."""
+    """NTK-aware scaling for `Rotary`: divides the frequency of pair i of n by factor^(i / (n − 1)).
+
+    The first pair, which has the highest frequency, is not changed. The frequency of the last pair is divided by
+    `factor`. This is the same as the base θ · factor^(n / (n − 1)).
+
+    Args:
+        factor: how many times longer sequences may be than in training.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> from nt_attention.modules.rotary import ntk
+        >>> rotary = nta.Rotary(scaling=ntk(4.0))
+        >>> rotary.scaling(torch.tensor([1.0, 0.1, 0.01]))
+        tensor([1.0000, 0.0500, 0.0025])
+    """
 
     def scaling(frequencies: Tensor) -> Tensor:
         pairs = len(frequencies)
@@ -122,29 +150,38 @@ def ntk(factor: float) -> Scaling:
 def yarn(
     factor: float, original_length: int, *, beta_fast: float = 32.0, beta_slow: float = 1.0, attention: bool = True
 ) -> Scaling:
-    """YaRN (Peng et al. 2023): pairs that turn often keep their frequency, slow ones turn ``factor`` times slower.
+    """YaRN scaling (Peng et al. 2023) for `Rotary`: keeps high frequencies, and divides low ones by `factor`.
 
     Args:
-        original_length: the positions that the model was trained on.
-        beta_fast, beta_slow: the turns over them from which a pair is kept, and up to which it is slowed down; between
-            them by a straight line over the pairs.
-        attention: also multiply queries and keys by 0.1 · ln(factor) + 1 each, the paper's temperature.
+        factor: how many times longer sequences may be than in training.
+        original_length: the number of positions that the model was trained with.
+        beta_fast: pairs with at least this number of full rotations over `original_length` are not changed.
+        beta_slow: the frequency of pairs with at most this number of full rotations is divided by `factor`. Between
+            the two bounds, the change is a linear function of the pair's index.
+        attention: also multiply queries and keys by 0.1 · ln(factor) + 1 each, the temperature of the paper.
+
+    Example:
+        >>> import nt_attention as nta
+        >>> from nt_attention.modules.rotary import yarn
+        >>> attention = nta.VarlenMultiheadAttention(64, 8, rotary=nta.Rotary(scaling=yarn(4.0, 4096)))
+        >>> round(attention.rotation.factor, 4)
+        1.1386
     """
 
     def scaling(frequencies: Tensor) -> tuple[Tensor, float]:
         pairs = len(frequencies)
-        ratio = float(frequencies[0] / frequencies[1]) if pairs > 1 else 1.0  # of one pair to the next
+        ratio = float(frequencies[0] / frequencies[1]) if pairs > 1 else 1.0  # of neighboring frequencies
 
-        def pair_that_turns(turns: float) -> float:
+        def pair_with(rotations: float) -> float:
             if ratio <= 1:
                 return 0.0
-            return math.log(float(frequencies[0]) * original_length / (2 * math.pi * turns)) / math.log(ratio)
+            return math.log(float(frequencies[0]) * original_length / (2 * math.pi * rotations)) / math.log(ratio)
 
-        low = max(math.floor(pair_that_turns(beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(beta_slow)), 2 * pairs - 1)
+        low = max(math.floor(pair_with(beta_fast)), 0)
+        high = min(math.ceil(pair_with(beta_slow)), 2 * pairs - 1)
         steps = torch.arange(pairs, dtype=frequencies.dtype, device=frequencies.device)
-        slowed = ((steps - low) / max(high - low, 1e-3)).clamp(0, 1)
-        mixed = frequencies * (1 - slowed) + frequencies / factor * slowed
+        share = ((steps - low) / max(high - low, 1e-3)).clamp(0, 1)  # of the divided frequency
+        mixed = frequencies * (1 - share) + frequencies / factor * share
         return mixed, 0.1 * math.log(factor) + 1.0 if attention and factor > 1 else 1.0
 
     return scaling

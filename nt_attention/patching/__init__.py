@@ -1,1 +1,1 @@
-"""Put padding-free attention into models that exist, and take it out again."""
+"""Makes existing models padding-free, and undoes that."""

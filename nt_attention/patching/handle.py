@@ -1,4 +1,4 @@
-"""The handle of a patch: what was changed in a model, how to undo it, and how the model's calls ran."""
+"""The handle of a patch: it lists the changes to a model, counts the model's calls, and undoes the patch."""
 
 from __future__ import annotations
 
@@ -20,28 +20,61 @@ OnFallback = Literal["warn", "raise"]
 
 
 class NotPackedWarning(UserWarning):
-    """A patched model ran a call as it did before it was patched."""
+    """A call of a patched model ran padded. The message says why.
+
+    Example:
+        >>> import warnings
+        >>> from nt_attention.patching.patch import NotPackedWarning
+        >>> warnings.filterwarnings("ignore", category=NotPackedWarning)
+    """
 
 
 class NotPackedError(ValueError):
-    """A call of a model that was patched with ``on_fallback="raise"`` can't run packed; the message says why."""
+    """A call can't run packed, and the model was patched with `on_fallback="raise"`. The message says why.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+        >>> handle = nta.patch(encoder, on_fallback="raise")
+        >>> padding = torch.tensor([[False, False, False], [False, True, True]])
+        >>> encoder(torch.randn(2, 3, 16), mask=torch.eye(3, dtype=torch.bool), src_key_padding_mask=padding)
+        Traceback (most recent call last):
+        nt_attention.patching.handle.NotPackedError: this call can't run packed: mask is neither None nor causal. ...
+    """
 
 
-# Held while a handle counts a call. Not one for each handle: those are copied and pickled with their models.
+# Held while a handle counts a call. Handles share it, because they are copied and pickled with their models.
 _lock = threading.Lock()
 
-# Packages that call models for the user: a warning is shown at the line that called them.
+# Packages that call models for the user. A warning is shown at the line that called such a package.
 _CALLERS = {"accelerate", "lightning", "nt_attention", "peft", "sentence_transformers", "torch", "transformers", "trl"}
 
 
 class PatchHandle:
-    """What ``patch`` changed in a model, and how to undo it.
+    """The result of `patch`: what was changed in a model, how its calls ran, and `remove()` to undo the patch.
+
+    Print it to see all of this. As a context manager it calls `remove()` at the end of the `with` block.
 
     Attributes:
-        changed: by module name (the model itself is "model"), what was done.
-        layers: by module name, the attention that runs through us.
-        left: by module name, why nothing was changed.
-        calls: how many calls ran packed (None), and how many did not, by the reason.
+        changed: module name → what was changed. The model itself has the name "model".
+        layers: module name → the attention layer that `nt_attention` now runs.
+        left: module name → why the module was not changed.
+        calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
+        active: False after `remove()`.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+        >>> handle = nta.patch(encoder)
+        >>> padding = torch.tensor([[False, False, False], [False, True, True]])
+        >>> out = encoder(torch.randn(2, 3, 16), src_key_padding_mask=padding)
+        >>> print(handle)
+        nt_attention.patch of TransformerEncoder:
+          model: nn.TransformerEncoder of 1 layer, packed at the entry, padded at the exit
+          1 call ran packed
+        >>> handle.remove()
     """
 
     def __init__(self, model: str, on_fallback: OnFallback = "warn") -> None:
@@ -51,13 +84,23 @@ class PatchHandle:
         self.calls: Counter[str | None] = Counter()
         self.active = True
         self.on_fallback = on_fallback
-        self.replacements: dict[nn.Module, VarlenMultiheadAttention] = {}  # while patching: one for each attention
+        self.replacements: dict[nn.Module, VarlenMultiheadAttention] = {}  # only used by patch()
         self._model = model
         self._undo: list[Callable[[], None]] = []
         self._warned: set[str] = set()
 
     def remove(self) -> None:
-        """Restore the original model. Does nothing the second time."""
+        """Restore the original model. Later calls do nothing.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            >>> encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+            >>> handle = nta.patch(encoder)
+            >>> handle.remove()
+            >>> type(encoder.layers[0].self_attn).__name__
+            'MultiheadAttention'
+        """
         self.active = False
         self.replacements.clear()
         while self._undo:
@@ -73,39 +116,45 @@ class PatchHandle:
         lines = [f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}:"]
         lines += [f"  {name}: {description}" for name, description in self.changed.items()]
         lines += [f"    {names}: {description}" for names, description in _in_ranges(self.layers)]
-        lines += [f"  {name}: left alone, {reason}" for name, reason in self.left.items()]
+        lines += [f"  {name}: not changed, {reason}" for name, reason in self.left.items()]
         lines += [
-            f"  {calls} call{'s' if calls > 1 else ''} ran {'packed' if reason is None else f'as before: {reason}'}"
-            for reason, calls in self.calls.items()
-        ] or ["  no call has come through yet"]
+            f"  {count} call{'s' if count > 1 else ''} {'ran packed' if why is None else f'did not run packed: {why}'}"
+            for why, count in self.calls.items()
+        ] or ["  no calls yet"]
         return "\n".join(lines)
 
-    # The methods of ``_forwards.Handle``. A module's name may begin with a dot: a child's is f"{parent}.{path}".
+    # The methods of `_forwards.Handle`. A name may begin with a dot, because the name of a child is f"{parent}.{path}".
 
     def change(self, name: str, description: str) -> None:
+        """Describe what was changed in a module."""
         self.changed[name.removeprefix(".") or "model"] = description
 
     def change_layers(self, name: str, layers: dict[str, str]) -> None:
-        """Describe the attention layers of a module, by their paths in it."""
+        """Describe the attention layers of a module. The keys of `layers` are paths in the module."""
         self.layers.update({f"{name}.{path}".removeprefix("."): kind for path, kind in layers.items()})
 
     def leave(self, name: str, reason: str) -> None:
+        """Say why a module was not changed."""
         self.left[name.removeprefix(".") or "model"] = reason
 
     def on_remove(self, undo: Callable[[], None]) -> None:
-        """Let ``remove`` call ``undo``; the last one is called first."""
+        """Make `remove` call `undo`. Functions are called in reverse order."""
         self._undo.append(undo)
 
     def count(self, reason: str | None) -> None:
-        """Count a call that ran packed, or the reason for which it did not."""
+        """Count a call: with the reason why it did not run packed, or with None if it did."""
         with _counting():
             self.calls[reason] += 1
 
     def fall_back(self, reason: str, what: str = "this call") -> None:
-        """Count a call, or its head, that falls back to the padded forward; warn, once for each reason, or raise.
+        """Count a call that falls back to the padded forward, and warn once for each reason, or raise an error.
+
+        Args:
+            reason: why it falls back.
+            what: the part that falls back, which begins the message.
 
         Raises:
-            NotPackedError: the model was patched with ``on_fallback="raise"``.
+            NotPackedError: the model was patched with `on_fallback="raise"`.
         """
         with _counting():
             self.calls[reason] += 1
@@ -120,11 +169,11 @@ class PatchHandle:
 
 
 def _counting() -> AbstractContextManager[Any]:
-    return nullcontext() if torch.compiler.is_compiling() else _lock  # graphs take no locks
+    return nullcontext() if torch.compiler.is_compiling() else _lock  # a graph can't hold a lock
 
 
 def _frames_to_caller() -> int:
-    """The ``stacklevel`` of the first caller outside of the packages that run models."""
+    """The `stacklevel` of the first caller that is not in `_CALLERS`."""
     if torch.compiler.is_compiling():
         return 2
     frame, level = sys._getframe(1), 1
@@ -134,7 +183,7 @@ def _frames_to_caller() -> int:
 
 
 def _in_ranges(layers: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Layers that differ in their number alone, together."""
+    """Combine layers whose names only differ in numbers, and their descriptions."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, description in layers.items():
         groups.setdefault((re.sub(r"\d+", "…", name), description), []).append(name)

@@ -1,4 +1,4 @@
-"""``patch``: find what can run padding-free in a model, and change it."""
+"""`patch`: finds the modules of a model that can run padding-free, and changes them."""
 
 from __future__ import annotations
 
@@ -21,39 +21,51 @@ def patch(
     logits: Literal["padded"] | None = None,
     on_fallback: OnFallback = "warn",
 ) -> PatchHandle:
-    """Make ``model`` run attention over its real tokens, in place.
+    """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
-    Reaches every ``nn.TransformerEncoder`` and every Hugging Face model of a family in ``nt_attention.hf.families``, as
-    the model itself or anywhere inside it. With ``padding_free`` a padded batch is packed once at the entry of each,
-    every layer of it sees real tokens only, and the result is padded again at its exit, with 0 where there is no token.
-    The device is read at most once a forward, and once more for the labels of question answering. A call that packing
-    can't serve falls back to the forward that the model had; ``handle.calls`` counts it with the reason, and a
-    ``NotPackedWarning`` says so once. Any other ``nn.MultiheadAttention`` inside is swapped, layer by layer, for one
-    that takes NestedTensors as well and skips the padding in its ``key_padding_mask``.
+    Changes every `nn.TransformerEncoder`, and every Hugging Face model of a family in `nt_attention.hf.families`,
+    whether it is the model itself or a part of it. A padded batch is packed once at the entry, all layers run on real
+    tokens, and the result is padded again at the exit, with 0 at padding. A call that can't run packed falls back to
+    the padded forward: `handle.calls` counts it with the reason, and a `NotPackedWarning` is shown once for each
+    reason. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the same parameters,
+    which also takes NestedTensors and skips the padding in `key_padding_mask`.
+
+    A forward syncs with the device once to read the padding, and once more for the labels of question answering. An
+    `nn.TransformerEncoder` syncs once more for an additive padding mask, and for a `mask` without `is_causal`. Another
+    `nn.MultiheadAttention` syncs in each call with a `key_padding_mask`.
 
     Args:
-        model: any module. Its parameters, state_dict and optimizer stay as they are.
-        padding_free: if False, only swap the attention: nn.TransformerEncoder layers take NestedTensors, and Hugging
-            Face models keep the sequences of packed rows apart.
-        logits: "padded" pads the logits of a Hugging Face head also where it is training with labels. Without it they
-            stay packed there, (1, T, V): the loss is what is wanted, and padding them costs the memory that was saved.
-        on_fallback: "warn" warns once for each reason for which a call did not run packed; "raise" raises a
-            ``NotPackedError`` at every such call. ``generate`` asks for a cache, and so is such a call. A batch without
-            padding, and a row that you have packed yourself, are not.
+        model: any module. Its parameters, state_dict and optimizer stay the same.
+        padding_free: if False, only the attention is replaced. Layers of `nn.TransformerEncoder` then take
+            NestedTensors, and Hugging Face models keep the sequences of packed rows apart.
+        logits: by default, a Hugging Face head that is training with labels returns packed logits, (1, T, V), because
+            padding them costs the memory that packing saves. "padded" always pads them.
+        on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
+            such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
+            packed, is no fallback.
 
     Returns:
-        A handle: ``remove()`` undoes everything, and so does leaving ``with patch(model):``, also by an exception.
-        Printed, it tells what was changed and what was left alone, and why.
+        A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
+            shows what was changed, what was not changed and why, and how calls ran.
 
     Raises:
-        ValueError: nothing in the model could be reached, with the reasons; or it is patched already. The model is
-            then as it was.
-        TypeError: ``model`` is no module.
+        ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
+            The model is then not changed.
+        TypeError: `model` is not a module.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> padding = torch.tensor([[False, False, False], [False, True, True]])  # True at padding
+        >>> with nta.patch(encoder):
+        ...     encoder(torch.randn(2, 3, 16), src_key_padding_mask=padding).shape
+        torch.Size([2, 3, 16])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if logits not in (None, "padded"):
-        raise ValueError(f'logits must be "padded", or left out, got {logits!r}.')
+        raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
     if on_fallback not in ("warn", "raise"):
         raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
     handle = PatchHandle(type(model).__name__, on_fallback)
@@ -62,8 +74,8 @@ def patch(
         if not (handle.changed or handle.layers):
             found = "".join(f"\n  {name}: {reason}" for name, reason in handle.left.items())
             raise ValueError(
-                f"there is nothing in {type(model).__name__} that patch can reach:"
-                f"{found or ' it holds no nn.MultiheadAttention and no Hugging Face model.'}"
+                f"patch found nothing to change in {type(model).__name__}:"
+                f"{found or ' it has no nn.MultiheadAttention and no Hugging Face model.'}"
             )
     except BaseException:
         handle.remove()
@@ -75,19 +87,19 @@ def patch(
 def _patch_modules(
     name: str, module: nn.Module, handle: PatchHandle, padding_free: bool, logits: Literal["padded"] | None
 ) -> None:
-    """Change ``module`` if it is of a kind that can be patched; else look inside. A name is "" or ".path.to.module"."""
+    """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
     if isinstance(module, nn.TransformerEncoder) and torch_modules.patch_encoder(name, module, handle, padding_free):
         return
     if isinstance(module, nn.MultiheadAttention):
         if not isinstance(module, VarlenMultiheadAttention):
-            handle.leave(name, "it is attention itself: use VarlenMultiheadAttention.from_torch(module) in its place.")
+            handle.leave(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
         return
-    if "transformers" in sys.modules:  # without it, no module is one of its models
+    if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
         from ..hf import patch_model
 
         if patch_model.patch_model(name, module, handle, padding_free, logits):
             return
-    for child_name, child in list(module._modules.items()):  # a module may be there under two names
+    for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
         if child is None:
             continue
@@ -96,5 +108,5 @@ def _patch_modules(
         elif (reason := torch_modules.swap_attention(module, child_name, handle)) is not None:
             handle.leave(path, reason)
         else:
-            description = "takes NestedTensors, and skips padding where its mask tells of it"
+            description = "takes NestedTensors, and skips the padding in key_padding_mask"
             handle.change_layers(name, {child_name: description})

@@ -1,10 +1,10 @@
-"""``patch`` for PyTorch's own Transformer modules.
+"""`patch` for the Transformer modules of PyTorch.
 
 Dimensions: B sequences, L positions of a padded row, T tokens, E embed dim.
 
-A patched ``nn.TransformerEncoder`` packs at its entry and passes the layout to its layers as ``src_mask``. A
-patched layer runs packed tokens (T, E) with a layout, and its original forward without one. Attention anywhere else is
-swapped, and the modules around it stay as they are.
+A patched `nn.TransformerEncoder` packs the batch at its entry and passes the layout to its layers as `src_mask`. A
+patched layer runs packed tokens (T, E) if it gets a layout, and its original forward if not. Any other
+`nn.MultiheadAttention` is replaced, and the modules around it are not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import nested
-from .._forwards import PatchedForward, override_forward
+from .._forwards import CALL_REMOVE_FIRST, PatchedForward, override_forward
 from .._tracing import can_be_read, outside_of_graphs
 from ..layout import SequenceLayout
 from ..modules.multihead import VarlenMultiheadAttention
@@ -27,19 +27,20 @@ from .handle import PatchHandle
 
 
 def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle, padding_free: bool) -> bool:
-    """Swap the attention of every layer, with the parameters shared; and pack at the entry, if ``padding_free``.
+    """Replace the attention of every layer, and make the encoder pack at its entry if `padding_free`.
 
-    False, with the reason in the handle, if its forward or its layers are not PyTorch's own.
+    Returns:
+        False if the encoder or a layer has a custom forward. The reason is then in the handle.
     """
     own = encoder.__dict__.get("forward", None)
     known = type(encoder).forward is nn.TransformerEncoder.forward and isinstance(own, (PatchedForward, type(None)))
     if not known or not len(encoder.layers):
-        what = "a forward of its own" if len(encoder.layers) else "no layers"
-        handle.leave(name, f"{type(encoder).__name__} has {what}.")
+        reason = "overrides forward" if len(encoder.layers) else "has no layers"
+        handle.leave(name, f"{type(encoder).__name__} {reason}.")
         return False
     for i, layer in enumerate(encoder.layers):
-        if (reason := _layer_not_supported(layer)) is not None:
-            handle.leave(f"{name}.layers.{i}", reason)
+        if (why := _layer_not_supported(layer)) is not None:
+            handle.leave(f"{name}.layers.{i}", why)
             return False
     for layer in encoder.layers:
         swap_attention(layer, "self_attn", handle)
@@ -48,44 +49,46 @@ def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle
     if padding_free:
         override_forward(encoder, functools.partial(_encoder_forward, handle), handle)
     how = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
-    handle.change(name, f"nn.TransformerEncoder of {len(encoder.layers)} layers, {how}")
+    layers = f"{len(encoder.layers)} layer{'s' if len(encoder.layers) > 1 else ''}"
+    handle.change(name, f"nn.TransformerEncoder of {layers}, {how}")
     return True
 
 
 def _layer_not_supported(layer: nn.Module) -> str | None:
+    """Why a layer can't run packed, or None."""
     stock = nn.TransformerEncoderLayer
     if not isinstance(layer, stock):
-        return f"{type(layer).__name__} is not an nn.TransformerEncoderLayer, so its forward is unknown."
+        return f"{type(layer).__name__} is not an nn.TransformerEncoderLayer."
     parts = ("forward", "_sa_block", "_ff_block")
     own = [x for part in parts if (x := layer.__dict__.get(part)) is not None and not isinstance(x, PatchedForward)]
     if own or any(getattr(type(layer), part) is not getattr(stock, part) for part in parts):
-        return f"{type(layer).__name__} has a forward of its own."
+        return f"{type(layer).__name__} overrides forward, _sa_block or _ff_block."
     for name in ("linear1", "linear2", "norm1", "norm2"):
         part, kinds = getattr(layer, name), (nn.Linear,) if name.startswith("linear") else (nn.LayerNorm, nn.RMSNorm)
-        if not isinstance(getattr(part, "base_layer", part), kinds):  # base_layer: below an adapter
-            return f"its {name} is a {type(part).__name__}, which may look at more than one token."
+        if not isinstance(getattr(part, "base_layer", part), kinds):  # an adapter has the layer as base_layer
+            return f"its {name} is a {type(part).__name__}, which may mix tokens."
     if not layer.activation_relu_or_gelu and type(layer.activation) not in _ACTIVATIONS:
-        return "its activation may look at more than one token."
+        return "its activation may mix tokens."
     attention = layer.self_attn
     if attention._forward_hooks or attention._forward_pre_hooks:
-        return "its self_attn carries hooks, which would see packed tokens."
+        return "its self_attn has hooks, which would get packed tokens."
     return None if type(attention) is VarlenMultiheadAttention else _attention_not_supported(attention)
 
 
-# Activations that look at one token at a time.
+# Activations that do not mix tokens.
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6)
 
 
 def _attention_not_supported(attention: nn.Module) -> str | None:
-    """Why attention can't be swapped for a module with the same parameters and nothing else."""
+    """Why an attention module can't be replaced by one with the same parameters, or None."""
     kind = type(attention).__name__
     if type(attention) is not nn.MultiheadAttention:
         return f"{kind} is not nn.MultiheadAttention."
     if "forward" in attention.__dict__:
-        return f"{kind} has a forward of its own."
+        return f"{kind} overrides forward."
     if attention._buffers or attention._modules.keys() != {"out_proj"}:
         more = [*attention._buffers, *(attention._modules.keys() - {"out_proj"})]
-        return f"{kind} holds {', '.join(more)}, which would be lost."
+        return f"{kind} has {', '.join(more)}, which would be lost."
     try:
         VarlenMultiheadAttention.from_torch(attention)
     except ValueError as error:
@@ -93,42 +96,42 @@ def _attention_not_supported(attention: nn.Module) -> str | None:
     return None
 
 
-# Attention that a patch put into a module, and that patch.
+# Attention module → the handle of the patch that put it into a model.
 _swapped_by: WeakKeyDictionary[nn.Module, ref[PatchHandle]] = WeakKeyDictionary()
 
 
 def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | None:
-    """Put a ``VarlenMultiheadAttention`` with the same parameters and hooks in the place of ``parent.name``.
+    """Replace the child `name` of `parent` by a `VarlenMultiheadAttention` with the same parameters and hooks.
 
     Returns:
-        Why not, if it can't be done.
+        The reason if this is not possible, else None.
 
     Raises:
-        ValueError: another patch has done it already.
+        ValueError: another patch has already replaced it.
     """
     stock = cast(nn.MultiheadAttention, parent._modules[name])
     if isinstance(stock, VarlenMultiheadAttention):
         reference = _swapped_by.get(stock)
         other = None if reference is None else reference()
         if other is not None and other is not handle and other.active:
-            raise ValueError(f"{type(parent).__name__} is patched already: remove() the handle of that patch first.")
-        return "it is a VarlenMultiheadAttention already."
+            raise ValueError(f"{type(parent).__name__} is already patched: {CALL_REMOVE_FIRST}")
+        return "it is already a VarlenMultiheadAttention."
     ragged = handle.replacements.get(stock)
     if ragged is None:
         if (reason := _attention_not_supported(stock)) is not None:
             return reason
         ragged = handle.replacements[stock] = VarlenMultiheadAttention.from_torch(stock)
         _share(_HOOKS, stock, ragged)
-        _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_OURS, stock, ragged)
+        _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_COPIED, stock, ragged)
     _swapped_by[ragged] = ref(handle)
     parent._modules[name] = ragged
     handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock))
     return None
 
 
-# The dictionaries of hooks are shared, so that a hook's handle removes it from both.
+# Both modules share the dictionaries of hooks, so that the handle of a hook removes it from both.
 _HOOKS = {name for name in vars(nn.Module()) if "_hook" in name}
-_NOT_OURS = {"_qkv_same_embed_dim"}  # a property there
+_NOT_COPIED = {"_qkv_same_embed_dim"}  # a property of VarlenMultiheadAttention
 _SETTINGS = {"dropout", "batch_first", "_is_full_backward_hook"}
 
 
@@ -139,14 +142,14 @@ def _share(names: Iterable[str], of: nn.Module, to: nn.Module) -> None:
 def _restore_attention(
     parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention
 ) -> None:
-    """With the parameters that it has by now: load_state_dict(assign=True) puts new ones in."""
+    """Put `stock` back, with the current parameters, because load_state_dict(assign=True) may have replaced them."""
     if parent._modules.get(name) is not ragged:
         return
     names = [{key for key, x in module._parameters.items() if x is not None} for module in (ragged, stock)]
     is_plain = type(ragged) is VarlenMultiheadAttention and ragged._modules.keys() == {"out_proj"}
     if not is_plain or ragged._buffers or names[0] != names[1]:
         warnings.warn(
-            f"{name} of {type(parent).__name__} was parametrized or extended while it was patched, and stays a "
+            f"{name} of {type(parent).__name__} was parametrized or extended while it was patched, so it remains a "
             "VarlenMultiheadAttention.",
             stacklevel=4,
         )
@@ -178,7 +181,7 @@ def _layer_forward(
 
 
 def _feed_forward(layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
-    """``layer._ff_block``; on a GPU without gradients with ReLU inside of the product, as stock's fast path has it."""
+    """`layer._ff_block`. On a GPU without gradients, ReLU is fused with the matrix product, as in the fast path."""
     first, second = layer.linear1, layer.linear2
     fused = (
         x.is_cuda
@@ -191,7 +194,7 @@ def _feed_forward(layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
     if not fused:
         return layer._ff_block(x)
     hidden = torch._addmm_activation(first.bias, x, first.weight.t())
-    return layer.dropout2(second(layer.dropout(hidden)))  # a dropout may be in training by itself
+    return layer.dropout2(second(layer.dropout(hidden)))  # a dropout module may be in training mode
 
 
 def _encoder_forward(
@@ -206,19 +209,21 @@ def _encoder_forward(
     if src.is_nested:
         return _nested_forward(encoder, src, mask, src_key_padding_mask, bool(is_causal))
     original = functools.partial(original, src, mask, src_key_padding_mask, is_causal)
-    readable = torch.compiler.is_compiling() or can_be_read(src)  # a compiler breaks its graph for it
+    readable = torch.compiler.is_compiling() or can_be_read(src)  # torch.compile breaks its graph to read it
     if src_key_padding_mask is None or src.dim() != 3 or not readable:
-        return original()  # no padding to skip, or none that the host can read
+        return original()  # there is no padding, or the host can't read it
     batch_first = encoder.layers[0].self_attn.batch_first
     padded = src if batch_first else src.transpose(0, 1)
     is_mask = src_key_padding_mask.dtype == torch.bool or src_key_padding_mask.is_floating_point()
     if src_key_padding_mask.shape != padded.shape[:2] or not is_mask:
-        return original()  # which raises the error
+        return original()  # this raises an error
     causal = _is_causal(mask, is_causal, padded.shape[1])
     padding = _as_padding(src_key_padding_mask)
     if causal is None or padding is None:
         handle.fall_back(
-            "mask is neither None nor causal" if causal is None else "src_key_padding_mask is an additive bias"
+            "mask is neither None nor causal"
+            if causal is None
+            else "src_key_padding_mask has values other than 0 and −inf"
         )
         return original()
     handle.count(None)
@@ -232,7 +237,7 @@ def _nested_forward(
 ) -> Tensor:
     if (mask is not None and not is_causal) or padding is not None:
         raise ValueError(
-            "a NestedTensor has no padding and takes no dense mask: pass is_causal=True for a causal encoder, "
+            "a NestedTensor has no padding and supports no dense mask: pass is_causal=True for a causal encoder, "
             "and leave out src_key_padding_mask."
         )
     (unwrapped,) = nested.unwrap_each(src=src)
@@ -245,14 +250,14 @@ def _layout(mask: Tensor) -> SequenceLayout:
 
 
 def _run_layers(encoder: nn.TransformerEncoder, x: Tensor, layout: SequenceLayout, causal: bool) -> Tensor:
-    """Packed (T, E) through every layer and the final norm."""
+    """Run every layer and the final norm on packed `x` (T, E)."""
     for layer in encoder.layers:
         x = layer(x, src_mask=layout, is_causal=causal)
     return x if encoder.norm is None else encoder.norm(x)
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool | None:
-    """Whether attention is causal; None for any other mask. ``is_causal=True`` is trusted, and saves a sync."""
+    """Whether attention is causal, or None for any other mask. If `is_causal` is True, the mask is not read."""
     if is_causal or mask is None:
         return bool(is_causal)
     if is_causal is not None or mask.shape != (length, length):
@@ -262,10 +267,11 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool
 
 
 def _as_padding(mask: Tensor) -> Tensor | None:
-    """(B, L) bool, True at padding; None where a floating-point mask holds other values than 0 and −inf."""
+    """(B, L) bool, True at padding. None if a floating-point mask has values other than 0 and −inf."""
     padding = mask if mask.dtype == torch.bool else mask == -torch.inf
     return padding if padding is mask or torch.equal(mask, _additive(padding, mask)) else None
 
 
 def _additive(blocked: Tensor, like: Tensor) -> Tensor:
+    """An additive mask with the dtype of `like`: −inf where `blocked`, else 0."""
     return torch.zeros_like(like).masked_fill(blocked, -torch.inf)

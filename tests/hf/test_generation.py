@@ -271,7 +271,7 @@ def test_continuous_batching_under_a_name_that_transformers_takes_ends_with_the_
     assert len(found) == 2
     for request in found.values():
         assert request.generated_tokens == []
-        assert "continuous batching (generate_batch) passes attention a paged cache" in request.error
+        assert "continuous batching (generate_batch) uses a paged cache" in request.error
 
 
 def test_continuous_batching_of_a_patched_model_is_refused():

@@ -100,7 +100,7 @@ def test_the_handle_says_why_nothing_is_packed(name):
     model = make(name)
     with nta.patch(model) as handle:
         assert "forward" not in vars(model)
-        assert f"{name}, attention 'eager' before, runs as it is called: " in repr(handle)
+        assert f"{name}, not packed, because " in repr(handle)
         assert families.NOT_PACKED[families.kind(model)] in repr(handle)
         assert not any(isinstance(model.get_submodule(path), torch.nn.MultiheadAttention) for path in handle.layers)
 

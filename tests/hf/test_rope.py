@@ -5,7 +5,7 @@ import tiny
 import torch
 
 import nt_attention as nta
-from nt_attention.hf.rope import rotate_apart, scaled_apart
+from nt_attention.hf.rope import rotate_per_sequence, scaled_per_sequence
 from nt_attention.layout import SequenceLayout
 
 LENGTHS, LENGTH, TRAINED = [7, 23, 13, 2, 19], 29, 11
@@ -92,7 +92,7 @@ def test_sequences_within_the_trained_length_are_not_scaled_and_neighbours_are_t
 
     monkeypatch.setattr(type(rotary), "forward", counted)
     layout = SequenceLayout.from_lengths([7, 11, 2, 19, 19, 3])
-    with scaled_apart(layout):
-        cosines, sines = rotate_apart(rotary, rotary.forward, torch.zeros(1), layout.position_ids[None])
+    with scaled_per_sequence(layout):
+        cosines, sines = rotate_per_sequence(rotary, rotary.forward, torch.zeros(1), layout.position_ids[None])
     assert asked == [20, 38, 3]
     assert cosines.shape == sines.shape == (1, layout.total, 16)

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource, compile
 from nt_attention.kernels.token_tiled import triton_kernels
 from nt_attention.kernels.token_tiled.configs import H200
 
-KERNELS = ("forward", "query", "key", "closed")
+KERNELS = ("forward", "query", "key", "fused")
 INT_POINTERS, FLOAT_POINTERS = ("Tiles", "Lo", "Hi", "Own"), ("Lse", "Delta", "GradLse", "Slopes")
 
 

@@ -34,7 +34,7 @@ def test_agrees_with_the_oracle_in_float32(geometry, extra):
     assert_same(got, case.truth(), 3e-5)
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("extra", ["plain", "all"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -43,7 +43,7 @@ def test_no_unwritten_buffer_escapes(lengths, geometry, extra):
     assert_same(case.solve(on_cpu(case)), case.truth(), 1e-9)
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("extra", ["plain", "sinks"])
 @pytest.mark.parametrize(
     ("lengths", "key_lengths"),

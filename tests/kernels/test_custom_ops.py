@@ -42,7 +42,7 @@ def operator(name, direction):
 
 
 @pytest.fixture
-def fake(enlist):
+def fake(registered_variant):
     """Puts a variant of the CPU backend on the list, as "fake" or by another name, and returns which of its two ran."""
 
     def make(listed="fake", **changes):
@@ -56,7 +56,7 @@ def fake(enlist):
             ran.append("backward")
             return cpu.backward(*args)
 
-        enlist(cpu.BACKEND, listed, forward=forward, backward=backward, **changes)
+        registered_variant(cpu.BACKEND, listed, forward=forward, backward=backward, **changes)
         return ran
 
     return make
@@ -277,21 +277,21 @@ class TestWhoRunsAGraph:
     def test_a_named_backend_that_cannot(self, fake, case):
         fake()
         case.options["softcap"] = 3.0
-        with pytest.raises(ValueError, match="has no softcap: leave softcap at 0"):
+        with pytest.raises(ValueError, match="softcap is not supported: leave softcap at 0"):
             compiled(case, "fake", fullgraph=False)(**case.inputs)
 
     def test_one_that_turns_out_unable_says_so_when_the_graph_runs(self, fake, case):
         fake(features=cpu.BACKEND.features - {"cross", "no keys"})
         function = compiled(case, "auto")
         function(**case.inputs)
-        with use_backend("fake"), pytest.raises(ValueError, match="wants as many keys as queries"):
+        with use_backend("fake"), pytest.raises(ValueError, match="must have as many keys as queries"):
             function(**case.inputs)
 
 
 class TestWhatNoOperatorTakes:
     def test_breaks_the_graph_and_runs_on_the_reference(self):
         case = problem("self", "full", "plain", lengths=[3], options={"softcap": 2.0})
-        with pytest.warns(SlowBackendWarning, match="has no softcap"):
+        with pytest.warns(SlowBackendWarning, match="softcap is not supported"):
             out, lse = compiled(case, "auto", fullgraph=False)(**case.inputs)
         want = case.truth()
         assert_same({"out": out, "lse": lse}, {name: want[name] for name in ("out", "lse")}, 1e-9)
@@ -300,7 +300,7 @@ class TestWhatNoOperatorTakes:
         arguments = list(operands("auto"))
         arguments[:3] = [x.double() for x in arguments[:3]]
         arguments[custom_ops.argument_index("softcap")] = 2.0
-        with pytest.raises(ValueError, match=r"(?s)reference is no operator.* has no softcap"):
+        with pytest.raises(ValueError, match=r"(?s)'reference' is not a custom operator.* softcap is not supported"):
             operator("auto", "forward")(*arguments)
 
     def test_an_unknown_name_is_told_the_known_ones(self):
@@ -513,9 +513,9 @@ def test_one_tensor_may_be_query_key_and_value_of_a_graph(backend):
 
 
 WRONG = {
-    "heads that do not divide": ({0: torch.randn(26, 5, 11)}, "query's heads must be a multiple of key's"),
+    "heads that do not divide": ({0: torch.randn(26, 5, 11)}, "query heads must be a multiple of key heads"),
     "a head dim": ({1: torch.randn(31, 3, 12)}, "query and key must have the same head dim"),
-    "heads of the values": ({2: torch.randn(31, 2, 7)}, "key and value must have the same heads"),
+    "heads of the values": ({2: torch.randn(31, 2, 7)}, "key and value must have the same number of heads"),
     "too few values": ({2: torch.randn(30, 3, 7)}, "value has shape"),
     "dimensions": ({0: torch.randn(26, 66)}, "must be \\(tokens, heads, head dim\\)"),
     "a dtype": ({1: torch.randn(31, 3, 11).double()}, "must share a dtype"),

@@ -108,7 +108,7 @@ def test_gives_way_to_use_backend(inputs, variable):
 def test_an_unknown_name_says_where_it_comes_from(inputs, variable, function, name):
     variable(name)
     known = r"'auto' or one of 'token_tiled', .*'cpu', 'reference'"
-    with pytest.raises(ValueError, match=rf"NT_ATTENTION_BACKEND asks for it.* no backend '{name}': pass {known}"):
+    with pytest.raises(ValueError, match=rf"NT_ATTENTION_BACKEND: there is no backend '{name}': pass {known}"):
         function(**inputs)
 
 
@@ -125,7 +125,7 @@ def test_one_that_cannot_run_a_call_raises(inputs, variable):
     variable("cpu")
     told = nta.explain(**inputs, softcap=2.0)
     assert (told.asked, told.chosen) == ("cpu", None)
-    with pytest.raises(ValueError, match="backend='cpu': it can't run this call") as error:
+    with pytest.raises(ValueError, match="backend='cpu': it cannot run this call") as error:
         nta.varlen_attention(**inputs, softcap=2.0)
     assert str(error.value) == str(told)
     assert chosen(inputs, softcap=2.0, backend="reference") == "reference"
@@ -135,7 +135,7 @@ def test_one_that_is_missing_raises(inputs, variable, monkeypatch):
     gone = dataclasses.replace(cpu.BACKEND, missing=lambda: "the kernel is on holiday.")
     monkeypatch.setitem(BACKENDS, "cpu", gone)
     variable("cpu")
-    with pytest.raises(ValueError, match=r"(?s)backend='cpu': it can't run this call.*the kernel is on holiday\."):
+    with pytest.raises(ValueError, match=r"(?s)backend='cpu': it cannot run this call.*the kernel is on holiday\."):
         nta.varlen_attention(**inputs)
 
 

@@ -3,6 +3,7 @@
 The kernels here are the CPU's, which refuse with an assertion what they are not to get.
 """
 
+import dataclasses
 import math
 from functools import partial
 
@@ -47,7 +48,7 @@ def never_blind(problem):
 
 
 @pytest.fixture
-def fake(enlist):
+def fake(registered_variant):
     """Puts a variant of the CPU backend on the list; returns the problems that its kernel was handed, in order."""
 
     def make(*refusals, **changes):
@@ -72,7 +73,7 @@ def fake(enlist):
             assert len(known.grad) == len(known.out) == len(known.lse) == len(query)
             return cpu.backward(known, query, key, value, problem)
 
-        enlist(cpu.BACKEND, "fake", forward=forward, backward=backward, **changes)
+        registered_variant(cpu.BACKEND, "fake", forward=forward, backward=backward, **changes)
         return handed
 
     return make
@@ -135,7 +136,7 @@ class TestLowerRightAlone:
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
         assert [p.layout.host_offsets.diff().tolist() for p in lower_right] == [LENGTHS["self-apart"]["lengths"]] * 2
 
-    @pytest.mark.usefixtures("poisoned")
+    @pytest.mark.usefixtures("uninitialized_is_nan")
     @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2)], ids=str)
     @pytest.mark.parametrize("geometry", ["causal", "left"])
     def test_garbage_past_the_sequences_is_never_read(self, lower_right, geometry, past):
@@ -183,7 +184,7 @@ class TestNoBlindRows:
         assert [p.layout.host_offsets.diff().tolist() for p in sighted] == [[3, 0, 7, 3, 0]] * 2
         assert [p.key_layout.host_offsets.diff().tolist() for p in sighted] == [[3, 2, 7, 11, 0]] * 2
 
-    @pytest.mark.usefixtures("poisoned")
+    @pytest.mark.usefixtures("uninitialized_is_nan")
     @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2)], ids=str)
     @pytest.mark.parametrize("geometry", ["full", "causal"])
     def test_garbage_past_the_sequences_is_never_read(self, sighted, geometry, past):
@@ -241,7 +242,7 @@ def garbage_is_never_read(options, past):
     assert_same(got, want, 1e-9)
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2), (0, 0)], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"lower_right_only": True}, {"takes_fully_masked_rows": False}], ids=str)
 def test_a_kernel_may_be_kept_from_what_is_past_the_end(fake, changes, past):
@@ -258,3 +259,8 @@ def test_a_kernel_that_takes_all_is_left_alone(is_causal, fake):
     case = problem("cross", "full", "plain", **LENGTHS["cross"], options={"is_causal": is_causal})
     case.solve(call(case))
     assert [p.layout.host_offsets.diff().tolist() for p in handed] == [LENGTHS["cross"]["lengths"]] * 2
+
+
+def test_a_backend_with_windows_must_support_fully_masked_rows():
+    with pytest.raises(ValueError, match="takes_fully_masked_rows=False is not supported together with 'window'"):
+        dataclasses.replace(cpu.BACKEND, takes_fully_masked_rows=False, features=COMMON | {"window"})

@@ -21,7 +21,7 @@ def inputs():
 
 
 @pytest.fixture
-def ran(enlist):
+def ran(registered_variant):
     """The names of the backends that ran, in order."""
     names = []
     for backend in (cpu.BACKEND, reference.BACKEND):
@@ -30,7 +30,7 @@ def ran(enlist):
             names.append(backend.name)
             return backend.forward(*args)
 
-        enlist(backend, backend.name, forward=forward)
+        registered_variant(backend, backend.name, forward=forward)
     return names
 
 
@@ -72,7 +72,7 @@ def test_an_unknown_name_is_told_the_known_ones(inputs, function):
 
 
 def test_auto_warns_where_only_the_reference_can_run(inputs, ran):
-    with pytest.warns(SlowBackendWarning, match=r"slow: .* has no softcap.*backend='reference'") as caught:
+    with pytest.warns(SlowBackendWarning, match=r"slow .* softcap is not supported.*backend='reference'") as caught:
         nta.varlen_attention(**inputs, softcap=2.0)
     assert ran == ["reference"]
     assert [w.filename for w in caught] == [__file__], "the warning points at the caller"
@@ -89,25 +89,30 @@ def test_explain_lists_every_backend_with_its_reasons(inputs, ran):
     assert ran == []
     assert told.chosen == "reference"
     assert list(told.reasons) == list(nta.available_backends()) == list(BACKENDS)
-    assert told.reasons["cpu"] == ("has no softcap: leave softcap at 0.", "has no dropout: leave dropout_p at 0.")
+    assert told.reasons["cpu"] == (
+        "softcap is not supported: leave softcap at 0.",
+        "dropout is not supported: leave dropout_p at 0.",
+    )
     assert told.reasons["reference"] == ()
     lines = str(told).splitlines()
-    assert lines[0] == "backend='auto': reference runs."
+    assert lines[0] == "backend='auto': reference runs this call."
     assert [line.split()[0] for line in lines[1:]] == list(BACKENDS)
-    assert "can't run  has no softcap: leave softcap at 0. has no dropout" in lines[1 + list(BACKENDS).index("cpu")]
+    assert (
+        "cannot run  softcap is not supported: leave softcap at 0. dropout is" in lines[1 + list(BACKENDS).index("cpu")]
+    )
     assert " chosen " in lines[1 + list(BACKENDS).index("reference")]
 
 
 def test_explain_tells_what_could_run_as_well(inputs):
     lines = str(nta.explain(**inputs)).splitlines()
-    assert lines[0] == "backend='auto': cpu runs."
+    assert lines[0] == "backend='auto': cpu runs this call."
     assert any(line.split()[:3] == ["reference", "can", "run"] for line in lines)
 
 
 def test_explain_says_so_where_the_one_asked_for_cannot_run(inputs):
     told = nta.explain(**inputs, softcap=2.0, backend="cpu")
     assert told.chosen is None
-    assert str(told).startswith("backend='cpu': it can't run this call.")
+    assert str(told).startswith("backend='cpu': it cannot run this call.")
 
 
 def test_batch_invariance_is_promised_by_nobody_on_a_cpu(inputs):

@@ -96,13 +96,13 @@ def check(case, slack=1, **options):
 
 
 @pytest.fixture
-def poisoned(poisoned):
+def uninitialized_is_nan(uninitialized_is_nan):
     """What kernels leave unwritten shows, and so does what they read before it is written."""
     x = torch.ones(1, 1, 1)
     assert all(buffer.isnan().all() for buffer in (x.new_empty(3), torch.empty_like(x), torch.empty(3)))
 
 
-exact = pytest.mark.usefixtures("poisoned")
+exact = pytest.mark.usefixtures("uninitialized_is_nan")
 
 
 @exact
@@ -350,8 +350,8 @@ def test_the_tables_hold_to_what_kernels_assume(table):
     for profiles in table.values():
         assert list(profiles)[-1] == (configs.ANY, configs.ANY), "no batch is left out"
         for config in profiles.values():
-            assert config.closed.block_n >= config.shared, "a closed tile's keys are one block"
-            for tile in (config.forward, config.query, config.key, config.closed):
+            assert config.fused.block_n >= config.shared, "the keys of a fused tile are one block"
+            for tile in (config.forward, config.query, config.key, config.fused):
                 for size in (tile.block_m, tile.block_n):
                     assert size >= 16, "matrix instructions"
                     assert size & (size - 1) == 0, "tl.arange"

@@ -115,21 +115,21 @@ def test_tiles_that_share_nothing_begin_where_they_would_alone(lengths, left, ri
 
 @examples
 @given(LENGTHS, SIDE, SIDE, ROWS, ROWS, SHARED)
-def test_closed_tiles_and_the_others_share_out_every_token(lengths, left, right, rows, key_rows, shared):
+def test_fused_tiles_and_the_others_share_out_every_token(lengths, left, right, rows, key_rows, shared):
     plan = plan_of(lengths, (left, right))
-    closed = plan.closed_tiles(shared).tolist()
-    queries = plan.query_tiles(rows, shared, without_closed=True).tolist()
+    fused = plan.fused_tiles(shared).tolist()
+    queries = plan.query_tiles(rows, shared, without_fused=True).tolist()
     keys = plan.key_tiles(key_rows, shared).tolist()
-    assert covered(queries, (tile[:2] for tile in closed)) == list(range(len(places(lengths, 0))))
-    assert covered(keys, (tile[2:] for tile in closed)) == list(range(len(places(lengths, 1))))
+    assert covered(queries, (tile[:2] for tile in fused)) == list(range(len(places(lengths, 0))))
+    assert covered(keys, (tile[2:] for tile in fused)) == list(range(len(places(lengths, 1))))
     assert all(0 < end - begin <= rows for begin, end in queries)
     assert all(0 < end - begin <= key_rows for begin, end in keys)
 
     corners = set(zip(*(side.offsets.tolist() for side in plan.sides), strict=True))
-    for first, last, start, end in closed:
+    for first, last, start, end in fused:
         assert {(first, start), (last, end)} <= corners  # whole sequences, the same on either side
         assert max(last - first, end - start) <= shared
-    held = {of_token for first, last, *_ in closed for of_token in places(lengths, 0)[first:last]}
+    held = {of_token for first, last, *_ in fused for of_token in places(lengths, 0)[first:last]}
     assert {b for b, _ in held} == {b for b, pair in enumerate(lengths) if pair[0] and max(pair) <= shared}
 
 
@@ -137,7 +137,7 @@ def test_short_sequences_share_a_tile_with_all_that_fit():
     plan = plan_of([(n, n) for n in (5, 0, 11, 1, 40, 3, 13, 2)])
     tiles = sorted(plan.query_tiles(16, 16).tolist())
     assert tiles == [[0, 16], [16, 17], [17, 33], [33, 49], [49, 57], [57, 73], [73, 75]]
-    assert plan.closed_tiles(16).tolist() == [[0, 16] * 2, [16, 17] * 2, [57, 73] * 2, [73, 75] * 2]
+    assert plan.fused_tiles(16).tolist() == [[0, 16] * 2, [16, 17] * 2, [57, 73] * 2, [73, 75] * 2]
 
 
 def test_tiles_with_most_to_do_go_first():
@@ -153,9 +153,9 @@ def test_tiles_are_made_once():
     plan = plan_of([(5, 7), (40, 3)])
     for make in (
         lambda: plan.query_tiles(16, 32),
-        lambda: plan.query_tiles(16, 32, without_closed=True),
+        lambda: plan.query_tiles(16, 32, without_fused=True),
         lambda: plan.key_tiles(16, 32),
-        lambda: plan.closed_tiles(32),
+        lambda: plan.fused_tiles(32),
     ):
         assert make() is make()
     assert plan.query_tiles(16, 32) is not plan.query_tiles(16, 0)

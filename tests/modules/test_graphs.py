@@ -210,7 +210,7 @@ def test_offsets_are_checked_when_the_graph_runs():
     x, dtype = torch.randn(11, EMBED, dtype=torch.float64), torch.int32
     close(graph(x, offsets_of([4, 7], dtype)), model(x, offsets_of([4, 7], dtype)))
     for lengths, text in (
-        ([5, -2, 8], "offsets fall from 5 to 3"),
+        ([5, -2, 8], "offsets decrease from 5 to 3"),
         ([5, 5, 3], r"query has shape \(11, 6, 6\).*13 tokens"),
         ([29, 97], r"query has shape \(11, 6, 6\).*126 tokens"),
     ):
@@ -462,7 +462,7 @@ def test_what_the_reference_alone_has_runs_in_the_graph_or_outside_of_it():
 def test_nested_tensors_with_holes_are_refused_with_what_to_do():
     rows = torch.randn(sum(LENGTHS), EMBED, dtype=torch.float64)
     holes = torch.nested.nested_tensor_from_jagged(rows, offsets_of(LENGTHS), torch.tensor([4, 1, 12, 3]))
-    with pytest.raises(Exception, match=r"query has holes between its sequences: make it contiguous\(\) outside"):
+    with pytest.raises(Exception, match=r"query has holes between its sequences: call contiguous\(\) on it outside"):
         compiled(Residual(make()))(holes)
 
 

@@ -297,18 +297,18 @@ def refuse(case):
             ValueError,
             r"must be \(L, S\) or \(10, L, S\) with L ≥ 3 and S ≥ 3, or a list of 2 masks, got \(3, 2\)",
         ),
-        ("masks", ValueError, r"number 1 of 2 is \(2, 3\) for lengths \(3, 3\)"),
-        ("mods on padded", ValueError, "pass attn_mask to padded ones"),
+        ("masks", ValueError, r"mask 1 is \(2, 3\) for lengths \(3, 3\)"),
+        ("mods on padded", ValueError, "pass attn_mask for padded inputs"),
         ("layout too", ValueError, "leave out layout="),
         ("key_layout alone", ValueError, "need layout= too"),
         ("width", ValueError, r"query must have 35 features in its last dimension, got \(5, 34\)"),
         ("rows", ValueError, r"query has shape \(4, 35\).*5 tokens"),
-        ("lists", ValueError, "key is 1 of them"),
-        ("to_torch", ValueError, "no window_size"),
+        ("lists", ValueError, "key is a list of 1"),
+        ("to_torch", ValueError, "does not support window_size"),
         ("heads", ValueError, "got 5 and 2"),
         ("not positive", ValueError, "got 0 and 5"),
         ("rotary", TypeError, "must be a Rotary, got object"),
-        ("no position", ValueError, "stand at no position"),
+        ("no position", ValueError, "keys without a position"),
         ("padding shape", ValueError, r"must be \(3, 2\), got \(2, 3\)"),
     ],
 )
@@ -380,7 +380,7 @@ def test_options_are_checked_when_they_are_set(option):
 @pytest.mark.parametrize("added", ["add_bias_kv", "add_zero_attn"])
 def test_added_keys_stand_at_no_position_later_either(added):
     module = nta.VarlenMultiheadAttention(16, 2, **{added: True})
-    with pytest.raises(ValueError, match="stand at no position"):
+    with pytest.raises(ValueError, match="keys without a position"):
         module.window_size = (3, 0)
     assert module.window_size == (-1, -1)
 

@@ -872,7 +872,7 @@ def test_parameters_made_of_others_are_refused(make, way):
         parametrizations.weight_norm(module, "in_proj_weight")
     else:
         prune.random_unstructured(module, "in_proj_weight", 0.5)
-    with pytest.raises(ValueError, match=r"in_proj_weight.* made of other parameters"):
+    with pytest.raises(ValueError, match=r"only one of the two modules has the parameters in_proj_weight"):
         nta.VarlenMultiheadAttention.from_torch(module) if way == "from_torch" else module.to_torch()
 
 
@@ -1048,7 +1048,7 @@ def test_graphs_refuse_what_wants_lengths():
     def run(x: Tensor, offsets: Tensor) -> Tensor:
         return ours(x, x, x, layout=nta.SequenceLayout.from_offsets(offsets), need_weights=True)[0]
 
-    with pytest.raises(Exception, match="want lengths, which a graph does not know"):
+    with pytest.raises(Exception, match="need the lengths, which are not known in a graph"):
         run(x, offsets)
 
 
@@ -1079,25 +1079,25 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
         "padding of lists": (listed(queries, queries, queries, key_padding_mask=padding), "leave out key_padding_mask"),
         "layout of lists": (
             listed(queries, queries, queries, layout=layout),
-            "lists of tensors bring their own layout",
+            "lists of tensors have their own layout",
         ),
         "narrow mask": (packed(attn_mask=torch.zeros(13, 10)), r"L ≥ 13 and S ≥ 11.* got \(13, 10\)"),
         "short mask": (packed(attn_mask=torch.zeros(12, 11)), r"L ≥ 13 and S ≥ 11.* got \(12, 11\)"),
         "heads of the mask": (packed(attn_mask=torch.zeros(5, 13, 11)), r"\(25, L, S\).* got \(5, 13, 11\)"),
         "dims of the mask": (packed(attn_mask=torch.zeros(5, 5, 13, 11)), r"got \(5, 5, 13, 11\)"),
-        "fewer masks": (packed(attn_mask=zeros[:-1]), "a list of 5 masks"),
-        "more masks": (packed(attn_mask=[*zeros, zeros[0]]), "a list of 5 masks"),
-        "no masks": (packed(attn_mask=[]), "a list of 5 masks"),
-        "mask of another length": (packed(attn_mask=zeros[::-1]), r"number 0 of 5 is \(3, 3\) for lengths \(5, 7\)"),
+        "fewer masks": (packed(attn_mask=zeros[:-1]), "one mask for each of 5 sequences"),
+        "more masks": (packed(attn_mask=[*zeros, zeros[0]]), "one mask for each of 5 sequences"),
+        "no masks": (packed(attn_mask=[]), "one mask for each of 5 sequences"),
+        "mask of another length": (packed(attn_mask=zeros[::-1]), r"mask 0 is \(3, 3\) for lengths \(5, 7\)"),
         "masks of two dtypes": (packed(attn_mask=[*zeros[:-1], zeros[-1].bool()]), "masks of one dtype"),
-        "mask of another dtype": (packed(attn_mask=torch.zeros(13, 13)), "must be torch.float64 .* got torch.float32"),
+        "mask of another dtype": (packed(attn_mask=torch.zeros(13, 13)), "query, torch.float64, got torch.float32"),
         "mask of integers": (packed(attn_mask=torch.zeros(13, 13, dtype=torch.int64)), "got torch.int64"),
-        "mods and added keys": (packed(module=added, mask_mod=mod), "add_bias_kv and add_zero_attn add some"),
-        "mods on dense": (listed(rows, rows, rows, mask_mod=mod), "pass attn_mask to padded ones"),
+        "mods and added keys": (packed(module=added, mask_mod=mod), "be used with add_bias_kv or add_zero_attn"),
+        "mods on dense": (listed(rows, rows, rows, mask_mod=mod), "pass attn_mask for padded inputs"),
         "two dtypes": (listed(*[[queries[0], queries[1].float()]] * 3), "float32"),
         "two widths": (listed(*[[queries[0], queries[1][:, 1:]]] * 3), "34"),
-        "fewer tensors": (listed(queries, keys[:-1], keys[:-1]), "key is 4 of them"),
-        "no tensors": (listed([], [], []), "one or more; query is 0 of them"),
+        "fewer tensors": (listed(queries, keys[:-1], keys[:-1]), "key is a list of 4"),
+        "no tensors": (listed([], [], []), "at least one, but query is a list of 0"),
         "list and tensor": (listed(queries, rows, rows), "key is Tensor"),
         "tensors with a batch": (listed([rows[None]], [rows[None]], [rows[None]]), "tensors .Li, E."),
         "other lengths of values": (listed(queries, keys, queries), "key and value must have the same lengths"),
@@ -1105,7 +1105,7 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
         "odd head_dim": (lambda: nta.VarlenMultiheadAttention(EMBED, HEADS, rotary=Rotary()), "head_dim is 7"),
         "added keys in a window": (
             lambda: nta.VarlenMultiheadAttention(EMBED, HEADS, add_bias_kv=True, window_size=(1, 1)),
-            "stand at no position",
+            "keys without a position",
         ),
         "key_layout alone": (lambda: ours(rows, rows, rows, key_layout=layout), "need layout= too"),
     }

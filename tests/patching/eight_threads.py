@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 import tiny
 
 import nt_attention as nta

@@ -107,10 +107,10 @@ def test_a_reason_of_the_head_alone_leaves_the_base_model_packing():
     model, batch = make(), make_batch(labels=True)
     model.loss_function = lambda logits, labels, vocab_size, **_: logits[:, 0].sum() + logits[:, 6].sum(1)[0]
     want, seen = model(**batch).loss, rows_seen(model)
-    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="loss_function has been set"):
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="loss_function was replaced"):
         close(model(**batch).loss, want)
     assert seen == [PACKED]
-    assert handle.calls == {"its loss_function has been set, and may read rows": 1, None: 1}
+    assert handle.calls == {"its loss_function was replaced, and may need padded rows": 1, None: 1}
 
 
 def test_rows_that_the_caller_packed_are_counted_once():
@@ -160,7 +160,7 @@ def test_a_forward_that_was_set_on_the_instance_before_the_patch_gets_padded_row
     model.forward = REPLACEMENTS[way](model)
     want, seen = model(**batch).logits, rows_seen(model)
     with nta.patch(model) as handle:
-        with pytest.warns(NotPackedWarning, match=r"stands in the place of LlamaForCausalLM\.forward") as said:
+        with pytest.warns(NotPackedWarning, match=r"replaces LlamaForCausalLM\.forward") as said:
             got = model(**batch).logits
         assert [w.filename for w in said if w.category is NotPackedWarning] == [__file__]
         assert handle.calls[None] == 1
@@ -192,7 +192,7 @@ def test_a_forward_that_was_set_on_a_base_model_falls_back_with_the_reason():
 
     model.forward = types.MethodType(swapped, model)
     want = model(**batch)
-    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match=r"swapped stands in the place of BertModel"):
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match=r"swapped replaces BertModel"):
         close(model(**batch), want)
     assert list(handle.calls) == [next(iter(handle.calls))] != [None]
 
@@ -202,7 +202,7 @@ def test_a_class_whose_forward_was_replaced_falls_back(monkeypatch):
     model, batch = make(), make_batch()
     monkeypatch.setattr(type(model), "forward", replacement)
     want = model(**batch).logits
-    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="replacement stands in the place of"):
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="replacement replaces"):
         close(model(**batch).logits, want)
     assert handle.calls[None] == 1
 
@@ -384,7 +384,7 @@ class TestRowsThatAreReadBeneathTheHead:
         stock.model.forward = self.without_first(stock.model.forward)
         if when == "before":
             model.model.forward = self.without_first(model.model.forward)
-        with pytest.warns(NotPackedWarning, match="stands in the place of LlamaModel.forward"), nta.patch(model):
+        with pytest.warns(NotPackedWarning, match="replaces LlamaModel.forward"), nta.patch(model):
             if when == "after":
                 model.model.forward = self.without_first(model.model.forward)
             torch.testing.assert_close(model(**batch).logits[real], stock(**batch).logits[real])
@@ -401,7 +401,7 @@ class TestRowsThatAreReadBeneathTheHead:
         model.loss_type = "mean of rows"
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         want = model(**batch, labels=labels).loss
-        with pytest.warns(NotPackedWarning, match="loss_function has been set"), nta.patch(model):
+        with pytest.warns(NotPackedWarning, match="loss_function was replaced"), nta.patch(model):
             torch.testing.assert_close(model(**batch, labels=labels).loss, want)
 
     @pytest.mark.parametrize("bound", ["logits_to_keep", "position_ids"])

@@ -244,7 +244,7 @@ def test_a_model_inside_another_is_found():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (BertForPreTraining, r"head that is not in nt_attention.hf.families yet, .*: patch its base model, \.bert"),
+        (BertForPreTraining, r"head that is not in nt_attention.hf.families, .*: patch its base model, \.bert"),
     ],
 )
 def test_unknown_heads_are_refused_with_the_way_round(kind, reason):
@@ -257,7 +257,7 @@ def test_unknown_heads_are_refused_with_the_way_round(kind, reason):
 
 def test_unknown_families_and_second_patches_are_refused():
     olmo = Olmo2Model(Olmo2Config(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=13))
-    with pytest.raises(ValueError, match=r"Olmo2Model is in no family .*padding_free=False swaps its attention alone"):
+    with pytest.raises(ValueError, match=r"Olmo2Model is in no family .*pass padding_free=False"):
         nta.patch(olmo)
     model = make(BertForMaskedLM)
     with nta.patch(model), pytest.raises(ValueError, match="already"):
@@ -313,7 +313,7 @@ def test_a_class_of_one_s_own_is_refused_with_the_way_round():
         pass
 
     model = MyBert._from_config(BertConfig(**COMMON, **BERT), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match=r"MyBert is a class of its own over BertModel, .* patch that, \.bert"):
+    with pytest.raises(ValueError, match=r"MyBert is a custom class around BertModel, .* patch its base model, \.bert"):
         nta.patch(model)
     with nta.patch(model.bert):
         model(**make_batch())
@@ -328,7 +328,7 @@ def test_what_goes_by_the_length_of_a_row_steps_aside():
         assert said[0].filename == __file__
     del model.get_input_embeddings().neftune_noise_alpha
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.new_tensor(float(logits.shape[0]))
-    with nta.patch(model), pytest.warns(NotPackedWarning, match="loss_function has been set"):
+    with nta.patch(model), pytest.warns(NotPackedWarning, match="loss_function was replaced"):
         assert model(**batch).loss == 4
     del model._loss_function
     with nta.patch(model):
@@ -341,11 +341,11 @@ def test_the_handle_tells_what_happened():
         told = str(handle)
         assert "model.layers.0.self_attn … model.layers.1.self_attn: LlamaAttention" in told
         assert "in training with labels its logits stay packed" in told
-        assert "no call has come through yet" in told
+        assert "no calls yet" in told
         model(**batch)
         model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
         model(**batch)
-        assert "2 calls ran packed\n  1 call ran as before: there is no padding to skip" in str(handle)
+        assert "2 calls ran packed\n  1 call did not run packed: there is no padding to skip" in str(handle)
 
 
 def test_a_mask_of_any_numbers_is_read_as_transformers_reads_it():

@@ -154,7 +154,7 @@ def test_what_can_not_be_swapped_is_told_and_the_rest_is():
         assert handle.left["own"] == "Own is not nn.MultiheadAttention."
         assert handle.left["parametrized"] == "ParametrizedMultiheadAttention is not nn.MultiheadAttention."
         assert "in_proj_weight_mask" in handle.left["pruned"]
-        with pytest.raises(ValueError, match="patched already"):
+        with pytest.raises(ValueError, match="already patched"):
             nta.patch(model)
 
 
@@ -223,7 +223,7 @@ def test_what_an_attention_holds_besides_is_not_lost():
         model[0].self_attention.dropout = 0.25
     assert model[0].self_attention.dropout == 0.25
     model[0].self_attention.register_buffer("steps", torch.tensor(3))
-    with pytest.raises(ValueError, match=r"self_attention: MultiheadAttention holds steps, which would be lost"):
+    with pytest.raises(ValueError, match=r"self_attention: MultiheadAttention has steps, which would be lost"):
         nta.patch(model)
 
 
@@ -246,5 +246,5 @@ def test_a_copy_of_a_patched_model_is_told_to_be_one():
     handle = nta.patch(model)
     copied = copy.deepcopy(model)
     handle.remove()
-    with pytest.raises(ValueError, match="it is a VarlenMultiheadAttention already"):
+    with pytest.raises(ValueError, match="it is already a VarlenMultiheadAttention"):
         nta.patch(copied)

@@ -214,7 +214,7 @@ def test_masks_with_other_values_are_refused(positions, dtype, bad):
     for place in ((0, 1), (0, 3), (1, 0), (1, 3)):
         strange = mask.clone()
         strange[place] = bad
-        with pytest.raises(ValueError, match="mask holds"):
+        with pytest.raises(ValueError, match="mask has"):
             Packing.of(strange, positions, 2, 4)
 
 

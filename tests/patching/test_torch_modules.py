@@ -121,7 +121,7 @@ def test_training_and_loading_while_patched_survive_removal():
 def test_patching_twice_is_refused_and_leaves_the_first_patch():
     encoder = make_encoder()
     with nta.patch(encoder):
-        with pytest.raises(ValueError, match="patched already"):
+        with pytest.raises(ValueError, match="already patched"):
             nta.patch(encoder)
         out = encoder(torch.randn(4, LENGTH, EMBED, dtype=torch.float64), src_key_padding_mask=PADDING)
         assert torch.equal(out[PADDING], torch.zeros_like(out[PADDING]))
@@ -160,8 +160,8 @@ class OwnForward(nn.TransformerEncoderLayer):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (nn.Linear(2, 3), "holds no nn.MultiheadAttention"),
-        (nn.MultiheadAttention(4, 2), "model: it is attention itself"),
+        (nn.Linear(2, 3), "has no nn.MultiheadAttention"),
+        (nn.MultiheadAttention(4, 2), "model: it is the attention module itself"),
     ],
     ids=["nothing", "attention"],
 )
@@ -185,7 +185,7 @@ def test_an_encoder_that_is_not_known_whole_is_patched_layer_by_layer(kind):
     want = encoder(x, src_key_padding_mask=PADDING)
     with nta.patch(encoder) as handle:
         torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
-        assert "a forward of its own" in str(handle)
+        assert "overrides forward" in str(handle)
         assert not handle.changed
         assert list(handle.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
 
@@ -195,7 +195,7 @@ def test_a_whole_transformer_is_told_part_by_part():
     with nta.patch(model) as handle:
         assert list(handle.changed) == ["encoder"]
         assert list(handle.layers) == ["decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
-        assert "encoder: nn.TransformerEncoder of 1 layers" in str(handle)
+        assert "encoder: nn.TransformerEncoder of 1 layer," in str(handle)
         assert "decoder.layers.0.self_attn: takes NestedTensors" in str(handle)
 
 
@@ -265,7 +265,7 @@ def test_a_call_that_is_not_packed_is_told_at_the_caller_s_line():
     with nta.patch(encoder) as handle, pytest.warns(NotPackedWarning) as said:
         encoder(x, mask, PADDING)
     assert [w.filename for w in said if w.category is NotPackedWarning] == [__file__]
-    assert "1 call ran as before: mask is neither None nor causal" in str(handle)
+    assert "1 call did not run packed: mask is neither None nor causal" in str(handle)
 
 
 def test_an_encoder_whose_attention_is_swapped_already_is_refused():
@@ -282,7 +282,7 @@ def test_an_encoder_whose_attention_is_swapped_already_is_refused():
     ("change", "reason"),
     [
         (lambda layer: setattr(layer, "forward", lambda *a, **k: type(layer).forward(layer, *a, **k) * 2), "forward"),
-        (lambda layer: setattr(layer, "_ff_block", lambda x: 2 * x), "forward of its own"),
+        (lambda layer: setattr(layer, "_ff_block", lambda x: 2 * x), "overrides forward"),
         (lambda layer: setattr(layer, "linear2", nn.Sequential(layer.linear2, nn.Softmax(1))), "its linear2 is a"),
         (lambda layer: setattr(layer, "norm1", nn.Sequential(nn.Softmax(1))), "its norm1 is a"),
         (lambda layer: vars(layer).update(activation=lambda t: t.softmax(1), activation_relu_or_gelu=0), "activation"),

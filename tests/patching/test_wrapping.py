@@ -357,7 +357,7 @@ def test_after_removal_a_later_wrapper_stays_and_our_part_passes_through(kind):
     target.forward = theirs
     assert inspect.signature(target.forward) == inspect.signature(inner)
     close(loss_of(model, batch), want)
-    with pytest.raises(ValueError, match=r"already.*remove\(\) the handle"):
+    with pytest.raises(ValueError, match=r"already.*remove\(\) on the handle"):
         nta.patch(model)
     handle.remove()
     assert target.forward is theirs
@@ -376,9 +376,9 @@ def test_a_second_patch_is_refused_on_the_model_its_parts_and_what_holds_it(kind
     for first in (model, model.base_model):
         with nta.patch(first) as handle:
             for second in {model, model.base_model, holder}:
-                with pytest.raises(ValueError, match=r"patched already|runs 'nt_attention' already") as refused:
+                with pytest.raises(ValueError, match=r"already patched") as refused:
                     nta.patch(second)
-                assert "remove() the handle of that patch first" in str(refused.value)
+                assert "remove() on the handle of that patch first" in str(refused.value)
             loss_of(model, batch)
             assert handle.calls == {None: 1}  # the first patch is whole
         assert_plain(model, make(kind))

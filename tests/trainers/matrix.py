@@ -1,7 +1,7 @@
-"""Which trainers run packed, written into ``docs/trainers.md`` from what the tests here found.
+"""Which trainers run packed, written into ``docs/reference/trainers.md`` from what the tests here found.
 
 ``python tests/trainers/matrix.py`` runs them and writes both files; with ``--render`` it writes the page anew from
-``docs/trainers.json``.
+``tests/trainers/outcomes.json``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-DOCS = FOLDER.parents[1] / "docs"
-FOUND, PAGE = DOCS / "trainers.json", DOCS / "trainers.md"
+FOUND, PAGE = FOLDER / "outcomes.json", FOLDER.parents[1] / "docs/reference/trainers.md"
 
 INTRODUCTION = """# Trainers
 
-What runs packed under `nta.patch`, trainer by trainer: `python tests/trainers/matrix.py` runs the tests and writes this
-page. Each row is a test that holds the losses and gradient norms of every step (or the outputs, where nothing is
-trained) against those of the unpatched model. "Before" and "after" say whether the model was patched before the trainer
-was built (or the adapter was put on), or after it.
+What runs packed in which trainer, when the model is patched with `nta.patch`. The guide
+[Fine-tune](../guides/fine_tune.md) shows how to use them.
 
-"Packed" means that every call ran packed, but for those without padding and rows that were packed already. "In part"
-means that the base model ran packed, and the reason says what ran padded: a head that a trainer has set on the model
-before the patch, which reads padded rows; or generation, which asks for a cache. Patch before the trainer is built, and
-TRL's heads run on the packed base model without a warning.
+Each row is a test. It compares the losses and gradient norms of every step with those of the unpatched model, or the
+outputs if nothing is trained. `python tests/trainers/matrix.py` runs the tests and writes this page.
+
+The columns say whether the model was patched before the trainer was built (or the adapter was added), or after it. The
+results are:
+
+- **packed**: every call ran packed, except calls without padding and rows that were packed already.
+- **packed, in part**: the base model ran packed. The reason says what ran padded: a head that the trainer set before
+  the patch, which reads padded rows; or generation, which uses a cache. Patch before the trainer is built, and the
+  heads of TRL run on the packed base model.
+- **falls back**: the calls ran padded, as before the patch, for the given reason.
+- **refused**: an error is raised, with the given reason.
+- **–**: not tested.
 
 """
 

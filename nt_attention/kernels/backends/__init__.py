@@ -1,1 +1,1 @@
-"""The kernels that are called, a file each. None imports another."""
+"""The backends, one file for each. No backend imports another one."""

@@ -1,15 +1,16 @@
-"""Packed attention on the CPU, over ATen's flash kernel.
+"""Packed attention on the CPU with ATen's flash kernel, `aten::_scaled_dot_product_flash_attention_for_cpu`.
 
-That kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) takes a dense (n, H, L, D) batch. So the packed rows
-are cut into tiles, each some queries of one sequence with all the keys that they see, and nothing is padded:
+The kernel takes a dense (n, H, L, D) batch. So the packed rows are split into tiles without padding. A tile is some
+queries of one sequence with all keys that they see:
 
-- without a mask, or causal from the upper left, which the kernel knows, a tile is a sequence;
-- with any other mask a tile is at most ``MASKED_ROWS`` queries, with only the keys that they see, so a window costs
-  tokens × window, and interior tiles share one mask;
-- short tiles of equal shape are gathered into one call, long ones run where they lie.
+- Without a mask, or with upper left causality, which the kernel supports, a tile is a sequence.
+- With any other mask, a tile has at most `MASKED_ROWS` queries. So the cost of a window is tokens × window.
+- Short tiles of equal shape are gathered into one call. Each long tile runs in a call of its own, on views.
 
-Its gaps are closed here: it dies (SIGFPE) on a tile without rows or keys, and gives lse 0 where a row is fully masked
-or has NaN for all its scores.
+The kernel crashes (SIGFPE) on tiles without rows or keys, so these are not run. It returns lse 0 for rows that are
+fully masked or whose scores are all NaN, which is corrected.
+
+Dimensions: T query tokens, S key tokens, H heads (the kernel groups them), D head dim, n tiles of a call.
 """
 
 from __future__ import annotations
@@ -26,42 +27,42 @@ from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances
 
-GATHER_UP_TO = 64  # rows and keys; from about 128 on, one call a tile is as fast and copies nothing
-MASKED_ROWS = 128  # queries in a masked tile: bounds the mask, and what a window computes in vain
+MAX_GATHERED = 64  # rows and keys; from about 128 on, one call per tile is as fast and does not copy
+MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
 
 _run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _run_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Shape(NamedTuple):
-    """What tiles must share to run in one call."""
+    """The shape of a tile. Tiles of the same shape can run in one call."""
 
     rows: int
     keys: int
-    diagonal: int  # query i of the tile stands across from key i + diagonal; 0 where nothing depends on it
-    causal: bool  # the kernel's own causal path
+    diagonal: int  # query i of the tile has the position of its key i + diagonal; 0 if there is no mask
+    causal: bool  # whether the kernel applies the causal mask
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the n tiles of a call stand in the packed rows: gathered by index, or one tile in its place."""
+    """The packed rows of the n tiles of a call: gathered by index, or a view if there is one tile."""
 
     begin: int
     length: int
     index: Tensor | None = None  # (n·length,)
 
-    def take(self, heads_first: Tensor) -> Tensor:
-        """(1, H, T, …) to the tiles (n, H, length, …)."""
+    def gather(self, heads_first: Tensor) -> Tensor:
+        """The tiles (n, H, length, …) of packed rows (1, H, T, …)."""
         if self.index is None:
             return heads_first.narrow(2, self.begin, self.length)
         packed = heads_first[0].transpose(0, 1)
         return packed.index_select(0, self.index).view(-1, self.length, *packed.shape[1:]).transpose(1, 2)
 
-    def give(self, heads_first: Tensor, tiles: Tensor, *, add: bool = False) -> None:
-        """Write the tiles back, or add them to what is there."""
+    def scatter(self, heads_first: Tensor, tiles: Tensor, *, add: bool = False) -> None:
+        """Write tiles to packed rows, or add them."""
         if self.index is None:
-            place = heads_first.narrow(2, self.begin, self.length)
-            place.add_(tiles) if add else place.copy_(tiles)
+            target = heads_first.narrow(2, self.begin, self.length)
+            target.add_(tiles) if add else target.copy_(tiles)
         else:
             packed, tokens = heads_first[0].transpose(0, 1), tiles.transpose(1, 2).flatten(0, 1)
             packed.index_add_(0, self.index, tokens) if add else packed.index_copy_(0, self.index, tokens)
@@ -69,7 +70,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tiles:
-    """n tiles of one shape, which run in one call of the kernel."""
+    """n tiles of the same shape, which run in one call of the kernel."""
 
     shape: Shape
     sequences: Tensor  # (n,)
@@ -79,13 +80,15 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Plan:
+    """The calls of the kernel for one batch and mask."""
+
     calls: list[Tiles]
     fully_masked: list[slice]  # rows that see no key
-    all_keys_once: bool  # whether every key is in just one tile, so that its gradient is written, not summed
+    all_keys_once: bool  # whether every key is in exactly one tile, so that gradients are written, not added
 
 
 def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
-    """The calls for these lengths and this mask; cached with the layout, so a second layer does not plan again."""
+    """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
     key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, spec.has_positive_scale)
     return layout.cached(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
 
@@ -106,8 +109,8 @@ def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: Attenti
             else:
                 fully_masked.append(slice(begin + first, begin + first + shape.rows))
     calls = []
-    for shape, places in groups.items():
-        batches = [places] if max(shape.rows, shape.keys) <= GATHER_UP_TO else [[place] for place in places]
+    for shape, group in groups.items():
+        batches = [group] if max(shape.rows, shape.keys) <= MAX_GATHERED else [[tile] for tile in group]
         for batch in batches:
             sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
             calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), _rows(key_begins, shape.keys)))
@@ -120,11 +123,11 @@ def _rows(begins: Tensor, length: int) -> Rows:
 
 
 def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int, Shape]]:
-    """The tiles of one sequence: first query, first key, shape."""
+    """The tiles of one sequence: (first query, first key, shape) of each."""
     if not queries:
         return []
     shift = spec.shift(queries, keys)
-    # the kernel masks before it scales, so a scale of 0 or below turns its −inf into NaN or inf
+    # the kernel masks before it scales, so a scale of 0 or less turns −inf into NaN or inf
     kernel_causal = spec.window.is_causal and shift == 0 and spec.has_positive_scale
     if not keys or (not spec.alibi and (spec.window.is_open or kernel_causal)):
         return [(0, 0, Shape(queries, keys, 0, causal=not spec.window.is_open))]
@@ -144,7 +147,7 @@ def _mask(tiles: Tiles, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tup
     if causal:
         return None, None
     visible = spec.window.mask(rows, keys, diagonal, spec.device)
-    # the kernel takes a float32 bias beside 16-bit inputs, where a 16-bit one would round ALiBi
+    # float32 also for 16-bit inputs, because 16 bits would round ALiBi
     dtype = torch.promote_types(spec.dtype, torch.float32)
     bias = None
     if alibi_slopes is not None:
@@ -159,7 +162,7 @@ def _mask(tiles: Tiles, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tup
 
 
 def _heads_first(packed: Tensor) -> Tensor:
-    """(T, H, …) as the kernel wants it, (1, H, T, …); a view."""
+    """(T, H, …) to (1, H, T, …) for the kernel; a view."""
     return packed.transpose(0, 1).unsqueeze(0)
 
 
@@ -174,20 +177,20 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     has_mask = alibi_slopes is not None or not spec.window.is_open
     for tiles in plan.calls:
         bias, masked = _mask(tiles, alibi_slopes, spec) if has_mask else (None, None)
-        q, k, v = tiles.queries.take(query), tiles.keys.take(key), tiles.keys.take(value)
+        q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
         if masked is not None:
             tiles_lse = tiles_lse.masked_fill(masked, -torch.inf)
-        tiles.queries.give(to_out, tiles_out)
-        tiles.queries.give(to_lse, tiles_lse)
-    _spread_nan(out, lse, query)
+        tiles.queries.scatter(to_out, tiles_out)
+        tiles.queries.scatter(to_lse, tiles_lse)
+    _propagate_nan(out, lse, query)
     return out, lse
 
 
-def _spread_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
-    """Write NaN where a query (1, H, T, D) holds NaN: the kernel takes such a row for a fully masked one.
+def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
+    """Write NaN to the results of queries (1, H, T, D) that contain NaN, which the kernel treats as fully masked rows.
 
-    It then gives an output of 0 and an lse of 0, which is rare enough in other rows to look there alone.
+    The kernel returns out 0 and lse 0 for them. Only rows with lse 0 are checked, which is rare in other rows.
     """
     if int(lse.count_nonzero()) == lse.numel():
         return
@@ -199,11 +202,11 @@ def _spread_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
     grad, _, out, lse, _ = saved
     layout, key_layout, alibi_slopes, spec, _ = call
-    # The kernel's own backward on slices: autograd through slices would fill a whole gradient with zeros for each.
+    # Not autograd through slices, which would allocate a full gradient of zeros for each slice.
     plan = make_plan(layout, key_layout, spec)
     grad_query = torch.empty_like(query)
-    fresh = torch.empty_like if plan.all_keys_once else torch.zeros_like
-    grad_key, grad_value = fresh(key), fresh(value)
+    new_like = torch.empty_like if plan.all_keys_once else torch.zeros_like
+    grad_key, grad_value = new_like(key), new_like(value)
     for rows in plan.fully_masked:
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
@@ -211,22 +214,22 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     has_mask = alibi_slopes is not None or not spec.window.is_open
     for tiles in plan.calls:
         bias, masked = _mask(tiles, alibi_slopes, spec) if has_mask else (None, None)
-        q, k, v = tiles.queries.take(query), tiles.keys.take(key), tiles.keys.take(value)
-        tiles_grad, tiles_out, tiles_lse = (tiles.queries.take(x) for x in (grad, out, lse))
-        if masked is not None:  # the kernel's own mark, with which their weights come out as 0
+        q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
+        tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
+        if masked is not None:  # the value of the kernel, with which its backward computes weights of 0
             tiles_lse = tiles_lse.masked_fill(masked, 0.0)
         dq, dk, dv = _run_backward(
             tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale
         )
-        tiles.queries.give(to_query, dq)
-        tiles.keys.give(to_key, dk, add=not plan.all_keys_once)
-        tiles.keys.give(to_value, dv, add=not plan.all_keys_once)
+        tiles.queries.scatter(to_query, dq)
+        tiles.keys.scatter(to_key, dk, add=not plan.all_keys_once)
+        tiles.keys.scatter(to_value, dv, add=not plan.all_keys_once)
     return grad_query, grad_key, grad_value
 
 
 BACKEND = Backend(
     name="cpu",
-    about="ATen's CPU flash kernel over tiles of the packed rows",
+    about="PyTorch's CPU flash attention on tiles of the packed rows (CPU)",
     missing=lambda: None,
     forward=forward,
     backward=backward,

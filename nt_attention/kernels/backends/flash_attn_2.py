@@ -1,6 +1,8 @@
-"""FlashAttention-2 (Dao 2023) of the ``flash-attn`` package, 2.7 and 2.8, called at its compiled extension.
+"""FlashAttention-2 (Dao 2023) of the `flash-attn` package, 2.7 and 2.8, through its compiled extension.
 
-The extension alone is looked for, since ``flash-attn-4`` by itself makes ``import flash_attn`` succeed.
+`missing` looks for the extension, because `import flash_attn` also works if only `flash-attn-4` is installed.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from .flash import HALVES, heads_first, longest, tokens_first
 
 @functools.cache
 def missing() -> str | None:
+    if (reason := no_cuda()) is not None:
+        return reason
     if importlib.util.find_spec("flash_attn_2_cuda") is None:
-        return "flash-attn 2 is not installed: pip install flash-attn --no-build-isolation (docs/backends.md)."
-    return no_cuda()
+        return "flash-attn is not installed: pip install flash-attn --no-build-isolation (docs/internals/backends.md)."
+    return None
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
@@ -32,7 +36,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         *(query, key, value, None, layout.cu_seqlens, key_layout.cu_seqlens),
         *(None, None, None, slopes),  # seqused_k, leftpad_k, block_table
         *(longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
-        *(*spec.window.sizes, spec.softcap, False, None),  # no weights returned, torch's own generator
+        *(*spec.window.sizes, spec.softcap, False, None),  # return no weights; the default generator
     )
     lse = tokens_first(lse, spec)
     return (out, lse, rng_state) if spec.dropout_p else (out, lse)

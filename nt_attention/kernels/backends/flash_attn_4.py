@@ -1,8 +1,11 @@
-"""FlashAttention-4 (Zadouri et al. 2026), ``flash_attn.cute`` of the ``flash-attn-4`` package.
+"""FlashAttention-4 (Zadouri et al. 2026), `flash_attn.cute` of the `flash-attn-4` package.
 
-Its kernels are compiled on first use, a few seconds for each kind of call; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
-keeps them on disk. 4.0.0b36 gives a wrong gradient of the queries at head dims 16 and 80 on Hopper, in silence, and
-does not launch at 64 with values of 128, so only head dims that were seen to be right are called.
+Kernels are compiled on first use, which takes a few seconds for each kind of call.
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 caches them on disk. Version 4.0.0b36 computes wrong gradients of the queries
+at head dims 16 and 80 on Hopper without an error, and fails at head dim 64 with values of 128. So it is only called
+with head dims that were verified.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from .flash import HALVES
 
 @functools.cache
 def missing() -> str | None:
+    if (reason := no_cuda()) is not None:
+        return reason
     package = importlib.util.find_spec("flash_attn")
     folders = package.submodule_search_locations if package is not None else None
     if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders or ()):
         return "flash-attn-4 is not installed: pip install flash-attn-4."
-    return no_cuda()
+    return None
 
 
 def _options(call: Call) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""Compiled ``flex_attention`` (Dong et al. 2024) over packed rows: any score_mod and mask_mod on a GPU.
+"""Compiled `flex_attention` (Dong et al. 2024) on packed rows, for any score_mod and mask_mod on a GPU.
 
-A token of one sequence and a token of another meet in no block that is run: which blocks meet is read off the layout
-(every mask here is an interval a row) and kept with it, in memory that grows with the tokens and not their square.
+The block mask of sequences, causality and window is computed from the layout and cached with it. Each token sees one
+interval of rows, so this needs memory that is linear in the number of tokens.
 
-It caps no scores and has no ALiBi, which can be written into the score_mod: with both of ours in it, torch 2.11 fails
-to compile some calls for any lengths.
+Softcap and ALiBi are not supported, because torch 2.11 fails to compile some calls with both for dynamic lengths. Users
+can write them as a score_mod.
 
-Dimensions: T tokens of one side, N blocks of 128 of them, M the most blocks of the other side that one of these meets.
+Dimensions: B sequences, N blocks of 128 tokens of one side (queries or keys), M largest number of blocks of the other
+side that are visible to a block.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec, Call
 
 BLOCK = 128
-_KINDS = 256  # of calls that may be compiled; torch's own limit of 8 is meant for one model's graph
+_RECOMPILE_LIMIT = 256  # kinds of calls; the default of 8 is for one function of one model
 
 
 @functools.cache
 def missing() -> str | None:
     if not torch.cuda.is_available():
-        return "torch sees no CUDA device, and compiled flex_attention has no gradients on a CPU."
+        return "no CUDA device is available, and compiled flex_attention has no gradients on a CPU."
     try:
         import triton  # noqa: F401
     except ImportError:
-        return "Triton is not installed: it comes with torch's GPU builds."
+        return "Triton is not installed: install a GPU build of torch, which includes it."
     return None
 
 
@@ -42,7 +43,7 @@ def missing() -> str | None:
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True)  # rather an error than its unfused form
+    return torch.compile(flex_attention, fullgraph=True)  # raises an error instead of running unfused
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -50,10 +51,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
     layout, key_layout, _, spec, _ = call
     past = query.shape[0] - layout.total
-    # a NaN past the end would spread through weights of 0, so those rows stay out
+    # without rows past the end, because weights of 0 do not remove a NaN
     q = query[: layout.total].transpose(0, 1).unsqueeze(0)
     k, v = (x[: key_layout.total].transpose(0, 1).unsqueeze(0) for x in (key, value))
-    with torch._dynamo.config.patch(recompile_limit=_KINDS):
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
         out, aux = _compiled()(
             *(q, k, v, _score_mod(call), _block_mask(call)),
             scale=spec.scale,
@@ -72,17 +73,17 @@ def _score_mod(call: Call) -> Callable[..., Tensor] | None:
     user = spec.score_mod
     if user is None:
         return None
-    of_query, at_query, at_key = layout.sequence_ids, layout.position_ids, key_layout.position_ids
+    query_sequence, query_position, key_position = layout.sequence_ids, layout.position_ids, key_layout.position_ids
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return user(score, of_query[i], h, at_query[i], at_key[j])
+        return user(score, query_sequence[i], h, query_position[i], key_position[j])
 
     return score_mod
 
 
 def _mask_mod(call: Call) -> Callable[..., Tensor]:
     layout, key_layout, _, spec, _ = call
-    of_query, of_key, at_query, at_key = (
+    query_sequence, key_sequence, query_position, key_position = (
         *(layout.sequence_ids, key_layout.sequence_ids),
         *(layout.position_ids, key_layout.position_ids),
     )
@@ -90,17 +91,17 @@ def _mask_mod(call: Call) -> Callable[..., Tensor]:
     window, user = spec.window, spec.mask_mod
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        visible = of_query[i] == of_key[j]
-        in_window = window.visible(at_key[j] - at_query[i] - shift[of_query[i]])
+        visible = query_sequence[i] == key_sequence[j]
+        in_window = window.visible(key_position[j] - query_position[i] - shift[query_sequence[i]])
         if in_window is not None:
             visible = visible & in_window
-        return visible if user is None else visible & user(of_query[i], h, at_query[i], at_key[j])
+        return visible if user is None else visible & user(query_sequence[i], h, query_position[i], key_position[j])
 
     return mask_mod
 
 
 def _shift(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Tensor:
-    """(B,) the key position that stands across from each sequence's first query."""
+    """(B,) the key position of the first query of each sequence."""
     return key_layout.lengths - layout.lengths if spec.lower_right else torch.zeros_like(layout.lengths)
 
 
@@ -113,8 +114,8 @@ def _block_mask(call: Call) -> Any:
         left, right = spec.window
         queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
         shift = keys - queries if spec.lower_right else torch.zeros_like(queries)
-        by_query = _meet(layout, key_layout, shift, left, right)
-        by_key = _meet(key_layout, layout, -shift, right, left)
+        by_query = _overlapping_blocks(layout, key_layout, shift, left, right)
+        by_key = _overlapping_blocks(key_layout, layout, -shift, right, left)
         return (*by_query, *by_key)
 
     blocks = layout.cached(("flex blocks", spec.window, spec.lower_right), build, key_layout)
@@ -134,28 +135,28 @@ def _block_mask(call: Call) -> Any:
     )
 
 
-def _meet(
+def _overlapping_blocks(
     layout: SequenceLayout, other: SequenceLayout, shift: Tensor, before: float, after: float
 ) -> tuple[Tensor, Tensor]:
-    """(1, 1, N) how many blocks of the other side each block meets, and (1, 1, N, M) which, in order.
+    """(1, 1, N) the number of blocks of the other side with rows visible to each block, and (1, 1, N, M) their indices.
 
-    Counted on the host. What a token meets begins and ends no earlier than what the token before it meets, so a block's
-    first and last token tell.
+    Computed on the host. The ends of visible intervals are non-decreasing, so the first and the last token of a block
+    determine the union of its intervals.
     """
     offsets, other_offsets = layout.host_offsets, other.host_offsets
     lengths = other_offsets.diff()
 
-    def border(token: Tensor, reach: float, past: int, unbounded: Tensor) -> Tensor:
+    def bound(token: Tensor, extent: float, past: int, unbounded: Tensor) -> Tensor:
         sequence = torch.searchsorted(offsets, token, right=True) - 1
-        if reach == math.inf:
+        if extent == math.inf:
             return (other_offsets[:-1] + unbounded)[sequence]
-        at = token - offsets[sequence] + shift[sequence] + int(reach) + past
+        at = token - offsets[sequence] + shift[sequence] + int(extent) + past
         return other_offsets[sequence] + torch.minimum(at.clamp(min=0), lengths[sequence])
 
     first_token = torch.arange(0, layout.total, BLOCK, device="cpu")
     last_token = (first_token + BLOCK - 1).clamp(max=layout.total - 1)
-    begin = border(first_token, before if before == math.inf else -before, 0, torch.zeros_like(lengths))
-    end = border(last_token, after, 1, lengths)
+    begin = bound(first_token, before if before == math.inf else -before, 0, torch.zeros_like(lengths))
+    end = bound(last_token, after, 1, lengths)
     first = begin // BLOCK
     count = torch.where(end > begin, (end - 1) // BLOCK - first + 1, 0)
     which = first[:, None] + torch.arange(max(1, int(count.max())), device="cpu")
@@ -166,7 +167,7 @@ def _meet(
 
 BACKEND = Backend(
     name="flex",
-    about="compiled flex_attention (a GPU; any score_mod and mask_mod; compiles for minutes at first)",
+    about="compiled flex_attention (CUDA; any score_mod and mask_mod; the first call compiles for minutes)",
     missing=missing,
     forward=forward,
     features=COMMON | {"scale ≤ 0", "window", "score_mod", "mask_mod"},

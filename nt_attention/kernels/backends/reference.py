@@ -1,7 +1,10 @@
-"""Attention as it is written down, one sequence at a time: every feature, any dtype, no speed.
+"""The reference backend: plain PyTorch operations on one sequence at a time, slow, with all options.
 
-The oracle for the other backends, and what runs when none of them can. Softmax attention as in Vaswani et al. 2017,
-with softcapping as in Gemma 2 (scale · tanh(scores / scale)), then ALiBi, then score_mod, then the masks.
+It runs if no other backend supports a call. Softmax attention follows Vaswani et al. 2017. Scores are changed by
+softcap as in Gemma 2, softcap · tanh(scores / softcap), then by ALiBi, score_mod and the masks, in this order.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims, Lq queries and Lk keys of a
+sequence.
 """
 
 from __future__ import annotations
@@ -16,23 +19,23 @@ from ..masks import alibi_bias, distances, for_each_score
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Computes in float32, or in float64 where the inputs are; differentiable in every output, twice if need be."""
+    """Computes in float32, or in float64 for float64 inputs. Both outputs are differentiable any number of times."""
     layout, key_layout, alibi_slopes, spec, _ = call
     precision = torch.promote_types(query.dtype, torch.float32)
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     outs, lses = [], []
-    if not layout.batch_size:  # no rows, but a path to all three for autograd, which gives them gradients of 0
+    if not layout.batch_size:  # connects the empty output to all three inputs, for gradients of 0
         empty = query[:0, :, :1] * (key[:0].sum() + value[:0].sum())
         outs.append(empty.expand(-1, -1, value.shape[2]))
     for b in range(layout.batch_size):
         rows, columns = slice(starts[b], starts[b + 1]), slice(key_starts[b], key_starts[b + 1])
         q, k, v = (x.to(precision).transpose(0, 1) for x in (query[rows], key[columns], value[columns]))
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        with torch.autocast(query.device.type, enabled=False):  # which would cast the products below once more
+        with torch.autocast(query.device.type, enabled=False):  # autocast would cast the products below
             out, lse = _attend(q, k, v, slopes, b, spec)
         outs.append(out.transpose(0, 1).to(query.dtype))
         lses.append(lse.transpose(0, 1))
-    past = query.shape[0] - layout.total  # tokens that belong to no sequence
+    past = query.shape[0] - layout.total  # rows that belong to no sequence
     outs.append(query.new_zeros(past, query.shape[1], value.shape[2]))
     lses.append(query.new_full((past, query.shape[1]), -torch.inf, dtype=precision))
     return torch.cat(outs), torch.cat(lses)
@@ -41,7 +44,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: q (H, Lq, D), k (G, Lk, D), v (G, Lk, Dv) to out (H, Lq, Dv) and lse (H, Lq)."""
+    """One sequence: q (H, Lq, D), k (G, Lk, D), v (G, Lk, Dv) → out (H, Lq, Dv), lse (H, Lq)."""
     heads, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[0], 0) for x in (k, v))
     scores = (q @ k.transpose(1, 2)) * spec.scale
@@ -50,16 +53,16 @@ def _attend(
     diagonal = spec.shift(queries, keys)
     if slopes is not None:
         scores = scores + alibi_bias(distances(queries, keys, diagonal, q.device), slopes.to(scores.dtype))
-    some = scores.numel() > 0  # vmap refuses an empty dimension
-    if spec.score_mod is not None and some:
+    not_empty = scores.numel() > 0  # vmap does not support empty dimensions
+    if spec.score_mod is not None and not_empty:
         scores = for_each_score(spec.score_mod, scores, b)
     mask = spec.window.mask(queries, keys, diagonal, q.device)
-    if spec.mask_mod is not None and some:
-        wanted = for_each_score(lambda _, *where: spec.mask_mod(*where), scores, b)  # type: ignore[misc]
-        mask = wanted if mask is None else mask & wanted
+    if spec.mask_mod is not None and not_empty:
+        visible = for_each_score(lambda _, *indices: spec.mask_mod(*indices), scores, b)  # type: ignore[misc]
+        mask = visible if mask is None else mask & visible
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    # a row that sees nothing takes −inf from −inf nowhere, forward or backward
+    # avoid −inf − (−inf) = NaN in fully masked rows, in the forward and in the backward
     masked = (scores == -torch.inf).all(-1)
     scores = scores.masked_fill(masked.unsqueeze(-1), 0.0)
     lse = scores.logsumexp(-1)
@@ -69,10 +72,10 @@ def _attend(
 
 BACKEND = Backend(
     name="reference",
-    about="plain PyTorch, one sequence at a time: every feature, any dtype, slow",
+    about="plain PyTorch, one sequence at a time (any device, most options; slow)",
     missing=lambda: None,
     forward=forward,
-    # matrix products on the CPU go by where their operands lie in memory
+    # results of matrix products on a CPU depend on the memory alignment of their operands
     features=frozenset(FEATURES) - {"batch_invariant"},
     is_reference=True,
 )

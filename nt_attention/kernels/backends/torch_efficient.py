@@ -1,8 +1,12 @@
-"""Torch's in-tree memory-efficient attention (Rabe and Staats 2021, xformers' kernels): float32 and dropout on CUDA.
+"""PyTorch's memory-efficient attention (Rabe and Staats 2021, with the kernels of xformers) on CUDA.
 
-It takes as many key heads as query heads, so those of a group are repeated. It does not take fully masked rows (NaN in
-their gradients, and garbage under lower right causality), so they are left out. Its lse is padded to the longest
-sequence, B · H · max_seqlen numbers for as long as the gradients are awaited.
+- The kernel does not support grouped heads, so key heads are repeated.
+- It does not support fully masked rows: gradients are NaN, and the output is wrong under lower right causality. It is
+  called without these rows.
+- Its lse is padded to the longest sequence, so forward and backward allocate B · H · L numbers for it.
+
+Dimensions: B sequences, L queries of a padded sequence, T query tokens, S key tokens, H query heads, G key heads, D and
+Dv head dims.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from ..call import AttentionSpec, Call
 from ..device import no_cuda
 
 _NONE, _UPPER_LEFT, _LOWER_RIGHT = 0, 1, 2  # custom_mask_type
-_ROWS = 32  # its lse has a multiple of these for each sequence
+_ROWS = 32  # the padded length of lse is a multiple of this
 
 
 def _mask_type(spec: AttentionSpec) -> int:
@@ -31,7 +35,7 @@ def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _batch(x: Tensor, heads: int, groups: int) -> Tensor:
-    """(1, T, H, D), a key head for each query head."""
+    """(1, T, H, D) with as many key heads as query heads."""
     return (x if x.shape[1] == heads else x.repeat_interleave(groups, 1)).unsqueeze(0)
 
 
@@ -41,7 +45,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
 
 
 def _lse_index(layout: SequenceLayout) -> tuple[Tensor, int]:
-    """(T,) the index of a token's lse among a head's B · L numbers, and L."""
+    """(T,) the index of each token in the padded lse (B · L) of a head, and L."""
     length = -(-layout.max_seqlen // _ROWS) * _ROWS
     build = lambda: layout.sequence_ids * length + layout.position_ids  # noqa: E731
     return layout.cached(("efficient lse", length), build), length
@@ -83,7 +87,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
 
 BACKEND = Backend(
     name="torch_efficient",
-    about="torch's in-tree memory-efficient attention (CUDA, 16-bit and float32)",
+    about="memory-efficient attention of PyTorch (CUDA, 16-bit and float32)",
     missing=no_cuda,
     forward=forward,
     backward=backward,

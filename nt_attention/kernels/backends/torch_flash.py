@@ -1,7 +1,9 @@
-"""Torch's in-tree flash attention for packed 16-bit tensors on CUDA: ``aten::_flash_attention_forward``.
+"""PyTorch's flash attention for packed 16-bit tensors on CUDA, `aten::_flash_attention_forward`.
 
-Whatever implementation has been activated with ``torch.nn.attention.activate_flash_attention_impl`` answers that
-operator in its place, and raises on what it lacks.
+`torch.nn.attention.activate_flash_attention_impl` replaces the implementation of this operator. Other implementations
+were not verified, so calls are not supported while one is active.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def missing() -> str | None:
     if (reason := no_cuda()) is not None:
         return reason
     if not torch.backends.cuda.is_flash_attention_available():
-        return "this build of torch has no flash attention: install one that has."
+        return "this build of torch does not include flash attention: install one that does."
     return None
 
 
@@ -32,7 +34,7 @@ def refuses(spec: AttentionSpec) -> list[str]:
     if activated is None:
         return []
     return [
-        f"{activated} is activated in its place, and was not verified here: call "
+        f"the flash attention implementation {activated!r} is active, which was not verified: call "
         "torch.nn.attention.restore_flash_attention_impl()."
     ]
 
@@ -70,7 +72,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
 
 BACKEND = Backend(
     name="torch_flash",
-    about="torch's in-tree FlashAttention-2 (CUDA, 16-bit)",
+    about="FlashAttention-2 of PyTorch (CUDA, 16-bit)",
     missing=missing,
     forward=forward,
     backward=backward,

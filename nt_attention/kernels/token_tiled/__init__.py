@@ -1,3 +1,3 @@
-"""token_tiled: our own varlen kernels, which tile over packed tokens. See docs/token_tiled.md."""
+"""The `token_tiled` backend: Triton kernels whose tiles are ranges of packed tokens (docs/internals/token_tiled.md)."""
 
 from .backend import BACKEND as BACKEND

@@ -1,4 +1,4 @@
-"""The token-tiled kernels as a backend: what they take."""
+"""The `token_tiled` backend and what it supports."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from . import ops
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, in Python (TRITON_INTERPRET=1): for tests, and slow."""
+    """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1), which is slow and meant for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @functools.cache
 def missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: it comes with torch's GPU builds; for the CPU's, pip install triton."
+        return "Triton is not installed: install a GPU build of torch, which includes it, or pip install triton."
     if not interpreted() and not torch.accelerator.is_available():
-        return "torch sees no GPU."
+        return "no GPU is available."
     return None
 
 
 def refuses(spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.device.type == "cpu" and not interpreted():
-        reasons.append("needs tensors on a GPU, got cpu: move them there.")
+        reasons.append("tensors must be on a GPU, got cpu: move them there.")
     if spec.batch_invariant and spec.dropout_p:
         reasons.append(
-            "drops weights by where a sequence stands in the batch: leave dropout_p at 0 or batch_invariant at False."
+            "dropout depends on a sequence's place in the batch: leave dropout_p at 0 or batch_invariant at False."
         )
     return reasons
 
 
 BACKEND = Backend(
     name="token_tiled",
-    about="this library's Triton kernels, which tile over packed tokens: short sequences, and whatever others lack",
+    about="this library's Triton kernels over packed tokens (GPU; fast for short sequences, most options)",
     missing=missing,
     forward=ops.forward,
     backward=ops.backward,

@@ -1,8 +1,8 @@
-"""Tuned tile sizes: one table by head dim, dtype and length profile. Nothing is tuned at run time.
+"""Tuned tile sizes: a table by head dim, dtype and sequence lengths. Nothing is tuned at run time.
 
-Measured on an H200 (torch 2.11, Triton 3.6) with ``python benchmarks/tune_token_tiled.py``, over the batches of
-``cli/workloads.py``. Other GPUs take the same rows until they have their own: run that command there, and add a
-table under the GPU's name to ``TABLES``.
+The sizes were measured on an H200 (torch 2.11, Triton 3.6) with `python benchmarks/tune_token_tiled.py` on the
+workloads of `cli/workloads.py`. All GPUs without a table of their own use this one. To add a table, run that command on
+the GPU and put the result into `TABLES` under the GPU's name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Tile(NamedTuple):
-    """How one kernel runs: rows of queries and of keys in a block, warps in a program, stages of loads in flight."""
+    """Launch parameters of a kernel: query rows and key rows of a block, warps and pipeline stages of a program."""
 
     block_m: int
     block_n: int
@@ -23,24 +23,28 @@ class Tile(NamedTuple):
 
 
 class Config(NamedTuple):
-    """The tiles of a call's kernels.
+    """The tiles of the kernels of a call.
 
-    ``shared``: sequences up to this length share tiles whole, and take ``closed``, whose ``block_n`` is at least that.
+    Attributes:
+        shared: Neighboring sequences share a tile if together they have at most this many tokens on each side.
+            `fused_kernel` computes their gradients.
+        forward, query, key, fused: The tiles of `forward_kernel`, `query_kernel`, `key_kernel` and `fused_kernel`.
+            `fused.block_n` is at least `shared`.
     """
 
     shared: int
     forward: Tile
     query: Tile
     key: Tile
-    closed: Tile
+    fused: Tile
 
 
-# (head dim, bytes of an element) to profiles, the first whose bounds are not exceeded: the longest sequence of either
-# side, or what a window lets a query see if that is less; and the mean number of queries. Head dims go up to the next
-# row: 80 takes that of 128.
+# (longest, mean) → config. The first entry is used whose bounds are not exceeded. `longest` is the length of the
+# longest query or key sequence, or the window's size if that is smaller. `mean` is the mean number of queries.
 Profiles = dict[tuple[float, float], Config]
 ANY = float("inf")
 
+# (head dim, bytes per element) → profiles. A head dim is rounded up to the next one in the table: 80 uses that of 128.
 H200: dict[tuple[int, int], Profiles] = {
     (64, 2): {
         (128, 48): Config(64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
@@ -68,14 +72,14 @@ H200: dict[tuple[int, int], Profiles] = {
         (ANY, ANY): Config(16, Tile(64, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
     },
 }
-# What a batch-invariant call takes, whatever its lengths: this profile loses least on all others.
+# The profile of batch-invariant calls of any lengths, chosen because it costs least on all workloads.
 ANY_BATCH = (1024.0, ANY)
-# By a part of the device's name; the empty one is for all others.
+# A part of the device's name → its table. The empty string is for all other devices.
 TABLES = {"": H200}
 
 
 def config_for(device: torch.device, head_dim: int, itemsize: int, longest: float, mean: float) -> Config:
-    """For a head dim that is a power of 2 (the larger of both), bytes of an element, and the batch's lengths."""
+    """The config for the larger head dim (a power of 2), bytes per element, and the lengths as in `Profiles`."""
     profiles = _table(device)[max(64, head_dim), itemsize]
     return next(config for bounds, config in profiles.items() if longest <= bounds[0] and mean <= bounds[1])
 

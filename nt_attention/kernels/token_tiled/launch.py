@@ -1,8 +1,9 @@
 """Launch a Triton kernel in a few µs of host time.
 
-Triton's own ``kernel[grid](...)`` takes about 45 µs for 40 arguments, to find out which compiled form they want. That
-depends on little: dtypes, constants, which pointers and strides are multiples of 16, which strides are 1. Forms are
-kept here by just that, and launched as Triton documents it for kernels that are compiled ahead, ``form[grid](...)``.
+Triton's own `kernel[grid](...)` takes about 45 µs for 40 arguments, to find the compiled kernel for them. The compiled
+kernel depends on dtypes, constants, which pointers and strides are multiples of 16, and which strides are 1.
+This module caches compiled kernels by these, and launches them as `compiled[grid](...)`, which Triton documents for
+kernels that were compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-_forms: dict[tuple[Any, ...], Any] = {}
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(
@@ -24,7 +25,7 @@ def launch(
     warps: int,
     stages: int,
 ) -> None:
-    """Run ``kernel(*tensors, *integers, *floats, *constants)`` over a grid, on the current device and stream."""
+    """Launch `kernel(*tensors, *integers, *floats, *constants)` on the current device and stream."""
     key = (
         kernel.fn,
         tensors[0].device.index,
@@ -35,13 +36,13 @@ def launch(
         tuple([i if i == 1 else (i % 16 == 0, i > _INT32_MAX) for i in integers]),
     )
     arguments = (*tensors, *integers, *floats, *constants)
-    form = _forms.get(key)
-    if form is not None:
-        form[(*grid, 1)](*arguments)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1)](*arguments)
         return
-    form = kernel[grid](*arguments, num_warps=warps, num_stages=stages)
-    if form is not None:  # Triton's interpreter compiles nothing
-        _forms[key] = form
+    compiled = kernel[grid](*arguments, num_warps=warps, num_stages=stages)
+    if compiled is not None:  # None in Triton's interpreter, which compiles nothing
+        _compiled[key] = compiled
 
 
 _INT32_MAX = 2**31 - 1

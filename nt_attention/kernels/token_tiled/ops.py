@@ -1,4 +1,4 @@
-"""Launches of the kernels: the tensors, tiles and numbers of a call.
+"""Forward and backward of the `token_tiled` backend: the launches of its kernels.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and V head dims.
 """
@@ -19,18 +19,18 @@ from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
 
 if TYPE_CHECKING:
-    from .plan import Meeting, Plan
+    from .plan import Intervals, Plan
 
 _INT32_MAX = 2**31 - 1
 
 
-class _Recipe(NamedTuple):
-    """What is the same for all calls of a kind on a batch, and so made once for all layers of a model."""
+class _Settings(NamedTuple):
+    """The part of a call that is the same for all layers of a model; cached with the layout."""
 
     plan: Plan
     config: Config
     shared: int
-    constants: tuple[Any, ...]  # the kernels' compile-time arguments, but for the tile
+    constants: tuple[Any, ...]  # the compile-time arguments of the kernels, without those of the tile
 
     @classmethod
     def make(
@@ -44,32 +44,32 @@ class _Recipe(NamedTuple):
         window: tuple[float, float],
         upper_left: bool,
         batch_invariant: bool,
-    ) -> _Recipe:
-        """``shape``: query heads for a key head, D, V. ``switches``: LINEAR, SOFTCAP, ALIBI, DROPOUT."""
-        from .plan import Plan  # NumPy comes in with the first plan
+    ) -> _Settings:
+        """`shape`: query heads per key head, D, V. `switches`: LINEAR, SOFTCAP, ALIBI, DROPOUT."""
+        from .plan import Plan  # on first use, because it imports NumPy
 
         plan = layout.cached(
             ("token_tiled plan", window, upper_left),
             lambda: Plan.make(layout, key_layout, window, upper_left),
             key_layout,
         )
-        # matrix instructions take powers of 2 from 16 on
+        # tl.dot needs powers of 2 of at least 16
         blocks = [max(16, 1 << (dim - 1).bit_length()) for dim in shape[1:]]
-        # float32 as three products of tf32 halves: closer than its own multiply-adds, at twice their speed
+        # three tf32 products are more accurate than float32 multiply-adds, and twice as fast
         precision = "ieee" if torch.version.hip else "tf32x3"
         constants = (*shape, *blocks, *switches, dtype == torch.float32, precision)
         if batch_invariant:
             return cls(plan, config_for(device, max(blocks), dtype.itemsize, *ANY_BATCH), 0, constants)
-        reach = min(max(layout.max_seqlen, key_layout.max_seqlen), sum(window) + 1)
+        longest = min(max(layout.max_seqlen, key_layout.max_seqlen), sum(window) + 1)
         mean = layout.total / max(1, layout.batch_size)
-        config = config_for(device, max(blocks), dtype.itemsize, reach, mean)
+        config = config_for(device, max(blocks), dtype.itemsize, longest, mean)
         return cls(plan, config, config.shared, constants)
 
 
 class Launcher(NamedTuple):
-    """What all launches of a call share."""
+    """The arguments that all launches of a call share."""
 
-    recipe: _Recipe
+    settings: _Settings
     slopes: Tensor | None
     seed: Tensor | None
     floats: tuple[float, float, float]  # scale, softcap, dropout_p
@@ -86,8 +86,8 @@ class Launcher(NamedTuple):
         linear = spec.has_positive_scale and not spec.softcap and slopes is None
         switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0)
         kind = (query.device, query.dtype, shape, switches, spec.window, not spec.lower_right, spec.batch_invariant)
-        recipe = layout.cached(("token_tiled", *kind), lambda: _Recipe.make(layout, key_layout, *kind), key_layout)
-        return cls(recipe, slopes, seed, (spec.scale, spec.softcap, spec.dropout_p), query.shape[1])
+        settings = layout.cached(("token_tiled", *kind), lambda: _Settings.make(layout, key_layout, *kind), key_layout)
+        return cls(settings, slopes, seed, (spec.scale, spec.softcap, spec.dropout_p), query.shape[1])
 
     def launch(
         self,
@@ -95,7 +95,7 @@ class Launcher(NamedTuple):
         tile: Tile,
         tiles: Tensor,
         heads: int,
-        meeting: Meeting,
+        intervals: Intervals,
         tensors: tuple[Tensor | None, ...],
         strides: tuple[int, ...],
         more_strides: tuple[int, ...],
@@ -103,8 +103,8 @@ class Launcher(NamedTuple):
     ) -> None:
         if not len(tiles):
             return
-        placeholder = meeting.lo  # for what this call does not have, and the kernel does not read
-        given = (*tensors, tiles, meeting.lo, meeting.hi, self.recipe.plan.queries.own, self.slopes, self.seed)
+        placeholder = intervals.lo  # for tensors that this call does not have; the kernel does not read them
+        given = (*tensors, tiles, intervals.lo, intervals.hi, self.settings.plan.queries.own, self.slopes, self.seed)
         unit = math.gcd(16, *strides)
         far = max(strides[1::2]) * self.query_heads > _INT32_MAX
         slope_row = self.slopes.stride(0) if self.slopes is not None and self.slopes.dim() == 2 else 0
@@ -114,7 +114,7 @@ class Launcher(NamedTuple):
             tuple([placeholder if x is None else x for x in given]),
             (*[stride // unit for stride in strides], *more_strides, slope_row),
             self.floats,
-            (*self.recipe.constants, unit, far, tile.block_m, tile.block_n, *constants),
+            (*self.settings.constants, unit, far, tile.block_m, tile.block_n, *constants),
             tile.warps,
             tile.stages,
         )
@@ -125,17 +125,17 @@ def _rows_and_heads(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
-    """(T, H, V), the log-sum-exp (T, H) in float32, and the seed if weights are dropped."""
+    """out (T, H, V), lse (T, H) in float32, and with dropout the seed (2,) int64."""
     from . import triton_kernels as kernels
 
     seed = torch.randint(2**62, (2,), device=query.device) if call.spec.dropout_p else None
     out = query.new_empty(*query.shape[:2], value.shape[2])
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
     launcher = Launcher.prepare(query, key, value, call, seed)
-    plan, tile = launcher.recipe.plan, launcher.recipe.config.forward
+    plan, tile = launcher.settings.plan, launcher.settings.config.forward
     tensors = (query, key, value, out, lse)
     strides = _rows_and_heads(query, key, value, out)
-    tiles = plan.query_tiles(tile.block_m, launcher.recipe.shared)
+    tiles = plan.query_tiles(tile.block_m, launcher.settings.shared)
     with device.current(query.device):
         launcher.launch(
             kernels.forward_kernel, tile, tiles, query.shape[1], plan.queries, tensors, strides, (lse.stride(1),)
@@ -150,12 +150,12 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     grad, grad_lse, out, lse, rng_state = saved
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     launcher = Launcher.prepare(query, key, value, call, rng_state if call.spec.dropout_p else None)
-    plan, config, shared, _ = launcher.recipe
+    plan, config, shared, _ = launcher.settings
     heads, key_heads = query.shape[1], key.shape[1]
     inputs = _rows_and_heads(query, key, value)
     has_grad_lse = grad_lse is not None
     lse_strides = (lse.stride(1), *((0, 0) if grad_lse is None else grad_lse.stride()))
-    tiles = plan.query_tiles(config.query.block_m, shared, without_closed=True)
+    tiles = plan.query_tiles(config.query.block_m, shared, without_fused=True)
     key_tiles = plan.key_tiles(config.key.block_n, shared)
     with device.current(query.device):
         if len(tiles) or len(key_tiles):
@@ -182,9 +182,9 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             if parts > 1:
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):
                     x.copy_(by_part.unflatten(1, (key_heads, parts)).sum(2))
-        if shared:  # last: the sum over parts also wrote to its rows
+        if shared:  # last, because the sum over parts above also writes to these rows
             launcher.launch(
-                *(kernels.closed_kernel, config.closed, plan.closed_tiles(shared), key_heads, plan.keys),
+                *(kernels.fused_kernel, config.fused, plan.fused_tiles(shared), key_heads, plan.keys),
                 (query, key, value, out, grad, lse, grad_lse, *grads),
                 (*inputs, *_rows_and_heads(out, grad, *grads)),
                 lse_strides,
@@ -194,9 +194,9 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
 
 
 def _parts(heads: int, key_heads: int) -> int:
-    """Into how many parts the query heads of a key head are cut, where few key heads would leave the device idle.
+    """The number of parts into which the query heads of a key head are split, so that few key heads keep the GPU busy.
 
-    Not by the batch, so that it does not change what is added to what.
+    It does not depend on the batch, so the order of additions does not either.
     """
     group = heads // key_heads
     return next(
