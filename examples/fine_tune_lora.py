@@ -1,7 +1,7 @@
-"""Fine-tune a Llama's LoRA adapters on padded batches, padding-free, with activation checkpointing: the same gradients.
+"""Fine-tune the LoRA adapters of a Llama, padded and packed, with activation checkpointing. The gradients agree.
 
-``nta.patch`` finds the model inside PEFT's. A random model and Python's own documentation as bytes, so that nothing is
-downloaded. At full size, on a GPU:
+``nta.patch`` finds the model inside the PEFT model. The model has random weights, and the text is Python's own
+documentation as bytes, so nothing is downloaded. At full size, on a GPU:
 ``python examples/fine_tune_lora.py --device cuda --bf16 --hidden-size 2048 --layers 16 --heads 16 --length 2048``.
 """
 
@@ -31,7 +31,7 @@ def make_model(options: argparse.Namespace) -> PeftModel:
 
 
 class Training:
-    """A model and its optimizer; ``step`` gives the loss, and the gradient of all adapters as one vector."""
+    """A model and its optimizer; ``step`` returns the loss and the gradient of all adapters as one vector."""
 
     def __init__(self, model: PeftModel, options: argparse.Namespace) -> None:
         self.model, self.device, self.bf16, self.seconds = model, options.device, options.bf16, 0.0
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             differences.append(((ours - theirs).norm() / theirs.norm()).item())
     for name, curve in losses.items():
         print(f"{name:>8}: " + " ".join(f"{loss:.4f}" for loss in curve))
-    print(f"the adapters' gradients differ by {max(differences):.1e} of their norm at most")
+    print(f"largest difference of the adapters' gradients, relative to their norm: {max(differences):.1e}")
     print(f"{padded.seconds:.2f} s padded, {patched.seconds:.2f} s patched")
     return {**losses, "gradients": differences, "packed": handle.calls[None]}
 

@@ -1,8 +1,8 @@
-"""Train a Llama with Hugging Face's Trainer: padded, padded under ``nta.patch``, and as packed rows; the losses agree.
+"""Train a Llama with the Hugging Face Trainer: padded, padded with ``nta.patch``, and packed rows. The losses agree.
 
-A random model and Python's own documentation as bytes, so that nothing is downloaded. Two ways to train without padding
-in a program that has a Trainer: patch the model and change nothing else, or name our attention and let
-``DataCollatorWithFlattening`` lay each batch's sequences in one row. At full size, on a GPU:
+There are two ways to train without padding in a program that uses Trainer. Patch the model and change nothing else, or
+select our attention by name and let ``DataCollatorWithFlattening`` pack each batch into one row. The model has random
+weights, and the text is Python's own documentation as bytes, so nothing is downloaded. At full size, on a GPU:
 ``python examples/fine_tune_with_trainer.py --device cuda --bf16 --hidden-size 1024 --layers 16 --length 2048``.
 """
 
@@ -48,7 +48,7 @@ def make_model(options: argparse.Namespace, attention: str) -> PreTrainedModel:
 def train(
     model: PreTrainedModel, collate: Collate, options: argparse.Namespace, folder: str, steps: int
 ) -> dict[str, Any]:
-    """The loss at every step, and the seconds that all took."""
+    """The loss at every step, and the time of the training in seconds."""
     arguments = TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=options.batch_size, learning_rate=1e-3,
         logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=0, use_cpu=options.device == "cpu",

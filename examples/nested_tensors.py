@@ -1,6 +1,7 @@
-"""Train a small attention classifier on ragged text, with NestedTensors from end to end.
+"""Train a small attention classifier on text of different lengths, with NestedTensors from the input to the output.
 
-The task: tell topics of Python's documentation about statements from those about expressions and types, by their bytes.
+The task is to tell two groups of topics in Python's documentation apart by their bytes: statements, and expressions and
+types.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ EMBED, HEADS = 48, 4
 
 
 class Classifier(nn.Module):
-    """Bytes (B, j) to one logit (B,): two residual attention layers, then the mean over each sequence."""
+    """Texts of bytes (B, j) to logits (B,): two residual attention layers, then the mean over each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class Classifier(nn.Module):
         x = torch.nested.nested_tensor(texts, layout=torch.jagged)
         x = self.embedding(x)
         for attention in self.layers:
-            x = x + attention(x, x, x)[0]  # the same offsets, so a residual connection works
+            x = x + attention(x, x, x)[0]  # the offsets are the same, so the residual connection works
         return self.out(torch.stack([tokens.mean(0) for tokens in x.unbind()])).squeeze(-1)
 
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> float:
         if step % 10 == 0:
             lengths = sorted(len(texts[i]) for i in batch)
             print(f"step {step}: lengths {lengths[0]} to {lengths[-1]}, loss {losses[-1]:.3f}")
-    print(f"loss {losses[0]:.3f} at first, {sum(losses[-5:]) / len(losses[-5:]):.3f} over the last five")
+    print(f"first loss {losses[0]:.3f}, mean of the last five {sum(losses[-5:]) / len(losses[-5:]):.3f}")
     return losses[-1]
 
 

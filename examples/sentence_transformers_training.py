@@ -1,7 +1,7 @@
-"""Train sentence embeddings with sentence-transformers' trainer on a patched model: the padded model's losses.
+"""Train sentence embeddings with the trainer of sentence-transformers, padded and packed. The losses agree.
 
-``nta.patch`` finds the model inside of SentenceTransformer's. The first half of a paragraph is to find its second half.
-A random model and Python's own documentation, so that nothing is downloaded.
+``nta.patch`` finds the model inside the SentenceTransformer. The task is to find the second half of a paragraph from
+its first half. The model has random weights, and the text is Python's documentation, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def make_model(folder: str, hidden_size: int) -> SentenceTransformer:
 
 
 def train(patched: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """The loss at every step, the seconds that all took, and the handle's counts."""
+    """The loss at every step, the time in seconds, and the counts of the handle."""
     set_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(folder, options.hidden_size)
-        handle = nta.patch(model, on_fallback="raise") if patched else None  # this line is all that is new
+        handle = nta.patch(model, on_fallback="raise") if patched else None  # the only new line
         arguments = SentenceTransformerTrainingArguments(
             folder, max_steps=options.steps, per_device_train_batch_size=16, learning_rate=1e-3, logging_steps=1,
             save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, log_level="error",

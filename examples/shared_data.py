@@ -1,4 +1,4 @@
-"""What the examples train on: paragraphs of Python's own documentation, as bytes, so that nothing is downloaded."""
+"""The examples' training data: paragraphs of Python's documentation as bytes. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-PAD, END, VOCABULARY = 256, 257, 258  # the bytes come first
+PAD, END, VOCABULARY = 256, 257, 258  # 0 to 255 are the bytes
 
 
 def paragraphs(length: int, limit: int | None = None) -> list[str]:
-    """The first ``limit`` paragraphs of the documentation, of which ``length`` characters count."""
+    """The first ``limit`` paragraphs of the documentation, each cut to ``length`` characters."""
     pieces = (" ".join(piece.split())[:length] for topic in topics.values() for piece in topic.split("\n\n"))
     return [piece for piece in pieces if len(piece) > 2 and piece.isascii()][:limit]
 
@@ -29,7 +29,7 @@ def padded_batch(texts: Iterable[str | Sequence[int]]) -> dict[str, Tensor]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, one for padding and one for the end."""
+    """A tokenizer with one token for each byte, one for padding and one for the end."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -1,7 +1,7 @@
-"""GRPO with TRL, patched before the trainer is built: it generates padded, with a cache, and trains packed, by turns.
+"""Train with GRPO in TRL on a patched model: generation runs padded, with a cache, and training runs packed.
 
-The reward is the share of letters in what was generated. The losses and gradient norms are those of the padded model. A
-random model and Python's own documentation, so that nothing is downloaded.
+The reward is the share of letters in the generated text. Losses and gradient norms agree with the padded model. The
+model has random weights, and the text is Python's documentation, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def letters(completions: list[str], **_: Any) -> list[float]:
 
 
 def train(patched: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """The reward and the gradient norm at every step, and the handle's counts."""
+    """The reward and the gradient norm at every step, and the counts of the handle."""
     set_seed(0)
     model = LlamaForCausalLM(llama_config(options.hidden_size))
-    handle = nta.patch(model) if patched else None  # this line is all that is new
+    handle = nta.patch(model) if patched else None  # the only new line
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
             folder, max_steps=options.steps, per_device_train_batch_size=8, num_generations=4, learning_rate=1e-3,
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=64)
     options = parser.parse_args(argv)
-    warnings.simplefilter("ignore", NotPackedWarning)  # generation asks for a cache, and so runs padded
+    warnings.simplefilter("ignore", NotPackedWarning)  # generation uses a cache, so it runs padded
     results = {"padded": train(False, options), "nta.patch": train(True, options)}
     for name, result in results.items():
         found = (f"{reward:.3f} ({norm:.4f})" for reward, norm in zip(result["rewards"], result["norms"], strict=True))

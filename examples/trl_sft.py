@@ -1,7 +1,7 @@
-"""Supervised fine-tuning with TRL, patched before the trainer is built: the losses are those of the padded model.
+"""Supervised fine-tuning with TRL, patched before the trainer is built. The losses of padded and packed runs agree.
 
-TRL sets a head of its own on the model; it calls the base model, which packs. A random model and Python's own
-documentation, so that nothing is downloaded.
+TRL computes the loss with a head of its own, which calls the base model. The patch packs there. The model has random
+weights, and the text is Python's documentation, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import nt_attention as nta
 
 
 def train(patched: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """The loss at every step, the seconds that all took, and the handle's counts."""
+    """The loss at every step, the time in seconds, and the counts of the handle."""
     set_seed(0)
     model = LlamaForCausalLM(llama_config(options.hidden_size))
-    handle = nta.patch(model, on_fallback="raise") if patched else None  # this line is all that is new
+    handle = nta.patch(model, on_fallback="raise") if patched else None  # the only new line
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
             folder, max_steps=options.steps, per_device_train_batch_size=16, learning_rate=1e-3, logging_steps=1,

@@ -1,0 +1,91 @@
+"""Runs every code block of README.md, of the pages in docs/ and of the package's docstrings (`make docs`).
+
+- `python`: run; the blocks of a page are one program. Lines with `>>>` are compared with the output below them.
+- `console`: each line that starts with `$ python` is run, and its output compared with the lines below it.
+- `bash`, `text`, `toml`: shown only (installation, long benchmarks, files).
+
+`...` in an expected output stands for any text. `<!--- skip: next if(CONDITION, reason="...") -->` skips the next
+block.
+"""
+
+import doctest
+import importlib.metadata
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sybil import Sybil
+from sybil.document import PythonDocStringDocument
+from sybil.parsers.doctest import DocTestParser
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
+
+ROOT = Path(__file__).parent
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+LANGUAGES = {"python", "console", "bash", "text", "toml"}
+
+
+def check_languages(document):
+    """A block in a language that is not listed would not be run, and nobody would notice."""
+    for region in FencedCodeBlockLexer(language=".*", mapping={"language": "language", "source": "source"})(document):
+        if region.lexemes["language"] not in LANGUAGES:
+            language = region.lexemes["language"]
+            raise ValueError(f"{document.path}: a code block has the language {language!r}: use one of {LANGUAGES}.")
+    return ()
+
+
+def run_console(example):
+    commands = []
+    for line in example.parsed.splitlines(keepends=True):
+        if line.startswith("$ "):
+            commands.append([line[2:].strip(), ""])
+        else:
+            commands[-1][1] += line
+    for command, expected in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "python", f"only python can be run: {command}"
+        run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+        if not doctest.OutputChecker().check_output(expected, run.stdout, OPTIONS):
+            return f"$ {command}\nexpected:\n{expected}\ngot:\n{run.stdout}{run.stderr}"
+    return None
+
+
+def start_page(namespace):
+    torch.manual_seed(0)
+
+
+pages = Sybil(
+    parsers=[
+        check_languages,
+        SkipParser(),
+        PythonCodeBlockParser(doctest_optionflags=OPTIONS),
+        CodeBlockParser(language="console", evaluator=run_console),
+    ],
+    patterns=["README.md", "docs/*.md", "docs/**/*.md"],
+    setup=start_page,
+)
+docstrings = Sybil(
+    parsers=[DocTestParser(optionflags=OPTIONS)],
+    patterns=["nt_attention/**/*.py", "nt_attention/*.py"],
+    document_types={".py": PythonDocStringDocument},
+    setup=start_page,
+)
+pytest_collect_file = (pages + docstrings).pytest()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--expect", action="append", default=[], metavar="NAME==VERSION", help="what must be installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no page downloads weights
+    torch.set_num_threads(1)  # small operations on many threads wait longer for each other than they compute
+    for expected in config.getoption("--expect"):
+        name, _, version = expected.partition("==")
+        installed = importlib.metadata.version(name).partition("+")[0]
+        if installed != version:
+            raise pytest.UsageError(f"{name} {installed} is installed, and {version} was asked for.")
