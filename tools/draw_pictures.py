@@ -1,0 +1,268 @@
+"""Draws the pictures of the documentation: docs/pictures/*.svg. Needs matplotlib.
+
+    python tools/draw_pictures.py
+
+- padded_and_packed.svg: time of padded and packed runs, read from the tables in benchmarks/results.
+- data_flow.svg: how a batch goes through varlen_attention.
+- token_tiled.svg: one batch, tiled by sequence and by token, from the plan that the kernels run.
+
+Each file contains what it shows as JSON, so that tests/project/test_pictures.py can compare it with the tables and the
+plan. The background is white, which a dark theme does not change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+from nt_attention import SequenceLayout
+from nt_attention.kernels.masks import Window
+from nt_attention.kernels.token_tiled.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
+GREY, BLUE, ORANGE, INK, PALE = "#a7adb5", "#2f6db3", "#d88228", "#1f2933", "#eef3f9"
+
+
+def rows(file: str, after: str = "") -> Iterator[dict[str, str]]:
+    """The rows of the tables in a result file, by column name. An empty first cell means that of the row above.
+
+    Args:
+        file: in benchmarks/results.
+        after: a text of the file; only tables after it are read.
+    """
+    header: list[str] = []
+    first = ""
+    _, _, text = (RESULTS / file).read_text().partition(after) if after else ("", "", (RESULTS / file).read_text())
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            header = []
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not header:
+            header = cells
+        elif set(line) - set("|-: "):  # not the line below the header
+            first = cells[0] = cells[0] or first
+            yield dict(zip(header, cells, strict=True))
+
+
+def number(cell: str) -> float:
+    """The first number of a cell: "588.89 (4.41 ×)" → 588.89."""
+    return float(cell.split()[0].replace(",", ""))
+
+
+def find(file: str, column: str, *begins: str, after: str = "") -> float:
+    """The number in ``column`` of the first row whose cells begin with ``begins``."""
+    for row in rows(file, after):
+        if column in row and all(cell.startswith(text) for cell, text in zip(row.values(), begins, strict=False)):
+            return number(row[column])
+    raise ValueError(f"{file} has no row that begins with {begins} and has a column {column!r}.")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Two bars: the time of the padded and of the packed run, in ``unit``."""
+
+    machine: str
+    name: str
+    padded: float
+    packed: float
+    unit: str
+
+
+def jobs() -> list[Job]:
+    hf, training, layer = "hugging_face_h200.md", "forward + backward", "benchmarks/multihead.py --batch A"
+    return [
+        Job(
+            "NVIDIA H200",
+            "Train a Llama (8 layers) with nta.patch",
+            find(hf, training, "llama,", "sdpa, padded"),
+            find(hf, training, "llama,", "nta.patch"),
+            "ms",
+        ),
+        Job(
+            "NVIDIA H200",
+            "Embed with BERT-base and nta.patch",
+            find(hf, "forward, no gradients", "bert,", "sdpa, padded"),
+            find(hf, "forward, no gradients", "bert,", "nta.patch"),
+            "ms",
+        ),
+        Job(
+            "NVIDIA H200",
+            "Train nn.TransformerEncoder (4 layers) with nta.patch",
+            find("transformer_encoder_h200.md", "nn.TransformerEncoder", "A,", "training"),
+            find("transformer_encoder_h200.md", "patched", "A,", "training"),
+            "ms",
+        ),
+        Job(
+            "NVIDIA H200",
+            "Train with VarlenMultiheadAttention, not nn.MultiheadAttention",
+            find("backends_h200.md", "nn.MultiheadAttention, padded", training, after=layer),
+            find("backends_h200.md", "VarlenMultiheadAttention, NestedTensor", training, after=layer),
+            "ms",
+        ),
+        Job(
+            "CPU, 2 cores",
+            "Train a Llama with TRL's SFTTrainer and nta.patch",
+            round(1000 / find("trainers_cpu.md", "padded steps/s", "sft")),
+            round(1000 / find("trainers_cpu.md", "patched steps/s", "sft")),
+            "ms per step",
+        ),
+        Job(
+            "CPU, 2 cores",
+            "Embed with sentence-transformers (all-MiniLM) and nta.patch",
+            find("embedding_cpu.md", "padded, s", "encode"),
+            find("embedding_cpu.md", "patched, s", "encode"),
+            "s",
+        ),
+    ]
+
+
+def blank(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of so many inches with one invisible axis over all of it: 100 wide, downwards from 0."""
+    figure = Figure(figsize=(width, height), facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 100), ylim=(100 * height / width, 0))
+    axes.axis("off")
+    return figure, axes
+
+
+def padded_and_packed(data: list[dict[str, Any]]) -> Figure:
+    figure, axes = blank(7.2, 6.3)
+    left, full, y, machine = 3.0, 69.0, 4.0, ""
+    for job in (Job(**each) for each in data):
+        if job.machine != machine:
+            y, machine = y + (3.0 if machine else 0.0), job.machine
+            axes.text(left, y, machine, fontsize=12, fontweight="bold", color=INK, va="center")
+            y += 4.6
+        axes.text(left, y, job.name, fontsize=10.5, color=INK, va="center")
+        for top, value, color in ((y + 2.0, job.padded, GREY), (y + 4.8, job.packed, BLUE)):
+            length = full * value / job.padded
+            axes.add_patch(Rectangle((left, top), length, 2.5, color=color, lw=0))
+            digits = 0 if value >= 100 else 1 if value >= 10 else 2
+            text, weight = f"padded: {value:.{digits}f} {job.unit}", "normal"
+            if color == BLUE:
+                text = f"packed: {value:.{digits}f} {job.unit}, {job.padded / job.packed:.1f} × as fast"
+                weight = "bold"
+            axes.text(left + length + 1, top + 1.3, text, fontsize=10, color=INK, va="center", fontweight=weight)
+        y += 11.6
+    return figure
+
+
+def flow_data() -> dict[str, list[str]]:
+    return {
+        "inputs": ["padded batch\n+ mask", "NestedTensor\n(jagged)", "packed row +\nposition_ids or\ncu_seqlens"],
+        "packed": [
+            "values (T, …) + SequenceLayout",
+            "the tokens without padding, and where each sequence begins",
+            "made once per batch, not once per layer",
+        ],
+        "attention": ["varlen_attention", "check → select a backend → run"],
+        "backends": [
+            "GPU: token_tiled · flash_attn_4 · flash_attn_2 · torch_flash · torch_efficient · flex",
+            "CPU: cpu · any device: reference",
+        ],
+        "output": ["output (T, H, Dv)", "then back to the form of the input"],
+        "results": ["padded batch", "NestedTensor", "packed row"],
+    }
+
+
+def data_flow(data: dict[str, list[str]]) -> Figure:
+    figure, axes = blank(7.2, 7.0)
+
+    def box(x: float, y: float, width: float, height: float, lines: list[str], bold: bool = False) -> None:
+        shape = FancyBboxPatch(
+            (x, y), width, height, boxstyle="round,pad=0,rounding_size=1.2", fc=PALE, ec=BLUE, lw=1.2
+        )
+        axes.add_patch(shape)
+        step = height / (len(lines) + 1)
+        for i, line in enumerate(lines):
+            weight = "bold" if bold and i == 0 else "normal"
+            where = (x + width / 2, y + height / 2 + (i - (len(lines) - 1) / 2) * step * 1.15)
+            axes.text(*where, line, fontsize=10.5, color=INK, ha="center", va="center", fontweight=weight)
+
+    def arrow(x: float, y: float, to_x: float, to_y: float) -> None:
+        style = {"arrowstyle": "-|>", "color": BLUE, "lw": 1.2, "shrinkA": 1, "shrinkB": 1}
+        axes.annotate("", (to_x, to_y), (x, y), arrowprops=style)
+
+    for x, form, result in zip((18.0, 50.0, 82.0), data["inputs"], data["results"], strict=True):
+        box(x - 14, 3, 28, 13, [form])
+        arrow(x, 16, 50 + (x - 50) * 0.8, 22)
+        arrow(50 + (x - 50) * 0.8, 82, x, 88)
+        box(x - 14, 88, 28, 6, [result])
+    box(4, 22, 92, 14, data["packed"], bold=True)
+    arrow(50, 36, 50, 41)
+    box(4, 41, 92, 10, data["attention"], bold=True)
+    arrow(50, 51, 50, 56)
+    box(4, 56, 92, 11, data["backends"])
+    arrow(50, 67, 50, 72)
+    box(4, 72, 92, 10, data["output"], bold=True)
+    return figure
+
+
+LENGTHS = [12, 7, 19, 3, 10, 5, 14, 100, 6, 21, 9, 15, 4, 11, 8, 17, 2, 13]
+ROWS, KEYS = 64, 32  # of a tile, and of the blocks of keys that it goes through
+
+
+def tiles_data() -> list[dict[str, Any]]:
+    """For both ways to tile: a title, the sequences, and the blocks of keys of each tile as (key, query)."""
+    layout = SequenceLayout.from_lengths(LENGTHS)
+    plan = Plan.make(layout, layout, Window(), False)
+    ends = [0, *accumulate(LENGTHS)]
+    found = []
+    for title, shared in (("a tile begins where a sequence begins", 0), ("short sequences share a tile", ROWS)):
+        tiles = plan.query_tiles(ROWS, shared).tolist()
+        blocks = [
+            (key, begin)
+            for begin, end in tiles
+            for key in range(int(plan.queries.lo[begin]), int(plan.queries.hi[end - 1]), KEYS)
+        ]
+        ratio = len(blocks) * ROWS * KEYS / sum(length**2 for length in LENGTHS)
+        title = f"{title}\n{len(tiles)} tiles, computed pairs / needed pairs = {ratio:.1f}"
+        found.append({"title": title, "ends": ends, "blocks": [list(block) for block in blocks]})
+    return found
+
+
+def token_tiled(data: list[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(10, 5.4), facecolor="white")
+    for axes, each in zip(figure.subplots(1, 2, sharey=True), data, strict=True):
+        ends = each["ends"]
+        for begin, end in pairwise(ends):
+            axes.add_patch(Rectangle((begin, begin), end - begin, end - begin, color=BLUE, lw=0))
+        for corner in each["blocks"]:
+            axes.add_patch(Rectangle(corner, KEYS, ROWS, fill=True, fc=f"{ORANGE}20", ec=ORANGE, lw=0.8))
+        axes.set(xlim=(-4, ends[-1] + ROWS), ylim=(ends[-1] + ROWS, -4), aspect="equal", xlabel="keys")
+        axes.set_title(each["title"], fontsize=10)
+    figure.axes[0].set_ylabel("queries")
+    figure.tight_layout()
+    return figure
+
+
+# A picture's name → what it shows, which JSON can hold, and the function that draws this.
+DRAWINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
+    "padded_and_packed": (lambda: [asdict(job) for job in jobs()], padded_and_packed),
+    "data_flow": (flow_data, data_flow),
+    "token_tiled": (tiles_data, token_tiled),
+}
+
+
+def main() -> None:
+    matplotlib.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif"}
+    for name, (data, draw) in DRAWINGS.items():
+        matplotlib.rcParams["svg.hashsalt"] = name  # the same file each time
+        shown = data()
+        metadata = {"Date": None, "Creator": None, "Description": json.dumps(shown, ensure_ascii=False)}
+        draw(shown).savefig(PICTURES / f"{name}.svg", format="svg", metadata=metadata)
+
+
+if __name__ == "__main__":
+    main()
