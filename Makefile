@@ -1,16 +1,33 @@
 # What a newcomer runs: `make demo` and `make test`. Both make .venv with all that they need.
+# `make test TORCH=2.11.0 TRANSFORMERS=5.17.0` tests other versions, in an environment of their own.
 PYTHON ?= python3
 JOBS ?= 2
-VENV := .venv
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+PINNED_TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
+TORCH ?= $(PINNED_TORCH)
+TRANSFORMERS ?= $(PINNED_TRANSFORMERS)
+PINNED := $(and $(filter $(PINNED_TORCH),$(TORCH)),$(filter $(PINNED_TRANSFORMERS),$(TRANSFORMERS)))
+VENV := .venv$(if $(PINNED),,-torch$(TORCH)-transformers$(TRANSFORMERS))
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --expect torch==$(TORCH) --expect transformers==$(TRANSFORMERS)
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test test-all docs lint types bench wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/embed_paragraphs.py
 
+# all features, in a few minutes
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST) --dist worksteal -m "not sweep"
+
+# the same with the sweeps: random draws, products of options, Triton's interpreter
+test-all: $(VENV)/.dev
+	$(PYTEST) --dist worksteal
+
+# the site, with warnings as errors, and every code block of the README, the pages and the docstrings
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(PYTEST) --dist loadfile README.md docs nt_attention
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -23,20 +40,28 @@ types: $(VENV)/.dev
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/cpu_attention.py
 
+# dist/*.whl, and the README's code in an environment that has nothing else
+wheel: $(VENV)/.dev
+	rm -rf dist && $(BIN)/python -m build --outdir dist
+	$(PYTHON) tools/try_wheel.py dist/*.whl --torch $(TORCH)
+
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[demo]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[demo,dev]'
 	touch $@
 
-# torch first and by its exact version: what the others ask for is then there already
+# Torch is installed first and by its exact version, so that no other package installs another one. With other versions
+# than the pinned ones, only packages that depend on neither stay pinned.
 $(VENV)/.torch: constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nt_attention needs Python 3.11 or later; run make PYTHON=python3.12, say.")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nt_attention needs Python 3.11 or later: pass PYTHON=python3.12, for example.")'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(if $(PINNED),cat,grep -v -E '^(torch|transformers|triton|huggingface_hub|tokenizers|safetensors)==') constraints.txt > $(VENV)/constraints.txt
+	$(if $(PINNED),,printf 'torch==$(TORCH)\ntransformers==$(TRANSFORMERS)\n' >> $(VENV)/constraints.txt)
+	$(BIN)/pip install --quiet torch==$(TORCH)
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-output
+	rm -rf .venv .venv-torch* demo-output dist site

@@ -13,7 +13,7 @@ Everything but the cycles is counted without the command line (``nt_attention/cl
 - **Files that name softcap**, as an example of what one option costs.
 - **Functions over 60 lines**, from ``def`` to the end without the docstring. Triton kernels are not counted.
 - **Import cycles**: groups of modules that import each other, in functions and under TYPE_CHECKING as well.
-- **Lines** of all Python files.
+- **Lines** of all Python files, and lines of the command line.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def measure(tree: Path) -> dict[str, int | list[str]]:
         f"functions over {MAX_LINES} lines": locations(long_functions),
         "import cycles": [", ".join(cycle) for cycle in cycles(imports(everything))],
         "lines": sum(text.count("\n") for text in texts.values()),
+        "lines of the command line": sum(text.count("\n") for path, text in everything.items() if path not in texts),
     }
 
 
