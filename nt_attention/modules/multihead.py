@@ -20,7 +20,7 @@ from ..kernels.select import check_backend_name
 from ..layout import SequenceLayout
 from .alibi import alibi_slopes
 from .config import AttentionConfig
-from .inputs import Inputs, Masks, as_padding, read_inputs
+from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
 from .rotary import Rotary
@@ -282,12 +282,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """Compute attention of `query` to `key` and `value`.
 
         Padding is not computed for ragged inputs (NestedTensors, packed tensors, lists), nor for padded inputs whose
-        only masks are `is_causal` and a `key_padding_mask` that is boolean, or 0 and −inf. In self-attention, the
-        output for such padded inputs is 0 at padding. Weights, `attn_mask`, and padded batches in a graph need every
-        score of the padded batch.
+        only masks are `is_causal` and a boolean `key_padding_mask`. In self-attention, the output for such padded
+        inputs is 0 at padding. Weights, `attn_mask`, and padded batches in a graph need every score of the padded
+        batch.
 
-        Syncs with the device once for a padded batch that it packs, once more for a floating-point `key_padding_mask`,
-        and once for a NestedTensor with new offsets.
+        Syncs with the device once for a padded batch that it packs, and once for a NestedTensor with new offsets.
 
         Args:
             query: a NestedTensor (B, j, E), for any `batch_first`; packed (T, E) with `layout`; a list of B tensors
@@ -360,13 +359,14 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         padding = inputs.masks.key_padding_mask
         if padding is None:
             return "it has no padding" if self.backend == "auto" and self.is_stock else None
+        if padding.dtype != torch.bool:
+            return "key_padding_mask is not boolean"
         if self.backend == "auto" and self.dropout and self.training and inputs.query.device.type == "cpu":
             return "on a CPU, no fast backend supports dropout"
         uses_positions = inputs.masks.is_causal or self.alibi or self.rotation is not None
         # In cross-attention the mask removes padding from keys only, so positions of queries and keys would not match.
-        if (uses_positions or tuple(self.window_size) != (-1, -1)) and not inputs.is_self_attention:
-            return "it is cross-attention that uses positions"
-        return None if as_padding(padding) is not None else "key_padding_mask has values other than 0 and −inf"
+        uses_positions = uses_positions or tuple(self.window_size) != (-1, -1)
+        return "it is cross-attention that uses positions" if uses_positions and not inputs.is_self_attention else None
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (…, E) → q (…, H, D), k and v (…, G, D). In self-attention they are views of one matrix product."""

@@ -28,7 +28,7 @@ def patch(
     tokens, and the result is padded again at the exit, with 0 at padding. An `nn.TransformerEncoderLayer` that is in no
     `nn.TransformerEncoder` packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a
     `VarlenMultiheadAttention` with the same parameters, which also takes NestedTensors, and skips padding in calls with
-    `need_weights=False` and without `attn_mask`.
+    `need_weights=False`, a boolean `key_padding_mask` and no `attn_mask`.
 
     A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
     `NotPackedWarning` is shown once for each reason.
@@ -116,6 +116,8 @@ def _patch_modules(
         else:
             description = "takes NestedTensors"
             if padding_free:
-                description += ", and skips padding if need_weights=False and key_padding_mask is the only mask"
+                description += (
+                    ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
+                )
                 cast(VarlenMultiheadAttention, module._modules[child_name]).report = torch_modules.Report(handle)
             handle.change_layers(name, {child_name: description})

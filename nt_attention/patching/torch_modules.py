@@ -23,7 +23,6 @@ from .. import nested
 from .._forwards import CALL_REMOVE_FIRST, PatchedForward, override_forward
 from .._tracing import can_be_read, outside_of_graphs
 from ..layout import SequenceLayout
-from ..modules.inputs import additive, as_padding
 from ..modules.multihead import VarlenMultiheadAttention
 from .handle import PatchHandle
 
@@ -243,10 +242,11 @@ def _encoder_forward(
 ) -> Tensor:
     if src.is_nested:
         return _nested_forward(encoder, src, mask, src_key_padding_mask, bool(is_causal))
-    packed = _pack(handle, encoder.layers[0], src, mask, src_key_padding_mask, is_causal)
-    if packed is None:
+    batch = _padded_batch(handle, encoder.layers[0], src, mask, src_key_padding_mask, is_causal)
+    if batch is None:
         return original(src, mask, src_key_padding_mask, is_causal)
-    return packed.restore(_run_layers(encoder, packed.values, packed.layout, packed.is_causal))
+    layout = _layout(batch.is_token)
+    return batch.restore(layout.pad(_run_layers(encoder, layout.pack(batch.values), layout, batch.is_causal)))
 
 
 def _single_layer_forward(
@@ -258,45 +258,45 @@ def _single_layer_forward(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    # is_causal is False by default here, and then says nothing about src_mask
-    packed = None
-    if not src.is_nested:
-        packed = _pack(handle, layer, src, src_mask, src_key_padding_mask, is_causal or None)
-    if packed is None:
+    batch = None
+    if not src.is_nested:  # is_causal is False by default here, and then says nothing about src_mask
+        batch = _padded_batch(handle, layer, src, src_mask, src_key_padding_mask, is_causal or None)
+    if batch is None:
         return original(src, src_mask, src_key_padding_mask, is_causal)
-    return packed.restore(_layer_forward(layer, original, packed.values, packed.layout, is_causal=packed.is_causal))
+    layout = _layout(batch.is_token)
+    values = layout.pack(batch.values)
+    return batch.restore(layout.pad(_layer_forward(layer, original, values, layout, is_causal=batch.is_causal)))
 
 
-class _Packed(NamedTuple):
-    """A padded batch without its padding.
+class _PaddedBatch(NamedTuple):
+    """A padded batch that can be packed.
 
     Attributes:
-        values: (T, E).
-        layout: the sequences.
+        values: (B, L, E).
+        is_token: (B, L) bool, False at padding.
         is_causal: whether attention is causal.
-        batch_first: whether the padded batch is (B, L, E), not (L, B, E).
+        batch_first: whether the caller passed (B, L, E), not (L, B, E).
     """
 
     values: Tensor
-    layout: SequenceLayout
+    is_token: Tensor
     is_causal: bool
     batch_first: bool
 
-    def restore(self, values: Tensor) -> Tensor:
-        """Pad (T, E) in the form of the input."""
-        out = self.layout.pad(values)
+    def restore(self, out: Tensor) -> Tensor:
+        """Convert (B, L, E) to the form of the input."""
         return out if self.batch_first else out.transpose(0, 1)
 
 
-def _pack(
+def _padded_batch(
     handle: PatchHandle,
     layer: nn.Module,
     src: Tensor,
     mask: Tensor | None,
     src_key_padding_mask: Tensor | None,
     is_causal: bool | None,
-) -> _Packed | None:
-    """Pack the batch of an encoder or a layer and count the call. None if it has to run padded."""
+) -> _PaddedBatch | None:
+    """Read the batch of an encoder or a layer, and count the call. None if it has to run padded."""
     readable = torch.compiler.is_compiling() or can_be_read(src)  # torch.compile breaks its graph to read it
     if src_key_padding_mask is None or src.dim() != 3 or not readable:
         return None  # there is no padding, or the host can't read it
@@ -306,7 +306,7 @@ def _pack(
     if src_key_padding_mask.shape != padded.shape[:2] or not is_mask:
         return None  # the original forward raises an error
     causal = _is_causal(mask, is_causal, padded.shape[1])
-    padding = as_padding(src_key_padding_mask)
+    padding = _as_padding(src_key_padding_mask)
     if causal is None or padding is None:
         handle.fall_back(
             "mask is neither None nor causal"
@@ -315,8 +315,7 @@ def _pack(
         )
         return None
     handle.count(None)
-    layout = _layout(~padding)
-    return _Packed(layout.pack(padded), layout, causal, batch_first)
+    return _PaddedBatch(padded, ~padding, causal, batch_first)
 
 
 def _nested_forward(
@@ -350,4 +349,15 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool
     if is_causal is not None or mask.shape != (length, length):
         return None
     later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
-    return True if torch.equal(mask, later if mask.dtype == torch.bool else additive(later, mask)) else None
+    return True if torch.equal(mask, later if mask.dtype == torch.bool else _additive(later, mask)) else None
+
+
+def _as_padding(mask: Tensor) -> Tensor | None:
+    """(B, L) bool, True at padding. None if a floating-point mask has values other than 0 and −inf."""
+    padding = mask if mask.dtype == torch.bool else mask == -torch.inf
+    return padding if padding is mask or torch.equal(mask, _additive(padding, mask)) else None
+
+
+def _additive(blocked: Tensor, like: Tensor) -> Tensor:
+    """An additive mask with the dtype of `like`: −inf where `blocked`, else 0."""
+    return torch.zeros_like(like).masked_fill(blocked, -torch.inf)
