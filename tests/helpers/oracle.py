@@ -96,6 +96,15 @@ def _places(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     return table[:, 0], table[:, 1]
 
 
+def visible_pairs(lengths: Sequence[int], key_lengths: Sequence[int], **options: Any) -> int:
+    """How many (query, key) pairs the attention mask leaves: the weights that are not 0."""
+    total = 0
+    for queries, keys in zip(lengths, key_lengths, strict=True):
+        q, k, v = torch.ones(queries, 1, 1), torch.ones(keys, 1, 1), torch.eye(keys)[:, None]
+        total += int((attention(q, k, v, [queries], [keys], **options)[0] > 0).sum())
+    return total
+
+
 @dataclass
 class Problem:
     """Random inputs of an attention call with their options, and the gradients that come in from above.

@@ -1,0 +1,127 @@
+"""Offsets that are changed in place after a layout was made from them.
+
+Dimensions: T tokens, H heads, D head dim.
+"""
+
+import numpy as np
+import pytest
+import torch
+from calls import PassThrough
+
+import nt_attention as nta
+from nt_attention import SequenceLayout, varlen_attention
+
+LENGTHS, TOKENS = [5, 9], 14
+
+MODIFIED = "modified by an inplace operation"
+
+
+def offsets(dtype=torch.int64):
+    return torch.tensor([0, 5, 14], dtype=dtype)
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def module():
+    return nta.VarlenMultiheadAttention(22, 2, batch_first=True, dtype=torch.float64)
+
+
+class TestOffsets:
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_a_converted_twin_keeps_what_it_holds(self, dtype):
+        given = offsets(dtype)
+        layout = SequenceLayout.from_offsets(given)
+        twin = layout.cu_seqlens if dtype == torch.int64 else layout.offsets
+        given[1] = 3
+        assert SequenceLayout.from_offsets(twin).lengths.tolist() == [5, 9]
+        assert SequenceLayout.from_offsets(given).lengths.tolist() == [3, 11]
+
+    @pytest.mark.parametrize("how", ["in place", "NumPy", "NumPy, every second number", "an element of .data", ".data"])
+    def test_a_change_is_seen_when_they_are_passed_again(self, how):
+        memory = np.array([0, 7, 5, 7, 14])[::2] if "every second" in how else np.array([0, 5, 14])
+        given = torch.from_numpy(memory)
+        assert SequenceLayout.from_offsets(given).host_offsets.tolist() == [0, 5, 14]
+        if how == "in place":
+            given[1] = 3
+        elif how.startswith("NumPy"):
+            memory[1] = 3
+        elif how == ".data":
+            given.data = torch.tensor([0, 3, 14])
+        else:
+            given.data[1] = 3
+        again = SequenceLayout.from_offsets(given)
+        assert again.host_offsets.tolist() == again.offsets.tolist() == [0, 3, 14]
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("use", ["function", "module", "pack", "pad", "to_nested"])
+    def test_a_layout_made_before_the_change_is_refused(self, use, dtype, module):
+        given = offsets(dtype)
+        layout = SequenceLayout.from_offsets(given)
+        given[1] = 3
+        tokens, heads = torch.randn(TOKENS, 22, dtype=torch.float64), torch.randn(TOKENS, 3, 7)
+        calls = {
+            "function": lambda: varlen_attention(heads, heads, heads, layout),
+            "module": lambda: module(tokens, tokens, tokens, layout=layout),
+            "pack": lambda: layout.pack(torch.randn(2, 9, 3)),
+            "pad": lambda: layout.pad(tokens),
+            "to_nested": lambda: layout.to_nested(tokens),
+        }
+        with pytest.raises(ValueError, match="changed in place after it was made"):
+            calls[use]()
+
+    def test_a_copied_layout_is_independent(self):
+        import copy
+
+        given = offsets()
+        given.add_(0)  # a version that a copy does not have
+        layout = SequenceLayout.from_offsets(given)
+        twin = copy.deepcopy(layout)
+        given[1] = 3
+        x = torch.randn(TOKENS, 3, 7)
+        want = varlen_attention(x, x, x, SequenceLayout.from_lengths(LENGTHS))
+        torch.testing.assert_close(varlen_attention(x, x, x, twin), want)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("watched", [False, True], ids=["eager", "dispatch mode"])
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    def test_a_change_before_the_backward(self, dtype, watched, backend):
+        given, start = offsets(dtype), leaf(TOKENS, 3, 7)
+        want = torch.autograd.grad(attend(start, offsets(dtype), backend).pow(2).sum(), start)[0]
+        out = attend(start, given, backend)
+        given[1] = 3
+        right_or_refused(lambda: torch.autograd.grad(out.pow(2).sum(), start)[0], want, watched)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+    def test_a_change_before_the_backward_of_a_graph(self, dtype, compiler):
+        torch._dynamo.reset()
+        given, start = offsets(dtype), leaf(TOKENS, 3, 7)
+        want = torch.autograd.grad(attend(start, offsets(dtype), "auto").pow(2).sum(), start)[0]
+        out = torch.compile(attend, backend=compiler, fullgraph=True)(start, given, "auto")
+        given[1] = 3
+        right_or_refused(lambda: torch.autograd.grad(out.pow(2).sum(), start)[0], want)
+
+    def test_alibi_slopes_changed_before_the_backward(self):
+        start, slopes = leaf(TOKENS, 3, 7), torch.tensor([0.5, 0.25, 0.125])
+        layout = SequenceLayout.from_lengths(LENGTHS)
+        out = varlen_attention(start, start, start, layout, alibi_slopes=slopes)
+        slopes.mul_(2)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            out.sum().backward()
+
+
+def attend(x, given, backend):
+    return varlen_attention(x, x, x, SequenceLayout.from_offsets(given), backend=backend)
+
+
+def right_or_refused(gradient, want, watched=False):
+    try:
+        with PassThrough() if watched else torch.enable_grad():
+            found = gradient()
+    except RuntimeError as error:
+        assert MODIFIED in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, want)

@@ -1,0 +1,227 @@
+"""What is cached with offsets: read once, freed with them, bounded, and right under inference_mode."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from layouts import LENGTHS, MAKERS
+
+import nt_attention as nta
+from nt_attention import SequenceLayout, varlen_attention
+from nt_attention._offsets import _facts_of, read_offsets
+
+
+class TestMemory:
+    """What is known of an offsets tensor is read once, goes stale when the tensor changes, and dies with it."""
+
+    @pytest.fixture
+    def reads(self, monkeypatch):
+        """Counts the copies of whole offsets to the host."""
+        seen = []
+
+        def to(tensor, *args, _to=torch.Tensor.to, **kwargs):
+            if args[:1] == ("cpu",):
+                seen.append(tensor)
+            return _to(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        return seen
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_offsets_are_read_once(self, reads, dtype):
+        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
+        first, second = SequenceLayout.from_offsets(offsets), SequenceLayout.from_offsets(offsets, max_seqlen=7)
+        assert len(reads) == 1
+        assert first.position_ids is second.position_ids
+        assert first.sequence_ids is second.sequence_ids
+        assert first.host_offsets is second.host_offsets
+
+    def test_equal_offsets_are_not_the_same_offsets(self, reads):
+        first, second = (SequenceLayout.from_offsets(torch.tensor([0, 5, 6])) for _ in range(2))
+        assert len(reads) == 2
+        assert first.position_ids is not second.position_ids
+
+    def test_from_lengths_reads_nothing_back(self, reads):
+        layout = SequenceLayout.from_lengths(LENGTHS)
+        reads.clear()
+        assert SequenceLayout.from_offsets(layout.offsets).host_offsets is layout.host_offsets
+        assert reads == []
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_a_layout_to_nested_and_back_reads_nothing_more(self, reads, dtype):
+        layout = SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6], dtype=dtype))
+        made = layout.to_nested(torch.randn(6, 3, 5))
+        reads.clear()
+        varlen_attention(made, made, made)
+        assert reads == []
+
+    def test_a_second_call_reads_nothing(self, reads):
+        values = torch.randn(13, 3, 5)
+        made = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 5, 6, 13]))
+        holes = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 7, 13]), lengths=torch.tensor([5, 6]))
+        for x in (made, holes):
+            varlen_attention(x, x, x, is_causal=True)
+            assert reads
+            reads.clear()
+            varlen_attention(x, x, x, is_causal=True)
+            assert reads == []
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_a_change_in_place_is_noticed(self, dtype):
+        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
+        assert SequenceLayout.from_offsets(offsets).position_ids.tolist() == [0, 1, 2, 3, 4, 0]
+        offsets[1:3] = torch.tensor([2, 4])
+        layout = SequenceLayout.from_offsets(offsets)
+        assert layout.lengths.tolist() == [2, 2, 2]
+        assert layout.position_ids.tolist() == [0, 1, 0, 1, 0, 1]
+        offsets[1] = 5
+        with pytest.raises(ValueError, match="decrease from 5 to 4"):
+            SequenceLayout.from_offsets(offsets)
+
+    def test_a_change_of_lengths_in_place_is_noticed(self):
+        lengths = torch.tensor([4, 3])
+        x = torch.nested.nested_tensor_from_jagged(torch.randn(11, 3), torch.tensor([0, 5, 11]), lengths=lengths)
+        assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 3]
+        lengths[1] = 6
+        assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 6]
+
+    def test_inference_tensors_are_not_remembered(self):
+        with torch.inference_mode():
+            offsets = torch.tensor([0, 5, 6])
+            _, first = read_offsets(offsets)
+            offsets[1] = 2  # no version tells of this
+            assert read_offsets(offsets)[1] is not first
+            layout = SequenceLayout.from_offsets(offsets)
+            assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
+            made = SequenceLayout.from_lengths([2, 4])
+            assert read_offsets(made.offsets)[1].host is made.host_offsets  # its offsets are no inference tensor
+        assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [2, 4]
+
+    def test_inference_lengths_are_not_remembered(self):
+        offsets = torch.tensor([0, 5, 11])
+        with torch.inference_mode():
+            lengths = torch.tensor([4, 3])
+            x = torch.nested.nested_tensor_from_jagged(torch.randn(11, 3), offsets, lengths=lengths)
+            assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 3]
+            lengths[1] = 6
+            assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 6]
+
+    @staticmethod
+    def attend(layout, key_layout=None):
+        key_layout = layout if key_layout is None else key_layout
+        query, key = (torch.randn(each.total, 3, 5, requires_grad=True) for each in (layout, key_layout))
+        for options in ({}, {"is_causal": True}, {"window_size": (2, 0)}):
+            out = varlen_attention(query, key, key, layout, key_layout, backend="cpu", **options)
+            out.sum().backward()
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda layout: None,
+            lambda layout: (layout.lengths, layout.position_ids, layout.sequence_ids),
+            lambda layout: layout.pack(layout.pad(torch.zeros(layout.total, 2))),
+            lambda layout: TestMemory.attend(layout),
+            lambda layout: TestMemory.attend(layout, SequenceLayout.from_lengths([7, 1, 2])),
+            lambda layout: TestMemory.attend(SequenceLayout.from_lengths([7, 1, 2]), layout),
+            lambda layout: TestMemory.attend(layout, layout.extended(1)),
+            lambda layout: TestMemory.attend(layout.extended(1), layout),
+            lambda layout: varlen_attention(*[layout.to_nested(torch.randn(6, 3, 5))] * 3),
+        ],
+        ids=[
+            "made", "derived", "padded", "cpu-plan", "cpu-plan-as-query", "cpu-plan-as-key", "cpu-plan-extended-key",
+            "cpu-plan-extended-query", "nested",
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_nothing_outlives_its_offsets(self, use, dtype):
+        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
+        layout = SequenceLayout.from_offsets(offsets)
+        use(layout)
+        mourned = [weakref.ref(x) for x in (layout.offsets, layout.cu_seqlens, layout.position_ids)]
+        mourned.append(weakref.ref(layout.extended(1).offsets))
+        del offsets, layout
+        gc.collect()
+        assert [ref() for ref in mourned] == [None] * 4
+
+    @pytest.mark.parametrize("order", ["holes-ask-whole", "whole-asks-holes"])
+    def test_nothing_outlives_offsets_with_holes(self, order):
+        offsets, lengths, values = torch.tensor([0, 5, 11]), torch.tensor([4, 6]), torch.randn(11, 3, 5)
+        whole = torch.nested.nested_tensor_from_jagged(values, offsets)
+        holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths)
+        query, key = (holes, whole) if order == "holes-ask-whole" else (whole, holes)
+        varlen_attention(query, key, key, backend="cpu")
+        inner = SequenceLayout.from_nested(holes)
+        mourned = [weakref.ref(x) for x in (offsets, lengths, inner.offsets)]
+        del offsets, lengths, values, whole, holes, query, key, inner
+        gc.collect()
+        assert [ref() for ref in mourned] == [None] * 3
+
+    def test_many_batches_leave_nothing_behind(self):
+        gc.collect()
+        before = len(_facts_of)
+        for n in range(20):
+            layout = SequenceLayout.from_lengths([n, 3])
+            self.attend(layout, layout.extended(1))
+        del layout
+        gc.collect()
+        assert len(_facts_of) == before
+
+
+class TestInferenceMode:
+    """What is derived under inference_mode serves training as well, where inference tensors may not be saved."""
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_takes_offsets_from_outside(self, dtype):
+        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
+        with torch.inference_mode():
+            layout = SequenceLayout.from_offsets(offsets)
+            assert layout.lengths.tolist() == [5, 0, 1]
+        assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [5, 0, 1]
+
+    @pytest.mark.parametrize("make", ["offsets", "cu_seqlens", "list", "mask"])
+    def test_what_it_derived_can_train(self, make):
+        layout = MAKERS[make](LENGTHS)
+        padded, slopes = torch.randn(4, layout.padded_length or 7, 3, 5), torch.rand(4, 3)
+
+        def both_ways(padded):
+            values = layout.pack(padded)
+            out = varlen_attention(values, values, values, layout, alibi_slopes=slopes, window_size=(2, 2))
+            return layout.pad(out)
+
+        with torch.inference_mode():
+            want = both_ways(padded)
+        padded.requires_grad_()
+        got = both_ways(padded)
+        got.sum().backward()
+        assert torch.equal(got.detach(), want)
+        assert padded.grad.any()
+
+    def test_nested_tensors_with_holes_can_train(self):
+        x = torch.nested.nested_tensor_from_jagged(
+            torch.randn(11, 3, 5, requires_grad=True), torch.tensor([0, 5, 11]), lengths=torch.tensor([4, 6])
+        )
+        with torch.inference_mode():
+            layout = SequenceLayout.from_nested(x)
+        varlen_attention(x, x, x).values().sum().backward()
+        assert layout.lengths.tolist() == [4, 6]
+
+
+class TestWhatIsKeptOfALayout:
+    def test_is_bounded_however_many_kinds_of_calls_there_are(self):
+        layout, x = SequenceLayout.from_lengths([5, 9]), torch.randn(14, 3, 7)
+        cache = layout._facts.cache
+        for i in range(3 * cache.MOST_ENTRIES):
+            varlen_attention(x, x, x, layout, scale=0.1 + i / 1000, window_size=(i, 0))
+        assert len(cache) <= cache.MOST_ENTRIES
+
+    def test_tables_of_rotary_serve_any_number_of_rows(self):
+        attention = nta.VarlenMultiheadAttention(24, 2, rotary=nta.Rotary())
+        layout = SequenceLayout.from_lengths([5, 9])
+        tokens = torch.randn(60, 24)
+        want = attention(*[tokens[:14]] * 3, layout=layout)[0]
+        before = len(layout._facts.cache)
+        for rows in range(14, 60):
+            found = attention(*[tokens[:rows]] * 3, layout=layout)[0]
+            torch.testing.assert_close(found[:14], want)
+        assert len(layout._facts.cache) == before

@@ -1,0 +1,190 @@
+"""The plan of the token-tiled kernels, compared with a table of all visible pairs.
+
+Dimensions: T query tokens, S key tokens.
+"""
+
+import gc
+import itertools
+import math
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nt_attention import SequenceLayout
+from nt_attention.kernels.masks import Window
+from nt_attention.kernels.token_tiled.plan import Plan
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 13)), max_size=7)
+
+SIDE = st.sampled_from([math.inf, 0, 1, 3, 11])
+
+SHARED = st.sampled_from([0, 1, 5, 16, 31])
+
+ROWS = st.sampled_from([1, 2, 7, 16])
+
+examples = settings(max_examples=150, deadline=None)
+
+
+def plan_of(lengths, window=(math.inf, math.inf), upper_left=False):
+    queries, keys = (SequenceLayout.from_lengths(list(side)) for side in zip(*(lengths or [(0, 0)]), strict=True))
+    return Plan.make(queries, keys, window, upper_left)
+
+
+def places(lengths, side):
+    """(sequence, position) of each token."""
+    return [(b, position) for b, pair in enumerate(lengths) for position in range(pair[side])]
+
+
+def across(lengths, b, position, upper_left):
+    """The place among its keys that stands across from a query's."""
+    queries, keys = lengths[b]
+    return position + (0 if upper_left else keys - queries)
+
+
+def visible(lengths, window, upper_left):
+    """(T, S) who sees whom, one pair at a time."""
+    left, right = window
+    rows = [
+        [b == c and -left <= j - across(lengths, b, i, upper_left) <= right for c, j in places(lengths, 1)]
+        for b, i in places(lengths, 0)
+    ]
+    return torch.tensor(rows, dtype=torch.bool).reshape(len(places(lengths, 0)), len(places(lengths, 1)))
+
+
+def covered(*tiles):
+    """Every row that some tile has, as often as it has it."""
+    return sorted(row for begin, end in itertools.chain(*tiles) for row in range(begin, end))
+
+
+@examples
+@given(LENGTHS, SIDE, SIDE, st.booleans())
+def test_what_each_token_meets(lengths, left, right, upper_left):
+    plan = plan_of(lengths, (left, right), upper_left)
+    table = visible(lengths, (left, right), upper_left)
+    for met, seen in ((plan.queries, table), (plan.keys, table.T)):
+        place = torch.arange(seen.shape[1])
+        inside = (met.lo[:, None] <= place) & (place < met.hi[:, None])
+        assert torch.equal(inside, seen)
+        # what a tile meets is read off its first and its last token, and rows are read from there unchecked
+        for bound in (met.lo, met.hi):
+            assert bound.dtype == torch.int32
+            assert (bound.diff() >= 0).all()
+            assert ((bound >= 0) & (bound <= seen.shape[1])).all()
+        assert (met.lo <= met.hi).all()
+
+
+@examples
+@given(LENGTHS, st.booleans())
+def test_what_stands_across(lengths, upper_left):
+    plan = plan_of(lengths, upper_left=upper_left)
+    begins = list(itertools.accumulate((keys for _, keys in lengths), initial=0))
+    want = [begins[b] + across(lengths, b, i, upper_left) for b, i in places(lengths, 0)]
+    assert plan.queries.own.tolist() == want
+
+
+@examples
+@given(LENGTHS, SIDE, SIDE, ROWS, SHARED)
+def test_tiles_of_queries(lengths, left, right, rows, shared):
+    plan = plan_of(lengths, (left, right))
+    tiles = plan.query_tiles(rows, shared).tolist()
+    of_token = places(lengths, 0)
+    assert covered(tiles) == list(range(len(of_token)))
+    for begin, end in tiles:
+        assert 0 < end - begin <= rows
+        if of_token[begin][0] != of_token[end - 1][0]:
+            assert end - begin <= shared
+            # so a tile's queries see no further than its own keys' block, whatever the window
+            sequences = range(of_token[begin][0], of_token[end - 1][0] + 1)
+            assert sum(lengths[b][1] for b in sequences) <= shared
+
+
+@examples
+@given(LENGTHS, SIDE, SIDE, ROWS)
+def test_tiles_that_share_nothing_begin_where_they_would_alone(lengths, left, right, rows):
+    """A sequence's tiles depend on nothing but itself: that is batch invariance."""
+    plan = plan_of(lengths, (left, right))
+    for side, tiles in ((0, plan.query_tiles(rows, 0)), (1, plan.key_tiles(rows, 0))):
+        of_token = places(lengths, side)
+        ends = {(b, lengths[b][side]) for b in range(len(lengths))}
+        for begin, end in tiles.tolist():
+            (b, position), (last_b, last) = of_token[begin], of_token[end - 1]
+            assert b == last_b
+            assert position % rows == 0
+            assert end - begin == rows or (b, last + 1) in ends
+
+
+@examples
+@given(LENGTHS, SIDE, SIDE, ROWS, ROWS, SHARED)
+def test_fused_tiles_and_the_others_share_out_every_token(lengths, left, right, rows, key_rows, shared):
+    plan = plan_of(lengths, (left, right))
+    fused = plan.fused_tiles(shared).tolist()
+    queries = plan.query_tiles(rows, shared, without_fused=True).tolist()
+    keys = plan.key_tiles(key_rows, shared).tolist()
+    assert covered(queries, (tile[:2] for tile in fused)) == list(range(len(places(lengths, 0))))
+    assert covered(keys, (tile[2:] for tile in fused)) == list(range(len(places(lengths, 1))))
+    assert all(0 < end - begin <= rows for begin, end in queries)
+    assert all(0 < end - begin <= key_rows for begin, end in keys)
+
+    corners = set(zip(*(side.offsets.tolist() for side in plan.sides), strict=True))
+    for first, last, start, end in fused:
+        assert {(first, start), (last, end)} <= corners  # whole sequences, the same on either side
+        assert max(last - first, end - start) <= shared
+    held = {of_token for first, last, *_ in fused for of_token in places(lengths, 0)[first:last]}
+    assert {b for b, _ in held} == {b for b, pair in enumerate(lengths) if pair[0] and max(pair) <= shared}
+
+
+def test_short_sequences_share_a_tile_with_all_that_fit():
+    plan = plan_of([(n, n) for n in (5, 0, 11, 1, 40, 3, 13, 2)])
+    tiles = sorted(plan.query_tiles(16, 16).tolist())
+    assert tiles == [[0, 16], [16, 17], [17, 33], [33, 49], [49, 57], [57, 73], [73, 75]]
+    assert plan.fused_tiles(16).tolist() == [[0, 16] * 2, [16, 17] * 2, [57, 73] * 2, [73, 75] * 2]
+
+
+def test_tiles_with_most_to_do_go_first():
+    lengths = [(3, 3), (257, 257), (17, 17)]
+    plan = plan_of(lengths, (math.inf, 0))
+    for met, tiles in ((plan.queries, plan.query_tiles(16, 0)), (plan.keys, plan.key_tiles(16, 0))):
+        work = [int(met.hi[end - 1] - met.lo[begin]) for begin, end in tiles.tolist()]
+        assert work == sorted(work, reverse=True)
+        assert work[0] == 257
+
+
+def test_tiles_are_made_once():
+    plan = plan_of([(5, 7), (40, 3)])
+    for make in (
+        lambda: plan.query_tiles(16, 32),
+        lambda: plan.query_tiles(16, 32, without_fused=True),
+        lambda: plan.key_tiles(16, 32),
+        lambda: plan.fused_tiles(32),
+    ):
+        assert make() is make()
+    assert plan.query_tiles(16, 32) is not plan.query_tiles(16, 0)
+
+
+@pytest.mark.parametrize("window", [(math.inf, math.inf), (3, 0)], ids=str)
+def test_a_plan_keeps_no_offsets_alive(window):
+    layouts = [SequenceLayout.from_lengths(lengths) for lengths in ([5, 0, 3], [2, 7, 3])]
+    offsets = [weakref.ref(x) for layout in layouts for x in (layout.offsets, layout.cu_seqlens)]
+    plan = Plan.make(*layouts, window, False)
+    plan.query_tiles(16, 16)
+    del layouts
+    gc.collect()
+    assert [x() for x in offsets] == [None] * 4
+
+
+def test_a_window_as_operators_take_it():
+    assert Window.of((-1, 5)) == (math.inf, 5)
+    assert Window.of((0, -1)) == (0, math.inf)
+    assert Window.of((3, -1), is_causal=True).sizes == (3, 0)
+
+
+@pytest.mark.parametrize("window", [(math.inf, math.inf), (3, 3), (3, 1), (math.inf, 0)], ids=str)
+def test_one_layout_on_both_sides_gives_what_two_alike_give(window):
+    one, two = (SequenceLayout.from_lengths([5, 0, 1, 13, 2]) for _ in range(2))
+    got, want = Plan.make(one, one, window, False), Plan.make(one, two, window, False)
+    for side in ("queries", "keys"):
+        for name in ("lo", "hi", "own"):
+            assert torch.equal(getattr(getattr(got, side), name), getattr(getattr(want, side), name)), (side, name)

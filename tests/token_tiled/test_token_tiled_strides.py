@@ -1,0 +1,137 @@
+"""The token-tiled kernels on tensors with any strides."""
+
+from functools import partial
+
+import calls
+import pytest
+import torch
+from oracle import Problem, assert_same
+from token_tiled_cases import (
+    DEVICE,
+    DTYPES,
+    GPU,
+    TOLERANCE,
+    bits,
+    case_of,
+    cases_of,
+    check,
+    exact,
+    on_tiles,
+    placed,
+    truth,
+)
+from torch.nn import functional as F
+
+import nt_attention as nta
+
+gpu = pytest.mark.gpu
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+STRIDES = calls.STRIDES | {"one-element-on": lambda x: F.pad(x.flatten(), (1, 0))[1:].view(x.shape)}
+
+
+@exact
+@cases_of("name, stride, dtype", 5, ["query", "key", "value", "grad"], STRIDES, DTYPES)
+def test_tensors_may_lie_in_memory_as_they_like(name, stride, dtype):
+    case = case_of("cross", "causal", "gqa", dtype=dtype, head_dim=16, value_dim=32)  # kernels read 16 bytes at a time
+    stride, function = STRIDES[stride], on_tiles(case)
+
+    def strided(**arguments):
+        if name in arguments:
+            arguments[name] = stride(arguments[name])
+        return function(**arguments)
+
+    want = truth(case)
+    if GPU:  # so that a compiled form is there, and must not serve
+        assert_same(case.solve(function), want, TOLERANCE[dtype])
+    if name == "grad":
+        case.grads = (stride(case.grads[0]), case.grads[1])
+    assert_same(case.solve(strided), want, TOLERANCE[dtype])
+
+
+def test_heads_may_lie_farther_apart_than_32_bits_count():
+    """As those of one long (H, T, D) tensor do; here what lies between them is never touched."""
+    dtype, apart = torch.float16, 2**30 + 16
+    case = placed(Problem([37, 5], None, 3, 3, 16, 16, dtype=dtype))
+    memory = torch.empty(2 * apart + 4 * 42 * 16, dtype=dtype, device=DEVICE)
+
+    def far(x, place):
+        return memory.as_strided(x.shape, (x.shape[2], apart, 1), place * x[:, 0].numel()).copy_(x)
+
+    *tensors, grad = (far(x, place) for place, x in enumerate((*case.inputs.values(), case.grads[0])))
+    got = bits(lambda *qkv: on_tiles(case)(*qkv)[0], tensors, grad)
+    case.grads = (case.grads[0], torch.zeros_like(case.grads[1]))
+    want = truth(case)
+    names = ("out", "d query", "d key", "d value")
+    assert_same(dict(zip(names, got, strict=True)), {name: want[name] for name in names}, TOLERANCE[dtype])
+
+
+@exact
+def test_gradients_may_be_expanded_from_one_number():
+    case = case_of("cross", "causal", "gqa", dtype=torch.float32)
+    case.grads = tuple(torch.ones((), dtype=g.dtype, device=DEVICE).expand(g.shape) for g in case.grads)
+    check(case)
+
+
+@exact
+def test_key_heads_may_be_expanded_from_one():
+    case = case_of("cross", "causal", "plain", dtype=torch.float16)
+    for name in ("key", "value"):
+        case.inputs[name] = case.inputs[name][:, :1]
+    want = truth(case)
+    function = on_tiles(case)
+
+    def expanded(query, key, value, **options):
+        return function(query, key.expand(-1, 2, -1), value.expand(-1, 2, -1), **options)
+
+    assert_same(case.solve(expanded), want, TOLERANCE[torch.float16])
+
+
+@exact
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_projection_s_views(dtype):
+    """Queries, keys and values as ``qkv.unbind(1)``, and their gradients in one tensor."""
+    case = case_of("self", "causal", "plain", dtype=dtype)
+    qkv = torch.stack([case.inputs[name] for name in ("query", "key", "value")], 1).requires_grad_()
+    out, lse = on_tiles(case)(*qkv.unbind(1), **case.options)
+    (got,) = torch.autograd.grad((out, lse), qkv, (case.grads[0], case.grads[1].float()))
+    want = truth(case)
+    want = {"out": want["out"], "d qkv": torch.stack([want[f"d {name}"] for name in ("query", "key", "value")], 1)}
+    assert_same({"out": out, "d qkv": got}, want, TOLERANCE[dtype])
+
+
+@exact
+@pytest.mark.parametrize("extra", ["alibi", "alibi-each-gqa"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x[..., :1].expand_as(x), lambda x: x.double()],
+    ids=["strided", "expanded", "float64"],
+)
+def test_slopes_may_lie_in_memory_as_they_like(change, extra):
+    case = case_of("cross", "causal", extra, dtype=torch.float16)
+    case.options["alibi_slopes"] = change(case.options["alibi_slopes"])
+    check(case)
+
+
+@gpu
+def test_tensors_may_outgrow_32_bits():
+    """Where each query sees its own key alone, the output is the value, and no gradient is left but the value's."""
+    rows, heads = 2**24 + 129, 3
+    if torch.cuda.mem_get_info()[0] < 80 * 2**30:
+        pytest.skip("needs 80 GiB of GPU memory")
+    layout = nta.SequenceLayout.from_lengths([rows - 129, 129], device="cuda")
+    # rows × 64 fit into 31 bits; heads × rows × 64 and rows × (heads × 64) do not
+    q, k, v, grad = (torch.empty(heads, rows, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for x in (q, k, v, grad):
+        x.normal_()
+    v, grad = (x.view(rows, heads, 64) for x in (v, grad))
+    function = partial(nta.varlen_attention, layout=layout, window_size=(0, 0), backend="token_tiled")
+    out, dq, dk, dv = bits(function, (q.transpose(0, 1), k.transpose(0, 1), v), grad)
+    assert torch.equal(out, v)
+    assert torch.equal(dv, grad)
+    # dout · out − delta, the same sum in two orders
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-2
