@@ -87,6 +87,31 @@ def groups() -> dict[str, list[Combination]]:
     return found
 
 
+def select(groups: dict[str, list[Combination]]) -> dict[str, list[Combination]]:
+    """A small part of every group for `make test`. Each part of the program occurs with each other one it depends on."""
+    covered: set[tuple[str, ...]] = set()
+    selected: dict[str, list[Combination]] = {}
+    for name, combinations in groups.items():
+        for combination in combinations:
+            pairs = _pairs(combination)
+            if not pairs <= covered:
+                covered |= pairs
+                selected.setdefault(name, []).append(combination)
+    return selected
+
+
+def _pairs(combination: Combination) -> set[tuple[str, ...]]:
+    """What a selection must contain. Compiling and tracing take long, so that fewer pairs are asked for there."""
+    entry, mode, change = combination.of, combination.mode, combination.change
+    if combination.how.traced:
+        compiler = mode.split(",")[0]
+        return {(mode,), (compiler, change.how), (compiler, change.moment), (compiler, entry.form.__name__)}
+    pairs = {(mode, change.how, change.moment)}
+    pairs |= {(entry.name, mode), (entry.name, combination.origin), (entry.name, combination.backend)}
+    kind = entry.meaning if entry.only_lengths else entry.name
+    return pairs | {(kind, change.label), (combination.origin, change.how), (combination.backend, change.label)}
+
+
 def _changes_by_origins(entry: Entry) -> Iterator[Combination]:
     """Every change in every way on results of operations; a few ways on inputs that come from elsewhere."""
     if entry.only_lengths:
