@@ -8,6 +8,7 @@ import torch
 from oracle import Problem, assert_same
 
 from nt_attention import SequenceLayout, explain, varlen_attention
+from nt_attention.kernels.call import OPTIONS
 
 LAYOUT = SequenceLayout.from_lengths([4, 0, 3])
 
@@ -178,3 +179,51 @@ def test_values_may_have_other_rows_past_the_total_where_key_has_none():
     function = partial(varlen_attention, layout=SequenceLayout.from_lengths([5, 3]), return_lse=True)
     want["d key"] = want["d key"][:8]
     assert_same(case.solve(function), want, 1e-9)
+
+
+@pytest.mark.parametrize("function", [varlen_attention, explain], ids=["varlen_attention", "explain"])
+@pytest.mark.parametrize(
+    ("valid", "invalid"),
+    [
+        ({"softcap": 0.0}, {"is_causal": 0.0}),
+        ({"is_causal": False}, {"is_causal": 0}),
+        ({"is_causal": True}, {"is_causal": 1.0}),
+        ({"deterministic": False}, {"deterministic": 0.0}),
+        ({"batch_invariant": False}, {"batch_invariant": 0}),
+    ],
+    ids=str,
+)
+def test_equal_option_of_another_type_is_not_served_from_the_cache_of_the_layout(function, valid, invalid):
+    """0.0 == 0 == False: an invalid option must not find the cache entry of a valid one."""
+    arguments = inputs(layout=SequenceLayout.from_lengths([4, 0, 3]))
+    function(**arguments, **valid)
+    ((name, value),) = invalid.items()
+    for _ in range(2):  # the error is not cached either
+        with pytest.raises(ValueError, match=re.escape(f"{name} must be True or False, got {value!r}")):
+            function(**arguments, **invalid)
+    function(**arguments, **valid)
+
+
+UNHASHABLE = {
+    "is_causal": "must be True or False, got []",
+    "causal_alignment": "must be 'lower_right' or 'upper_left', got []",
+    "window_size": "must be (left, right), two integers",
+    "scale": "must be a finite number, or None for D^−0.5, got []",
+    "softcap": "must be 0 (off) or a positive number, got []",
+    "dropout_p": "must be in [0, 1), got []",
+    "score_mod": "must be a function with the signature of flex_attention's score_mod, got []",
+    "mask_mod": "must be a function with the signature of flex_attention's mask_mod, got []",
+    "deterministic": "must be True or False, got []",
+    "batch_invariant": "must be True or False, got []",
+}
+
+
+@pytest.mark.parametrize("function", [varlen_attention, explain], ids=["varlen_attention", "explain"])
+@pytest.mark.parametrize("name", UNHASHABLE)
+def test_unhashable_option_is_refused_with_its_own_message(function, name):
+    with pytest.raises(ValueError, match=re.escape(f"{name} {UNHASHABLE[name]}")):
+        function(**inputs(), **{name: []})
+
+
+def test_unhashable_cases_name_every_option():
+    assert set(UNHASHABLE) == set(OPTIONS)

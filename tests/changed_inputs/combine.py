@@ -88,7 +88,7 @@ def groups() -> dict[str, list[Combination]]:
 
 
 def select(groups: dict[str, list[Combination]]) -> dict[str, list[Combination]]:
-    """A small part of every group for `make test`. Each part of the program occurs with each other one it depends on."""
+    """A small part of every group, for `make test`: each pair of parts of a combination at least once, see `_pairs`."""
     covered: set[tuple[str, ...]] = set()
     selected: dict[str, list[Combination]] = {}
     for name, combinations in groups.items():
