@@ -24,7 +24,7 @@ def inputs(**changes):
     return given | {name: change(given) if callable(change) else change for name, change in changes.items()}
 
 
-def test_a_call_that_is_right_passes():
+def test_valid_call():
     out, lse = varlen_attention(**inputs(), return_lse=True)
     assert (out.shape, lse.shape) == ((7, 6, 11), (7, 6))
     assert isinstance(varlen_attention(**inputs()), torch.Tensor)
@@ -161,7 +161,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("function", [varlen_attention, explain], ids=["varlen_attention", "explain"])
 @pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=REFUSED)
-def test_refuses_and_shows_what_came(changes, told, function):
+def test_invalid_arguments_are_refused_with_their_values(changes, told, function):
     with pytest.raises((TypeError, ValueError), match=re.escape(told)):
         function(**inputs(**changes))
 
@@ -172,7 +172,7 @@ def test_options_are_keyword_only():
         varlen_attention(x, x, x, LAYOUT, LAYOUT, True)
 
 
-def test_values_may_have_other_rows_past_the_total_where_key_has_none():
+def test_value_with_more_rows_past_the_end_than_key():
     case = Problem([5, 3], past=(0, 2))
     want = case.truth()
     case.inputs["key"] = case.inputs["key"][:8]

@@ -23,7 +23,7 @@ CASES = [
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("which", ["out", "lse", "both"])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
-def test_gradient_through_either_output_alone(lengths, geometry, which, backend):
+def test_gradient_of_out_and_of_lse_alone(lengths, geometry, which, backend):
     case = problem(lengths, geometry, "all")
 
     def chosen(function):
@@ -42,7 +42,7 @@ def test_gradient_through_either_output_alone(lengths, geometry, which, backend)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_gradient_that_is_not_finite_at_blind_rows_does_no_harm(backend):
+def test_nan_gradient_of_lse_in_fully_masked_rows_is_ignored(backend):
     case = problem("cross", "causal", "plain")
     want = case.truth()
     blind = want["lse"] == -torch.inf
@@ -51,7 +51,7 @@ def test_a_gradient_that_is_not_finite_at_blind_rows_does_no_harm(backend):
     assert_same(case.solve(call(case, backend)), want, 1e-9)
 
 
-def test_a_sink_that_is_switched_off_changes_nothing():
+def test_sinks_of_minus_infinity_change_nothing():
     case = problem("cross", "causal", "plain")
     blind = case.truth()["lse"] == -torch.inf
     case.grads = (case.grads[0], case.grads[1].masked_fill(blind, 0.0))  # where nothing is seen, lse is the sink itself
@@ -63,11 +63,11 @@ def test_a_sink_that_is_switched_off_changes_nothing():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-class TestNothingToAttendTo:
+class TestNoVisibleKeys:
     def problem(self, dtype=torch.float64, rows=3):
         return Problem([rows, 0], [0, 0], 3, 1, 5, 7, past=(2, 3), dtype=dtype)
 
-    def test_garbage_past_the_sequences_is_never_read(self, backend):
+    def test_rows_past_the_end_are_never_read(self, backend):
         case = self.problem()
         for x in case.inputs.values():
             x[-2:] = torch.nan
@@ -75,19 +75,19 @@ class TestNothingToAttendTo:
         assert torch.equal(out, torch.zeros(5, 3, 7, dtype=torch.float64))
         assert torch.equal(lse, torch.full((5, 3), -torch.inf, dtype=torch.float64))
 
-    def test_large_values_do_not_overflow(self, backend):
+    def test_no_visible_keys_large_queries_do_not_overflow(self, backend):
         case = self.problem(torch.float16, rows=127)
         case.inputs["query"].fill_(1000)
         out, _ = call(case, backend)(**case.inputs)
         assert torch.equal(out, torch.zeros(129, 3, 7, dtype=torch.float16))
 
-    def test_the_output_can_be_written_to(self, backend):
+    def test_no_visible_keys_output_is_writable(self, backend):
         case = self.problem()
         out, _ = call(case, backend)(**case.inputs)
         out += torch.ones_like(out)
         assert out.sum() == out.numel()
 
-    def test_lse_can_be_differentiated(self, backend):
+    def test_no_visible_keys_lse_gradient_is_0(self, backend):
         case = self.problem()
         query = case.inputs["query"].requires_grad_()
         _, lse = call(case, backend)(**case.inputs)
@@ -95,7 +95,7 @@ class TestNothingToAttendTo:
         assert torch.equal(query.grad, torch.zeros_like(query))
 
 
-def test_second_derivatives_are_refused():
+def test_second_derivatives_on_a_kernel_are_refused():
     case = problem("self", "causal", "plain")
     query = case.inputs["query"].requires_grad_()
     out, _ = call(case, "cpu")(**case.inputs, **case.options)
@@ -105,7 +105,7 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.parametrize("how", ["torch.func", "autograd.grad"])
-def test_second_derivatives_are_never_zero_in_silence(how):
+def test_second_derivatives_that_would_be_0_raise(how):
     layout = SequenceLayout.from_lengths([5, 7])
     q, k, v = torch.randn(3, 12, 3, 11).unbind()
 
@@ -138,14 +138,14 @@ def test_torch_func_grad_agrees_with_autograd(extra, backend):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_inputs_are_left_as_they_were(backend):
+def test_inputs_are_not_changed(backend):
     case = problem("cross", "causal-window", "all")
     before = {name: x.clone() for name, x in case.inputs.items()}
     case.solve(call(case, backend))
     assert all(torch.equal(case.inputs[name], x) for name, x in before.items())
 
 
-def test_a_gradient_is_made_only_for_what_asks_for_one():
+def test_gradient_of_key_alone():
     case = problem("cross", "causal", "gqa")
     key = case.inputs["key"].requires_grad_()
     want = case.truth()["d key"]
@@ -157,13 +157,13 @@ def test_a_gradient_is_made_only_for_what_asks_for_one():
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
-def test_a_scale_that_is_not_above_zero(lengths, geometry, scale, backend):
+def test_negative_and_zero_scale(lengths, geometry, scale, backend):
     case = problem(lengths, geometry, "gqa", options={"scale": scale})
     assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_batch_of_no_sequences_is_differentiable(backend):
+def test_gradient_of_a_batch_of_no_sequences(backend):
     nothing = torch.zeros(0, 3, 11, requires_grad=True)
     layout = SequenceLayout.from_lengths([])
     varlen_attention(nothing, nothing, nothing, layout, backend=backend).sum().backward()

@@ -21,7 +21,7 @@ class TestAutocast:
     @pytest.mark.parametrize("dtypes", CAST.values(), ids=CAST)
     @pytest.mark.parametrize("backend", ["cpu", "reference"])
     @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
-    def test_casts_as_scaled_dot_product_attention_does(self, to, backend, dtypes):
+    def test_autocast_dtypes_are_those_of_scaled_dot_product_attention(self, to, backend, dtypes):
         tensors = [torch.randn(7, 3, 5, dtype=dtype, requires_grad=True) for dtype in dtypes]
         with torch.autocast("cpu", dtype=to):
             usual = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in tensors)).dtype
@@ -34,14 +34,14 @@ class TestAutocast:
         got[0].sum().backward()
         assert [x.grad.dtype for x in tensors] == list(dtypes)
 
-    def test_casts_nested_tensors_too(self):
+    def test_autocast_of_nested_tensors(self):
         x = LAYOUT.to_nested(torch.randn(7, 3, 5))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = varlen_attention(x, x, x)
         assert out.dtype == torch.bfloat16
         assert out.offsets() is x.offsets()
 
-    def test_leaves_sinks_and_slopes_alone(self):
+    def test_autocast_does_not_cast_sinks_and_alibi_slopes(self):
         exact = {"sinks": torch.tensor([1.001, 0.0, 2.003]), "alibi_slopes": torch.tensor([0.1003, 0.2, 0.3])}
         tensors = [torch.randn(7, 3, 5).bfloat16() for _ in range(3)]
         want = varlen_attention(*tensors, LAYOUT, **exact, return_lse=True)
@@ -49,7 +49,7 @@ class TestAutocast:
             got = varlen_attention(*tensors, LAYOUT, **exact, return_lse=True)
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
-    def test_casts_nothing_when_off(self):
+    def test_autocast_disabled(self):
         x = torch.randn(7, 3, 5)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
             assert varlen_attention(x, x, x, LAYOUT).dtype == torch.float32

@@ -60,13 +60,13 @@ def test_explain_lists_every_backend_with_its_reasons(inputs, ran):
     assert " chosen " in lines[1 + list(BACKENDS).index("reference")]
 
 
-def test_explain_tells_what_could_run_as_well(inputs):
+def test_explain_lists_other_backends_that_can_run(inputs):
     lines = str(nta.explain(**inputs)).splitlines()
     assert lines[0] == "backend='auto': cpu runs this call."
     assert any(line.split()[:3] == ["reference", "can", "run"] for line in lines)
 
 
-def test_explain_says_so_where_the_one_asked_for_cannot_run(inputs):
+def test_explain_of_a_backend_that_cannot_run_the_call(inputs):
     told = nta.explain(**inputs, softcap=2.0, backend="cpu")
     assert told.chosen is None
     assert str(told).startswith("backend='cpu': it cannot run this call.")

@@ -44,7 +44,7 @@ def fake(registered_variant):
 
 @pytest.mark.parametrize("extra", ["plain", "gqa", "narrow-values", "alibi-each-gqa", "all"])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
-def test_lse_gradient_rides_on_a_column_where_there_is_room(fake, lengths, geometry, extra):
+def test_lse_gradient_as_an_extra_column_of_the_head_dim(fake, lengths, geometry, extra):
     seen = fake(head_dims=HeadDims(12, equal=True))
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
@@ -55,14 +55,14 @@ def test_lse_gradient_rides_on_a_column_where_there_is_room(fake, lengths, geome
 
 @pytest.mark.parametrize("extra", ["plain", "gqa", "alibi-each-gqa"])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
-def test_lse_gradient_takes_a_second_pass_where_there_is_none(fake, lengths, geometry, extra):
+def test_lse_gradient_by_a_second_kernel_call(fake, lengths, geometry, extra):
     seen = fake(head_dims=HeadDims(11, equal=True))
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
     assert seen["forward"] == seen["backward"] == [(11, 11, 11)] * 2
 
 
-def test_no_column_and_no_pass_without_a_gradient_of_lse(fake):
+def test_no_extra_column_without_a_gradient_of_lse(fake):
     seen = fake(head_dims=HeadDims(12, equal=True))
     case = problem("cross", "causal", "plain")
     query = case.inputs["query"].requires_grad_()
@@ -72,7 +72,7 @@ def test_no_column_and_no_pass_without_a_gradient_of_lse(fake):
     assert seen["backward"] == [(11, 11, 11)]
 
 
-def test_second_pass_is_refused_under_softcap(fake):
+def test_lse_gradient_by_a_second_kernel_call_is_refused_under_softcap(fake):
     fake(head_dims=HeadDims(11, equal=True), features=cpu.BACKEND.features | {"softcap"})
     case = problem("self", "causal", "plain", options={"softcap": 3.0})
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_head_dims_are_padded_to_what_the_kernel_takes(fake, head_dim, value_dim
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("room", [64, 11], ids=["column", "second-pass"])
-def test_lse_gradient_in_sixteen_bits_is_as_good_as_that_of_out(fake, room, dtype):
+def test_lse_gradient_in_16_bits_is_as_accurate_as_that_of_out(fake, room, dtype):
     """Within twice the relative error that the kernel makes with an ordinary gradient of out, on the same inputs."""
     fake(head_dims=HeadDims(room, equal=True))
     case = problem("cross", "causal-window", "gqa", dtype=dtype)
@@ -109,7 +109,7 @@ def test_lse_gradient_in_sixteen_bits_is_as_good_as_that_of_out(fake, room, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_lse_gradient_keeps_what_sixteen_bits_would_round_off(fake, dtype):
+def test_lse_gradient_is_not_rounded_to_16_bits(fake, dtype):
     """Seen where a kernel reads it, in rowsum(dout · out), since a kernel's own rounding would cover it."""
     seen = fake()
     case = problem("cross", "causal", "plain", dtype=dtype)

@@ -48,18 +48,18 @@ def ran(inputs, **options):
     return "cpu" if "Attention" in out.grad_fn.name() else "reference"
 
 
-def test_its_name():
+def test_environment_variable_name():
     assert ENVIRONMENT_VARIABLE == "NT_ATTENTION_BACKEND"
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_decides_for_auto(inputs, variable, name):
+def test_decides_what_auto_means(inputs, variable, name):
     variable(name)
     assert nta.explain(**inputs).asked == name
     assert chosen(inputs) == chosen(inputs, backend="auto") == ran(inputs) == name
 
 
-def test_one_who_asks_for_the_reference_is_not_warned_of_it(inputs, variable):
+def test_environment_variable_reference_does_not_warn(inputs, variable):
     variable("reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -70,7 +70,7 @@ def test_one_who_asks_for_the_reference_is_not_warned_of_it(inputs, variable):
 
 
 @pytest.mark.parametrize("value", [None, "", "auto"])
-def test_unset_empty_and_auto_are_auto(inputs, variable, value):
+def test_environment_variable_unset_empty_and_auto(inputs, variable, value):
     variable(value)
     told = nta.explain(**inputs)
     assert (told.asked, told.chosen) == ("auto", "cpu")
@@ -78,7 +78,7 @@ def test_unset_empty_and_auto_are_auto(inputs, variable, value):
     assert ran(inputs) == "cpu"
 
 
-def test_is_read_at_every_call(inputs, variable):
+def test_environment_variable_is_read_at_every_call(inputs, variable):
     """On one layout too, which keeps what was chosen."""
     names = ["cpu", "reference", None, "reference", ""]
     got = []
@@ -88,12 +88,12 @@ def test_is_read_at_every_call(inputs, variable):
     assert got == [name or "cpu" for name in names]
 
 
-def test_gives_way_to_a_name(inputs, variable):
+def test_named_backend_overrides_the_environment_variable(inputs, variable):
     variable("reference")
     assert chosen(inputs, backend="cpu") == ran(inputs, backend="cpu") == "cpu"
 
 
-def test_gives_way_to_use_backend(inputs, variable):
+def test_use_backend_overrides_the_environment_variable(inputs, variable):
     variable("reference")
     with nta.use_backend("cpu"):
         assert chosen(inputs) == ran(inputs) == "cpu"
@@ -105,14 +105,14 @@ def test_gives_way_to_use_backend(inputs, variable):
 
 @pytest.mark.parametrize("function", [nta.varlen_attention, nta.explain], ids=["varlen_attention", "explain"])
 @pytest.mark.parametrize("name", ["flash_attn_9", "CPU", " cpu"])
-def test_an_unknown_name_says_where_it_comes_from(inputs, variable, function, name):
+def test_unknown_backend_in_the_environment_variable(inputs, variable, function, name):
     variable(name)
     known = r"'auto' or one of 'token_tiled', .*'cpu', 'reference'"
     with pytest.raises(ValueError, match=rf"NT_ATTENTION_BACKEND: there is no backend '{name}': pass {known}"):
         function(**inputs)
 
 
-def test_an_unknown_name_harms_nobody_who_names_another(inputs, variable):
+def test_unknown_backend_in_the_environment_variable_is_ignored_if_another_is_named(inputs, variable):
     variable("flash_attn_9")
     assert ran(inputs, backend="cpu") == "cpu"
     with nta.use_backend("reference"):
@@ -121,7 +121,7 @@ def test_an_unknown_name_harms_nobody_who_names_another(inputs, variable):
         nta.varlen_attention(**inputs, backend="flash_attn_8")
 
 
-def test_one_that_cannot_run_a_call_raises(inputs, variable):
+def test_environment_variable_with_a_backend_that_cannot_run_raises(inputs, variable):
     variable("cpu")
     told = nta.explain(**inputs, softcap=2.0)
     assert (told.asked, told.chosen) == ("cpu", None)
@@ -131,7 +131,7 @@ def test_one_that_cannot_run_a_call_raises(inputs, variable):
     assert chosen(inputs, softcap=2.0, backend="reference") == "reference"
 
 
-def test_one_that_is_missing_raises(inputs, variable, monkeypatch):
+def test_environment_variable_with_a_missing_backend_raises(inputs, variable, monkeypatch):
     gone = dataclasses.replace(cpu.BACKEND, missing=lambda: "the kernel is on holiday.")
     monkeypatch.setitem(BACKENDS, "cpu", gone)
     variable("cpu")
@@ -139,7 +139,7 @@ def test_one_that_is_missing_raises(inputs, variable, monkeypatch):
         nta.varlen_attention(**inputs)
 
 
-def test_what_a_layout_keeps_goes_by_it(variable):
+def test_environment_variable_is_part_of_the_cache_key(variable):
     kinds = set()
     for name in (None, *BACKENDS):
         variable(name)
@@ -148,7 +148,7 @@ def test_what_a_layout_keeps_goes_by_it(variable):
     assert selection_key("cpu") == selection_key("cpu")
 
 
-def test_a_process_takes_it_from_outside():
+def test_environment_variable_of_the_process():
     script = (
         "import torch, nt_attention as nta; x = torch.ones(2, 1, 3); "
         "print(nta.explain(x, x, x, nta.SequenceLayout.from_lengths([2])).chosen)"

@@ -38,25 +38,25 @@ def chosen(inputs, **options):
     return nta.explain(**inputs, **options).chosen
 
 
-def test_auto_takes_the_fastest_that_can_run(inputs, ran):
+def test_auto_selects_the_fastest_backend_that_can_run(inputs, ran):
     nta.varlen_attention(**inputs)
     assert ran == [chosen(inputs)] == ["cpu"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-def test_a_name_is_taken_at_its_word(inputs, ran, name):
+def test_named_backend_runs(inputs, ran, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reference is no surprise to those who ask for it
         nta.varlen_attention(**inputs, backend=name)
     assert ran == [chosen(inputs, backend=name)] == [name]
 
 
-def test_the_backends_agree(inputs):
+def test_cpu_and_reference_backends_agree(inputs):
     outs = [nta.varlen_attention(**inputs, is_causal=True, backend=name) for name in ("cpu", "reference")]
     torch.testing.assert_close(*outs)
 
 
-def test_a_name_never_falls_back(inputs, ran):
+def test_named_backend_never_falls_back(inputs, ran):
     with pytest.raises(ValueError, match="leave softcap at 0") as error:
         nta.varlen_attention(**inputs, softcap=2.0, backend="cpu")
     assert ran == []
@@ -64,28 +64,28 @@ def test_a_name_never_falls_back(inputs, ran):
 
 
 @pytest.mark.parametrize("function", [nta.varlen_attention, nta.explain], ids=["varlen_attention", "explain"])
-def test_an_unknown_name_is_told_the_known_ones(inputs, function):
+def test_unknown_backend_lists_the_known_ones(inputs, function):
     with pytest.raises(ValueError, match=r"no backend 'flash_attn_9'.*'auto'.*'cpu', 'reference'"):
         function(**inputs, backend="flash_attn_9")
     with pytest.raises(ValueError, match=r"no backend 'flash_attn_9'.*'auto'.*'cpu', 'reference'"):
         nta.use_backend("flash_attn_9").__enter__()
 
 
-def test_auto_warns_where_only_the_reference_can_run(inputs, ran):
+def test_auto_warns_if_only_the_reference_can_run(inputs, ran):
     with pytest.warns(SlowBackendWarning, match=r"slow .* softcap is not supported.*backend='reference'") as caught:
         nta.varlen_attention(**inputs, softcap=2.0)
     assert ran == ["reference"]
     assert [w.filename for w in caught] == [__file__], "the warning points at the caller"
 
 
-def test_batch_invariance_is_promised_by_nobody_on_a_cpu(inputs):
+def test_batch_invariant_is_not_supported_on_a_cpu(inputs):
     assert nta.explain(**inputs, batch_invariant=True).chosen is None
     for name in ("cpu", "reference"):
         with pytest.raises(ValueError, match=f"{name} .* leave batch_invariant at False"):
             nta.varlen_attention(**inputs, batch_invariant=True, backend=name)
 
 
-def test_a_backend_that_is_missing_says_what_it_misses(inputs, monkeypatch):
+def test_missing_backend_says_what_is_missing(inputs, monkeypatch):
     gone = type(cpu.BACKEND)(**{**vars(cpu.BACKEND), "missing": lambda: "the kernel is on holiday."})
     monkeypatch.setitem(BACKENDS, "cpu", gone)
     assert nta.available_backends()["cpu"] == "the kernel is on holiday."
@@ -94,7 +94,7 @@ def test_a_backend_that_is_missing_says_what_it_misses(inputs, monkeypatch):
 
 
 class TestUseBackend:
-    def test_decides_for_auto(self, inputs, ran):
+    def test_decides_what_auto_means(self, inputs, ran):
         with nta.use_backend("reference"):
             nta.varlen_attention(**inputs)
             nta.varlen_attention(**inputs, backend="auto")
@@ -102,14 +102,14 @@ class TestUseBackend:
         nta.varlen_attention(**inputs)
         assert ran == ["reference", "reference", "cpu", "cpu"]
 
-    def test_raises_where_its_backend_cannot_run(self, inputs, ran):
+    def test_use_backend_raises_if_the_backend_cannot_run(self, inputs, ran):
         with nta.use_backend("cpu"):
             with pytest.raises(ValueError, match="leave softcap at 0") as error:
                 nta.varlen_attention(**inputs, softcap=2.0)
             assert str(error.value) == str(nta.explain(**inputs, softcap=2.0))
         assert ran == []
 
-    def test_nests(self, inputs):
+    def test_nested_contexts(self, inputs):
         with nta.use_backend("reference"):
             with nta.use_backend("cpu"):
                 assert chosen(inputs) == "cpu"
@@ -119,16 +119,16 @@ class TestUseBackend:
             assert chosen(inputs) == "reference"
         assert chosen(inputs) == "cpu"
 
-    def test_ends_with_an_exception(self, inputs):
+    def test_context_ends_with_an_exception(self, inputs):
         with pytest.raises(KeyError), nta.use_backend("reference"):
             raise KeyError("anything")
         assert chosen(inputs) == "cpu"
 
-    def test_may_be_reused_as_a_decorator(self, inputs):
+    def test_use_backend_as_a_decorator(self, inputs):
         decorated = nta.use_backend("reference")(partial(chosen, inputs))
         assert [decorated(), decorated(), chosen(inputs)] == ["reference", "reference", "cpu"]
 
-    def test_stays_in_its_thread(self, inputs):
+    def test_use_backend_is_local_to_a_thread(self, inputs):
         found = []
         with nta.use_backend("reference"):
             thread = threading.Thread(target=lambda: found.append(chosen(inputs)))
@@ -136,7 +136,7 @@ class TestUseBackend:
             thread.join()
         assert found == ["cpu"]
 
-    def test_stays_in_its_task(self, inputs):
+    def test_use_backend_is_local_to_an_asyncio_task(self, inputs):
         async def inside(name):
             with nta.use_backend(name):
                 await asyncio.sleep(0)

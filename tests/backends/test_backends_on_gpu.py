@@ -147,7 +147,7 @@ def random_inputs(rows, heads, kv_heads, head_dim, dtype, key_rows=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", ON_A_GPU)
-def test_errors_are_within_twice_pytorch_s_own(monkeypatch, backend, case, dtype):
+def test_errors_are_at_most_twice_those_of_pytorch(monkeypatch, backend, case, dtype):
     if backend == "flex" and dtype != torch.bfloat16 and case not in ("causal", "gqa-6-2", "cross-causal", "window"):
         pytest.skip("compiles for 15 s: python -m nt_attention check runs every feature in every dtype")
     options = dict(CASES[case])
@@ -216,7 +216,7 @@ def test_gradients_through_lse_and_sinks(backend, head_dim, options):
 
 
 @pytest.mark.parametrize("backend", ON_A_GPU)
-def test_any_mods_on_packed_rows(backend):
+def test_score_mod_and_mask_mod_on_packed_rows(backend):
     lengths, key_lengths = [5, 0, 300, 7, 33], [2, 3, 300, 0, 65]
     tensors, grad = random_inputs(348, 4, 2, 64, torch.bfloat16, 372)
     bias = torch.randn(5, 4, device="cuda")
@@ -239,7 +239,7 @@ def test_any_mods_on_packed_rows(backend):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ON_A_GPU)
-def test_two_hundred_calls_give_the_same_bits(backend, dtype):
+def test_deterministic_calls_give_the_same_bits(backend, dtype):
     lengths = [129, 1, 2049, 0, 300, 17]
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
     ours = claimed(backend, tensors, lengths, lengths, is_causal=True, deterministic=True)
@@ -279,7 +279,7 @@ OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": (9, -1), "window_ri
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("backend", OPERATORS)
-def test_operators_are_what_they_say_under_each_option(backend, option):
+def test_opcheck_under_each_option(backend, option):
     (*arguments,), grad = operands(backend, cross=False)
     name = "window_size" if "window" in option else option
     arguments[custom_ops.argument_index(name)] = OPTIONS[option]
@@ -295,7 +295,7 @@ def test_operators_are_what_they_say_under_each_option(backend, option):
 
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("backend", OPERATORS)
-def test_operators_are_what_they_say(backend, cross):
+def test_opcheck(backend, cross):
     arguments, grad = operands(backend, cross)
     lengths, key_lengths = (arguments[at].diff().tolist() for at in (3, 4))
     claimed(backend, arguments[:3], lengths, key_lengths, is_causal=True)
@@ -321,7 +321,7 @@ def test_compiles_into_one_graph(backend, cross):
 
 
 @pytest.mark.parametrize("backend", OPERATORS)
-def test_functional_gradients_are_autograd_s(backend):
+def test_torch_func_grad_agrees_with_autograd(backend):
     lengths = [5, 37, 1, 13]
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     tensors, _ = random_inputs(sum(lengths), 4, 2, 64, dtype)
@@ -338,7 +338,7 @@ def test_functional_gradients_are_autograd_s(backend):
 
 
 @pytest.mark.parametrize("backend", ON_A_GPU)
-def test_autocast_decides_the_precision(backend):
+def test_autocast_decides_the_dtype(backend):
     lengths = [5, 37, 1, 13]
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, torch.float32)
     function = claimed(backend, [x.bfloat16() for x in tensors], lengths, lengths)
@@ -350,7 +350,7 @@ def test_autocast_decides_the_precision(backend):
 
 
 @pytest.mark.parametrize("backend", OPERATORS)
-def test_a_call_can_be_captured_and_replayed(backend):
+def test_cuda_graph_capture_and_replay(backend):
     lengths = [129, 5, 0, 2049, 17]
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
@@ -375,7 +375,7 @@ def test_a_call_can_be_captured_and_replayed(backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", *ON_A_GPU])
-def test_nothing_waits_for_the_device(backend):
+def test_calls_do_not_sync(backend):
     """Not even a layout's first call, once the kernels are compiled: plans are made from what the host knows."""
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
 
@@ -411,7 +411,7 @@ def test_views_of_one_projection_are_not_copied(backend):
 
 
 @pytest.mark.parametrize("backend", OPERATORS)
-def test_memory_grows_with_the_tokens_alone(backend):
+def test_memory_grows_linearly_with_the_tokens(backend):
     """Twice the tokens, as twice the sequences or as sequences of twice the length, take no more than twice as much."""
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
 
@@ -432,7 +432,7 @@ def test_memory_grows_with_the_tokens_alone(backend):
     assert peak([2048] * 16) < 2.2 * once
 
 
-def test_auto_is_never_wrong_for_want_of_a_table():
+def test_auto_selects_the_backend_with_the_shortest_expected_time():
     """What it chooses is what explain says, can run, and is expected to be the fastest of those that can."""
     for dtype, head_dim, needs_grad in itertools.product(DTYPES, (32, 64, 80, 128, 256), (False, True)):
         for lengths in ([17] * 100, [4096] * 4, [8192, *[20] * 300]):

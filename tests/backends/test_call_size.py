@@ -47,7 +47,7 @@ def of_lengths(queries, keys, *, equal=False, **options):
 
 @ALIGNMENTS
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_pairs_are_those_of_the_mask(window, lower_right):
+def test_visible_pairs_are_those_of_the_attention_mask(window, lower_right):
     draw = random.Random(11)
     pairs = [(a, b) for a in EDGES for b in EDGES] + [(draw.randrange(41), draw.randrange(41)) for _ in range(83)]
     queries, keys = torch.tensor(pairs).unbind(1)
@@ -58,7 +58,7 @@ def test_pairs_are_those_of_the_mask(window, lower_right):
 
 
 @ALIGNMENTS
-def test_no_sequences_have_no_pairs(lower_right):
+def test_visible_pairs_of_no_sequences(lower_right):
     none = torch.zeros(0, dtype=torch.int64)
     assert Window(3, 5).pairs(none, none, lower_right).shape == (0,)
     layout, key_layout, spec = of_lengths([], [], window_size=(3, 5))
@@ -67,7 +67,7 @@ def test_no_sequences_have_no_pairs(lower_right):
 
 @ALIGNMENTS
 @pytest.mark.parametrize("window", [(OPEN, OPEN), (OPEN, 0), (127, 31)], ids=str)
-def test_pairs_outgrow_32_bits(window, lower_right):
+def test_visible_pairs_exceed_32_bits(window, lower_right):
     n = 2**31 - 1  # tokens that a layout may have
     queries = torch.tensor([n])
     got = Window(*window).pairs(queries, queries, lower_right).item()
@@ -92,7 +92,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("equal", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_size_is_sequences_tokens_and_pairs(options, equal):
+def test_call_size_is_sequences_tokens_and_visible_pairs(options, equal):
     queries, keys = LENGTHS if not equal else (LENGTHS[0],) * 2
     layout, key_layout, spec = of_lengths(queries, keys, equal=equal, **options)
     size = size_of(layout, key_layout, spec)
@@ -102,7 +102,7 @@ def test_the_size_is_sequences_tokens_and_pairs(options, equal):
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [LENGTHS[0], [1], [0, 0], [], [2, 2, 2]], ids=str)
-def test_the_fast_path_counts_the_same(lengths, is_causal, monkeypatch):
+def test_call_size_of_equal_lengths_by_the_fast_path(lengths, is_causal, monkeypatch):
     def refused(*_):
         raise AssertionError("counted sequence by sequence")
 
@@ -112,7 +112,7 @@ def test_the_fast_path_counts_the_same(lengths, is_causal, monkeypatch):
     assert size_of(layout, layout, spec) == slow
 
 
-class TestRemembered:
+class TestCachedCallSize:
     @pytest.fixture
     def counts(self, monkeypatch):
         """The windows that pairs were counted for, one for each time."""
@@ -138,25 +138,25 @@ class TestRemembered:
     @pytest.mark.parametrize(
         "options", [{"is_causal": True}, {"window_size": (7, 2)}, {"causal_alignment": "upper_left"}]
     )
-    def test_another_mask_is_counted_anew(self, counts, options):
+    def test_call_size_of_another_mask_is_counted_again(self, counts, options):
         layout, key_layout, spec = of_lengths(*LENGTHS, window_size=(7, 3))
         first = size_of(layout, key_layout, spec)
         assert size_of(layout, key_layout, dataclasses.replace(spec, **options)) != first
         assert len(counts) == 2
 
-    def test_other_keys_are_counted_anew(self, counts):
+    def test_call_size_of_another_key_layout_is_counted_again(self, counts):
         layout, key_layout, spec = of_lengths(*LENGTHS)
         others = SequenceLayout.from_lengths([11, 3, 0, 31, 17])
         assert size_of(layout, others, spec).pairs - size_of(layout, key_layout, spec).pairs == 4 * 13
         assert len(counts) == 2
 
-    def test_both_alignments_are_one_where_lengths_are_equal(self, counts):
+    def test_call_size_of_both_alignments_is_the_same_for_equal_lengths(self, counts):
         layout, _, spec = of_lengths(LENGTHS[0], None, equal=True, window_size=(7, 3))
         upper = dataclasses.replace(spec, causal_alignment="upper_left")
         assert size_of(layout, layout, upper) == size_of(layout, layout, spec)
         assert len(counts) == 1
 
-    def test_it_goes_when_either_layout_goes(self):
+    def test_call_size_is_freed_with_either_layout(self):
         layout, key_layout, spec = of_lengths(*LENGTHS)
         cache = layout._facts.cache
         before = set(cache._entries)

@@ -47,7 +47,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(cost_model, "LAUNCH_US", {"forward": 0.0, "both": 0.0})
 
 
-def test_no_call_is_expected_to_be_shorter_than_its_launch(monkeypatch):
+def test_expected_time_is_at_least_the_launch_time(monkeypatch):
     """And where all are, the table's order decides: what the fits say of so little work is noise."""
     monkeypatch.setattr(cost_model, "costs", lambda: TABLE)
     assert expected_us(SPEC, CallSize(1, 1.0, 1)) == dict.fromkeys(TABLE["16-bit", "forward", "full"][64], 50.0)
@@ -71,7 +71,7 @@ def call(**changes):
 
 @pytest.mark.usefixtures("measured")
 class TestExpectedTime:
-    def test_is_a_call_and_each_head_s_sequences_tokens_and_pairs(self):
+    def test_expected_time_of_sequences_tokens_and_visible_pairs(self):
         got = expected_us(SPEC, SIZE)
         want = {
             "token_tiled": 11 + 5e-3 * (2 * 7 + 3 * 1009 + 13 * 100.003),
@@ -80,10 +80,10 @@ class TestExpectedTime:
         }
         assert got == pytest.approx(want, rel=1e-12)
 
-    def test_is_nothing_but_a_call_where_there_is_no_work(self):
+    def test_expected_time_of_an_empty_batch(self):
         assert expected_us(SPEC, CallSize(0, 0, 0)) == {"token_tiled": 11, "torch_flash": 5, "flash_attn_4": 31}
 
-    def test_grows_with_the_query_heads(self):
+    def test_expected_time_grows_with_the_query_heads(self):
         one, two = (expected_us(call(num_heads=n, num_kv_heads=1), SIZE)["token_tiled"] for n in (3, 6))
         assert two - 11 == pytest.approx(2 * (one - 11))
 
@@ -95,26 +95,26 @@ class TestExpectedTime:
         ],
         ids=str,
     )
-    def test_is_that_of_the_nearest_head_dim_above(self, dims, measured_at):
+    def test_expected_time_of_the_next_larger_head_dim(self, dims, measured_at):
         got = expected_us(call(head_dim=dims[0], value_dim=dims[1]), CallSize(0, 0, 0))
         assert got["token_tiled"] == {64: 11, 128: 23}[measured_at]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_is_that_of_both_ways_with_gradients(self, dtype):
+    def test_expected_time_with_gradients(self, dtype):
         got = expected_us(call(needs_grad=True, dtype=dtype), SIZE)
         assert got == {"token_tiled": 1, "torch_flash": 2}
 
     @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
-    def test_is_its_own_under_a_mask(self, options):
+    def test_expected_time_of_masks(self, options):
         assert expected_us(call(**options), SIZE) == {"token_tiled": 13, "torch_flash": 17}
 
-    def test_is_that_without_a_mask_where_only_alibi_is_added(self):
+    def test_expected_time_of_alibi_is_that_without_a_mask(self):
         assert expected_us(call(alibi=True), SIZE) == expected_us(SPEC, SIZE)
 
-    def test_is_its_own_in_float32(self):
+    def test_expected_time_in_float32(self):
         assert expected_us(call(dtype=torch.float32), SIZE) == {"torch_efficient": 3, "token_tiled": 7}
 
-    def test_is_not_told_where_nothing_was_measured(self, monkeypatch):
+    def test_expected_time_without_measurements(self, monkeypatch):
         assert expected_us(call(dtype=torch.float32, needs_grad=True), SIZE) == {}
         monkeypatch.setattr(cost_model, "costs", dict)
         assert expected_us(SPEC, SIZE) == {}
@@ -135,24 +135,24 @@ class TestOrder:
             ({"dtype": torch.float32, "needs_grad": True}, SIZE, ()),
         ],
     )
-    def test_is_by_the_time_expected_then_as_listed_then_the_reference(self, changes, size, order):
+    def test_order_is_expected_time_then_the_list_then_the_reference(self, changes, size, order):
         others = [name for name in BACKENDS if name not in (*order, "cpu", "reference")]
         assert fastest_first(call(**changes), size) == (*order, *others, "reference")
 
-    def test_decides_what_runs(self, card):
+    def test_expected_time_decides_which_backend_runs(self, card):
         assert choose(SPEC, CallSize(0, 0, 0)).name == "torch_flash"
         assert choose(SPEC, CallSize(1, 1009, 1_000_003)).name == "flash_attn_4"
         # a kernel without what is asked for is passed over
         assert choose(call(softcap=3.0), CallSize(0, 0, 0)).name == "token_tiled"
         assert choose(call(needs_grad=True), SIZE, "torch_flash").name == "torch_flash"
 
-    def test_nobody_measured_is_asked_before_those_who_were(self, card):
+    def test_measured_backends_come_before_others(self, card):
         """``flash_attn_2`` can run all that ``torch_flash`` can, and has no number."""
         assert choose(call(alibi=True, is_causal=True), SIZE).name == "token_tiled"
         assert choose(call(score_mod=lambda s, *_: s), SIZE).name == "flex"
         assert choose(call(dtype=torch.float64), SIZE).name == "reference"
 
-    def test_explain_tells_the_times_of_those_who_can_run(self, card):
+    def test_explain_shows_the_expected_times_of_backends_that_can_run(self, card):
         told = explain_spec(call(softcap=3.0), CallSize(0, 0, 0))
         assert told.chosen == "token_tiled"
         assert told.expected_us == {"token_tiled": 11, "flash_attn_4": 31}
@@ -170,24 +170,24 @@ class TestOnACPU:
 
         monkeypatch.setattr(cost_model, "costs", refused)
 
-    def test_the_order_is_fixed(self):
+    def test_order_on_a_cpu_is_fixed(self):
         assert fastest_first(call(device=torch.device("cpu"), dtype=torch.float32), SIZE) == ("cpu", "reference")
 
-    def test_a_call_reads_no_measurement(self):
+    def test_call_on_a_cpu_reads_no_measurements(self):
         x = torch.randn(7, 3, 5)
         nta.varlen_attention(x, x, x, nta.SequenceLayout.from_lengths([3, 4]))
 
-    def test_nor_does_its_explanation(self):
+    def test_explain_on_a_cpu_reads_no_measurements(self):
         x = torch.randn(7, 3, 5)
         told = nta.explain(x, x, x, nta.SequenceLayout.from_lengths([3, 4]))
         assert told.chosen == "cpu"
         assert not told.expected_us
 
 
-class TestWhatWasMeasured:
+class TestMeasurements:
     FILE = Path(cost_model.__file__).parent / "measured" / "sm90.json"
 
-    def test_is_read_as_it_is_written(self, tmp_path, monkeypatch):
+    def test_measurements_are_read_as_written(self, tmp_path, monkeypatch):
         (tmp_path / "measured").mkdir()
         written = {
             "16-bit": {"both": {"full": {"64": {"token_tiled": [1009, 2, 3, 4]}, "128": {}}}},
@@ -206,7 +206,7 @@ class TestWhatWasMeasured:
         finally:
             cost_model.costs.cache_clear()
 
-    def test_is_sound(self):
+    def test_measurements_are_valid(self):
         """May be empty while a measurement is running."""
         assert json.loads(self.FILE.read_text())["costs"].keys() <= {"16-bit", "float32"}
         for (dtype, direction, mask), by_head_dim in cost_model.costs().items():
@@ -227,7 +227,7 @@ class TestWhatWasMeasured:
 
     @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    def test_orders_every_kind_of_call(self, dtype, needs_grad):
+    def test_measurements_order_all_backends(self, dtype, needs_grad):
         for head_dim in (8, 64, 80, 128, 192, 256, 512):
             spec = call(dtype=dtype, needs_grad=needs_grad, head_dim=head_dim, value_dim=head_dim)
             order = fastest_first(spec, SIZE)
@@ -235,7 +235,7 @@ class TestWhatWasMeasured:
             assert order[-1] == "reference"
 
 
-def test_the_reference_is_warned_of_with_the_reasons_of_who_would_be_fastest(card, measured):
+def test_slow_backend_warning_gives_the_reasons_of_the_fastest_backend(card, measured):
     """The first of the order, whatever stands first on the list."""
     spec = call(dtype=torch.float64)
     assert select.fastest_first(spec, CallSize(0, 0, 0))[0] == "torch_flash"

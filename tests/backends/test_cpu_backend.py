@@ -33,7 +33,7 @@ def test_agrees_with_the_oracle_in_float32(geometry, extra):
 @pytest.mark.parametrize("extra", ["plain", "all"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_no_unwritten_buffer_escapes(lengths, geometry, extra):
+def test_results_contain_no_uninitialized_memory(lengths, geometry, extra):
     case = problem(lengths, geometry, extra, past=(3, 2))
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
 
@@ -45,12 +45,12 @@ def test_no_unwritten_buffer_escapes(lengths, geometry, extra):
     [([0, 0], [0, 0]), ([3, 2], [0, 0]), ([0, 0], [5, 2]), ([], []), ([0, 3, 0], [5, 0, 7])],
     ids=["all-empty", "no-keys", "no-queries", "no-sequences", "never-both"],
 )
-def test_where_there_is_nothing_to_attend_to(lengths, key_lengths, extra):
+def test_empty_sequences_and_no_keys(lengths, key_lengths, extra):
     case = Problem(lengths, key_lengths, past=(3, 2), sinks=extra == "sinks")
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
 
 
-def test_garbage_past_the_sequences_is_never_read():
+def test_rows_past_the_end_are_never_read():
     case = problem("cross", "causal-window", "all")
     want = case.truth()
     for name in ("query", "key", "value"):
@@ -60,20 +60,20 @@ def test_garbage_past_the_sequences_is_never_read():
 
 @pytest.mark.parametrize("window", [(7, 0), (40, 3), (0, 0), (150, 11), (-1, 5), (3, -1)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["open", "causal"])
-def test_windows_over_long_sequences_are_cut_into_tiles(window, causal):
+def test_window_over_long_sequences_runs_in_tiles(window, causal):
     case = Problem([263, 128, 1, 0], [149, 257, 7, 3], 2, 1, 5, 7, past=(1, 2))
     case.options |= {"window_size": window, "is_causal": causal}
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
 
 
-def test_a_long_window_spans_several_blocks_of_the_kernel():
+def test_long_window_spans_several_tiles():
     case = Problem([701], None, 1, 1, 5, 5, alibi="H", options={"window_size": (520, 60)})
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
 
 
 @pytest.mark.parametrize("extra", ["plain", "alibi-each-gqa", "all"])
 @pytest.mark.parametrize("geometry", ["full", "causal", "both-sides"])
-def test_short_sequences_run_in_groups(monkeypatch, geometry, extra):
+def test_sequences_of_equal_length_run_in_one_kernel_call(monkeypatch, geometry, extra):
     case = problem("self", geometry, extra, lengths=[17] * 13 + [0, 5, 0] + [17, 5] * 7, key_lengths=None)
     calls = []
     monkeypatch.setattr(cpu, "_run", lambda *args, run=cpu._run, **kw: calls.append(args[0].shape) or run(*args, **kw))
@@ -81,7 +81,7 @@ def test_short_sequences_run_in_groups(monkeypatch, geometry, extra):
     assert sorted((shape[0], shape[2]) for shape in calls) == [(8, 5), (20, 17)]
 
 
-def test_a_window_bounds_the_work(monkeypatch):
+def test_window_bounds_the_number_of_scores(monkeypatch):
     scores = []
     monkeypatch.setattr(
         cpu, "_run", lambda q, k, *a, run=cpu._run, **kw: scores.append(q.shape[2] * k.shape[2]) or run(q, k, *a, **kw)
@@ -91,7 +91,7 @@ def test_a_window_bounds_the_work(monkeypatch):
     assert sum(scores) <= 1999 * (cpu.MASKED_ROWS + 16)
 
 
-def test_the_plan_is_made_once_for_a_batch(monkeypatch):
+def test_plan_is_cached_with_the_layout(monkeypatch):
     made = []
     monkeypatch.setattr(cpu, "_make_plan", lambda *a, make=cpu._make_plan: made.append(1) or make(*a))
     case = problem("cross", "causal", "plain")
@@ -103,7 +103,7 @@ def test_the_plan_is_made_once_for_a_batch(monkeypatch):
     assert len(made) == 2
 
 
-def test_plans_of_one_query_layout_with_two_key_layouts_stay_apart():
+def test_plans_of_one_layout_with_two_key_layouts_are_cached_separately():
     lengths, first, second = [5, 3], [7, 2], [2, 7]
     layout = SequenceLayout.from_lengths(lengths)
     for key_lengths in (first, second, first):
@@ -142,7 +142,7 @@ def sdpa(case: Problem):
 @pytest.mark.parametrize("extra", ["plain", "gqa"])
 @pytest.mark.parametrize("geometry", ["full", "causal", "causal-window"])
 @pytest.mark.parametrize("key_lengths", [None, [7, 1, 131, 67, 13]], ids=["self", "cross"])
-def test_sixteen_bits_cost_at_most_twice_what_they_cost_sdpa(key_lengths, geometry, extra, dtype):
+def test_16_bit_error_is_at_most_twice_that_of_scaled_dot_product_attention(key_lengths, geometry, extra, dtype):
     case = problem("self", geometry, extra, lengths=[5, 1, 127, 65, 13], key_lengths=key_lengths, dtype=dtype)
     case.grads = (case.grads[0], torch.zeros_like(case.grads[1]))  # SDPA has no lse to differentiate
     got, want, usual = case.solve(call(case, "cpu")), case.truth(), case.solve(sdpa(case))
@@ -157,7 +157,7 @@ def test_sixteen_bits_cost_at_most_twice_what_they_cost_sdpa(key_lengths, geomet
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_alibi_is_not_rounded_to_sixteen_bits(dtype):
+def test_alibi_is_not_rounded_to_16_bits(dtype):
     """A distance of 257 times a slope near 1 has no place in bfloat16; weights would be off by tens of percent."""
     case = Problem([301], None, 3, 3, 5, 5, dtype=dtype)
     case.inputs["query"] *= 0
@@ -170,7 +170,7 @@ def test_alibi_is_not_rounded_to_sixteen_bits(dtype):
 @pytest.mark.parametrize("name", ["query", "key", "value", "grad"])
 @pytest.mark.parametrize("stride", STRIDES.values(), ids=STRIDES)
 @pytest.mark.parametrize("geometry", ["causal", "both-sides"])
-def test_tensors_may_lie_in_memory_as_they_like(geometry, stride, name):
+def test_any_strides(geometry, stride, name):
     case = problem("cross", geometry, "gqa", past=(0, 0))
     want = case.truth()
     function = call(case, "cpu")
@@ -185,13 +185,13 @@ def test_tensors_may_lie_in_memory_as_they_like(geometry, stride, name):
     assert_same(case.solve(strided), want, 1e-9)
 
 
-def test_a_gradient_may_be_expanded_from_one_number():
+def test_expanded_gradient():
     case = problem("cross", "causal", "gqa")
     case.grads = tuple(torch.ones((), dtype=torch.float64).expand(g.shape) for g in case.grads)
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
 
 
-def test_heads_may_be_expanded_from_one():
+def test_expanded_key_heads():
     case = problem("cross", "causal", "plain")
     for name in ("key", "value"):
         case.inputs[name] = case.inputs[name][:, :1]
@@ -206,7 +206,7 @@ def test_heads_may_be_expanded_from_one():
 
 @pytest.mark.parametrize("scale", [1e-46, -1e-46, 1e-40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scale_that_float32_does_not_hold(scale, dtype):
+def test_scale_that_underflows_in_float32(scale, dtype):
     case = problem("self", "causal", "plain", options={"scale": scale})
     inputs = {name: x.to(dtype) for name, x in case.inputs.items()}
     layout = SequenceLayout.from_lengths(case.lengths)
@@ -220,7 +220,7 @@ def test_a_scale_that_float32_does_not_hold(scale, dtype):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [[5, 3], [70, 130]], ids=["gathered", "in place"])
-def test_nan_in_a_query_is_nan_in_its_output_and_lse(lengths, is_causal):
+def test_nan_in_a_query_propagates_to_out_and_lse(lengths, is_causal):
     layout = SequenceLayout.from_lengths(lengths)
     query, key, value = (torch.randn(layout.total, 3, 7) for _ in range(3))
     key[0] = 0.0  # under causality the first row has an lse of 0 by right

@@ -21,7 +21,7 @@ def test_agrees_with_the_oracle(lengths, geometry, extra, softcap):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_computes_in_float32_and_returns_the_dtype_that_came(dtype):
+def test_reference_computes_in_float32_and_returns_the_input_dtype(dtype):
     case = problem("cross", "causal-window", "all", dtype=dtype, options={"softcap": 1.7})
     got, want = case.solve(call(case, "reference")), case.truth()
     assert got["out"].dtype == got["d query"].dtype == dtype
@@ -29,7 +29,7 @@ def test_computes_in_float32_and_returns_the_dtype_that_came(dtype):
     assert_same(got, want, {torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype])
 
 
-def test_garbage_past_the_sequences_is_never_read():
+def test_rows_past_the_end_are_never_read():
     case = problem("cross", "causal", "all")
     want = case.truth()
     for name in ("query", "key", "value"):
@@ -58,13 +58,13 @@ def nonlinear(_, score, b, h, q_idx, kv_idx):
     ids=["relative-bias", "by-sequence", "nonlinear"],
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_score_mod_sees_positions_within_the_sequence(lengths, mod, shape):
+def test_score_mod_gets_positions_within_the_sequence(lengths, mod, shape):
     captured = torch.randn(shape, dtype=torch.float64)
     case = problem(lengths, "causal-window", "sinks", options={"score_mod": partial(mod, captured), "softcap": 2.3})
     assert_same(case.solve(call(case, "reference")), case.truth(), 1e-9)
 
 
-def test_score_mod_gives_its_captured_tensor_a_gradient():
+def test_gradient_of_a_tensor_captured_by_score_mod():
     table = torch.randn(5, 2 * REACH, dtype=torch.float64, requires_grad=True)
     case = problem("cross", "full", "plain", options={"score_mod": partial(relative_bias, table)})
     found = []
@@ -94,19 +94,19 @@ def nothing_for_odd_heads(b, h, q_idx, kv_idx):
 )
 @pytest.mark.parametrize("geometry", ["full", "causal", "both-sides-upper_left"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_mask_mod_goes_on_top_of_the_other_masks(lengths, geometry, mod):
+def test_mask_mod_together_with_other_masks(lengths, geometry, mod):
     case = problem(lengths, geometry, "gqa", options={"mask_mod": mod})
     assert_same(case.solve(call(case, "reference")), case.truth(), 1e-9)
 
 
-def test_mask_mod_may_return_a_constant_as_flex_attention_allows():
+def test_mask_mod_that_returns_a_constant():
     case = problem("self", "full", "plain")
     all_of_it = call(case, "reference", mask_mod=lambda b, h, q_idx, kv_idx: b.new_ones((), dtype=torch.bool))
     assert_same(case.solve(all_of_it), case.truth(), 1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_mods_mean_what_they_mean_in_flex_attention():
+def test_score_mod_means_the_same_as_in_flex_attention():
     lengths = [5, 13, 1]
     case = Problem(lengths, heads=6, kv_heads=3)
     table, gains = torch.randn(6, 2 * REACH, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64)
@@ -135,7 +135,7 @@ class TestDropout:
         assert out.shape == (total, 3, 131)
         return out, lse
 
-    def test_keeps_the_right_share_and_scales_it(self):
+    def test_dropout_keeps_its_share_and_rescales_it(self):
         p = 0.3
         whole, lse = self.weights(0.0)
         dropped, lse_dropped = self.weights(p)
@@ -146,7 +146,7 @@ class TestDropout:
         torch.testing.assert_close(dropped[real][kept], whole[real][kept] / (1 - p), rtol=1e-9, atol=0)
         torch.testing.assert_close(lse_dropped, lse)
 
-    def test_is_fixed_by_the_seed(self):
+    def test_dropout_is_determined_by_the_seed(self):
         torch.manual_seed(3)
         first = self.weights(0.5)[0]
         torch.manual_seed(3)
@@ -155,7 +155,7 @@ class TestDropout:
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
-    def test_gradient_goes_through_the_same_weights(self):
+    def test_dropout_gradient_uses_the_same_weights(self):
         case = Problem((7, 3))
         value = case.inputs["value"].requires_grad_()
         out, _ = call(case, "reference", dropout_p=0.5)(**case.inputs)
@@ -166,7 +166,7 @@ class TestDropout:
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"dropout_p": 0.5}])
-def test_an_empty_batch_has_gradients_of_zero(lengths, options):
+def test_gradients_of_an_empty_batch_are_0(lengths, options):
     layout = SequenceLayout.from_lengths(lengths)
     tensors = [torch.randn(rows, 3, 7, requires_grad=True) for rows in (0, 2, 2)]  # with rows past the end
     out, lse = varlen_attention(*tensors, layout, return_lse=True, backend="reference", **options)

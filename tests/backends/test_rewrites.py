@@ -107,10 +107,10 @@ UPPER_LEFT = {
 }
 
 
-class TestLowerRightAlone:
+class TestLowerRightOnly:
     @pytest.mark.parametrize("extra", EXTRAS)
     @pytest.mark.parametrize("geometry", UPPER_LEFT)
-    def test_upper_left_is_made_of_it(self, lower_right, geometry, extra):
+    def test_upper_left_rewritten_as_lower_right(self, lower_right, geometry, extra):
         options = {**UPPER_LEFT[geometry], "causal_alignment": "upper_left"}
         case = problem("cross", "full", extra, **LENGTHS["cross"], options=options)
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
@@ -119,19 +119,19 @@ class TestLowerRightAlone:
 
     @pytest.mark.parametrize("lengths", LENGTHS)
     @pytest.mark.parametrize("geometry", ["causal", "both-sides", "right"])
-    def test_for_any_lengths(self, lower_right, geometry, lengths):
+    def test_rewrite_for_any_lengths(self, lower_right, geometry, lengths):
         options = {**UPPER_LEFT[geometry], "causal_alignment": "upper_left"}
         case = problem("cross", "full", "alibi-each-gqa", **LENGTHS[lengths], options=options)
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
         assert len(lower_right) == 2
 
     @pytest.mark.parametrize("geometry", ["causal", "both-sides"])
-    def test_lower_right_stays_as_it_is(self, lower_right, geometry):
+    def test_lower_right_is_not_rewritten(self, lower_right, geometry):
         case = problem("cross", "full", "gqa", **LENGTHS["cross"], options=UPPER_LEFT[geometry])
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
         assert [p.layout.host_offsets.diff().tolist() for p in lower_right] == [LENGTHS["cross"]["lengths"]] * 2
 
-    def test_equal_lengths_stay_as_they_are(self, lower_right):
+    def test_equal_lengths_are_not_rewritten(self, lower_right):
         options = {"is_causal": True, "causal_alignment": "upper_left"}
         case = problem("self", "full", "gqa", **LENGTHS["self-apart"], options=options)
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
@@ -140,11 +140,11 @@ class TestLowerRightAlone:
     @pytest.mark.usefixtures("uninitialized_is_nan")
     @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2)], ids=str)
     @pytest.mark.parametrize("geometry", ["causal", "left"])
-    def test_garbage_past_the_sequences_is_never_read(self, lower_right, geometry, past):
+    def test_rows_past_the_end_are_never_read(self, lower_right, geometry, past):
         garbage_is_never_read({**UPPER_LEFT[geometry], "causal_alignment": "upper_left"}, past)
         assert len(lower_right) == 2
 
-    def test_the_turned_layouts_are_made_once(self, lower_right):
+    def test_rewritten_layouts_are_cached(self, lower_right):
         case = problem("cross", "causal-upper_left", "gqa", **LENGTHS["cross"])
         function = call(case)
         case.solve(function)
@@ -164,22 +164,22 @@ SIGHTED = {
 }
 
 
-class TestNoBlindRows:
+class TestNoFullyMaskedRows:
     @pytest.mark.parametrize("extra", EXTRAS)
     @pytest.mark.parametrize("geometry", SIGHTED)
-    def test_they_are_left_out(self, sighted, geometry, extra):
+    def test_fully_masked_rows_are_removed(self, sighted, geometry, extra):
         case = problem("cross", "full", extra, **LENGTHS["cross"], options=SIGHTED[geometry])
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
         assert len(sighted) == 2
 
     @pytest.mark.parametrize("lengths", LENGTHS)
     @pytest.mark.parametrize("geometry", SIGHTED)
-    def test_for_any_lengths(self, sighted, geometry, lengths):
+    def test_rewrite_for_any_lengths(self, sighted, geometry, lengths):
         case = problem("cross", "full", "alibi-each-gqa", **LENGTHS[lengths], options=SIGHTED[geometry])
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
         assert len(sighted) == 2
 
-    def test_only_they(self, sighted):
+    def test_only_fully_masked_rows_are_removed(self, sighted):
         case = problem("cross", "causal", "plain", lengths=[5, 0, 7, 3, 2], key_lengths=[3, 2, 7, 11, 0])
         case.solve(call(case))
         assert [p.layout.host_offsets.diff().tolist() for p in sighted] == [[3, 0, 7, 3, 0]] * 2
@@ -188,13 +188,13 @@ class TestNoBlindRows:
     @pytest.mark.usefixtures("uninitialized_is_nan")
     @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2)], ids=str)
     @pytest.mark.parametrize("geometry", ["full", "causal"])
-    def test_garbage_past_the_sequences_is_never_read(self, sighted, geometry, past):
+    def test_rows_past_the_end_are_never_read(self, sighted, geometry, past):
         garbage_is_never_read(SIGHTED[geometry], past)
         assert len(sighted) == 2
 
     @pytest.mark.parametrize("key_lengths", [[0, 0, 0], [0, 3, 0]], ids=str)
     @pytest.mark.parametrize("geometry", SIGHTED)
-    def test_all_of_them_may_have_fully_masked_rows(self, sighted, geometry, key_lengths):
+    def test_all_rows_fully_masked(self, sighted, geometry, key_lengths):
         """Keys where no queries are count as none."""
         case = Problem([5, 0, 7], key_lengths, 6, 3, past=(3, 2), options=SIGHTED[geometry])
         want = case.truth()
@@ -202,7 +202,7 @@ class TestNoBlindRows:
         assert_same(case.solve(call(case)), want, 0)
         assert not sighted  # there is nothing to launch for
 
-    def test_a_gradient_that_is_not_finite_at_them_does_no_harm(self, sighted):
+    def test_nan_gradient_of_lse_in_removed_rows_is_ignored(self, sighted):
         case = problem("cross", "causal", "gqa", **LENGTHS["cross"])
         want = case.truth()
         blind = want["lse"] == -torch.inf
@@ -210,7 +210,7 @@ class TestNoBlindRows:
         case.grads = (case.grads[0], case.grads[1].masked_fill(blind, torch.nan))
         assert_same(case.solve(call(case)), want, 1e-9)
 
-    def test_who_sees_is_found_once(self, sighted):
+    def test_layout_without_fully_masked_rows_is_cached(self, sighted):
         case = problem("cross", "causal", "gqa", **LENGTHS["cross"])
         function = call(case)
         case.solve(function)
@@ -221,7 +221,7 @@ class TestNoBlindRows:
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("geometry", ["full", "causal"])
-def test_a_kernel_may_want_both(both, geometry, lengths):
+def test_both_rewrites_together(both, geometry, lengths):
     """Full attention is the same upper left; and lower right causality with blind rows."""
     alignment = "upper_left" if geometry == "full" else "lower_right"
     options = {**SIGHTED[geometry], "causal_alignment": alignment}
@@ -246,7 +246,7 @@ def garbage_is_never_read(options, past):
 @pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2), (0, 0)], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"lower_right_only": True}, {"takes_fully_masked_rows": False}], ids=str)
-def test_a_kernel_may_be_kept_from_what_is_past_the_end(fake, changes, past):
+def test_kernel_gets_no_rows_past_the_end(fake, changes, past):
     if "takes_fully_masked_rows" in changes:
         changes = changes | {"features": cpu.BACKEND.features - {"window"}}
     handed = fake(reads_past_end=True, **changes)
@@ -255,7 +255,7 @@ def test_a_kernel_may_be_kept_from_what_is_past_the_end(fake, changes, past):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_a_kernel_that_takes_all_is_left_alone(is_causal, fake):
+def test_no_rewrite_for_a_kernel_that_supports_the_call(is_causal, fake):
     handed = fake()
     case = problem("cross", "full", "plain", **LENGTHS["cross"], options={"is_causal": is_causal})
     case.solve(call(case))

@@ -31,7 +31,7 @@ SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 4, 4, 64, 64, 0.125)
         ({"device": torch.device("cpu")}, "got cpu: move them"),
     ],
 )
-def test_refuses_what_the_kernel_lacks(change, reason, monkeypatch):
+def test_torch_flash_support(change, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     reasons = torch_flash.BACKEND.unsupported(dataclasses.replace(SPEC, **change))
     assert len(reasons) == (reason is not None)

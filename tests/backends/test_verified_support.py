@@ -84,7 +84,7 @@ def unchecked(card, monkeypatch):
 
 
 @pytest.mark.usefixtures("checked")
-class TestRefused:
+class TestNotSupported:
     def one_reason(self, backend, spec):
         (reason,) = support.reasons(backend, spec)
         assert reason.endswith(".")
@@ -93,10 +93,10 @@ class TestRefused:
             assert support.reasons(backend, spec) == []
         return reason
 
-    def test_a_backend_that_was_not_run(self):
+    def test_backend_that_was_not_verified(self):
         assert "was not run" in self.one_reason(flash_attn_2.BACKEND, call())
 
-    def test_a_dtype_that_was_not_run(self):
+    def test_dtype_that_was_not_verified(self):
         assert "torch.float16 is not verified" in self.one_reason(token_tiled.BACKEND, call(dtype=torch.float16))
 
     @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
@@ -107,11 +107,11 @@ class TestRefused:
             (token_tiled, "alibi", {"alibi": True}),
         ],
     )
-    def test_a_feature_that_did_not_hold(self, backend, feature, options, needs_grad):
+    def test_feature_that_failed(self, backend, feature, options, needs_grad):
         told = self.one_reason(backend.BACKEND, call(**options, needs_grad=needs_grad))
         assert f"{feature!r} is not verified{' with gradients' if needs_grad else ''} on" in told
 
-    def test_a_feature_that_was_not_run(self):
+    def test_feature_that_was_not_verified(self):
         told = self.one_reason(token_tiled.BACKEND, call(dtype=torch.float32, softcap=3.0))
         assert "'softcap' is not verified" in told
 
@@ -122,12 +122,12 @@ class TestRefused:
             (token_tiled, "dropout", {"dropout_p": 0.3}),
         ],
     )
-    def test_the_gradients_alone_where_the_output_is_right(self, backend, feature, options):
+    def test_feature_verified_without_gradients(self, backend, feature, options):
         assert support.reasons(backend.BACKEND, call(**options)) == []
         told = self.one_reason(backend.BACKEND, call(**options, needs_grad=True))
         assert f"{feature!r} is not verified with gradients" in told
 
-    def test_each_feature_that_did_not_hold(self):
+    def test_all_features_that_failed_are_listed(self):
         spec = call(softcap=3.0, window_size=(7, 3), needs_grad=True)
         told = support.reasons(flash_attn_4.BACKEND, spec)
         assert [line.split(" ")[0] for line in told] == ["'softcap'", "'window'"]
@@ -141,10 +141,10 @@ class TestRefused:
             (flash_attn_4, call(device=torch.device("cpu"))),
         ],
     )
-    def test_what_is_not_documented_by_that_alone(self, backend, spec):
+    def test_documented_limits_come_first(self, backend, spec):
         assert support.reasons(backend.BACKEND, spec) == backend.BACKEND.unsupported(spec) != []
 
-    def test_nobody_is_chosen_who_did_not_hold(self):
+    def test_auto_selects_no_backend_that_failed(self):
         spec = call(needs_grad=True, window_size=(7, 3))
         assert choose(spec, SIZE).name not in ("flash_attn_4", "flash_attn_2")
         with pytest.raises(ValueError, match=r"flash_attn_4 .* 'window' is not verified with gradients"):
@@ -175,7 +175,7 @@ class TestHeadDims:
             ((256, 256), True, (256, 256)),
         ],
     )
-    def test_the_next_that_held_where_there_is_a_list(self, asked, needs_grad, given):
+    def test_next_verified_head_dim_of_a_list(self, asked, needs_grad, given):
         spec = call(*asked, needs_grad=needs_grad)
         assert support.head_dims(flash_attn_4.BACKEND, spec) == given
         assert support.reasons(flash_attn_4.BACKEND, spec) == []
@@ -184,7 +184,7 @@ class TestHeadDims:
         ("asked", "given"),
         [((8, 8), (8, 8)), ((64, 64), (64, 64)), ((7, 61), (64, 64)), ((128, 65), (128, 128)), ((12, 20), (64, 64))],
     )
-    def test_the_next_that_held_where_values_are_as_wide_as_keys(self, asked, given):
+    def test_next_verified_head_dim_if_both_must_be_equal(self, asked, given):
         assert support.head_dims(torch_flash.BACKEND, call(*asked, needs_grad=True)) == given
 
     @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ class TestHeadDims:
             (torch_efficient, (61, 7), (64, 8)),  # to its own step
         ],
     )
-    def test_what_is_asked_up_to_the_widest_that_held_where_any_will_do(self, backend, asked, given):
+    def test_head_dims_up_to_the_largest_verified(self, backend, asked, given):
         dtype = torch.float32 if backend is torch_efficient else torch.bfloat16
         assert support.head_dims(backend.BACKEND, call(*asked, needs_grad=True, dtype=dtype)) == given
 
@@ -210,7 +210,7 @@ class TestHeadDims:
             (torch_efficient, call(72, dtype=torch.float32), 64),
         ],
     )
-    def test_too_wide_is_refused(self, backend, spec, widest_forward):
+    def test_head_dim_above_all_verified_is_refused(self, backend, spec, widest_forward):
         spec = dataclasses.replace(spec, needs_grad=True)
         assert support.head_dims(backend.BACKEND, spec) is None
         (told,) = (line for line in support.reasons(backend.BACKEND, spec) if "head dim" in line)
@@ -221,19 +221,19 @@ class TestHeadDims:
         assert (support.head_dims(backend.BACKEND, forward) is not None) == fits
         assert any("head dim" in line for line in support.reasons(backend.BACKEND, forward)) != fits
 
-    def test_any_at_all_where_what_holds_is_to_be_found_out(self):
+    def test_head_dims_by_documentation(self):
         with by_documentation():
             assert support.head_dims(flash_attn_4.BACKEND, call(80)) == (80, 80)
             assert support.head_dims(flash_attn_4.BACKEND, call(16, 24, needs_grad=True)) == (16, 24)
             assert support.head_dims(torch_flash.BACKEND, call(20)) == (24, 24)
             assert support.head_dims(torch_flash.BACKEND, call(257)) is None
 
-    def test_a_cpu_goes_by_no_table(self):
+    def test_head_dims_on_a_cpu(self):
         assert support.head_dims(token_tiled.BACKEND, call(255, device=torch.device("cpu"))) == (255, 255)
 
 
 class TestByDocumentation:
-    def test_nests(self, checked):
+    def test_nested_contexts(self, checked):
         spec = call(window_size=(7, 3))
 
         def refused():
@@ -250,17 +250,17 @@ class TestByDocumentation:
         assert refused()
         assert support.uses_results()
 
-    def test_ends_with_an_exception(self, checked):
+    def test_context_ends_with_an_exception(self, checked):
         with pytest.raises(KeyError), by_documentation():
             raise KeyError("anything")
         assert support.uses_results()
         assert support.reasons(flash_attn_2.BACKEND, call())
 
-    def test_lifts_no_documented_limit(self, checked):
+    def test_by_documentation_keeps_documented_limits(self, checked):
         with by_documentation():
             assert "got 264" in support.reasons(flash_attn_4.BACKEND, call(264))[0]
 
-    def test_holds_where_nothing_was_run(self, unchecked):
+    def test_by_documentation_without_verified_support(self, unchecked):
         for backend in (flash_attn_2, flash_attn_4, torch_flash, torch_efficient, token_tiled):
             assert support.reasons(backend.BACKEND, call(needs_grad=True, is_causal=True, **CROSS)) == []
         assert "softcap is not supported" in support.reasons(torch_flash.BACKEND, call(softcap=2.0))[0]
@@ -271,14 +271,14 @@ class TestByDocumentation:
 
 
 class TestBasis:
-    def test_is_told_where_nothing_was_run(self, unchecked):
+    def test_basis_without_verified_support(self, unchecked):
         assert support.basis(CUDA) == "as documented; not verified on this GPU yet"
         told = explain_spec(call(), SIZE)
         assert told.basis == support.basis(CUDA)
         first = str(told).splitlines()[0]
         assert first.endswith("runs this call. Support: as documented; not verified on this GPU yet.")
 
-    def test_is_the_card_that_was_run(self, checked):
+    def test_basis_names_the_verified_gpu(self, checked):
         assert support.basis(CUDA) == "verified on an NVIDIA H199"
         assert (
             str(explain_spec(call(), SIZE))
@@ -288,7 +288,7 @@ class TestBasis:
         with by_documentation():
             assert "as documented" in support.basis(CUDA)
 
-    def test_is_nothing_on_a_cpu(self):
+    def test_basis_on_a_cpu_is_empty(self):
         spec = call(device=torch.device("cpu"), dtype=torch.float32)
         assert support.basis(spec.device) == ""
         assert "Support:" not in str(explain_spec(spec, SIZE))
@@ -304,7 +304,7 @@ class TestTables:
         yield tmp_path / "verified"
         support.verified_on.cache_clear()
 
-    def test_are_found_by_the_card_s_capability(self, folder, monkeypatch):
+    def test_tables_are_found_by_compute_capability(self, folder, monkeypatch):
         written = {"command": "…", "date": "…", "gpu": TABLE.gpu, "versions": TABLE.versions, "results": TABLE.results}
         (folder / "sm90.json").write_text(json.dumps(written))
         assert support.verified_on((9, 0)) == TABLE
@@ -316,7 +316,7 @@ class TestTables:
             assert support.verified_for(CUDA) is None
         assert support.verified_for(torch.device("cpu")) is None
 
-    def test_are_nvidia_s(self, folder, monkeypatch):
+    def test_tables_are_not_read_on_amd_gpus(self, folder, monkeypatch):
         (folder / "sm90.json").write_text("not read")
         monkeypatch.setattr(torch.version, "hip", "7.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -326,7 +326,7 @@ class TestTables:
 SAVED = sorted((Path(support.__file__).parent / "verified").glob("*"))
 
 
-def test_saved_tables_lie_where_they_are_looked_for():
+def test_saved_tables_are_in_the_package():
     folder = resources.files("nt_attention.kernels") / "verified"
     found = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     assert sorted(found) == [file.name for file in SAVED]
@@ -334,7 +334,7 @@ def test_saved_tables_lie_where_they_are_looked_for():
 
 
 @pytest.mark.parametrize("file", SAVED, ids=lambda file: file.name)
-def test_a_saved_table_is_sound(file):
+def test_saved_table_is_valid(file):
     capability = file.stem.removeprefix("sm")
     assert file.name == f"sm{int(capability)}.json"
     table = support.verified_on((int(capability[:-1]), int(capability[-1])))
@@ -358,7 +358,7 @@ def test_a_saved_table_is_sound(file):
 
 
 @pytest.mark.parametrize("file", SAVED, ids=lambda file: file.name)
-def test_on_a_card_that_was_checked_something_runs_every_plain_call(file, card, monkeypatch):
+def test_verified_gpu_has_a_kernel_for_every_plain_call(file, card, monkeypatch):
     capability = file.stem.removeprefix("sm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (int(capability[:-1]), int(capability[-1])))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -43,7 +43,7 @@ def fake(registered_variant):
 @NAMES
 @pytest.mark.parametrize("grad_lse", [False, True], ids=["out", "out-and-lse"])
 @pytest.mark.parametrize("lengths", ["self", "cross"])
-def test_operators_are_what_they_say(backend, lengths, grad_lse):
+def test_opcheck(backend, lengths, grad_lse):
     check(backend, *operands(backend, lengths, alibi=grad_lse), grad_lse=grad_lse)
 
 
@@ -59,7 +59,7 @@ VARIANTS = {
 @pytest.mark.parametrize("heads_first", [False, True], ids=["tokens-first", "heads-first"])
 @pytest.mark.parametrize("lower_right", [False, True], ids=["upper_left", "lower_right"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_whatever_is_added_to_a_kernel(fake, variant, lower_right, heads_first, past):
+def test_opcheck_with_adapters_and_rewrites(fake, variant, lower_right, heads_first, past):
     """Gradients lie in memory as inputs do, which compilers count on, also where rows were moved in between."""
     fake(**VARIANTS[variant])
     name = BACKENDS["fake"].name
@@ -74,7 +74,7 @@ def as_meta(tensors):
 @NAMES
 @pytest.mark.parametrize("past", [(0, 0), (3, 2)], ids=["whole", "rows-past-the-end"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_without_data_shapes_and_strides_are_the_same(backend, dtype, past):
+def test_shapes_and_strides_on_meta_and_fake_tensors(backend, dtype, past):
     arguments = operands(backend, past=past)
     arguments = (*(x.to(dtype) for x in arguments[:3]), *arguments[3:])
     forward, backward = operator(backend, "forward"), operator(backend, "backward")
@@ -91,7 +91,7 @@ def test_without_data_shapes_and_strides_are_the_same(backend, dtype, past):
         assert described(imagined_gradients) == described(gradients)
 
 
-def test_a_call_may_be_imagined():
+def test_attention_of_fake_tensors():
     case = case_of("self", "causal", "wide-values-gqa", dtype=torch.float32)
     function = call(case, "cpu")
     real = case.solve(lambda **kwargs: function(**{name: kwargs[name] for name in case.inputs}))
@@ -116,7 +116,7 @@ WRONG = {
 
 @NAMES
 @pytest.mark.parametrize("wrong", WRONG)
-def test_an_operator_refuses_what_its_kernel_can_not_read(backend, wrong):
+def test_forward_operator_refuses_invalid_arguments(backend, wrong):
     changes, message = WRONG[wrong]
     arguments = list(operands(backend))
     for index, x in changes.items():
@@ -127,7 +127,7 @@ def test_an_operator_refuses_what_its_kernel_can_not_read(backend, wrong):
 
 @NAMES
 @pytest.mark.parametrize("which", range(4), ids=["grad", "grad_lse", "out", "lse"])
-def test_a_backward_operator_refuses_other_shapes(backend, which):
+def test_backward_operator_refuses_invalid_shapes(backend, which):
     arguments = operands(backend)
     results = operator(backend, "forward")(*arguments)
     given = list(given_back(torch.randn_like(results[0]), torch.randn_like(results[1]), results, arguments))
@@ -141,7 +141,7 @@ OPTIONS = {"softcap": 2.0, "dropout_p": 0.25, "window_size": (3, 3), "determinis
 
 @pytest.mark.parametrize("backend", [*(name for name, x in BACKENDS.items() if x.backward is not None), "auto"])
 @pytest.mark.parametrize("option", [*OPTIONS, "softcap and dropout_p"])
-def test_a_fake_has_a_random_state_under_dropout_alone(backend, option):
+def test_fake_random_state_under_dropout(backend, option):
     arguments = list(operands(backend))
     for name in option.split(" and "):
         arguments[custom_ops.argument_index(name)] = OPTIONS[name]

@@ -11,7 +11,7 @@ from nt_attention.kernels import autograd
 
 @NAMES
 @pytest.mark.parametrize("extra", ["wide-values-gqa", "all"])
-def test_a_dispatch_mode_sees_operators_that_give_the_same_bits(backend, extra):
+def test_dispatch_mode_sees_operators_with_the_same_bits(backend, extra):
     case = case_of("cross", "causal", extra, dtype=torch.float32)
     function = call(case, backend)
     alone = case.solve(lambda **inputs: function(**{name: inputs[name] for name in case.inputs}))
@@ -23,7 +23,7 @@ def test_a_dispatch_mode_sees_operators_that_give_the_same_bits(backend, extra):
         assert alone[name].stride() == watched[name].stride(), name
 
 
-def test_a_mode_may_look_at_the_backward_alone():
+def test_dispatch_mode_around_the_backward_alone():
     case = case_of("cross", "causal", "gqa", dtype=torch.float32)
     leaves = [x.requires_grad_() for x in case.inputs.values()]
     out, lse = call(case, "cpu")(*leaves)
@@ -34,7 +34,7 @@ def test_a_mode_may_look_at_the_backward_alone():
     assert all(map(torch.equal, grads, again))
 
 
-def test_where_nobody_looks_no_operator_is_called(monkeypatch):
+def test_operators_are_skipped_without_a_dispatch_mode(monkeypatch):
     def refused(*_):
         raise AssertionError("called as an operator")
 
@@ -66,7 +66,7 @@ class Wrapped(torch.Tensor):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_tensor_subclass_sees_the_operator():
+def test_tensor_subclass_sees_the_operator():
     case = case_of("cross", "causal", "gqa", dtype=torch.float32)
     want = call(case, "cpu")(**case.inputs)
     seen = []

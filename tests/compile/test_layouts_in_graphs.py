@@ -17,7 +17,7 @@ def attend(x, offsets):
     return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), is_causal=True)
 
 
-def test_a_full_graph_takes_more_values_than_keys():
+def test_graph_of_a_value_with_more_rows_than_the_key():
     torch._dynamo.reset()
     key, value = torch.randn(14, 3, 7), torch.randn(17, 3, 7)
 
@@ -30,7 +30,7 @@ def test_a_full_graph_takes_more_values_than_keys():
         graph(torch.randn(16, 3, 7), value, OFFSETS)
 
 
-def test_a_layout_that_was_made_in_a_graph_checks_rows_outside_of_it():
+def test_layout_made_in_a_graph_checks_rows_in_eager_calls():
     torch._dynamo.reset()
     layout = torch.compile(lambda x: SequenceLayout.from_offsets(x), backend="eager")(torch.tensor([0, 4, 9]))
     x = torch.randn(9, 3, 7)

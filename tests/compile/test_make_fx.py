@@ -26,7 +26,7 @@ def gradient(x, offsets):
 
 @every_mode
 @pytest.mark.parametrize("function", [attend, gradient])
-def test_make_fx_records_an_operator_that_serves_other_lengths(mode, function):
+def test_make_fx_records_an_operator_for_any_lengths(mode, function):
     x, other = torch.randn(2, 14, 3, 7, dtype=torch.float64).unbind()
     graph = make_fx(function, tracing_mode=mode)(x, OFFSETS.clone())
     assert any("nt_attention" in str(node.target) for node in graph.graph.nodes)
@@ -44,7 +44,7 @@ def test_make_fx_records_the_module():
         torch.testing.assert_close(graph(x, OTHER), run(x, OTHER))
 
 
-def test_make_fx_keeps_a_layout_from_outside():
+def test_make_fx_with_a_layout_from_outside():
     layout, x = SequenceLayout.from_offsets(OFFSETS), torch.randn(14, 3, 7)
     graph = make_fx(lambda x: varlen_attention(x, x, x, layout))(torch.randn(14, 3, 7))
     torch.testing.assert_close(graph(x), varlen_attention(x, x, x, layout))
@@ -52,7 +52,7 @@ def test_make_fx_keeps_a_layout_from_outside():
 
 @every_mode
 @pytest.mark.parametrize("made_from", ["lengths", "a mask", "positions"])
-def test_make_fx_is_refused_where_lengths_would_be_constants(mode, made_from):
+def test_make_fx_refuses_lengths_that_would_be_constants(mode, made_from):
     make = {
         "lengths": lambda given: SequenceLayout.from_lengths(given),
         "a mask": lambda given: SequenceLayout.from_attention_mask(torch.arange(9) < given[:, None]),
@@ -65,7 +65,7 @@ def test_make_fx_is_refused_where_lengths_would_be_constants(mode, made_from):
 
 
 @every_mode
-def test_make_fx_is_refused_where_no_operator_takes_a_call(mode):
+def test_make_fx_refuses_calls_that_no_operator_supports(mode):
     x = torch.randn(14, 3, 7)
 
     def run(x, offsets):

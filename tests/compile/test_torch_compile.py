@@ -56,7 +56,7 @@ def fake(registered_variant):
         *(("self", "sinks", "auto"), ("self", "all", "auto"), ("cross", "plain", "auto"), ("cross", "sinks", "auto")),
     ],
 )
-def test_one_graph_forward_and_backward(lengths, which, backend):
+def test_one_graph_without_recompiling(lengths, which, backend):
     case = case_of(lengths, *COMPILED[which])
     function = compiled(case, backend)
     want = case.truth()
@@ -69,7 +69,7 @@ def test_one_graph_forward_and_backward(lengths, which, backend):
 
 
 @NAMES
-def test_a_graph_gives_the_call_s_bits(backend):
+def test_graph_gives_the_same_bits_as_eager(backend):
     case = case_of("cross", "causal", "wide-values-gqa", dtype=torch.float32)
     one, two = case.solve(compiled(case, backend)), case.solve(lambda **inputs: call(case, backend)(**only(inputs)))
     assert one.keys() == two.keys()
@@ -77,7 +77,7 @@ def test_a_graph_gives_the_call_s_bits(backend):
 
 
 @NAMES
-def test_a_graph_without_gradients(backend):
+def test_graph_without_gradients(backend):
     case = case_of("cross", "causal", "plain")
     function = compiled(case, backend)
     with torch.no_grad():
@@ -87,20 +87,20 @@ def test_a_graph_without_gradients(backend):
     assert not out.requires_grad
 
 
-class TestWhoRunsAGraph:
+class TestBackendOfAGraph:
     """``"auto"`` is chosen when a graph runs, by what holds then."""
 
     @pytest.fixture
     def case(self):
         return case_of("cross", "causal", "gqa", dtype=torch.float32)
 
-    def test_the_backend_that_is_named(self, fake, case):
+    def test_named_backend_runs_in_a_graph(self, fake, case):
         ran, others = fake(), fake("cpu")
         case.solve(compiled(case, "fake"))
         assert (ran, others) == (["forward", "backward"], [])
 
     @pytest.mark.parametrize("made", ["inside", "outside"])
-    def test_use_backend(self, fake, case, made):
+    def test_use_backend_around_a_graph(self, fake, case, made):
         ran, others = fake(), fake("cpu")
         function = compiled(case, "auto")
         if made == "outside":
@@ -111,7 +111,7 @@ class TestWhoRunsAGraph:
             assert_same(case.solve(function), case.truth(), 1e-4)
         assert (ran, others) == (["forward", "backward"], [])
 
-    def test_the_environment_variable(self, fake, case, monkeypatch):
+    def test_environment_variable_around_a_graph(self, fake, case, monkeypatch):
         ran, others = fake(), fake("cpu")
         function = compiled(case, "auto")
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fake")
@@ -119,7 +119,7 @@ class TestWhoRunsAGraph:
         assert (ran, others) == (["forward", "backward"], [])
 
     @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-    def test_backward_runs_where_forward_ran(self, fake, case, graph):
+    def test_backward_runs_on_the_backend_of_the_forward(self, fake, case, graph):
         """The state of random numbers is a backend's own, and backward is often called after the block."""
         ran, others = fake(), fake("cpu")
         function = compiled(case, "auto") if graph else lambda **inputs: call(case, "auto")(**only(inputs))
@@ -129,13 +129,13 @@ class TestWhoRunsAGraph:
         out.sum().backward()
         assert (ran, others) == (["forward", "backward"], [])
 
-    def test_a_named_backend_that_cannot(self, fake, case):
+    def test_named_backend_that_cannot_run_in_a_graph(self, fake, case):
         fake()
         case.options["softcap"] = 3.0
         with pytest.raises(ValueError, match="softcap is not supported: leave softcap at 0"):
             compiled(case, "fake", fullgraph=False)(**case.inputs)
 
-    def test_one_that_turns_out_unable_says_so_when_the_graph_runs(self, fake, case):
+    def test_backend_that_cannot_run_raises_when_the_graph_runs(self, fake, case):
         fake(features=cpu.BACKEND.features - {"cross", "no keys"})
         function = compiled(case, "auto")
         function(**case.inputs)
@@ -143,28 +143,28 @@ class TestWhoRunsAGraph:
             function(**case.inputs)
 
 
-class TestWhatNoOperatorTakes:
-    def test_breaks_the_graph_and_runs_on_the_reference(self):
+class TestNoOperatorSupportsTheCall:
+    def test_graph_break_and_the_reference(self):
         case = problem("self", "full", "plain", lengths=[3], options={"softcap": 2.0})
         with pytest.warns(SlowBackendWarning, match="softcap is not supported"):
             out, lse = compiled(case, "auto", fullgraph=False)(**case.inputs)
         want = case.truth()
         assert_same({"out": out, "lse": lse}, {name: want[name] for name in ("out", "lse")}, 1e-9)
 
-    def test_is_told_where_the_graph_is_made_already(self):
+    def test_auto_operator_raises_if_only_the_reference_can_run(self):
         arguments = list(operands("auto"))
         arguments[:3] = [x.double() for x in arguments[:3]]
         arguments[custom_ops.argument_index("softcap")] = 2.0
         with pytest.raises(ValueError, match=r"(?s)'reference' is not a custom operator.* softcap is not supported"):
             operator("auto", "forward")(*arguments)
 
-    def test_an_unknown_name_is_told_the_known_ones(self):
+    def test_unknown_backend_lists_the_known_ones(self):
         with pytest.raises(ValueError, match=r"no backend 'nobody'.*'cpu', 'reference'"):
             operator("auto", "forward")(*operands("auto")[:-1], "nobody")
 
 
 @NAMES
-def test_functional_gradients_in_a_graph(backend):
+def test_torch_func_grad_in_a_graph(backend):
     layout = SequenceLayout.from_lengths([5, 7])
     tensors = torch.randn(3, 12, 3, 11).unbind()
 
@@ -180,7 +180,7 @@ def test_functional_gradients_in_a_graph(backend):
 
 
 @NAMES
-def test_one_tensor_may_be_query_key_and_value_of_a_graph(backend):
+def test_same_tensor_as_query_key_and_value_of_a_graph(backend):
     layout = SequenceLayout.from_lengths([5, 7])
     x = torch.randn(12, 3, 11, requires_grad=True)
 
@@ -194,7 +194,7 @@ def test_one_tensor_may_be_query_key_and_value_of_a_graph(backend):
 
 @NAMES
 @pytest.mark.parametrize("extra", ["gqa", "all"])
-def test_functional_gradients_are_autograd_s(backend, extra):
+def test_torch_func_grad_agrees_with_autograd(backend, extra):
     case = case_of("cross", "causal", extra)
     function = call(case, backend)
 
@@ -211,7 +211,7 @@ def test_functional_gradients_are_autograd_s(backend, extra):
 
 @NAMES
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_autocast_decides_the_precision(backend, graph):
+def test_autocast_decides_the_dtype(backend, graph):
     case = case_of("cross", "causal", "wide-values-gqa", dtype=torch.float32)
     function = compiled(case, backend) if graph else call(case, backend)
     leaves = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
@@ -231,7 +231,7 @@ def test_autocast_decides_the_precision(backend, graph):
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(("keep", "forwards"), [(False, 2), (True, 1)], ids=["recomputed", "saved"])
-def test_a_checkpoint_may_save_what_the_operator_gave(monkeypatch, keep, forwards, graph):
+def test_selective_checkpoint_saves_the_operator_s_output(monkeypatch, keep, forwards, graph):
     calls = {"forward": 0, "backward": 0}
 
     def counting(name, kernel):

@@ -29,9 +29,9 @@ def module():
     return nta.VarlenMultiheadAttention(22, 2, batch_first=True, dtype=torch.float64)
 
 
-class TestOffsets:
+class TestChangedOffsets:
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_a_converted_twin_keeps_what_it_holds(self, dtype):
+    def test_int32_and_int64_offsets_of_a_layout_are_independent(self, dtype):
         given = offsets(dtype)
         layout = SequenceLayout.from_offsets(given)
         twin = layout.cu_seqlens if dtype == torch.int64 else layout.offsets
@@ -40,7 +40,7 @@ class TestOffsets:
         assert SequenceLayout.from_offsets(given).lengths.tolist() == [3, 11]
 
     @pytest.mark.parametrize("how", ["in place", "NumPy", "NumPy, every second number", "an element of .data", ".data"])
-    def test_a_change_is_seen_when_they_are_passed_again(self, how):
+    def test_offsets_changed_in_any_way_are_read_again(self, how):
         memory = np.array([0, 7, 5, 7, 14])[::2] if "every second" in how else np.array([0, 5, 14])
         given = torch.from_numpy(memory)
         assert SequenceLayout.from_offsets(given).host_offsets.tolist() == [0, 5, 14]
@@ -57,7 +57,7 @@ class TestOffsets:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     @pytest.mark.parametrize("use", ["function", "module", "pack", "pad", "to_nested"])
-    def test_a_layout_made_before_the_change_is_refused(self, use, dtype, module):
+    def test_layout_of_changed_offsets_is_refused(self, use, dtype, module):
         given = offsets(dtype)
         layout = SequenceLayout.from_offsets(given)
         given[1] = 3
@@ -72,7 +72,7 @@ class TestOffsets:
         with pytest.raises(ValueError, match="changed in place after it was made"):
             calls[use]()
 
-    def test_a_copied_layout_is_independent(self):
+    def test_deepcopy_of_a_layout_is_independent_of_its_offsets(self):
         import copy
 
         given = offsets()
@@ -87,7 +87,7 @@ class TestOffsets:
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     @pytest.mark.parametrize("watched", [False, True], ids=["eager", "dispatch mode"])
     @pytest.mark.parametrize("backend", ["cpu", "reference"])
-    def test_a_change_before_the_backward(self, dtype, watched, backend):
+    def test_offsets_changed_before_the_backward(self, dtype, watched, backend):
         given, start = offsets(dtype), leaf(TOKENS, 3, 7)
         want = torch.autograd.grad(attend(start, offsets(dtype), backend).pow(2).sum(), start)[0]
         out = attend(start, given, backend)
@@ -96,7 +96,7 @@ class TestOffsets:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-    def test_a_change_before_the_backward_of_a_graph(self, dtype, compiler):
+    def test_offsets_changed_before_the_backward_of_a_graph(self, dtype, compiler):
         torch._dynamo.reset()
         given, start = offsets(dtype), leaf(TOKENS, 3, 7)
         want = torch.autograd.grad(attend(start, offsets(dtype), "auto").pow(2).sum(), start)[0]

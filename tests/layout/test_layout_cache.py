@@ -12,7 +12,7 @@ from nt_attention import SequenceLayout, varlen_attention
 from nt_attention._offsets import _facts_of, read_offsets
 
 
-class TestMemory:
+class TestCachedOffsets:
     """What is known of an offsets tensor is read once, goes stale when the tensor changes, and dies with it."""
 
     @pytest.fixture
@@ -37,26 +37,26 @@ class TestMemory:
         assert first.sequence_ids is second.sequence_ids
         assert first.host_offsets is second.host_offsets
 
-    def test_equal_offsets_are_not_the_same_offsets(self, reads):
+    def test_equal_offsets_tensors_are_cached_separately(self, reads):
         first, second = (SequenceLayout.from_offsets(torch.tensor([0, 5, 6])) for _ in range(2))
         assert len(reads) == 2
         assert first.position_ids is not second.position_ids
 
-    def test_from_lengths_reads_nothing_back(self, reads):
+    def test_from_lengths_reads_no_offsets(self, reads):
         layout = SequenceLayout.from_lengths(LENGTHS)
         reads.clear()
         assert SequenceLayout.from_offsets(layout.offsets).host_offsets is layout.host_offsets
         assert reads == []
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-    def test_a_layout_to_nested_and_back_reads_nothing_more(self, reads, dtype):
+    def test_to_nested_and_attention_read_no_offsets_again(self, reads, dtype):
         layout = SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6], dtype=dtype))
         made = layout.to_nested(torch.randn(6, 3, 5))
         reads.clear()
         varlen_attention(made, made, made)
         assert reads == []
 
-    def test_a_second_call_reads_nothing(self, reads):
+    def test_second_call_reads_no_offsets(self, reads):
         values = torch.randn(13, 3, 5)
         made = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 5, 6, 13]))
         holes = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 7, 13]), lengths=torch.tensor([5, 6]))
@@ -68,7 +68,7 @@ class TestMemory:
             assert reads == []
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-    def test_a_change_in_place_is_noticed(self, dtype):
+    def test_offsets_changed_in_place_are_read_again(self, dtype):
         offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
         assert SequenceLayout.from_offsets(offsets).position_ids.tolist() == [0, 1, 2, 3, 4, 0]
         offsets[1:3] = torch.tensor([2, 4])
@@ -79,14 +79,14 @@ class TestMemory:
         with pytest.raises(ValueError, match="decrease from 5 to 4"):
             SequenceLayout.from_offsets(offsets)
 
-    def test_a_change_of_lengths_in_place_is_noticed(self):
+    def test_lengths_changed_in_place_are_read_again(self):
         lengths = torch.tensor([4, 3])
         x = torch.nested.nested_tensor_from_jagged(torch.randn(11, 3), torch.tensor([0, 5, 11]), lengths=lengths)
         assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 3]
         lengths[1] = 6
         assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 6]
 
-    def test_inference_tensors_are_not_remembered(self):
+    def test_offsets_that_are_inference_tensors_are_not_cached(self):
         with torch.inference_mode():
             offsets = torch.tensor([0, 5, 6])
             _, first = read_offsets(offsets)
@@ -98,7 +98,7 @@ class TestMemory:
             assert read_offsets(made.offsets)[1].host is made.host_offsets  # its offsets are no inference tensor
         assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [2, 4]
 
-    def test_inference_lengths_are_not_remembered(self):
+    def test_lengths_that_are_inference_tensors_are_not_cached(self):
         offsets = torch.tensor([0, 5, 11])
         with torch.inference_mode():
             lengths = torch.tensor([4, 3])
@@ -121,11 +121,11 @@ class TestMemory:
             lambda layout: None,
             lambda layout: (layout.lengths, layout.position_ids, layout.sequence_ids),
             lambda layout: layout.pack(layout.pad(torch.zeros(layout.total, 2))),
-            lambda layout: TestMemory.attend(layout),
-            lambda layout: TestMemory.attend(layout, SequenceLayout.from_lengths([7, 1, 2])),
-            lambda layout: TestMemory.attend(SequenceLayout.from_lengths([7, 1, 2]), layout),
-            lambda layout: TestMemory.attend(layout, layout.extended(1)),
-            lambda layout: TestMemory.attend(layout.extended(1), layout),
+            lambda layout: TestCachedOffsets.attend(layout),
+            lambda layout: TestCachedOffsets.attend(layout, SequenceLayout.from_lengths([7, 1, 2])),
+            lambda layout: TestCachedOffsets.attend(SequenceLayout.from_lengths([7, 1, 2]), layout),
+            lambda layout: TestCachedOffsets.attend(layout, layout.extended(1)),
+            lambda layout: TestCachedOffsets.attend(layout.extended(1), layout),
             lambda layout: varlen_attention(*[layout.to_nested(torch.randn(6, 3, 5))] * 3),
         ],
         ids=[
@@ -134,7 +134,7 @@ class TestMemory:
         ],
     )  # fmt: skip
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-    def test_nothing_outlives_its_offsets(self, use, dtype):
+    def test_cache_is_freed_with_its_offsets(self, use, dtype):
         offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
         layout = SequenceLayout.from_offsets(offsets)
         use(layout)
@@ -145,7 +145,7 @@ class TestMemory:
         assert [ref() for ref in mourned] == [None] * 4
 
     @pytest.mark.parametrize("order", ["holes-ask-whole", "whole-asks-holes"])
-    def test_nothing_outlives_offsets_with_holes(self, order):
+    def test_cache_is_freed_with_offsets_with_holes(self, order):
         offsets, lengths, values = torch.tensor([0, 5, 11]), torch.tensor([4, 6]), torch.randn(11, 3, 5)
         whole = torch.nested.nested_tensor_from_jagged(values, offsets)
         holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths)
@@ -157,7 +157,7 @@ class TestMemory:
         gc.collect()
         assert [ref() for ref in mourned] == [None] * 3
 
-    def test_many_batches_leave_nothing_behind(self):
+    def test_cache_does_not_grow_with_batches(self):
         gc.collect()
         before = len(_facts_of)
         for n in range(20):
@@ -172,7 +172,7 @@ class TestInferenceMode:
     """What is derived under inference_mode serves training as well, where inference tensors may not be saved."""
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-    def test_takes_offsets_from_outside(self, dtype):
+    def test_offsets_from_outside_of_inference_mode(self, dtype):
         offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
         with torch.inference_mode():
             layout = SequenceLayout.from_offsets(offsets)
@@ -180,7 +180,7 @@ class TestInferenceMode:
         assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [5, 0, 1]
 
     @pytest.mark.parametrize("make", ["offsets", "cu_seqlens", "list", "mask"])
-    def test_what_it_derived_can_train(self, make):
+    def test_layout_used_in_inference_mode_trains(self, make):
         layout = MAKERS[make](LENGTHS)
         padded, slopes = torch.randn(4, layout.padded_length or 7, 3, 5), torch.rand(4, 3)
 
@@ -197,7 +197,7 @@ class TestInferenceMode:
         assert torch.equal(got.detach(), want)
         assert padded.grad.any()
 
-    def test_nested_tensors_with_holes_can_train(self):
+    def test_nested_tensors_with_holes_from_inference_mode_train(self):
         x = torch.nested.nested_tensor_from_jagged(
             torch.randn(11, 3, 5, requires_grad=True), torch.tensor([0, 5, 11]), lengths=torch.tensor([4, 6])
         )
@@ -207,15 +207,15 @@ class TestInferenceMode:
         assert layout.lengths.tolist() == [4, 6]
 
 
-class TestWhatIsKeptOfALayout:
-    def test_is_bounded_however_many_kinds_of_calls_there_are(self):
+class TestSizeOfTheCache:
+    def test_cache_of_a_layout_is_bounded(self):
         layout, x = SequenceLayout.from_lengths([5, 9]), torch.randn(14, 3, 7)
         cache = layout._facts.cache
         for i in range(3 * cache.MOST_ENTRIES):
             varlen_attention(x, x, x, layout, scale=0.1 + i / 1000, window_size=(i, 0))
         assert len(cache) <= cache.MOST_ENTRIES
 
-    def test_tables_of_rotary_serve_any_number_of_rows(self):
+    def test_rotary_tables_are_cached_once_for_any_number_of_rows(self):
         attention = nta.VarlenMultiheadAttention(24, 2, rotary=nta.Rotary())
         layout = SequenceLayout.from_lengths([5, 9])
         tokens = torch.randn(60, 24)

@@ -12,7 +12,7 @@ from nt_attention import SequenceLayout, varlen_attention
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 0], [], [3], [2, 2, 2]], ids=str)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_every_constructor_tells_the_same(make, lengths):
+def test_all_constructors_give_the_same_layout(make, lengths):
     layout = make(lengths)
     positions = [position for length in lengths for position in range(length)]
     sequences = [b for b, length in enumerate(lengths) for _ in range(length)]
@@ -30,7 +30,7 @@ def test_every_constructor_tells_the_same(make, lengths):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_offsets_are_kept_not_copied(dtype):
+def test_from_offsets_does_not_copy(dtype):
     offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
     layout = SequenceLayout.from_offsets(offsets)
     assert (layout.offsets if dtype == torch.int64 else layout.cu_seqlens) is offsets
@@ -54,13 +54,13 @@ def test_from_position_ids(position_ids, lengths):
     assert layout.lengths.tolist() == lengths
 
 
-def test_position_ids_go_round():
+def test_from_position_ids_of_the_position_ids_of_a_layout():
     layout = SequenceLayout.from_lengths([5, 1, 7])
     assert SequenceLayout.from_position_ids(layout.position_ids).same_lengths(layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-def test_positions_of_a_narrow_dtype_do_not_wrap_around(dtype):
+def test_from_position_ids_narrow_integer_dtypes_do_not_overflow(dtype):
     top = min(torch.iinfo(dtype).max, 300) + 1
     positions = torch.cat([torch.arange(top), torch.arange(4)]).to(dtype)
     assert SequenceLayout.from_position_ids(positions).lengths.tolist() == [top, 4]
@@ -69,13 +69,13 @@ def test_positions_of_a_narrow_dtype_do_not_wrap_around(dtype):
         assert SequenceLayout.from_position_ids(after).lengths.tolist() == [1, 1]
 
 
-def test_a_device_may_be_asked_for():
+def test_from_lengths_on_a_device():
     layout = SequenceLayout.from_lengths(torch.tensor(LENGTHS), device="meta")
     assert layout.device.type == layout.cu_seqlens.device.type == "meta"
     assert layout.total == 13
 
 
-def test_the_host_s_part_stays_there_under_a_default_device():
+def test_host_offsets_stay_on_the_host_under_a_default_device():
     """As ``with torch.device("cuda")`` does; meta stands for it here, and holds no values at all."""
     with torch.device("meta"):
         layout = SequenceLayout.from_lengths([5, 0, 3], device="cpu")
@@ -85,37 +85,37 @@ def test_the_host_s_part_stays_there_under_a_default_device():
 
 
 class TestMaxSeqlenBound:
-    def test_stands_in_for_the_longest(self):
+    def test_max_seqlen_bound_replaces_the_longest_length(self):
         offsets = torch.tensor([0, 5, 5, 6])
         assert SequenceLayout.from_offsets(offsets, max_seqlen=11).max_seqlen == 11
         assert SequenceLayout.from_offsets(offsets, max_seqlen=5).max_seqlen == 5
         assert SequenceLayout.from_offsets(offsets).max_seqlen == 5, "a bound is its layout's own, not the offsets'"
 
-    def test_is_the_length_that_pad_pads_to(self):
+    def test_max_seqlen_bound_is_the_padded_length(self):
         layout = SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6]), max_seqlen=11)
         values = torch.randn(6, 3)
         assert layout.pad(values).shape == (3, 11, 3)
         assert torch.equal(layout.pack(layout.pad(values)), values)
 
-    def test_must_hold(self):
+    def test_max_seqlen_bound_too_small_raises(self):
         with pytest.raises(ValueError, match="max_seqlen=4 is below the longest sequence of 5 tokens"):
             SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6]), max_seqlen=4)
 
 
-def test_from_nested_strided():
+def test_from_nested_of_a_strided_nested_tensor():
     parts = [torch.randn(n, 3) for n in LENGTHS]
     made = torch.nested.as_nested_tensor(parts, layout=torch.strided)
     assert SequenceLayout.from_nested(made).lengths.tolist() == LENGTHS
 
 
-def test_from_nested_counts_the_tokens_alone():
+def test_from_nested_with_holes():
     values, offsets = torch.randn(13, 3), torch.tensor([0, 5, 5, 13])
     holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=torch.tensor([4, 0, 7]))
     assert SequenceLayout.from_nested(holes).lengths.tolist() == [4, 0, 7]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
-def test_a_used_layout_can_be_pickled_and_copied(duplicate):
+def test_copy_and_pickle_of_a_used_layout(duplicate):
     layout = SequenceLayout.from_attention_mask(torch.tensor([[0, 1, 1], [1, 0, 0]]))
     x = torch.randn(3, 2, 5)
     out = varlen_attention(x, x, x, layout)

@@ -31,7 +31,7 @@ def test_malformed_offsets(offsets, told):
             SequenceLayout.from_offsets(offsets)
 
 
-def test_offsets_that_are_a_list():
+def test_from_offsets_of_a_list():
     with pytest.raises(TypeError, match=r"got list: pass torch.tensor"):
         SequenceLayout.from_offsets([0, 3])
 
@@ -86,7 +86,7 @@ def test_malformed_position_ids(positions, told):
 
 
 @pytest.mark.parametrize("plain", [torch.zeros(3, 5, 2), torch.tensor([0, 3, 7])], ids=["padded", "offsets"])
-def test_from_nested_refuses_a_plain_tensor(plain):
+def test_from_nested_of_a_plain_tensor(plain):
     with pytest.raises((TypeError, ValueError), match=r"(?i)nested"):
         SequenceLayout.from_nested(plain)
 
@@ -99,7 +99,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_total_beyond_the_tensor(method):
+def test_tensor_with_too_few_tokens(method):
     with pytest.raises(ValueError, match=r"has shape \(12, .*4 sequences have 13 tokens"):
         method(SequenceLayout.from_lengths(LENGTHS), torch.zeros(12, 3))
 
@@ -107,12 +107,12 @@ def test_a_total_beyond_the_tensor(method):
 @pytest.mark.parametrize(
     "method", [*METHODS.values(), lambda layout, x: layout.pack(x[None].expand(4, 13, 3))], ids=[*METHODS, "pack"]
 )
-def test_another_device(method):
+def test_tensor_on_another_device_than_the_layout(method):
     with pytest.raises(ValueError, match=r"is on meta and the layout on cpu.*make the layout.*on meta"):
         method(SequenceLayout.from_lengths(LENGTHS), torch.zeros(13, 3, device="meta"))
 
 
-class TestRefusedWithAReason:
+class TestInvalidLengthsAndOffsets:
     @pytest.mark.parametrize("lengths", [[2**62] * 4, [2**31], [2**31 - 1, 1], [2**64]])
     def test_more_tokens_than_kernels_can_address(self, lengths):
         with pytest.raises(ValueError, match="lengths"):
@@ -141,6 +141,6 @@ class TestRefusedWithAReason:
             make(given)
 
     @pytest.mark.parametrize("method", ["pack", "pad", "to_nested"])
-    def test_what_is_no_tensor(self, method):
+    def test_pack_pad_to_nested_of_a_list(self, method):
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor, got list"):
             getattr(SequenceLayout.from_lengths([3]), method)([1, 2, 3])

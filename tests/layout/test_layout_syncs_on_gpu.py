@@ -12,7 +12,7 @@ LENGTHS = [1, 4096, 0, 17, 1031, 128, 129, 65, 15]
 
 
 @gpu
-def test_a_second_layer_on_the_same_nested_tensor_waits_for_nothing():
+def test_second_layer_on_a_nested_tensor_does_not_sync():
     module = nta.VarlenMultiheadAttention(64, 4, device="cuda", dtype=torch.bfloat16)
     parts = [torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in LENGTHS]
     x = torch.nested.as_nested_tensor(parts, layout=torch.jagged).detach().requires_grad_()
@@ -29,7 +29,7 @@ def test_a_second_layer_on_the_same_nested_tensor_waits_for_nothing():
 
 @gpu
 @pytest.mark.parametrize("make", ["offsets", "nested", "bool mask", "int mask", "position_ids", "lengths", "list"])
-def test_a_layout_waits_once_and_its_use_never(make):
+def test_layout_syncs_once(make):
     host = nta.SequenceLayout.from_lengths([3, 0, 5])
     mask = host.pad(torch.ones(8)).bool().cuda()
     values = torch.randn(8, 2, device="cuda")

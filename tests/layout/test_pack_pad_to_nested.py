@@ -30,7 +30,7 @@ MASKS = {
 class TestPackAndPad:
     @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
     @pytest.mark.parametrize("fill", [0.0, -3.5, float("-inf")])
-    def test_use_the_very_places_of_the_mask(self, mask, fill):
+    def test_pack_and_pad_use_the_positions_of_the_mask(self, mask, fill):
         layout = SequenceLayout.from_attention_mask(mask)
         padded = padded_with(mask, fill)
         packed = layout.pack(padded)
@@ -38,7 +38,7 @@ class TestPackAndPad:
         assert torch.equal(layout.pad(packed, fill), padded)
 
     @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0], [], [3]], ids=str)
-    def test_stand_left_without_a_mask(self, lengths):
+    def test_pad_is_right_padding_without_a_mask(self, lengths):
         layout = SequenceLayout.from_lengths(lengths)
         mask = right(lengths, layout.max_seqlen)
         assert torch.equal(layout.pad(layout.pack(padded_with(mask, 9.0)), 9.0), padded_with(mask, 9.0))
@@ -49,7 +49,7 @@ class TestPackAndPad:
 
     @pytest.mark.parametrize("trailing", [(), (3,), (2, 5)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16], ids=str)
-    def test_any_shape_and_dtype(self, trailing, dtype):
+    def test_pack_and_pad_any_shape_and_dtype(self, trailing, dtype):
         layout = SequenceLayout.from_attention_mask(MASKS["scattered"])
         values = torch.randint(0, 2, (layout.total, *trailing)).to(dtype)
         padded = layout.pad(values)
@@ -63,7 +63,7 @@ class TestPackAndPad:
         assert torch.equal(layout.pad(values), layout.pad(values[:13]))
 
     @pytest.mark.parametrize("name", ["right", "scattered", "all-empty"])
-    def test_can_be_differentiated(self, name):
+    def test_pack_and_pad_gradcheck(self, name):
         layout = SequenceLayout.from_attention_mask(MASKS[name])
         packed = torch.randn(layout.total + 2, 3, dtype=torch.float64, requires_grad=True)
         padded = torch.randn(*MASKS[name].shape, 3, dtype=torch.float64, requires_grad=True)
@@ -80,14 +80,14 @@ class TestPackAndPad:
         with pytest.raises(ValueError, match=rf"padded must be \(4, 7 or more, …\).*got {re.escape(told)}"):
             layout.pack(torch.zeros(shape))
 
-    def test_pack_wants_exactly_the_positions_of_the_mask(self):
+    def test_pack_refuses_another_padded_length_than_the_mask(self):
         layout = SequenceLayout.from_attention_mask(MASKS["left"])
         with pytest.raises(ValueError, match=r"padded must be \(4, 7, …\) for this layout, got \(4, 8, 3\)"):
             layout.pack(torch.zeros(4, 8, 3))
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_packing_and_padding_are_each_other_s_gradient(mask):
+def test_pack_and_pad_derivatives_of_all_orders(mask):
     layout = SequenceLayout.from_attention_mask(mask)
     padded = torch.randn(*mask.shape, 3, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(layout.total, 3, dtype=torch.float64, requires_grad=True)
@@ -101,7 +101,7 @@ def test_packing_and_padding_are_each_other_s_gradient(mask):
     assert torch.equal(torch.func.vjp(layout.pack, padded.detach())[1](grad.detach())[0], back)
 
 
-def test_a_layout_of_an_evaluation_s_mask_serves_training():
+def test_pack_and_pad_train_with_a_layout_from_inference_mode():
     with torch.inference_mode():
         layout = SequenceLayout.from_attention_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
     x = torch.randn(2, 3, 5, requires_grad=True)
@@ -109,7 +109,7 @@ def test_a_layout_of_an_evaluation_s_mask_serves_training():
     assert x.grad.sum() == 25
 
 
-def test_to_nested_is_ragged_by_the_layouts_own_offsets():
+def test_to_nested_shares_the_offsets_of_the_layout():
     layout = SequenceLayout.from_lengths(LENGTHS)
     values = torch.randn(13, 3, requires_grad=True)
     made = layout.to_nested(values)
@@ -122,6 +122,6 @@ def test_to_nested_is_ragged_by_the_layouts_own_offsets():
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]], ids=["no-sequences", "all-empty"])
-def test_to_nested_of_nothing(lengths):
+def test_to_nested_of_empty_batches(lengths):
     layout = SequenceLayout.from_lengths(lengths)
     assert layout.to_nested(torch.zeros(0, 3)).offsets() is layout.offsets

@@ -32,7 +32,7 @@ MADE += [pytest.param(make, "mixed", id=f"{make.__name__}-mixed") for make in (a
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("make", "name"), MADE)
-def test_each_sequence_sees_itself_alone(make, name, causal):
+def test_nested_tensor_attention_of_each_sequence_alone(make, name, causal):
     parts = random_parts(LENGTHS[name])
     x = make(parts)
     out, lse = varlen_attention(x, x, x, is_causal=causal, return_lse=True)
@@ -58,7 +58,7 @@ def test_each_sequence_sees_itself_alone(make, name, causal):
 
 
 @pytest.mark.parametrize(("make", "name"), MADE)
-def test_the_output_can_be_added_to_the_input(make, name):
+def test_nested_tensor_output_can_be_added_to_the_input(make, name):
     parts = random_parts(LENGTHS[name])
     x = make(parts)
     out = varlen_attention(x, x, x)
@@ -72,7 +72,7 @@ def test_the_output_can_be_added_to_the_input(make, name):
 
 
 @pytest.mark.parametrize("make", [from_jagged, heads_first, with_holes, begins_later], ids=lambda make: make.__name__)
-def test_lse_shares_the_offsets_of_the_query(make):
+def test_nested_tensor_lse_shares_the_offsets_of_the_query(make):
     x = make(random_parts(LENGTHS["mixed"]))
     _, lse = varlen_attention(x, x, x, return_lse=True)
     assert lse.offsets() is x.offsets()
@@ -82,7 +82,7 @@ def test_lse_shares_the_offsets_of_the_query(make):
 
 @pytest.mark.parametrize("make_key", [from_jagged, heads_first, with_holes, begins_later], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("make", [from_jagged, heads_first, with_holes, strided], ids=lambda make: make.__name__)
-def test_cross_attention(make, make_key):
+def test_nested_tensor_cross_attention(make, make_key):
     lengths, key_lengths = [5, 0, 3, 1], [2, 3, 0, 7]
     parts, keys, values = random_parts(lengths), random_parts(key_lengths), random_parts(key_lengths)
     x = make(parts)
@@ -95,14 +95,14 @@ def test_cross_attention(make, make_key):
         assert out.offsets() is x.offsets()
 
 
-def test_key_and_value_may_be_of_different_make():
+def test_nested_key_and_value_of_different_forms():
     keys, values, queries = (random_parts([5, 0, 3]) for _ in range(3))
     out = varlen_attention(from_jagged(queries), heads_first(keys), with_holes(values))
     alone = [attention(q, k, v, [len(q)])[0] for q, k, v in zip(queries, keys, values, strict=True)]
     assert_all_close(sequences(out), alone)
 
 
-def test_heads_first_keeps_its_form_under_gqa_and_another_value_dim():
+def test_heads_first_nested_tensors_with_grouped_heads_and_another_value_dim():
     offsets = torch.tensor([0, 5, 5, 8])
     query, key, value = (jagged(torch.randn(8, heads, dim), offsets) for heads, dim in ((6, 5), (3, 5), (3, 7)))
     want = varlen_attention(query, key, value)
@@ -111,7 +111,7 @@ def test_heads_first_keeps_its_form_under_gqa_and_another_value_dim():
     assert torch.equal(got.transpose(1, 2).values(), want.values())
 
 
-def test_the_extremes_travel_along():
+def test_nested_tensor_output_keeps_min_and_max_seqlen():
     x = from_jagged(random_parts([5, 0, 3]))
     out = varlen_attention(x, x, x)
     assert (out._maybe_max_seqlen, out._maybe_min_seqlen) == (5, 0)

@@ -9,7 +9,7 @@ import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
 
 
-def test_gradient_reaches_a_leaf_through_a_projection():
+def test_nested_tensor_gradient_through_a_projection():
     layout = SequenceLayout.from_lengths([5, 0, 3])
     values = torch.randn(8, 7, requires_grad=True)
     project = torch.nn.Linear(7, 3 * H * D)
@@ -25,7 +25,7 @@ def test_gradient_reaches_a_leaf_through_a_projection():
         torch.testing.assert_close(one, other)
 
 
-def test_a_nested_leaf_gets_a_nested_gradient():
+def test_nested_leaf_gets_a_nested_gradient():
     parts = random_parts([5, 0, 3])
     x = torch.nested.nested_tensor([part.detach() for part in parts], layout=torch.jagged, requires_grad=True)
     varlen_attention(x, x, x).values().sum().backward()
@@ -37,7 +37,7 @@ def module_of(backend):
     return nta.VarlenMultiheadAttention(8, 2, backend=backend, dtype=torch.float64)
 
 
-def test_a_gradient_s_gradient_comes_through():
+def test_second_derivative_of_nested_tensors_on_the_reference():
     """Where the backend allows it: a penalty on the gradient weighs as it does on packed rows."""
     module, layout = module_of("reference"), SequenceLayout.from_lengths([5, 3])
     values = torch.randn(8, 8, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_a_gradient_s_gradient_comes_through():
         torch.testing.assert_close(nested, packed)
 
 
-def test_a_kernel_s_gradient_can_t_be_differentiated_in_silence():
+def test_second_derivative_of_nested_tensors_on_a_kernel_raises():
     x = torch.nested.nested_tensor_from_jagged(torch.randn(8, 8, dtype=torch.float64), torch.tensor([0, 5, 8]))
     x.requires_grad_()
     (grad,) = torch.autograd.grad(module_of("cpu")(x, x, x)[0].values().sum(), x, create_graph=True)
@@ -61,7 +61,7 @@ def test_a_kernel_s_gradient_can_t_be_differentiated_in_silence():
         grad.values().square().sum().backward()
 
 
-def test_gradients_in_float64_undefined_ones_too():
+def test_gradcheck_of_nested_tensors():
     module, offsets = module_of("cpu"), torch.tensor([0, 3, 3, 8])
 
     def function(values):

@@ -31,16 +31,16 @@ def module():
     return nta.VarlenMultiheadAttention(22, 2, batch_first=True, dtype=torch.float64)
 
 
-class TestNestedTensors:
+class TestNestedTensorsChangedInPlace:
     """They raise where packed tensors do: what was saved for the backward is gone."""
 
-    def test_a_residual_added_to_the_input_of_the_module(self, module):
+    def test_residual_added_in_place_to_the_input(self, module):
         hidden = nested(leaf(TOKENS, 22)) * 1
         hidden += module(hidden, hidden, hidden)[0]
         with pytest.raises(RuntimeError, match=MODIFIED):
             hidden.values().pow(2).sum().backward()
 
-    def test_a_residual_added_to_the_output_of_the_module(self, module):
+    def test_residual_added_in_place_to_the_output(self, module):
         values = leaf(TOKENS, 22)
         hidden = nested(values) * 1
         out = module(hidden, hidden, hidden)[0]
@@ -51,7 +51,7 @@ class TestNestedTensors:
 
     @pytest.mark.parametrize("wants_gradient", [True, False], ids=["non-leaf", "no gradient of its own"])
     @pytest.mark.parametrize("through", ["itself", "its values"])
-    def test_a_change_of_the_input_of_the_module(self, module, wants_gradient, through):
+    def test_input_of_the_module_changed_in_place(self, module, wants_gradient, through):
         hidden = nested(leaf(TOKENS, 22) * 1 if wants_gradient else torch.randn(TOKENS, 22, dtype=torch.float64))
         out = module(hidden, hidden, hidden)[0]
         (hidden if through == "itself" else hidden.values()).mul_(2)
@@ -60,7 +60,7 @@ class TestNestedTensors:
 
     @pytest.mark.parametrize("changed", ["query", "key", "value", "out", "lse"])
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_a_change_around_the_function(self, changed, transposed):
+    def test_inputs_and_outputs_of_the_function_changed_in_place(self, changed, transposed):
         given = {name: nested(leaf(TOKENS, 3, 7)) * 1 for name in ("query", "key", "value")}
         if transposed:
             given = {name: x.transpose(1, 2) for name, x in given.items()}
@@ -69,21 +69,21 @@ class TestNestedTensors:
         with pytest.raises(RuntimeError, match=MODIFIED):
             out.values().sum().backward()
 
-    def test_a_change_of_a_query_that_wants_no_gradient(self):
+    def test_query_without_gradient_changed_in_place(self):
         query, key = nested(torch.randn(TOKENS, 3, 7, dtype=torch.float64)), nested(leaf(TOKENS, 3, 7)) * 1
         out = varlen_attention(query, key, key)
         query.mul_(3)
         with pytest.raises(RuntimeError, match=MODIFIED):
             out.values().sum().backward()
 
-    def test_to_nested_is_a_view_of_the_tokens(self):
+    def test_to_nested_is_a_view(self):
         layout, start = SequenceLayout.from_lengths(LENGTHS), leaf(TOKENS, 3)
         tokens = start * 1
         layout.to_nested(tokens).mul_(2)
         (tokens * tokens).sum().backward()
         torch.testing.assert_close(start.grad, 8 * start.detach())
 
-    def test_inference_tensors_are_taken(self, module):
+    def test_nested_inference_tensors(self, module):
         with torch.inference_mode():
             hidden = nested(torch.randn(TOKENS, 22, dtype=torch.float64))
         with torch.no_grad():

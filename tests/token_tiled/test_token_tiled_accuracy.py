@@ -48,13 +48,13 @@ SCORES = {
 
 @exact
 @cases_of("scores, geometry, dtype", 3, SCORES, ["full", "causal-window"], DTYPES)
-def test_what_is_done_to_scores(scores, geometry, dtype):
+def test_softcap_scale_and_alibi(scores, geometry, dtype):
     extra, options = SCORES[scores]
     check(case_of("cross", geometry, extra, dtype=dtype, options=options))
 
 
 @exact
-def test_a_capped_score_in_float32():
+def test_softcap_is_accurate_in_float32():
     """The lse of a single key is its score: tanh's series, where they meet, and its far end."""
     products = torch.cat([torch.linspace(-2, 2, 401), torch.tensor([-90.0, -9.0, 1e-4, 9.0, 90.0])])
     case = placed(Problem([len(products)], [1], 1, 1, 1, 1, dtype=torch.float32, options={"softcap": 1.0}))
@@ -67,7 +67,7 @@ def test_a_capped_score_in_float32():
 
 @exact
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_alibi_is_not_rounded(dtype):
+def test_alibi_is_not_rounded_by_token_tiled(dtype):
     """A distance of 257 times a slope near 1 has no place in 16 bits; weights would be off by tens of percent."""
     case = placed(Problem([301], None, 1, 1, 5, 5, dtype=dtype))
     case.inputs["query"] *= 0
@@ -94,7 +94,7 @@ def test_head_dims(dims, dtype):
 @exact
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2), (7, 1)], ids=str)
-def test_groups_of_heads(heads, batch_invariant):
+def test_grouped_heads(heads, batch_invariant):
     """A group's heads may be added up by one program, or by several."""
     case = placed(Problem([37, 0, 5], [17, 3, 19], *heads, 5, 5, dtype=torch.float16, options={"is_causal": True}))
     check(case, batch_invariant=batch_invariant)
@@ -107,14 +107,14 @@ def test_groups_of_heads(heads, batch_invariant):
     [([0, 0], [0, 0]), ([3, 2], [0, 0]), ([0, 0], [5, 2]), ([], []), ([0, 3, 0], [5, 0, 7]), ([5, 0], [3, 131])],
     ids=["all-empty", "no-keys", "no-queries", "no-sequences", "never-both", "many-keys-for-none"],
 )
-def test_where_there_is_nothing_to_attend_to(lengths, key_lengths, extra):
+def test_empty_sequences_and_no_keys(lengths, key_lengths, extra):
     check(placed(Problem(lengths, key_lengths, past=(3, 2), sinks=extra == "sinks", dtype=torch.float32)))
 
 
 @exact
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_garbage_past_the_sequences_is_never_read(dtype, batch_invariant):
+def test_rows_past_the_end_are_never_read(dtype, batch_invariant):
     case = case_of("cross", "causal-window", "alibi-each-gqa", dtype=dtype)
     want = truth(case)
     past, key_past = case.past
@@ -137,7 +137,7 @@ def test_garbage_past_the_sequences_is_never_read(dtype, batch_invariant):
 @exact
 @pytest.mark.parametrize("which", ["out", "lse"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_loss_on_one_of_both(dtype, which):
+def test_gradients_of_out_or_lse_alone(dtype, which):
     case = case_of("cross", "causal", "gqa", dtype=dtype)
     case.grads = tuple(
         g if name == which else torch.zeros_like(g) for name, g in zip(("out", "lse"), case.grads, strict=True)
@@ -151,7 +151,7 @@ def test_a_loss_on_one_of_both(dtype, which):
     assert_same(dict(zip(names, got, strict=True)), {name: want[name] for name in names}, TOLERANCE[dtype])
 
 
-def test_a_layout_made_in_inference_mode_serves_there():
+def test_layout_made_in_inference_mode():
     case = case_of("cross", "causal", "plain", dtype=torch.float16)
     with torch.inference_mode():
         out, _ = on_tiles(case)(**case.inputs, **case.options)
@@ -159,7 +159,7 @@ def test_a_layout_made_in_inference_mode_serves_there():
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_functional_gradients_are_autograd_s(dtype):
+def test_torch_func_grad_agrees_with_autograd(dtype):
     case = case_of("cross", "causal", "gqa", dtype=dtype)
     function = on_tiles(case, is_causal=True)
 
@@ -175,7 +175,7 @@ def test_functional_gradients_are_autograd_s(dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_autocast_decides_the_precision(dtype):
+def test_autocast_decides_the_dtype(dtype):
     case = case_of("cross", "causal", "gqa", dtype=torch.float32)
     leaves = [x.requires_grad_() for x in case.inputs.values()]
     function = on_tiles(case, **case.options)

@@ -43,13 +43,13 @@ def assert_repeats(lengths, dtype, times):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_call_gives_the_same_bits_again(dtype):
+def test_deterministic_call_gives_the_same_bits_again(dtype):
     assert_repeats([37, 5, 0, 13, 17], dtype, 1)
 
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_thousand_calls_give_the_same_bits(dtype):
+def test_1000_deterministic_calls_give_the_same_bits(dtype):
     assert_repeats([2049, 5, 0, 129, 17, 1031, *[31] * 97], dtype, 1000)
 
 
@@ -67,11 +67,11 @@ def assert_alone_as_in_the_batch(lengths, heads, kv_heads, head_dim, dtype, **op
 
 
 @cases_of("dtype, geometry", 1, DTYPES, ["full", "both-sides"])
-def test_a_sequence_gives_the_same_bits_alone(dtype, geometry):
+def test_batch_invariant_sequence_gives_the_same_bits_alone(dtype, geometry):
     assert_alone_as_in_the_batch([3, 17, 1, 33, 0, 5, 16, 2], 2, 1, 5, dtype, **GEOMETRIES[geometry])
 
 
-def test_the_tiles_of_a_batch_invariant_call_are_always_the_same(monkeypatch):
+def test_batch_invariant_tile_sizes_are_always_the_same(monkeypatch):
     asked = []
     monkeypatch.setattr(ops, "config_for", lambda *args: asked.append(args) or config_for(*args))
 
@@ -92,7 +92,7 @@ def test_the_tiles_of_a_batch_invariant_call_are_always_the_same(monkeypatch):
 @pytest.mark.parametrize("geometry", ["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_one_of_a_thousand_gives_the_same_bits_alone(dtype, head_dim, geometry):
+def test_batch_invariant_1000_sequences_give_the_same_bits_alone(dtype, head_dim, geometry):
     lengths = [1, 15, 16, 17, 31, 33, 127, 128, 129, 2049] * 5
     lengths += torch.randint(0, 200, (1000 - len(lengths),)).tolist()
     lengths = [lengths[i] for i in torch.randperm(len(lengths)).tolist()]
@@ -101,7 +101,7 @@ def test_one_of_a_thousand_gives_the_same_bits_alone(dtype, head_dim, geometry):
 
 @exact
 @pytest.mark.parametrize("geometry", ["full", "causal"])
-def test_a_batch_invariant_sequence_does_not_suffer_from_its_neighbour_s_nan(geometry):
+def test_batch_invariant_sequence_is_independent_of_nan_in_others(geometry):
     case = case_of("self", geometry, "gqa", dtype=torch.float16)
     want = truth(case)
     last = case.lengths[-1]

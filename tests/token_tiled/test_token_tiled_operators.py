@@ -33,7 +33,7 @@ def operands(lengths=(5, 37, 1, 13), heads=4, kv_heads=2, head_dim=20, value_dim
 
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
-def test_operators_are_what_they_say(alibi):
+def test_opcheck(alibi):
     arguments, grad = operands(lengths=(5, 17, 1), heads=2, kv_heads=1, alibi=alibi)
     torch.library.opcheck(FORWARD, arguments)
     out, lse, state = FORWARD(*arguments)
@@ -41,7 +41,7 @@ def test_operators_are_what_they_say(alibi):
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
-def test_the_gradient_of_lse_may_lie_heads_first(batch_invariant):
+def test_heads_first_gradient_of_lse(batch_invariant):
     """As lse itself does. From above it never comes so, but operators may be called by anybody."""
     arguments, grad = operands(lengths=(37, 5), heads=2, kv_heads=1, alibi=False)
     arguments = (*arguments[:-2], batch_invariant, True)
@@ -58,7 +58,7 @@ def both_ways(grad, *arguments):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=gpu)])
-def test_operators_compile_into_one_graph(compiler):
+def test_token_tiled_operators_in_one_graph(compiler):
     compiled = torch.compile(both_ways, fullgraph=True, backend=compiler)
     for lengths in ((5, 37, 1, 13), (17, 3, 0, 19), (1, 2, 3, 4, 5)):
         arguments, grad = operands(lengths)
@@ -68,7 +68,7 @@ def test_operators_compile_into_one_graph(compiler):
 
 
 @pytest.mark.parametrize("geometry", ["full", "causal-upper_left", "causal-window"])
-def test_flops_are_counted_by_the_pairs_that_are_seen(geometry):
+def test_token_tiled_flops_are_those_of_the_visible_keys(geometry):
     case = case_of("cross", geometry, "wide-values-gqa", dtype=torch.float32)
     leaves = [x.requires_grad_() for x in case.inputs.values()]
     function = on_tiles(case)

@@ -61,7 +61,7 @@ def covered(*tiles):
 
 @examples
 @given(LENGTHS, SIDE, SIDE, st.booleans())
-def test_what_each_token_meets(lengths, left, right, upper_left):
+def test_visible_range_of_each_token(lengths, left, right, upper_left):
     plan = plan_of(lengths, (left, right), upper_left)
     table = visible(lengths, (left, right), upper_left)
     for met, seen in ((plan.queries, table), (plan.keys, table.T)):
@@ -78,7 +78,7 @@ def test_what_each_token_meets(lengths, left, right, upper_left):
 
 @examples
 @given(LENGTHS, st.booleans())
-def test_what_stands_across(lengths, upper_left):
+def test_aligned_key_of_each_query(lengths, upper_left):
     plan = plan_of(lengths, upper_left=upper_left)
     begins = list(itertools.accumulate((keys for _, keys in lengths), initial=0))
     want = [begins[b] + across(lengths, b, i, upper_left) for b, i in places(lengths, 0)]
@@ -87,7 +87,7 @@ def test_what_stands_across(lengths, upper_left):
 
 @examples
 @given(LENGTHS, SIDE, SIDE, ROWS, SHARED)
-def test_tiles_of_queries(lengths, left, right, rows, shared):
+def test_query_tiles_cover_all_queries(lengths, left, right, rows, shared):
     plan = plan_of(lengths, (left, right))
     tiles = plan.query_tiles(rows, shared).tolist()
     of_token = places(lengths, 0)
@@ -103,7 +103,7 @@ def test_tiles_of_queries(lengths, left, right, rows, shared):
 
 @examples
 @given(LENGTHS, SIDE, SIDE, ROWS)
-def test_tiles_that_share_nothing_begin_where_they_would_alone(lengths, left, right, rows):
+def test_batch_invariant_tiles_depend_on_their_sequence_alone(lengths, left, right, rows):
     """A sequence's tiles depend on nothing but itself: that is batch invariance."""
     plan = plan_of(lengths, (left, right))
     for side, tiles in ((0, plan.query_tiles(rows, 0)), (1, plan.key_tiles(rows, 0))):
@@ -118,7 +118,7 @@ def test_tiles_that_share_nothing_begin_where_they_would_alone(lengths, left, ri
 
 @examples
 @given(LENGTHS, SIDE, SIDE, ROWS, ROWS, SHARED)
-def test_fused_tiles_and_the_others_share_out_every_token(lengths, left, right, rows, key_rows, shared):
+def test_fused_and_other_tiles_cover_every_token_once(lengths, left, right, rows, key_rows, shared):
     plan = plan_of(lengths, (left, right))
     fused = plan.fused_tiles(shared).tolist()
     queries = plan.query_tiles(rows, shared, without_fused=True).tolist()
@@ -143,7 +143,7 @@ def test_short_sequences_share_a_tile_with_all_that_fit():
     assert plan.fused_tiles(16).tolist() == [[0, 16] * 2, [16, 17] * 2, [57, 73] * 2, [73, 75] * 2]
 
 
-def test_tiles_with_most_to_do_go_first():
+def test_tiles_are_sorted_by_work():
     lengths = [(3, 3), (257, 257), (17, 17)]
     plan = plan_of(lengths, (math.inf, 0))
     for met, tiles in ((plan.queries, plan.query_tiles(16, 0)), (plan.keys, plan.key_tiles(16, 0))):
@@ -152,7 +152,7 @@ def test_tiles_with_most_to_do_go_first():
         assert work[0] == 257
 
 
-def test_tiles_are_made_once():
+def test_tiles_are_cached():
     plan = plan_of([(5, 7), (40, 3)])
     for make in (
         lambda: plan.query_tiles(16, 32),
@@ -175,14 +175,14 @@ def test_a_plan_keeps_no_offsets_alive(window):
     assert [x() for x in offsets] == [None] * 4
 
 
-def test_a_window_as_operators_take_it():
+def test_window_of_operator_arguments():
     assert Window.of((-1, 5)) == (math.inf, 5)
     assert Window.of((0, -1)) == (0, math.inf)
     assert Window.of((3, -1), is_causal=True).sizes == (3, 0)
 
 
 @pytest.mark.parametrize("window", [(math.inf, math.inf), (3, 3), (3, 1), (math.inf, 0)], ids=str)
-def test_one_layout_on_both_sides_gives_what_two_alike_give(window):
+def test_plan_of_one_layout_equals_that_of_two_equal_ones(window):
     one, two = (SequenceLayout.from_lengths([5, 0, 1, 13, 2]) for _ in range(2))
     got, want = Plan.make(one, one, window, False), Plan.make(one, two, window, False)
     for side in ("queries", "keys"):

@@ -36,7 +36,7 @@ STRIDES = calls.STRIDES | {"one-element-on": lambda x: F.pad(x.flatten(), (1, 0)
 
 @exact
 @cases_of("name, stride, dtype", 5, ["query", "key", "value", "grad"], STRIDES, DTYPES)
-def test_tensors_may_lie_in_memory_as_they_like(name, stride, dtype):
+def test_any_strides(name, stride, dtype):
     case = case_of("cross", "causal", "gqa", dtype=dtype, head_dim=16, value_dim=32)  # kernels read 16 bytes at a time
     stride, function = STRIDES[stride], on_tiles(case)
 
@@ -53,7 +53,7 @@ def test_tensors_may_lie_in_memory_as_they_like(name, stride, dtype):
     assert_same(case.solve(strided), want, TOLERANCE[dtype])
 
 
-def test_heads_may_lie_farther_apart_than_32_bits_count():
+def test_stride_of_heads_exceeds_32_bits():
     """As those of one long (H, T, D) tensor do; here what lies between them is never touched."""
     dtype, apart = torch.float16, 2**30 + 16
     case = placed(Problem([37, 5], None, 3, 3, 16, 16, dtype=dtype))
@@ -71,14 +71,14 @@ def test_heads_may_lie_farther_apart_than_32_bits_count():
 
 
 @exact
-def test_gradients_may_be_expanded_from_one_number():
+def test_expanded_gradients():
     case = case_of("cross", "causal", "gqa", dtype=torch.float32)
     case.grads = tuple(torch.ones((), dtype=g.dtype, device=DEVICE).expand(g.shape) for g in case.grads)
     check(case)
 
 
 @exact
-def test_key_heads_may_be_expanded_from_one():
+def test_expanded_key_heads_of_token_tiled():
     case = case_of("cross", "causal", "plain", dtype=torch.float16)
     for name in ("key", "value"):
         case.inputs[name] = case.inputs[name][:, :1]
@@ -93,7 +93,7 @@ def test_key_heads_may_be_expanded_from_one():
 
 @exact
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_projection_s_views(dtype):
+def test_views_of_one_projection(dtype):
     """Queries, keys and values as ``qkv.unbind(1)``, and their gradients in one tensor."""
     case = case_of("self", "causal", "plain", dtype=dtype)
     qkv = torch.stack([case.inputs[name] for name in ("query", "key", "value")], 1).requires_grad_()
@@ -111,14 +111,14 @@ def test_one_projection_s_views(dtype):
     [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x[..., :1].expand_as(x), lambda x: x.double()],
     ids=["strided", "expanded", "float64"],
 )
-def test_slopes_may_lie_in_memory_as_they_like(change, extra):
+def test_any_strides_of_alibi_slopes(change, extra):
     case = case_of("cross", "causal", extra, dtype=torch.float16)
     case.options["alibi_slopes"] = change(case.options["alibi_slopes"])
     check(case)
 
 
 @gpu
-def test_tensors_may_outgrow_32_bits():
+def test_tensors_exceed_32_bit_sizes():
     """Where each query sees its own key alone, the output is the value, and no gradient is left but the value's."""
     rows, heads = 2**24 + 129, 3
     if torch.cuda.mem_get_info()[0] < 80 * 2**30:

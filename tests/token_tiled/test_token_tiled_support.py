@@ -29,7 +29,7 @@ SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 4, 4, 64, 64, 0.125)
         ({"device": torch.device("cpu")}, "got cpu: move them"),
     ],
 )
-def test_refuses_what_the_kernels_lack(change, reason, monkeypatch):
+def test_token_tiled_support(change, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     reasons = backend.BACKEND.unsupported(dataclasses.replace(SPEC, **change))
@@ -37,12 +37,12 @@ def test_refuses_what_the_kernels_lack(change, reason, monkeypatch):
     assert reason is None or reason in reasons[0]
 
 
-def test_refuses_an_old_card(monkeypatch):
+def test_old_gpu_is_not_supported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a T4")
     assert ["a T4" in reason for reason in backend.BACKEND.unsupported(SPEC)] == [True]
 
 
-def test_the_interpreter_stands_in_for_a_gpu(monkeypatch):
+def test_interpreter_supports_cpu_tensors(monkeypatch):
     monkeypatch.setattr(backend, "interpreted", lambda: True)
     assert backend.BACKEND.unsupported(dataclasses.replace(SPEC, device=torch.device("cpu"))) == []

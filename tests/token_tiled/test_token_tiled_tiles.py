@@ -27,7 +27,7 @@ TILES = {
 
 @exact
 @cases_of("tiles, geometry, extra, dtype", 11, TILES, GEOMETRIES, ["plain", "all"], DTYPES)
-def test_any_sizes_of_tiles_give_the_same(monkeypatch, tiles, geometry, extra, dtype):
+def test_any_tile_sizes(monkeypatch, tiles, geometry, extra, dtype):
     monkeypatch.setattr(ops, "config_for", lambda *_: TILES[tiles])
     check(case_of("cross", geometry, extra, dtype=dtype))
 
@@ -35,13 +35,13 @@ def test_any_sizes_of_tiles_give_the_same(monkeypatch, tiles, geometry, extra, d
 @exact
 @pytest.mark.parametrize("window", [(2, -1), (-1, 2), (17, -1), (-1, 17), (23, 29), (3, 2**63 - 1)], ids=str)
 @pytest.mark.parametrize("tiles", ["tall", "nothing-shared"])
-def test_blocks_that_only_some_rows_see_whole(monkeypatch, tiles, window):
+def test_windows_within_a_tile(monkeypatch, tiles, window):
     monkeypatch.setattr(ops, "config_for", lambda *_: TILES[tiles])
     check(placed(Problem([67], None, 1, 1, 5, 5, dtype=torch.float16, options={"window_size": window})))
 
 
 @pytest.mark.parametrize("table", configs.TABLES.values(), ids=configs.TABLES)
-def test_the_tables_hold_to_what_kernels_assume(table):
+def test_tile_size_tables_are_valid(table):
     assert set(table) == set(itertools.product([64, 128, 256], [2, 4]))
     for profiles in table.values():
         assert list(profiles)[-1] == (configs.ANY, configs.ANY), "no batch is left out"
@@ -53,7 +53,7 @@ def test_the_tables_hold_to_what_kernels_assume(table):
                     assert size & (size - 1) == 0, "tl.arange"
 
 
-def test_one_plan_serves_all_layers_and_both_directions(monkeypatch):
+def test_plan_is_shared_by_all_layers_and_both_directions(monkeypatch):
     made = []
     monkeypatch.setattr(Plan, "make", lambda *args, make=Plan.make: made.append(1) or make(*args))
     case = case_of("cross", "causal", "plain", dtype=torch.float16)
@@ -64,7 +64,7 @@ def test_one_plan_serves_all_layers_and_both_directions(monkeypatch):
     assert len(made) == 1
 
 
-def test_plans_of_one_query_layout_stay_apart():
+def test_plans_of_one_query_layout_are_cached_separately():
     """By the keys' layout, the alignment and the window."""
     lengths = [5, 3, 17]
     layout = nta.SequenceLayout.from_lengths(lengths, device=DEVICE)
