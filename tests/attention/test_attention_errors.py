@@ -14,7 +14,7 @@ LAYOUT = SequenceLayout.from_lengths([4, 0, 3])
 
 
 def inputs(**changes):
-    """A call that is right, but for ``changes``."""
+    """The arguments of a valid call, with `changes`."""
     given = {
         "query": torch.randn(7, 6, 5),
         "key": torch.randn(7, 3, 5),
@@ -121,9 +121,9 @@ REFUSED = {
     "window-infinite": ({"window_size": (float("inf"), 0)}, "window_size must be (left, right)"),
     "window-letters": ({"window_size": "ab"}, "window_size must be (left, right)"),
     "scale-nan": ({"scale": float("nan")}, "scale must be a finite number, or None for D^−0.5, got nan"),
-    "mod-number": (
-        {"mask_mod": 3},
-        "mask_mod must be a function with the signature of flex_attention's mask_mod, got 3",
+    "score-mod-number": (
+        {"score_mod": 3},
+        "score_mod must be a function with the signature of flex_attention's score_mod, got 3",
     ),
     "scale-tensor": ({"scale": torch.tensor(0.5)}, "To learn one, multiply query by it"),
     "softcap-none": ({"softcap": None}, "softcap must be 0 (off) or a positive number, got None"),
@@ -160,9 +160,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("function", [varlen_attention, explain], ids=["varlen_attention", "explain"])
-@pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=REFUSED)
-def test_invalid_arguments_are_refused_with_their_values(changes, told, function):
-    with pytest.raises((TypeError, ValueError), match=re.escape(told)):
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_invalid_arguments_are_refused_with_their_values(changes, message, function):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         function(**inputs(**changes))
 
 

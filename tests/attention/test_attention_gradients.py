@@ -45,16 +45,16 @@ def test_gradient_of_out_and_of_lse_alone(lengths, geometry, which, backend):
 def test_nan_gradient_of_lse_in_fully_masked_rows_is_ignored(backend):
     case = problem("cross", "causal", "plain")
     want = case.truth()
-    blind = want["lse"] == -torch.inf
-    assert blind.any()
-    case.grads = (case.grads[0], case.grads[1].masked_fill(blind, torch.nan))
+    fully_masked = want["lse"] == -torch.inf
+    assert fully_masked.any()
+    case.grads = (case.grads[0], case.grads[1].masked_fill(fully_masked, torch.nan))
     assert_same(case.solve(call(case, backend)), want, 1e-9)
 
 
 def test_sinks_of_minus_infinity_change_nothing():
     case = problem("cross", "causal", "plain")
-    blind = case.truth()["lse"] == -torch.inf
-    case.grads = (case.grads[0], case.grads[1].masked_fill(blind, 0.0))  # where nothing is seen, lse is the sink itself
+    fully_masked = case.truth()["lse"] == -torch.inf
+    case.grads = (case.grads[0], case.grads[1].masked_fill(fully_masked, 0.0))  # lse is the sink there
     want = case.solve(call(case, "cpu"))
     case.inputs["sinks"] = torch.full((5,), -torch.inf, dtype=torch.float64)
     got = case.solve(call(case, "cpu"))

@@ -26,10 +26,10 @@ class TestAutocast:
         with torch.autocast("cpu", dtype=to):
             usual = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in tensors)).dtype
             got = varlen_attention(*tensors, LAYOUT, return_lse=True, backend=backend)
-            told = explain(*tensors, LAYOUT, backend=backend)
+            explanation = explain(*tensors, LAYOUT, backend=backend)
         want = varlen_attention(*(x.to(usual) for x in tensors), LAYOUT, return_lse=True, backend=backend)
         assert got[0].dtype == usual
-        assert told.chosen == backend
+        assert explanation.chosen == backend
         assert_same(dict(zip(("out", "lse"), got, strict=True)), dict(zip(("out", "lse"), want, strict=True)), 0)
         got[0].sum().backward()
         assert [x.grad.dtype for x in tensors] == list(dtypes)

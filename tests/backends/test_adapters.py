@@ -21,23 +21,23 @@ CASES = [
 
 @pytest.fixture
 def fake(registered_variant):
-    """Puts a variant of the CPU backend on the list; ``seen`` gets its calls' head dims, and every delta."""
-    seen = {"forward": [], "backward": [], "delta": []}
+    """Registers a variant of the CPU backend. `calls` gets the head dims of its kernel calls, and every delta."""
+    calls = {"forward": [], "backward": [], "delta": []}
 
     def forward(query, key, value, problem):
-        seen["forward"].append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        calls["forward"].append((query.shape[-1], key.shape[-1], value.shape[-1]))
         return cpu.forward(query, key, value, problem)
 
     def backward(known, query, key, value, problem):
         grad, _, out, _, _ = known
         assert grad.shape == out.shape == (*query.shape[:2], value.shape[-1])
-        seen["backward"].append((query.shape[-1], key.shape[-1], value.shape[-1]))
-        seen["delta"].append((grad.double() * out).sum(-1))
+        calls["backward"].append((query.shape[-1], key.shape[-1], value.shape[-1]))
+        calls["delta"].append((grad.double() * out).sum(-1))
         return cpu.backward(known, query, key, value, problem)
 
     def make(**changes):
         registered_variant(cpu.BACKEND, "fake", forward=forward, backward=backward, **changes)
-        return seen
+        return calls
 
     return make
 
@@ -45,31 +45,31 @@ def fake(registered_variant):
 @pytest.mark.parametrize("extra", ["plain", "gqa", "narrow-values", "alibi-each-gqa", "all"])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
 def test_lse_gradient_as_an_extra_column_of_the_head_dim(fake, lengths, geometry, extra):
-    seen = fake(head_dims=HeadDims(12, equal=True))
+    calls = fake(head_dims=HeadDims(12, equal=True))
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
-    assert seen["forward"] == [(11, 11, 11)]
-    # values that are narrower than keys leave room below their padding
-    assert seen["backward"] == [(12, 12, 12) if case.value_dim == 11 else (11, 11, 11)]
+    assert calls["forward"] == [(11, 11, 11)]
+    # values that are narrower than keys leave a column in their padding
+    assert calls["backward"] == [(12, 12, 12) if case.value_dim == 11 else (11, 11, 11)]
 
 
 @pytest.mark.parametrize("extra", ["plain", "gqa", "alibi-each-gqa"])
 @pytest.mark.parametrize(("lengths", "geometry"), CASES)
 def test_lse_gradient_by_a_second_kernel_call(fake, lengths, geometry, extra):
-    seen = fake(head_dims=HeadDims(11, equal=True))
+    calls = fake(head_dims=HeadDims(11, equal=True))
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
-    assert seen["forward"] == seen["backward"] == [(11, 11, 11)] * 2
+    assert calls["forward"] == calls["backward"] == [(11, 11, 11)] * 2
 
 
 def test_no_extra_column_without_a_gradient_of_lse(fake):
-    seen = fake(head_dims=HeadDims(12, equal=True))
+    calls = fake(head_dims=HeadDims(12, equal=True))
     case = problem("cross", "causal", "plain")
     query = case.inputs["query"].requires_grad_()
     out, _ = call(case, "fake")(**case.inputs, **case.options)
     out.sum().backward()
     assert query.grad is not None
-    assert seen["backward"] == [(11, 11, 11)]
+    assert calls["backward"] == [(11, 11, 11)]
 
 
 def test_lse_gradient_by_a_second_kernel_call_is_refused_under_softcap(fake):
@@ -84,16 +84,16 @@ def test_lse_gradient_by_a_second_kernel_call_is_refused_under_softcap(fake):
 @pytest.mark.parametrize("extra", ["plain", "sinks", "all"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(11, 11), (8, 8), (13, 16), (16, 13), (7, 3)])
 def test_head_dims_are_padded_to_what_the_kernel_takes(fake, head_dim, value_dim, extra):
-    seen = fake(head_dims=HeadDims(multiple=8, equal=True))
+    calls = fake(head_dims=HeadDims(multiple=8, equal=True))
     case = problem("cross", "causal", extra, head_dim=head_dim, value_dim=value_dim)
     assert_same(case.solve(call(case, "fake")), case.truth(), 1e-9)
-    assert all(d % 8 == 0 for dims in seen["forward"] + seen["backward"] for d in dims)
+    assert all(d % 8 == 0 for dims in calls["forward"] + calls["backward"] for d in dims)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("room", [64, 11], ids=["column", "second-pass"])
 def test_lse_gradient_in_16_bits_is_as_accurate_as_that_of_out(fake, room, dtype):
-    """Within twice the relative error that the kernel makes with an ordinary gradient of out, on the same inputs."""
+    """Its relative error is at most twice that of the gradient of out, with the same inputs."""
     fake(head_dims=HeadDims(room, equal=True))
     case = problem("cross", "causal-window", "gqa", dtype=dtype)
     zeros = tuple(torch.zeros_like(g) for g in case.grads)
@@ -110,11 +110,11 @@ def test_lse_gradient_in_16_bits_is_as_accurate_as_that_of_out(fake, room, dtype
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_lse_gradient_is_not_rounded_to_16_bits(fake, dtype):
-    """Seen where a kernel reads it, in rowsum(dout · out), since a kernel's own rounding would cover it."""
-    seen = fake()
+    """Compared in rowsum(dout · out), as the kernel reads it. Rounding in the kernel would hide the difference."""
+    calls = fake()
     case = problem("cross", "causal", "plain", dtype=dtype)
     case.grads = (torch.zeros_like(case.grads[0]), case.grads[1])
     want = case.grads[1].masked_fill(case.truth()["lse"] == -torch.inf, 0.0)
     case.solve(call(case, "fake"))
     assert want.any()
-    torch.testing.assert_close(-seen["delta"][0], want, rtol=torch.finfo(dtype).eps ** 2, atol=1e-7)
+    torch.testing.assert_close(-calls["delta"][0], want, rtol=torch.finfo(dtype).eps ** 2, atol=1e-7)

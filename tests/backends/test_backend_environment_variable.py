@@ -7,7 +7,6 @@ import sys
 import warnings
 
 import pytest
-import torch
 
 import nt_attention as nta
 from nt_attention.kernels.backends import cpu
@@ -15,15 +14,8 @@ from nt_attention.kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, SlowBack
 
 
 @pytest.fixture
-def inputs():
-    return {name: torch.randn(7, 3, 5) for name in ("query", "key", "value")} | {
-        "layout": nta.SequenceLayout.from_lengths([4, 0, 3])
-    }
-
-
-@pytest.fixture
 def variable(monkeypatch):
-    """Sets it, or with None takes it away, until the test ends."""
+    """Sets the variable, or removes it if the value is None, until the test ends."""
 
     def put(value):
         if value is None:
@@ -40,7 +32,7 @@ def chosen(inputs, **options):
 
 
 def ran(inputs, **options):
-    """By what autograd calls it: the reference is made of plain operations, any other is one node."""
+    """Which backend ran: the reference consists of plain operations, any other backend is one autograd function."""
     inputs = inputs | {"query": inputs["query"].clone().requires_grad_()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -53,90 +45,90 @@ def test_environment_variable_name():
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_decides_what_auto_means(inputs, variable, name):
+def test_decides_what_auto_means(attention_inputs, variable, name):
     variable(name)
-    assert nta.explain(**inputs).asked == name
-    assert chosen(inputs) == chosen(inputs, backend="auto") == ran(inputs) == name
+    assert nta.explain(**attention_inputs).asked == name
+    assert chosen(attention_inputs) == chosen(attention_inputs, backend="auto") == ran(attention_inputs) == name
 
 
-def test_environment_variable_reference_does_not_warn(inputs, variable):
+def test_environment_variable_reference_does_not_warn(attention_inputs, variable):
     variable("reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        nta.varlen_attention(**inputs, softcap=2.0)
+        nta.varlen_attention(**attention_inputs, softcap=2.0)
     variable(None)
     with pytest.warns(SlowBackendWarning):
-        nta.varlen_attention(**inputs, softcap=2.0)
+        nta.varlen_attention(**attention_inputs, softcap=2.0)
 
 
 @pytest.mark.parametrize("value", [None, "", "auto"])
-def test_environment_variable_unset_empty_and_auto(inputs, variable, value):
+def test_environment_variable_unset_empty_and_auto(attention_inputs, variable, value):
     variable(value)
-    told = nta.explain(**inputs)
-    assert (told.asked, told.chosen) == ("auto", "cpu")
-    assert chosen(inputs, softcap=2.0) == "reference"
-    assert ran(inputs) == "cpu"
+    explanation = nta.explain(**attention_inputs)
+    assert (explanation.asked, explanation.chosen) == ("auto", "cpu")
+    assert chosen(attention_inputs, softcap=2.0) == "reference"
+    assert ran(attention_inputs) == "cpu"
 
 
-def test_environment_variable_is_read_at_every_call(inputs, variable):
-    """On one layout too, which keeps what was chosen."""
+def test_environment_variable_is_read_at_every_call(attention_inputs, variable):
+    """Also with one layout, which caches the selected backend."""
     names = ["cpu", "reference", None, "reference", ""]
     got = []
     for name in names:
         variable(name)
-        got.append(ran(inputs))
+        got.append(ran(attention_inputs))
     assert got == [name or "cpu" for name in names]
 
 
-def test_named_backend_overrides_the_environment_variable(inputs, variable):
+def test_named_backend_overrides_the_environment_variable(attention_inputs, variable):
     variable("reference")
-    assert chosen(inputs, backend="cpu") == ran(inputs, backend="cpu") == "cpu"
+    assert chosen(attention_inputs, backend="cpu") == ran(attention_inputs, backend="cpu") == "cpu"
 
 
-def test_use_backend_overrides_the_environment_variable(inputs, variable):
+def test_use_backend_overrides_the_environment_variable(attention_inputs, variable):
     variable("reference")
     with nta.use_backend("cpu"):
-        assert chosen(inputs) == ran(inputs) == "cpu"
-        assert ran(inputs, backend="reference") == "reference"
-        with nta.use_backend("auto"):  # which gives the choice back
-            assert chosen(inputs) == ran(inputs) == "reference"
-    assert ran(inputs) == "reference"
+        assert chosen(attention_inputs) == ran(attention_inputs) == "cpu"
+        assert ran(attention_inputs, backend="reference") == "reference"
+        with nta.use_backend("auto"):  # the environment variable decides again
+            assert chosen(attention_inputs) == ran(attention_inputs) == "reference"
+    assert ran(attention_inputs) == "reference"
 
 
 @pytest.mark.parametrize("function", [nta.varlen_attention, nta.explain], ids=["varlen_attention", "explain"])
 @pytest.mark.parametrize("name", ["flash_attn_9", "CPU", " cpu"])
-def test_unknown_backend_in_the_environment_variable(inputs, variable, function, name):
+def test_unknown_backend_in_the_environment_variable(attention_inputs, variable, function, name):
     variable(name)
     known = r"'auto' or one of 'token_tiled', .*'cpu', 'reference'"
     with pytest.raises(ValueError, match=rf"NT_ATTENTION_BACKEND: there is no backend '{name}': pass {known}"):
-        function(**inputs)
+        function(**attention_inputs)
 
 
-def test_unknown_backend_in_the_environment_variable_is_ignored_if_another_is_named(inputs, variable):
+def test_unknown_backend_in_the_environment_variable_is_ignored_if_another_is_named(attention_inputs, variable):
     variable("flash_attn_9")
-    assert ran(inputs, backend="cpu") == "cpu"
+    assert ran(attention_inputs, backend="cpu") == "cpu"
     with nta.use_backend("reference"):
-        assert ran(inputs) == "reference"
+        assert ran(attention_inputs) == "reference"
     with pytest.raises(ValueError, match=r"^there is no backend 'flash_attn_8'"):
-        nta.varlen_attention(**inputs, backend="flash_attn_8")
+        nta.varlen_attention(**attention_inputs, backend="flash_attn_8")
 
 
-def test_environment_variable_with_a_backend_that_cannot_run_raises(inputs, variable):
+def test_environment_variable_with_a_backend_that_cannot_run_raises(attention_inputs, variable):
     variable("cpu")
-    told = nta.explain(**inputs, softcap=2.0)
-    assert (told.asked, told.chosen) == ("cpu", None)
+    explanation = nta.explain(**attention_inputs, softcap=2.0)
+    assert (explanation.asked, explanation.chosen) == ("cpu", None)
     with pytest.raises(ValueError, match="backend='cpu': it cannot run this call") as error:
-        nta.varlen_attention(**inputs, softcap=2.0)
-    assert str(error.value) == str(told)
-    assert chosen(inputs, softcap=2.0, backend="reference") == "reference"
+        nta.varlen_attention(**attention_inputs, softcap=2.0)
+    assert str(error.value) == str(explanation)
+    assert chosen(attention_inputs, softcap=2.0, backend="reference") == "reference"
 
 
-def test_environment_variable_with_a_missing_backend_raises(inputs, variable, monkeypatch):
-    gone = dataclasses.replace(cpu.BACKEND, missing=lambda: "the kernel is on holiday.")
-    monkeypatch.setitem(BACKENDS, "cpu", gone)
+def test_environment_variable_with_a_missing_backend_raises(attention_inputs, variable, monkeypatch):
+    without_kernel = dataclasses.replace(cpu.BACKEND, missing=lambda: "the kernel is not installed.")
+    monkeypatch.setitem(BACKENDS, "cpu", without_kernel)
     variable("cpu")
-    with pytest.raises(ValueError, match=r"(?s)backend='cpu': it cannot run this call.*the kernel is on holiday\."):
-        nta.varlen_attention(**inputs)
+    with pytest.raises(ValueError, match=r"(?s)backend='cpu': it cannot run this call.*the kernel is not installed\."):
+        nta.varlen_attention(**attention_inputs)
 
 
 def test_environment_variable_is_part_of_the_cache_key(variable):

@@ -73,10 +73,10 @@ def masked_sdpa(q, k, v, is_causal=False, causal_alignment="lower_right", window
     own = torch.arange(q.shape[2], device=q.device)[:, None] + shift
     ahead = torch.arange(k.shape[2], device=q.device) - own
     left, right = window_size
-    seen = (ahead <= 0) | (not is_causal)
-    seen &= (ahead >= -left) | (left < 0)
-    seen &= (ahead <= right) | (right < 0)
-    mask = None if bool(seen.all()) else seen
+    visible = (ahead <= 0) | (not is_causal)
+    visible &= (ahead >= -left) | (left < 0)
+    visible &= (ahead <= right) | (right < 0)
+    mask = None if bool(visible.all()) else visible
     if scale is not None and scale < 0:
         q, scale = -q, -scale  # it gives NaN for these
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -117,8 +117,8 @@ def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def claimed(backend, tensors, lengths, key_lengths, **options):
-    """The call, where the backend claims it; else the test is skipped with its reasons."""
+def supported_call(backend, tensors, lengths, key_lengths, **options):
+    """The call. The test is skipped if the backend does not support it, with the reasons."""
     if (missing := BACKENDS[backend].missing()) is not None:
         pytest.skip(missing)
     layout = nta.SequenceLayout.from_lengths(lengths, device="cuda")
@@ -162,7 +162,7 @@ def test_errors_are_at_most_twice_those_of_pytorch(monkeypatch, backend, case, d
     if alibi:
         shape = (heads,) if alibi == "H" else (len(lengths), heads)
         options["alibi_slopes"] = torch.rand(*shape, device="cuda") / 8
-    ours = claimed(backend, tensors, lengths, key_lengths, **options)
+    ours = supported_call(backend, tensors, lengths, key_lengths, **options)
     for promise in ("batch_invariant", "deterministic"):
         options.pop(promise, None)
 
@@ -173,13 +173,13 @@ def test_errors_are_at_most_twice_those_of_pytorch(monkeypatch, backend, case, d
     # flex_attention goes through dynamo even when it is not compiled, once for every kind of length
     torch._dynamo.reset()
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1009)
-    rival = bits(lambda *qkv: pytorch(*qkv, lengths, key_lengths, **options), tensors, grad)
+    baseline = bits(lambda *qkv: pytorch(*qkv, lengths, key_lengths, **options), tensors, grad)
     torch.full((2**26,), torch.nan, device="cuda")  # what a freed block left behind must not be read
     got = bits(ours, tensors, grad)
     want = bits(true, [x.double() for x in tensors], grad.double())  # so that it is not rounded itself
     bound = 3 if options.get("softcap") else 2
-    for name, mine, theirs, exactly in zip(("out", "dq", "dk", "dv"), got, rival, want, strict=True):
-        own, other = error(mine, exactly), error(theirs, exactly)
+    for name, result, of_baseline, exactly in zip(("out", "dq", "dk", "dv"), got, baseline, want, strict=True):
+        own, other = error(result, exactly), error(of_baseline, exactly)
         print(f"{name:>3} {own:.1e}, PyTorch {other:.1e}")
         assert own <= bound * max(other, torch.finfo(dtype).eps / 4), name
 
@@ -188,12 +188,12 @@ def test_errors_are_at_most_twice_those_of_pytorch(monkeypatch, backend, case, d
 @pytest.mark.parametrize("head_dim", [20, 64, 256])
 @pytest.mark.parametrize("backend", ON_A_GPU)
 def test_gradients_through_lse_and_sinks(backend, head_dim, options):
-    """With sinks and a loss on lse, against float64; blind rows, no keys, and rows past the end among them."""
+    """With sinks and a loss on lse, against float64. Some rows are fully masked, past the end, or have no keys."""
     lengths, key_lengths = [5, 0, 300, 7, 33], [2, 3, 300, 0, 65]
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     (q, k, v), grad = random_inputs(348, 4, 2, head_dim, dtype, 372)
     sinks, grad_lse = torch.randn(4, device="cuda"), torch.randn(348, 4, device="cuda")
-    ours = claimed(backend, (q, k, v), lengths, key_lengths, sinks=sinks, **options)
+    ours = supported_call(backend, (q, k, v), lengths, key_lengths, sinks=sinks, **options)
     if backend in ("torch_flash", "flash_attn_2") and head_dim == 256 and "softcap" in options:
         pytest.skip("has no room for the gradient of lse under softcap, and says so")
 
@@ -208,11 +208,11 @@ def test_gradients_through_lse_and_sinks(backend, head_dim, options):
             return oracle.attention(q, k, v, lengths, key_lengths, sinks=sinks, **options)
 
     got = solve(lambda q, k, v, sinks: ours(q, k, v, sinks=sinks, return_lse=True))
-    for name, mine, true in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, solve(truth), strict=True):
+    for name, result, true in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, solve(truth), strict=True):
         finite = true.isfinite()
-        assert torch.equal(mine.isfinite(), finite), name
+        assert torch.equal(result.isfinite(), finite), name
         # bf16 keeps 8 bits
-        assert error(mine[finite], true[finite]) < (1e-5 if dtype == torch.float32 else 8e-3) * 1.5, name
+        assert error(result[finite], true[finite]) < (1e-5 if dtype == torch.float32 else 8e-3) * 1.5, name
 
 
 @pytest.mark.parametrize("backend", ON_A_GPU)
@@ -224,7 +224,7 @@ def test_score_mod_and_mask_mod_on_packed_rows(backend):
         "score_mod": lambda score, b, h, i, j: score + bias[b, h] * (i - j) / 100,
         "mask_mod": lambda b, h, i, j: (i + 2 * j + b) % 3 != 1,
     }
-    ours = claimed(backend, tensors, lengths, key_lengths, window_size=(100, 30), **options)
+    ours = supported_call(backend, tensors, lengths, key_lengths, window_size=(100, 30), **options)
 
     def true(*qkv):
         with torch.device("cuda"):
@@ -233,8 +233,8 @@ def test_score_mod_and_mask_mod_on_packed_rows(backend):
 
     got = bits(ours, tensors, grad)
     want = bits(true, [x.double() for x in tensors], grad.double())
-    for name, mine, exactly in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-        assert error(mine, exactly) < 8e-3, name
+    for name, result, exactly in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(result, exactly) < 8e-3, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -242,7 +242,7 @@ def test_score_mod_and_mask_mod_on_packed_rows(backend):
 def test_deterministic_calls_give_the_same_bits(backend, dtype):
     lengths = [129, 1, 2049, 0, 300, 17]
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
-    ours = claimed(backend, tensors, lengths, lengths, is_causal=True, deterministic=True)
+    ours = supported_call(backend, tensors, lengths, lengths, is_causal=True, deterministic=True)
     first = bits(ours, tensors, grad)
     for _ in range(200):
         assert all(map(torch.equal, first, bits(ours, tensors, grad)))
@@ -253,7 +253,7 @@ def test_dropout_keeps_the_mean_and_its_own_gradient(backend):
     lengths = [512] * 8
     (q, k, v), _ = random_inputs(4096, 2, 2, 64, torch.bfloat16)
     v = torch.ones_like(v).requires_grad_()
-    out = claimed(backend, (q, k, v), lengths, lengths, dropout_p=0.25)(q, k, v)
+    out = supported_call(backend, (q, k, v), lengths, lengths, dropout_p=0.25)(q, k, v)
     assert out.std() > 0.01
     assert abs(out.float().mean() - 1) < 0.01
     out.sum().backward()
@@ -284,7 +284,7 @@ def test_opcheck_under_each_option(backend, option):
     name = "window_size" if "window" in option else option
     arguments[custom_ops.argument_index(name)] = OPTIONS[option]
     lengths = arguments[3].diff().tolist()
-    claimed(backend, arguments[:3], lengths, lengths, is_causal=True, **{name: OPTIONS[option]})
+    supported_call(backend, arguments[:3], lengths, lengths, is_causal=True, **{name: OPTIONS[option]})
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")  # the others compare random numbers
     forward, backward = (getattr(torch.ops.nt_attention, f"{backend}_{way}").default for way in ("forward", "backward"))
     torch.library.opcheck(forward, tuple(arguments), test_utils=tests)
@@ -298,7 +298,7 @@ def test_opcheck_under_each_option(backend, option):
 def test_opcheck(backend, cross):
     arguments, grad = operands(backend, cross)
     lengths, key_lengths = (arguments[at].diff().tolist() for at in (3, 4))
-    claimed(backend, arguments[:3], lengths, key_lengths, is_causal=True)
+    supported_call(backend, arguments[:3], lengths, key_lengths, is_causal=True)
     forward, backward = (getattr(torch.ops.nt_attention, f"{backend}_{way}").default for way in ("forward", "backward"))
     torch.library.opcheck(forward, arguments)
     out, lse, state = forward(*arguments)
@@ -312,7 +312,7 @@ def test_compiles_into_one_graph(backend, cross):
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype, sum(key_lengths))
     name = "token_tiled" if backend == "auto" else backend
-    function = claimed(name, tensors, lengths, key_lengths if cross else lengths, is_causal=True)
+    function = supported_call(name, tensors, lengths, key_lengths if cross else lengths, is_causal=True)
     function = partial(function, backend=backend)
     compiled = torch.compile(lambda q, k, v: function(2 * q, k, v) + 1, fullgraph=True)
     want = bits(lambda q, k, v: function(2 * q, k, v) + 1, tensors, grad)
@@ -325,7 +325,7 @@ def test_torch_func_grad_agrees_with_autograd(backend):
     lengths = [5, 37, 1, 13]
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     tensors, _ = random_inputs(sum(lengths), 4, 2, 64, dtype)
-    function = claimed(backend, tensors, lengths, lengths, is_causal=True, return_lse=True)
+    function = supported_call(backend, tensors, lengths, lengths, is_causal=True, return_lse=True)
 
     def loss(*qkv):
         out, lse = function(*qkv)
@@ -341,7 +341,7 @@ def test_torch_func_grad_agrees_with_autograd(backend):
 def test_autocast_decides_the_dtype(backend):
     lengths = [5, 37, 1, 13]
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, torch.float32)
-    function = claimed(backend, [x.bfloat16() for x in tensors], lengths, lengths)
+    function = supported_call(backend, [x.bfloat16() for x in tensors], lengths, lengths)
     with torch.autocast("cuda", torch.bfloat16):
         leaves = [x.clone().requires_grad_() for x in tensors]
         out = function(*leaves)
@@ -355,7 +355,7 @@ def test_cuda_graph_capture_and_replay(backend):
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
     static = [x.clone() for x in (*tensors, grad)]
-    function = claimed(backend, tensors, lengths, lengths, is_causal=True)
+    function = supported_call(backend, tensors, lengths, lengths, is_causal=True)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -376,12 +376,12 @@ def test_cuda_graph_capture_and_replay(backend):
 
 @pytest.mark.parametrize("backend", ["auto", *ON_A_GPU])
 def test_calls_do_not_sync(backend):
-    """Not even a layout's first call, once the kernels are compiled: plans are made from what the host knows."""
+    """Nor does the first call with a layout, once kernels are compiled: plans are made from lengths on the host."""
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
 
     def both(lengths):
         tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
-        claimed("token_tiled" if backend == "auto" else backend, tensors, lengths, lengths, is_causal=True)
+        supported_call("token_tiled" if backend == "auto" else backend, tensors, lengths, lengths, is_causal=True)
         layout = nta.SequenceLayout.from_lengths(lengths, device="cuda")
         for _ in range(2):
             function = partial(nta.varlen_attention, layout=layout, is_causal=True, backend=backend)
@@ -401,7 +401,7 @@ def test_views_of_one_projection_are_not_copied(backend):
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     qkv = torch.randn(sum(LENGTHS), 3, 4, 64, device="cuda", dtype=dtype).requires_grad_()
     q, k, v = qkv.unbind(1)
-    function = claimed(backend, (q, k, v), LENGTHS, LENGTHS)
+    function = supported_call(backend, (q, k, v), LENGTHS, LENGTHS)
     for _ in range(2):  # the plan is made in the first
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -417,7 +417,7 @@ def test_memory_grows_linearly_with_the_tokens(backend):
 
     def peak(lengths):
         tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype)
-        function = claimed(backend, tensors, lengths, lengths, is_causal=True)
+        function = supported_call(backend, tensors, lengths, lengths, is_causal=True)
         peaks = []
         for _ in range(8):  # the first may leave something behind; what earlier tests left may go at any moment
             gc.collect()
@@ -433,11 +433,11 @@ def test_memory_grows_linearly_with_the_tokens(backend):
 
 
 def test_auto_selects_the_backend_with_the_shortest_expected_time():
-    """What it chooses is what explain says, can run, and is expected to be the fastest of those that can."""
+    """It can run the call, and its expected time is the shortest of the backends that can."""
     for dtype, head_dim, needs_grad in itertools.product(DTYPES, (32, 64, 80, 128, 256), (False, True)):
         for lengths in ([17] * 100, [4096] * 4, [8192, *[20] * 300]):
             tensors, _ = random_inputs(sum(lengths), 2, 1, head_dim, dtype)
             layout = nta.SequenceLayout.from_lengths(lengths, device="cuda")
-            told = nta.explain(*(x.requires_grad_(needs_grad) for x in tensors), layout)
-            assert not told.reasons[told.chosen]
-            assert told.expected_us[told.chosen] == min(told.expected_us.values())
+            explanation = nta.explain(*(x.requires_grad_(needs_grad) for x in tensors), layout)
+            assert not explanation.reasons[explanation.chosen]
+            assert explanation.expected_us[explanation.chosen] == min(explanation.expected_us.values())

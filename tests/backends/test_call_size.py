@@ -33,8 +33,8 @@ ALIGNMENTS = pytest.mark.parametrize("lower_right", [True, False], ids=["lower_r
 
 
 def counted(queries, keys, window, lower_right):
-    seen = Window(*window).mask(queries, keys, keys - queries if lower_right else 0, torch.device("cpu"))
-    return queries * keys if seen is None else int(seen.sum())
+    visible = Window(*window).mask(queries, keys, keys - queries if lower_right else 0, torch.device("cpu"))
+    return queries * keys if visible is None else int(visible.sum())
 
 
 def of_lengths(queries, keys, *, equal=False, **options):

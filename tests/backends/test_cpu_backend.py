@@ -158,7 +158,7 @@ def test_16_bit_error_is_at_most_twice_that_of_scaled_dot_product_attention(key_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_alibi_is_not_rounded_to_16_bits(dtype):
-    """A distance of 257 times a slope near 1 has no place in bfloat16; weights would be off by tens of percent."""
+    """257 times a slope near 1 would be rounded in bfloat16, and weights would be off by tens of percent."""
     case = Problem([301], None, 3, 3, 5, 5, dtype=dtype)
     case.inputs["query"] *= 0
     case.options["alibi_slopes"] = -torch.tensor([0.993, 0.501, 0.2503])  # grows with the distance

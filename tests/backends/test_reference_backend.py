@@ -37,11 +37,11 @@ def test_rows_past_the_end_are_never_read():
     assert_same(case.solve(call(case, "reference")), want, 1e-9)
 
 
-REACH = 130  # no sequence is longer, so that q_idx - kv_idx + REACH is a row of any table this long
+LONGEST = 130  # no sequence is longer, so q_idx - kv_idx + LONGEST is a valid index of a table of 2 × LONGEST rows
 
 
 def relative_bias(table, score, b, h, q_idx, kv_idx):
-    return score + table[h, q_idx - kv_idx + REACH]
+    return score + table[h, q_idx - kv_idx + LONGEST]
 
 
 def by_sequence(gains, score, b, h, q_idx, kv_idx):
@@ -54,7 +54,7 @@ def nonlinear(_, score, b, h, q_idx, kv_idx):
 
 @pytest.mark.parametrize(
     ("mod", "shape"),
-    [(relative_bias, (5, 2 * REACH)), (by_sequence, (7, 5)), (nonlinear, (1,))],
+    [(relative_bias, (5, 2 * LONGEST)), (by_sequence, (7, 5)), (nonlinear, (1,))],
     ids=["relative-bias", "by-sequence", "nonlinear"],
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -65,7 +65,7 @@ def test_score_mod_gets_positions_within_the_sequence(lengths, mod, shape):
 
 
 def test_gradient_of_a_tensor_captured_by_score_mod():
-    table = torch.randn(5, 2 * REACH, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(5, 2 * LONGEST, dtype=torch.float64, requires_grad=True)
     case = problem("cross", "full", "plain", options={"score_mod": partial(relative_bias, table)})
     found = []
     for function in (call(case, "reference"), partial(attention, lengths=case.lengths, key_lengths=case.key_lengths)):
@@ -89,8 +89,8 @@ def nothing_for_odd_heads(b, h, q_idx, kv_idx):
 
 @pytest.mark.parametrize(
     "mod",
-    [every_third, partial(by_document, torch.arange(REACH) // 17), nothing_for_odd_heads],
-    ids=["every-third", "by-document", "blind-heads"],
+    [every_third, partial(by_document, torch.arange(LONGEST) // 17), nothing_for_odd_heads],
+    ids=["every-third", "by-document", "fully-masked-heads"],
 )
 @pytest.mark.parametrize("geometry", ["full", "causal", "both-sides-upper_left"])
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -109,7 +109,7 @@ def test_mask_mod_that_returns_a_constant():
 def test_score_mod_means_the_same_as_in_flex_attention():
     lengths = [5, 13, 1]
     case = Problem(lengths, heads=6, kv_heads=3)
-    table, gains = torch.randn(6, 2 * REACH, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64)
+    table, gains = torch.randn(6, 2 * LONGEST, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64)
 
     def mod(score, b, h, q_idx, kv_idx):
         score = by_sequence(gains, relative_bias(table, score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
@@ -118,7 +118,7 @@ def test_score_mod_means_the_same_as_in_flex_attention():
     out = call(case, "reference", score_mod=mod)(**case.inputs)[0]
     for b, rows in enumerate(torch.arange(sum(lengths)).split(lengths)):
         q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in case.inputs.values())
-        # flex_attention's b is the place in the batch, so the sequence stands alone there with its number put back in
+        # flex_attention gets one sequence as a batch of one, so b is replaced by the index of the sequence
         alone = flex_attention(q, k, v, score_mod=lambda s, _, *where, b=b: mod(s, b, *where), enable_gqa=True)
         torch.testing.assert_close(out[rows], alone[0].transpose(0, 1), rtol=1e-9, atol=1e-9)
 

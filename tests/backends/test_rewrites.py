@@ -32,14 +32,14 @@ def call(case: Problem):
     return partial(varlen_attention, layout=layout, key_layout=key_layout, return_lse=True, backend="fake")
 
 
-def never_upper_left(problem):
+def assert_lower_right(problem):
     spec = problem.spec
     assert (
         problem.layout.same_lengths(problem.key_layout) or spec.window.is_open or spec.causal_alignment == "lower_right"
     )
 
 
-def never_blind(problem):
+def assert_no_fully_masked_rows(problem):
     spec = problem.spec
     queries, keys = problem.layout.host_offsets.diff(), problem.key_layout.host_offsets.diff()
     assert not (queries[keys == 0] > 0).any()
@@ -50,15 +50,15 @@ def never_blind(problem):
 
 @pytest.fixture
 def fake(registered_variant):
-    """Puts a variant of the CPU backend on the list; returns the problems that its kernel was handed, in order."""
+    """Registers a variant of the CPU backend. Returns the calls that its kernel got, in order."""
 
-    def make(*refusals, **changes):
-        handed = []
+    def make(*checks, **changes):
+        kernel_calls = []
 
-        def look(problem, *tensors):
-            handed.append(problem)
-            for refuse in refusals:
-                refuse(problem)
+        def record(problem, *tensors):
+            kernel_calls.append(problem)
+            for check in checks:
+                check(problem)
             layout, key_layout, slopes = problem[:3]
             assert slopes is None or slopes.dim() == 1 or len(slopes) == layout.batch_size == key_layout.batch_size
             for x, at in zip(tensors, (layout, key_layout, key_layout), strict=True):
@@ -66,34 +66,40 @@ def fake(registered_variant):
                 assert len(x) == at.total or not changes.get("reads_past_end")
 
         def forward(query, key, value, problem):
-            look(problem, query, key, value)
+            record(problem, query, key, value)
             return cpu.forward(query, key, value, problem)
 
         def backward(known, query, key, value, problem):
-            look(problem, query, key, value)
+            record(problem, query, key, value)
             assert len(known.grad) == len(known.out) == len(known.lse) == len(query)
             return cpu.backward(known, query, key, value, problem)
 
         registered_variant(cpu.BACKEND, "fake", forward=forward, backward=backward, **changes)
-        return handed
+        return kernel_calls
 
     return make
 
 
 @pytest.fixture
 def lower_right(fake):
-    return fake(never_upper_left, lower_right_only=True)
+    return fake(assert_lower_right, lower_right_only=True)
 
 
 @pytest.fixture
-def sighted(fake):
-    return fake(never_blind, takes_fully_masked_rows=False, features=cpu.BACKEND.features - {"window"})
+def no_masked_rows(fake):
+    return fake(assert_no_fully_masked_rows, takes_fully_masked_rows=False, features=cpu.BACKEND.features - {"window"})
 
 
 @pytest.fixture
 def both(fake):
-    """Lower right alone, and no blind rows: without windows, which upper left causality becomes, it has but one."""
-    return fake(never_upper_left, never_blind, lower_right_only=True, takes_fully_masked_rows=False, features=COMMON)
+    """Lower right only, and no fully masked rows."""
+    return fake(
+        assert_lower_right,
+        assert_no_fully_masked_rows,
+        lower_right_only=True,
+        takes_fully_masked_rows=False,
+        features=COMMON,
+    )
 
 
 UPPER_LEFT = {
@@ -102,7 +108,7 @@ UPPER_LEFT = {
     "left": {"window_size": (3, -1)},
     "right": {"window_size": (-1, 2)},
     "both-sides": {"window_size": (7, 3)},
-    "own-place-only": {"window_size": (0, 0)},
+    "own-position-only": {"window_size": (0, 0)},
     "full": {},
 }
 
@@ -114,8 +120,8 @@ class TestLowerRightOnly:
         options = {**UPPER_LEFT[geometry], "causal_alignment": "upper_left"}
         case = problem("cross", "full", extra, **LENGTHS["cross"], options=options)
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
-        turned = geometry != "full"  # which has no diagonal to align
-        assert [p.spec.causal_alignment for p in lower_right] == ["lower_right" if turned else "upper_left"] * 2
+        rewritten = geometry != "full"  # full attention has no diagonal to align
+        assert [p.spec.causal_alignment for p in lower_right] == ["lower_right" if rewritten else "upper_left"] * 2
 
     @pytest.mark.parametrize("lengths", LENGTHS)
     @pytest.mark.parametrize("geometry", ["causal", "both-sides", "right"])
@@ -156,9 +162,9 @@ class TestLowerRightOnly:
         )
 
 
-SIGHTED = {
+WITHOUT_WINDOWS = {
     "full": {},
-    "full-upper_left": {"causal_alignment": "upper_left"},  # nothing to see there, but for ALiBi
+    "full-upper_left": {"causal_alignment": "upper_left"},  # the alignment matters for ALiBi only
     "causal": {"is_causal": True},
     "causal-upper_left": {"is_causal": True, "causal_alignment": "upper_left"},
 }
@@ -166,65 +172,65 @@ SIGHTED = {
 
 class TestNoFullyMaskedRows:
     @pytest.mark.parametrize("extra", EXTRAS)
-    @pytest.mark.parametrize("geometry", SIGHTED)
-    def test_fully_masked_rows_are_removed(self, sighted, geometry, extra):
-        case = problem("cross", "full", extra, **LENGTHS["cross"], options=SIGHTED[geometry])
+    @pytest.mark.parametrize("geometry", WITHOUT_WINDOWS)
+    def test_fully_masked_rows_are_removed(self, no_masked_rows, geometry, extra):
+        case = problem("cross", "full", extra, **LENGTHS["cross"], options=WITHOUT_WINDOWS[geometry])
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
-        assert len(sighted) == 2
+        assert len(no_masked_rows) == 2
 
     @pytest.mark.parametrize("lengths", LENGTHS)
-    @pytest.mark.parametrize("geometry", SIGHTED)
-    def test_rewrite_for_any_lengths(self, sighted, geometry, lengths):
-        case = problem("cross", "full", "alibi-each-gqa", **LENGTHS[lengths], options=SIGHTED[geometry])
+    @pytest.mark.parametrize("geometry", WITHOUT_WINDOWS)
+    def test_rewrite_for_any_lengths(self, no_masked_rows, geometry, lengths):
+        case = problem("cross", "full", "alibi-each-gqa", **LENGTHS[lengths], options=WITHOUT_WINDOWS[geometry])
         assert_same(case.solve(call(case)), case.truth(), 1e-9)
-        assert len(sighted) == 2
+        assert len(no_masked_rows) == 2
 
-    def test_only_fully_masked_rows_are_removed(self, sighted):
+    def test_only_fully_masked_rows_are_removed(self, no_masked_rows):
         case = problem("cross", "causal", "plain", lengths=[5, 0, 7, 3, 2], key_lengths=[3, 2, 7, 11, 0])
         case.solve(call(case))
-        assert [p.layout.host_offsets.diff().tolist() for p in sighted] == [[3, 0, 7, 3, 0]] * 2
-        assert [p.key_layout.host_offsets.diff().tolist() for p in sighted] == [[3, 2, 7, 11, 0]] * 2
+        assert [p.layout.host_offsets.diff().tolist() for p in no_masked_rows] == [[3, 0, 7, 3, 0]] * 2
+        assert [p.key_layout.host_offsets.diff().tolist() for p in no_masked_rows] == [[3, 2, 7, 11, 0]] * 2
 
     @pytest.mark.usefixtures("uninitialized_is_nan")
     @pytest.mark.parametrize("past", [(3, 0), (0, 2), (3, 2)], ids=str)
     @pytest.mark.parametrize("geometry", ["full", "causal"])
-    def test_rows_past_the_end_are_never_read(self, sighted, geometry, past):
-        garbage_is_never_read(SIGHTED[geometry], past)
-        assert len(sighted) == 2
+    def test_rows_past_the_end_are_never_read(self, no_masked_rows, geometry, past):
+        garbage_is_never_read(WITHOUT_WINDOWS[geometry], past)
+        assert len(no_masked_rows) == 2
 
     @pytest.mark.parametrize("key_lengths", [[0, 0, 0], [0, 3, 0]], ids=str)
-    @pytest.mark.parametrize("geometry", SIGHTED)
-    def test_all_rows_fully_masked(self, sighted, geometry, key_lengths):
-        """Keys where no queries are count as none."""
-        case = Problem([5, 0, 7], key_lengths, 6, 3, past=(3, 2), options=SIGHTED[geometry])
+    @pytest.mark.parametrize("geometry", WITHOUT_WINDOWS)
+    def test_all_rows_fully_masked(self, no_masked_rows, geometry, key_lengths):
+        """Keys of sequences without queries do not count."""
+        case = Problem([5, 0, 7], key_lengths, 6, 3, past=(3, 2), options=WITHOUT_WINDOWS[geometry])
         want = case.truth()
         assert (want["lse"] == -torch.inf).all()
         assert_same(case.solve(call(case)), want, 0)
-        assert not sighted  # there is nothing to launch for
+        assert not no_masked_rows  # no kernel is launched
 
-    def test_nan_gradient_of_lse_in_removed_rows_is_ignored(self, sighted):
+    def test_nan_gradient_of_lse_in_removed_rows_is_ignored(self, no_masked_rows):
         case = problem("cross", "causal", "gqa", **LENGTHS["cross"])
         want = case.truth()
-        blind = want["lse"] == -torch.inf
-        assert blind.any()
-        case.grads = (case.grads[0], case.grads[1].masked_fill(blind, torch.nan))
+        fully_masked = want["lse"] == -torch.inf
+        assert fully_masked.any()
+        case.grads = (case.grads[0], case.grads[1].masked_fill(fully_masked, torch.nan))
         assert_same(case.solve(call(case)), want, 1e-9)
 
-    def test_layout_without_fully_masked_rows_is_cached(self, sighted):
+    def test_layout_without_fully_masked_rows_is_cached(self, no_masked_rows):
         case = problem("cross", "causal", "gqa", **LENGTHS["cross"])
         function = call(case)
         case.solve(function)
         case.solve(function)
-        assert len(sighted) == 4
-        assert len({id(p.layout.offsets) for p in sighted}) == 1
+        assert len(no_masked_rows) == 4
+        assert len({id(p.layout.offsets) for p in no_masked_rows}) == 1
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("geometry", ["full", "causal"])
 def test_both_rewrites_together(both, geometry, lengths):
-    """Full attention is the same upper left; and lower right causality with blind rows."""
+    """Full attention is the same with both alignments. Lower right causal attention has fully masked rows."""
     alignment = "upper_left" if geometry == "full" else "lower_right"
-    options = {**SIGHTED[geometry], "causal_alignment": alignment}
+    options = {**WITHOUT_WINDOWS[geometry], "causal_alignment": alignment}
     case = problem("cross", "full", "gqa", **LENGTHS[lengths], options=options)
     assert_same(case.solve(call(case)), case.truth(), 1e-9)
     assert len(both) == 2
@@ -238,7 +244,7 @@ def garbage_is_never_read(options, past):
     for grad in case.grads:
         grad[len(grad) - past[0] :] = torch.nan
     got, want = case.solve(call(case)), clean
-    # with sinks the oracle's own gradient takes what came in past the end
+    # the oracle's gradient of sinks includes the rows past the end
     got.pop("d sinks"), want.pop("d sinks")
     assert_same(got, want, 1e-9)
 
@@ -249,17 +255,17 @@ def garbage_is_never_read(options, past):
 def test_kernel_gets_no_rows_past_the_end(fake, changes, past):
     if "takes_fully_masked_rows" in changes:
         changes = changes | {"features": cpu.BACKEND.features - {"window"}}
-    handed = fake(reads_past_end=True, **changes)
+    kernel_calls = fake(reads_past_end=True, **changes)
     garbage_is_never_read({"is_causal": True, "causal_alignment": "upper_left"}, past)
-    assert len(handed) == 2
+    assert len(kernel_calls) == 2
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_no_rewrite_for_a_kernel_that_supports_the_call(is_causal, fake):
-    handed = fake()
+    kernel_calls = fake()
     case = problem("cross", "full", "plain", **LENGTHS["cross"], options={"is_causal": is_causal})
     case.solve(call(case))
-    assert [p.layout.host_offsets.diff().tolist() for p in handed] == [LENGTHS["cross"]["lengths"]] * 2
+    assert [p.layout.host_offsets.diff().tolist() for p in kernel_calls] == [LENGTHS["cross"]["lengths"]] * 2
 
 
 def test_a_backend_with_windows_must_support_fully_masked_rows():

@@ -20,7 +20,7 @@ SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 4, 4, 64, 64, 0.125)
         (
             {"causal_alignment": "upper_left", "is_causal": True, "equal_lengths": False},
             None,
-        ),  # said the other way round
+        ),  # rewritten as lower right
         ({"dtype": torch.float32}, "torch.autocast"),
         ({"head_dim": 320}, "got 320"),
         ({"softcap": 2.0}, "softcap at 0"),

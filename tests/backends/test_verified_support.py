@@ -63,27 +63,12 @@ def call(head_dim=64, value_dim=None, **changes):
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """A card of compute capability 9.0, whatever is in this machine, on which all backends are installed."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "an NVIDIA H199")
-    for name, backend in BACKENDS.items():
-        monkeypatch.setitem(BACKENDS, name, dataclasses.replace(backend, missing=lambda: None))
-
-
-@pytest.fixture
-def checked(card, monkeypatch):
-    """The table above is what was run on this card."""
+def verified(fake_gpu, monkeypatch):
+    """The verified support of this GPU is `TABLE`."""
     monkeypatch.setattr(support, "verified_on", {(9, 0): TABLE}.get)
 
 
-@pytest.fixture
-def unchecked(card, monkeypatch):
-    """Nothing was run on this card."""
-    monkeypatch.setattr(support, "verified_on", lambda _: None)
-
-
-@pytest.mark.usefixtures("checked")
+@pytest.mark.usefixtures("verified")
 class TestNotSupported:
     def one_reason(self, backend, spec):
         (reason,) = support.reasons(backend, spec)
@@ -108,12 +93,12 @@ class TestNotSupported:
         ],
     )
     def test_feature_that_failed(self, backend, feature, options, needs_grad):
-        told = self.one_reason(backend.BACKEND, call(**options, needs_grad=needs_grad))
-        assert f"{feature!r} is not verified{' with gradients' if needs_grad else ''} on" in told
+        message = self.one_reason(backend.BACKEND, call(**options, needs_grad=needs_grad))
+        assert f"{feature!r} is not verified{' with gradients' if needs_grad else ''} on" in message
 
     def test_feature_that_was_not_verified(self):
-        told = self.one_reason(token_tiled.BACKEND, call(dtype=torch.float32, softcap=3.0))
-        assert "'softcap' is not verified" in told
+        message = self.one_reason(token_tiled.BACKEND, call(dtype=torch.float32, softcap=3.0))
+        assert "'softcap' is not verified" in message
 
     @pytest.mark.parametrize(
         ("backend", "feature", "options"),
@@ -124,13 +109,13 @@ class TestNotSupported:
     )
     def test_feature_verified_without_gradients(self, backend, feature, options):
         assert support.reasons(backend.BACKEND, call(**options)) == []
-        told = self.one_reason(backend.BACKEND, call(**options, needs_grad=True))
-        assert f"{feature!r} is not verified with gradients" in told
+        message = self.one_reason(backend.BACKEND, call(**options, needs_grad=True))
+        assert f"{feature!r} is not verified with gradients" in message
 
     def test_all_features_that_failed_are_listed(self):
         spec = call(softcap=3.0, window_size=(7, 3), needs_grad=True)
-        told = support.reasons(flash_attn_4.BACKEND, spec)
-        assert [line.split(" ")[0] for line in told] == ["'softcap'", "'window'"]
+        message = support.reasons(flash_attn_4.BACKEND, spec)
+        assert [line.split(" ")[0] for line in message] == ["'softcap'", "'window'"]
 
     @pytest.mark.parametrize(
         ("backend", "spec"),
@@ -149,14 +134,14 @@ class TestNotSupported:
         assert choose(spec, SIZE).name not in ("flash_attn_4", "flash_attn_2")
         with pytest.raises(ValueError, match=r"flash_attn_4 .* 'window' is not verified with gradients"):
             choose(spec, SIZE, "flash_attn_4")
-        told = explain_spec(spec, SIZE, "flash_attn_4")
-        assert told.chosen is None
-        assert told.reasons["flash_attn_4"] == tuple(support.reasons(flash_attn_4.BACKEND, spec))
+        explanation = explain_spec(spec, SIZE, "flash_attn_4")
+        assert explanation.chosen is None
+        assert explanation.reasons["flash_attn_4"] == tuple(support.reasons(flash_attn_4.BACKEND, spec))
         with by_documentation():
             assert choose(spec, SIZE, "flash_attn_4").name == "flash_attn_4"
 
 
-@pytest.mark.usefixtures("checked")
+@pytest.mark.usefixtures("verified")
 class TestHeadDims:
     @pytest.mark.parametrize(
         ("asked", "needs_grad", "given"),
@@ -213,9 +198,9 @@ class TestHeadDims:
     def test_head_dim_above_all_verified_is_refused(self, backend, spec, widest_forward):
         spec = dataclasses.replace(spec, needs_grad=True)
         assert support.head_dims(backend.BACKEND, spec) is None
-        (told,) = (line for line in support.reasons(backend.BACKEND, spec) if "head dim" in line)
+        (message,) = (line for line in support.reasons(backend.BACKEND, spec) if "head dim" in line)
         asked = str(spec.head_dim) if spec.head_dim == spec.value_dim else "64 with values of 200"
-        assert f"no head dim for {asked} is verified with gradients on an NVIDIA H199" in told
+        assert f"no head dim for {asked} is verified with gradients on an NVIDIA H199" in message
         forward = dataclasses.replace(spec, needs_grad=False)
         fits = max(spec.head_dim, spec.value_dim) <= widest_forward
         assert (support.head_dims(backend.BACKEND, forward) is not None) == fits
@@ -233,7 +218,7 @@ class TestHeadDims:
 
 
 class TestByDocumentation:
-    def test_nested_contexts(self, checked):
+    def test_nested_contexts(self, verified):
         spec = call(window_size=(7, 3))
 
         def refused():
@@ -250,17 +235,17 @@ class TestByDocumentation:
         assert refused()
         assert support.uses_results()
 
-    def test_context_ends_with_an_exception(self, checked):
+    def test_context_ends_with_an_exception(self, verified):
         with pytest.raises(KeyError), by_documentation():
             raise KeyError("anything")
         assert support.uses_results()
         assert support.reasons(flash_attn_2.BACKEND, call())
 
-    def test_by_documentation_keeps_documented_limits(self, checked):
+    def test_by_documentation_keeps_documented_limits(self, verified):
         with by_documentation():
             assert "got 264" in support.reasons(flash_attn_4.BACKEND, call(264))[0]
 
-    def test_by_documentation_without_verified_support(self, unchecked):
+    def test_by_documentation_without_verified_support(self, not_verified):
         for backend in (flash_attn_2, flash_attn_4, torch_flash, torch_efficient, token_tiled):
             assert support.reasons(backend.BACKEND, call(needs_grad=True, is_causal=True, **CROSS)) == []
         assert "softcap is not supported" in support.reasons(torch_flash.BACKEND, call(softcap=2.0))[0]
@@ -271,14 +256,14 @@ class TestByDocumentation:
 
 
 class TestBasis:
-    def test_basis_without_verified_support(self, unchecked):
+    def test_basis_without_verified_support(self, not_verified):
         assert support.basis(CUDA) == "as documented; not verified on this GPU yet"
-        told = explain_spec(call(), SIZE)
-        assert told.basis == support.basis(CUDA)
-        first = str(told).splitlines()[0]
+        explanation = explain_spec(call(), SIZE)
+        assert explanation.basis == support.basis(CUDA)
+        first = str(explanation).splitlines()[0]
         assert first.endswith("runs this call. Support: as documented; not verified on this GPU yet.")
 
-    def test_basis_names_the_verified_gpu(self, checked):
+    def test_basis_names_the_verified_gpu(self, verified):
         assert support.basis(CUDA) == "verified on an NVIDIA H199"
         assert (
             str(explain_spec(call(), SIZE))
@@ -358,7 +343,7 @@ def test_saved_table_is_valid(file):
 
 
 @pytest.mark.parametrize("file", SAVED, ids=lambda file: file.name)
-def test_verified_gpu_has_a_kernel_for_every_plain_call(file, card, monkeypatch):
+def test_verified_gpu_has_a_kernel_for_every_plain_call(file, fake_gpu, monkeypatch):
     capability = file.stem.removeprefix("sm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (int(capability[:-1]), int(capability[-1])))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -148,7 +148,7 @@ class TestAFault:
         fake(grads=lambda dq, dk, dv: (dq, dk * (1 + 2**-22 * (next(times) % 2)), dv))
         found = run_case(case("deterministic", options={"deterministic": True}), CPU)
         assert (found.result, found.details) == ("forward", "the same call gave other bits")
-        assert run_case(case(), CPU).result == "both"  # where nobody asks for it
+        assert run_case(case(), CPU).result == "both"  # where it is not requested
 
     def test_of_other_bits_in_another_batch(self, fake):
         changes = {"features": cpu.BACKEND.features | {"batch_invariant"}}
@@ -269,13 +269,13 @@ class TestCases:
     @pytest.mark.parametrize(("dims", "listed"), [((16, 24), "16/24"), ((64, 64), "64")])
     def test_a_head_dim_is_verified_as_it_is(self, dims, listed, fake):
         """Not padded to one that is known to be right."""
-        seen = []
+        head_dims = []
 
         def forward(query, key, value, problem):
-            seen.append((query.shape[2], value.shape[2]))
+            head_dims.append((query.shape[2], value.shape[2]))
             raise RuntimeError("seen")
 
         fake(forward=forward, head_dims=HeadDims(only=((64, 64), (128, 128))))
         found = run_case(case(listed, head_dim=dims[0], value_dim=dims[1]), CPU)
         assert (found.result, found.details) == ("no", "seen")
-        assert seen == [dims]
+        assert head_dims == [dims]

@@ -47,21 +47,21 @@ def test_operators_are_skipped_without_a_dispatch_mode(monkeypatch):
         function(**case.inputs)
 
 
-class Wrapped(torch.Tensor):
-    """A subclass that notes what it is handed to."""
+class Wrapper(torch.Tensor):
+    """A tensor subclass that lists the operators it is passed to."""
 
     @staticmethod
-    def __new__(cls, inner, seen):
+    def __new__(cls, inner, operators):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype)
 
-    def __init__(self, inner, seen):
-        self.inner, self.seen = inner, seen
+    def __init__(self, inner, operators):
+        self.inner, self.operators = inner, operators
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         for x in args:
             if isinstance(x, cls):
-                x.seen.append(function)
+                x.operators.append(function)
         args = [x.inner if isinstance(x, cls) else x for x in args]
         return function(*args, **(kwargs or {}))
 
@@ -69,7 +69,7 @@ class Wrapped(torch.Tensor):
 def test_tensor_subclass_sees_the_operator():
     case = case_of("cross", "causal", "gqa", dtype=torch.float32)
     want = call(case, "cpu")(**case.inputs)
-    seen = []
-    got = call(case, "cpu")(**{name: Wrapped(x, seen) for name, x in case.inputs.items()})
-    assert seen.count(operator("cpu", "forward")) == 3  # once for each that it was handed
+    operators = []
+    got = call(case, "cpu")(**{name: Wrapper(x, operators) for name, x in case.inputs.items()})
+    assert operators.count(operator("cpu", "forward")) == 3  # once for each of query, key and value
     assert all(map(torch.equal, got, want))

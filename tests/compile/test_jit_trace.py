@@ -2,15 +2,10 @@
 
 import pytest
 import torch
+from calls import OFFSETS, attend
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
-
-OFFSETS, OTHER = torch.tensor([0, 5, 14]), torch.tensor([0, 3, 14])
-
-
-def attend(x, offsets):
-    return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), is_causal=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -5,16 +5,11 @@ Dimensions: T tokens, H heads, D head dim, E embed dim.
 
 import pytest
 import torch
+from calls import OFFSETS, attend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
-
-OFFSETS, OTHER = torch.tensor([0, 5, 14]), torch.tensor([0, 3, 14])
-
-
-def attend(x, offsets):
-    return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), is_causal=True)
 
 
 def test_graph_of_a_value_with_more_rows_than_the_key():

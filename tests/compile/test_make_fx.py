@@ -5,18 +5,13 @@ Dimensions: T tokens, H heads, D head dim, E embed dim.
 
 import pytest
 import torch
+from calls import OFFSETS, OTHER_OFFSETS, attend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
 
-OFFSETS, OTHER = torch.tensor([0, 5, 14]), torch.tensor([0, 3, 14])
-
 every_mode = pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-
-
-def attend(x, offsets):
-    return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), is_causal=True)
 
 
 def gradient(x, offsets):
@@ -30,7 +25,7 @@ def test_make_fx_records_an_operator_for_any_lengths(mode, function):
     x, other = torch.randn(2, 14, 3, 7, dtype=torch.float64).unbind()
     graph = make_fx(function, tracing_mode=mode)(x, OFFSETS.clone())
     assert any("nt_attention" in str(node.target) for node in graph.graph.nodes)
-    torch.testing.assert_close(graph(other, OTHER), function(other, OTHER))
+    torch.testing.assert_close(graph(other, OTHER_OFFSETS), function(other, OTHER_OFFSETS))
 
 
 def test_make_fx_records_the_module():
@@ -41,7 +36,7 @@ def test_make_fx_records_the_module():
 
     with torch.no_grad():
         graph = make_fx(run)(x, OFFSETS.clone())
-        torch.testing.assert_close(graph(x, OTHER), run(x, OTHER))
+        torch.testing.assert_close(graph(x, OTHER_OFFSETS), run(x, OTHER_OFFSETS))
 
 
 def test_make_fx_with_a_layout_from_outside():
@@ -72,4 +67,4 @@ def test_make_fx_refuses_calls_that_no_operator_supports(mode):
         return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), softcap=2.0)
 
     with pytest.raises(ValueError, match=r"make_fx can't trace it|'reference' is not a custom operator"):
-        make_fx(run, tracing_mode=mode)(x, OFFSETS.clone())(x, OTHER)
+        make_fx(run, tracing_mode=mode)(x, OFFSETS.clone())(x, OTHER_OFFSETS)

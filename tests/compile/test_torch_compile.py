@@ -22,31 +22,10 @@ COMPILED = {
 
 
 def compiled(case, backend, **options):
-    """The call as one graph, which takes and gives what the call itself does."""
+    """The call as one graph, with the same arguments and results."""
     function = call(case, backend)
     graph = torch.compile(lambda inputs: function(**inputs), backend="aot_eager", **{"fullgraph": True, **options})
     return lambda **kwargs: graph({name: kwargs[name] for name in case.inputs})
-
-
-@pytest.fixture
-def fake(registered_variant):
-    """Puts a variant of the CPU backend on the list, as "fake" or by another name, and returns which of its two ran."""
-
-    def make(listed="fake", **changes):
-        ran = []
-
-        def forward(*args):
-            ran.append("forward")
-            return cpu.forward(*args)
-
-        def backward(*args):
-            ran.append("backward")
-            return cpu.backward(*args)
-
-        registered_variant(cpu.BACKEND, listed, forward=forward, backward=backward, **changes)
-        return ran
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -88,7 +67,7 @@ def test_graph_without_gradients(backend):
 
 
 class TestBackendOfAGraph:
-    """``"auto"`` is chosen when a graph runs, by what holds then."""
+    """`"auto"` selects the backend when the graph runs."""
 
     @pytest.fixture
     def case(self):
@@ -120,7 +99,7 @@ class TestBackendOfAGraph:
 
     @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
     def test_backward_runs_on_the_backend_of_the_forward(self, fake, case, graph):
-        """The state of random numbers is a backend's own, and backward is often called after the block."""
+        """The state of random numbers belongs to one backend, and backward is often called after the `with` block."""
         ran, others = fake(), fake("cpu")
         function = compiled(case, "auto") if graph else lambda **inputs: call(case, "auto")(**only(inputs))
         leaves = {name: x.requires_grad_() for name, x in case.inputs.items()}
@@ -159,8 +138,8 @@ class TestNoOperatorSupportsTheCall:
             operator("auto", "forward")(*arguments)
 
     def test_unknown_backend_lists_the_known_ones(self):
-        with pytest.raises(ValueError, match=r"no backend 'nobody'.*'cpu', 'reference'"):
-            operator("auto", "forward")(*operands("auto")[:-1], "nobody")
+        with pytest.raises(ValueError, match=r"no backend 'unknown'.*'cpu', 'reference'"):
+            operator("auto", "forward")(*operands("auto")[:-1], "unknown")
 
 
 @NAMES
@@ -265,6 +244,6 @@ def test_selective_checkpoint_saves_the_operator_s_output(monkeypatch, keep, for
     if graph:
         run = torch.compile(run, backend="aot_eager", fullgraph=True)
     got = grads(run)
-    if not graph or keep:  # a graph without a policy may keep what it likes
+    if not graph or keep:  # the compiler decides what a graph without a policy saves
         assert calls == {"forward": forwards, "backward": 1}
     assert all(map(torch.equal, got, want))

@@ -16,6 +16,14 @@ def call(case: Problem, backend: str = "auto", **options):
     return partial(varlen_attention, layout=layout, key_layout=key_layout, return_lse=True, backend=backend, **options)
 
 
+OFFSETS, OTHER_OFFSETS = torch.tensor([0, 5, 14]), torch.tensor([0, 3, 14])  # of as many tokens
+
+
+def attend(x, offsets, is_causal: bool = True, backend: str = "auto"):
+    """Self-attention with a layout that is made from `offsets` in the call."""
+    return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), is_causal=is_causal, backend=backend)
+
+
 # A tensor (T, H, D) with the same numbers and other strides.
 STRIDES = {
     "every-other-column": lambda x: x.repeat_interleave(2, dim=2)[..., ::2],

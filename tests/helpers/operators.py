@@ -32,7 +32,7 @@ def call(case: Problem, backend: str):
 
 
 def only(inputs):
-    """Without the options, which are given already."""
+    """Query, key and value, without the options, which `call` has already."""
     return {name: inputs[name] for name in ("query", "key", "value")}
 
 
@@ -63,7 +63,7 @@ def operands(
 
 
 def given_back(grad, grad_lse, results, arguments):
-    """The backward's arguments: ``auto``'s is told the choice in the place of what was asked for."""
+    """The arguments of the backward operator. That of "auto" gets the selected backend instead of "auto"."""
     chosen = results[3:]
     return (grad, grad_lse, *results[:3], *(arguments[:-1] if chosen else arguments), *chosen)
 

@@ -14,6 +14,10 @@ from torch import Tensor
 
 import nt_attention as nta
 
+IGNORED_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
 GPU = torch.cuda.is_available()
 
 DEVICE = torch.device("cuda" if GPU else "cpu")

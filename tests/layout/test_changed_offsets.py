@@ -6,7 +6,7 @@ Dimensions: T tokens, H heads, D head dim.
 import numpy as np
 import pytest
 import torch
-from calls import PassThrough
+from calls import PassThrough, attend
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
@@ -34,9 +34,9 @@ class TestChangedOffsets:
     def test_int32_and_int64_offsets_of_a_layout_are_independent(self, dtype):
         given = offsets(dtype)
         layout = SequenceLayout.from_offsets(given)
-        twin = layout.cu_seqlens if dtype == torch.int64 else layout.offsets
+        converted = layout.cu_seqlens if dtype == torch.int64 else layout.offsets
         given[1] = 3
-        assert SequenceLayout.from_offsets(twin).lengths.tolist() == [5, 9]
+        assert SequenceLayout.from_offsets(converted).lengths.tolist() == [5, 9]
         assert SequenceLayout.from_offsets(given).lengths.tolist() == [3, 11]
 
     @pytest.mark.parametrize("how", ["in place", "NumPy", "NumPy, every second number", "an element of .data", ".data"])
@@ -76,21 +76,21 @@ class TestChangedOffsets:
         import copy
 
         given = offsets()
-        given.add_(0)  # a version that a copy does not have
+        given.add_(0)  # now its version differs from that of a copy
         layout = SequenceLayout.from_offsets(given)
-        twin = copy.deepcopy(layout)
+        copied = copy.deepcopy(layout)
         given[1] = 3
         x = torch.randn(TOKENS, 3, 7)
         want = varlen_attention(x, x, x, SequenceLayout.from_lengths(LENGTHS))
-        torch.testing.assert_close(varlen_attention(x, x, x, twin), want)
+        torch.testing.assert_close(varlen_attention(x, x, x, copied), want)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     @pytest.mark.parametrize("watched", [False, True], ids=["eager", "dispatch mode"])
     @pytest.mark.parametrize("backend", ["cpu", "reference"])
     def test_offsets_changed_before_the_backward(self, dtype, watched, backend):
         given, start = offsets(dtype), leaf(TOKENS, 3, 7)
-        want = torch.autograd.grad(attend(start, offsets(dtype), backend).pow(2).sum(), start)[0]
-        out = attend(start, given, backend)
+        want = torch.autograd.grad(attend(start, offsets(dtype), backend=backend).pow(2).sum(), start)[0]
+        out = attend(start, given, backend=backend)
         given[1] = 3
         right_or_refused(lambda: torch.autograd.grad(out.pow(2).sum(), start)[0], want, watched)
 
@@ -99,8 +99,8 @@ class TestChangedOffsets:
     def test_offsets_changed_before_the_backward_of_a_graph(self, dtype, compiler):
         torch._dynamo.reset()
         given, start = offsets(dtype), leaf(TOKENS, 3, 7)
-        want = torch.autograd.grad(attend(start, offsets(dtype), "auto").pow(2).sum(), start)[0]
-        out = torch.compile(attend, backend=compiler, fullgraph=True)(start, given, "auto")
+        want = torch.autograd.grad(attend(start, offsets(dtype)).pow(2).sum(), start)[0]
+        out = torch.compile(attend, backend=compiler, fullgraph=True)(start, given)
         given[1] = 3
         right_or_refused(lambda: torch.autograd.grad(out.pow(2).sum(), start)[0], want)
 
@@ -111,10 +111,6 @@ class TestChangedOffsets:
         slopes.mul_(2)
         with pytest.raises(RuntimeError, match=MODIFIED):
             out.sum().backward()
-
-
-def attend(x, given, backend):
-    return varlen_attention(x, x, x, SequenceLayout.from_offsets(given), backend=backend)
 
 
 def right_or_refused(gradient, want, watched=False):

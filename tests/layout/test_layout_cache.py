@@ -13,20 +13,20 @@ from nt_attention._offsets import _facts_of, read_offsets
 
 
 class TestCachedOffsets:
-    """What is known of an offsets tensor is read once, goes stale when the tensor changes, and dies with it."""
+    """What offsets say is read once. It is read again if they change, and freed with them."""
 
     @pytest.fixture
     def reads(self, monkeypatch):
         """Counts the copies of whole offsets to the host."""
-        seen = []
+        copies = []
 
         def to(tensor, *args, _to=torch.Tensor.to, **kwargs):
             if args[:1] == ("cpu",):
-                seen.append(tensor)
+                copies.append(tensor)
             return _to(tensor, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, "to", to)
-        return seen
+        return copies
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
     def test_offsets_are_read_once(self, reads, dtype):
@@ -90,7 +90,7 @@ class TestCachedOffsets:
         with torch.inference_mode():
             offsets = torch.tensor([0, 5, 6])
             _, first = read_offsets(offsets)
-            offsets[1] = 2  # no version tells of this
+            offsets[1] = 2  # inference tensors have no version counter
             assert read_offsets(offsets)[1] is not first
             layout = SequenceLayout.from_offsets(offsets)
             assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
@@ -138,24 +138,24 @@ class TestCachedOffsets:
         offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
         layout = SequenceLayout.from_offsets(offsets)
         use(layout)
-        mourned = [weakref.ref(x) for x in (layout.offsets, layout.cu_seqlens, layout.position_ids)]
-        mourned.append(weakref.ref(layout.extended(1).offsets))
+        references = [weakref.ref(x) for x in (layout.offsets, layout.cu_seqlens, layout.position_ids)]
+        references.append(weakref.ref(layout.extended(1).offsets))
         del offsets, layout
         gc.collect()
-        assert [ref() for ref in mourned] == [None] * 4
+        assert [ref() for ref in references] == [None] * 4
 
-    @pytest.mark.parametrize("order", ["holes-ask-whole", "whole-asks-holes"])
+    @pytest.mark.parametrize("order", ["query-with-holes", "key-with-holes"])
     def test_cache_is_freed_with_offsets_with_holes(self, order):
         offsets, lengths, values = torch.tensor([0, 5, 11]), torch.tensor([4, 6]), torch.randn(11, 3, 5)
         whole = torch.nested.nested_tensor_from_jagged(values, offsets)
         holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths)
-        query, key = (holes, whole) if order == "holes-ask-whole" else (whole, holes)
+        query, key = (holes, whole) if order == "query-with-holes" else (whole, holes)
         varlen_attention(query, key, key, backend="cpu")
         inner = SequenceLayout.from_nested(holes)
-        mourned = [weakref.ref(x) for x in (offsets, lengths, inner.offsets)]
+        references = [weakref.ref(x) for x in (offsets, lengths, inner.offsets)]
         del offsets, lengths, values, whole, holes, query, key, inner
         gc.collect()
-        assert [ref() for ref in mourned] == [None] * 3
+        assert [ref() for ref in references] == [None] * 3
 
     def test_cache_does_not_grow_with_batches(self):
         gc.collect()
@@ -169,7 +169,7 @@ class TestCachedOffsets:
 
 
 class TestInferenceMode:
-    """What is derived under inference_mode serves training as well, where inference tensors may not be saved."""
+    """What a layout derives under inference_mode can be saved for a backward pass, unlike inference tensors."""
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
     def test_offsets_from_outside_of_inference_mode(self, dtype):

@@ -10,7 +10,7 @@ T = torch.tensor
 
 MALFORMED_OFFSETS = {
     "fall": (T([0, 5, 3, 9]), "decrease from 5 to 3 at index 2.*from_lengths"),
-    "lengths-in-their-place": (T([5, 3, 9]), "decrease from 5 to 3 at index 1.*from_lengths"),
+    "lengths-instead-of-offsets": (T([5, 3, 9]), "decrease from 5 to 3 at index 1.*from_lengths"),
     "float": (T([0.0, 5.0]), r"got shape \(2,\) and torch.float32"),
     "bool": (T([False, True]), r"got shape \(2,\) and torch.bool"),
     "int16": (T([0, 5], dtype=torch.int16), r"got shape \(2,\) and torch.int16"),
@@ -24,10 +24,10 @@ MALFORMED_OFFSETS = {
 }
 
 
-@pytest.mark.parametrize(("offsets", "told"), MALFORMED_OFFSETS.values(), ids=MALFORMED_OFFSETS)
-def test_malformed_offsets(offsets, told):
-    for _ in range(2):  # a refusal is not remembered as a success
-        with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("offsets", "message"), MALFORMED_OFFSETS.values(), ids=MALFORMED_OFFSETS)
+def test_malformed_offsets(offsets, message):
+    for _ in range(2):  # the error is not cached as a success
+        with pytest.raises(ValueError, match=message):
             SequenceLayout.from_offsets(offsets)
 
 
@@ -47,9 +47,9 @@ MALFORMED_LENGTHS = {
 }
 
 
-@pytest.mark.parametrize(("lengths", "told"), MALFORMED_LENGTHS.values(), ids=MALFORMED_LENGTHS)
-def test_malformed_lengths(lengths, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("lengths", "message"), MALFORMED_LENGTHS.values(), ids=MALFORMED_LENGTHS)
+def test_malformed_lengths(lengths, message):
+    with pytest.raises(ValueError, match=message):
         SequenceLayout.from_lengths(lengths)
 
 
@@ -65,9 +65,9 @@ MALFORMED_MASKS = {
 }
 
 
-@pytest.mark.parametrize(("mask", "told"), MALFORMED_MASKS.values(), ids=MALFORMED_MASKS)
-def test_malformed_masks(mask, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("mask", "message"), MALFORMED_MASKS.values(), ids=MALFORMED_MASKS)
+def test_malformed_masks(mask, message):
+    with pytest.raises(ValueError, match=message):
         SequenceLayout.from_attention_mask(mask)
 
 
@@ -79,9 +79,9 @@ MALFORMED_POSITIONS = {
 }
 
 
-@pytest.mark.parametrize(("positions", "told"), MALFORMED_POSITIONS.values(), ids=MALFORMED_POSITIONS)
-def test_malformed_position_ids(positions, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("positions", "message"), MALFORMED_POSITIONS.values(), ids=MALFORMED_POSITIONS)
+def test_malformed_position_ids(positions, message):
+    with pytest.raises(ValueError, match=message):
         SequenceLayout.from_position_ids(positions)
 
 

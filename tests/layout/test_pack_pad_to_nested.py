@@ -71,13 +71,13 @@ class TestPackAndPad:
         assert torch.autograd.gradcheck(layout.pad, (packed,))
 
     @pytest.mark.parametrize(
-        ("shape", "told"),
+        ("shape", "shown"),
         [((3, 7, 2), "(3, 7, 2)"), ((4, 6, 2), "(4, 6, 2)"), ((13,), "(13,)")],
         ids=["batch", "positions", "dimensions"],
     )
-    def test_pack_refuses_other_shapes(self, shape, told):
+    def test_pack_refuses_other_shapes(self, shape, shown):
         layout = SequenceLayout.from_lengths(LENGTHS)
-        with pytest.raises(ValueError, match=rf"padded must be \(4, 7 or more, …\).*got {re.escape(told)}"):
+        with pytest.raises(ValueError, match=rf"padded must be \(4, 7 or more, …\).*got {re.escape(shown)}"):
             layout.pack(torch.zeros(shape))
 
     def test_pack_refuses_another_padded_length_than_the_mask(self):

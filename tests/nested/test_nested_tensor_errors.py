@@ -8,12 +8,12 @@ from nt_attention import SequenceLayout, varlen_attention
 
 
 @pytest.mark.parametrize("make", [from_jagged, with_holes, strided], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["query", "key", "value"])
-def test_nested_and_plain_tensors_together_are_refused(make, place):
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["query", "key", "value"])
+def test_nested_and_plain_tensors_together_are_refused(make, index):
     parts = random_parts([5, 0, 3])
     given = [make(parts)] * 3
-    given[place] = packed(parts)
-    with pytest.raises(TypeError, match=f"{('query', 'key', 'value')[place]} is a plain tensor.*pass three Nested"):
+    given[index] = packed(parts)
+    with pytest.raises(TypeError, match=f"{('query', 'key', 'value')[index]} is a plain tensor.*pass three Nested"):
         varlen_attention(*given)
 
 

@@ -32,7 +32,7 @@ def module():
 
 
 class TestNestedTensorsChangedInPlace:
-    """They raise where packed tensors do: what was saved for the backward is gone."""
+    """They raise where packed tensors do, because tensors saved for the backward were changed."""
 
     def test_residual_added_in_place_to_the_input(self, module):
         hidden = nested(leaf(TOKENS, 22)) * 1

@@ -1,4 +1,4 @@
-"""Every example runs, on little data, and says what it should."""
+"""Every example runs with little data and gives the documented results."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ``import nt_attention`` pulls in, and what it costs, seen in a fresh interpreter."""
+"""What `import nt_attention` imports, and how long it takes, in a new interpreter."""
 
 import json
 import statistics

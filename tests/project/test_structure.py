@@ -1,4 +1,4 @@
-"""What ``tools/structure.py`` counts, in a small package and in this one."""
+"""What `tools/structure.py` counts, in a small package and in this one."""
 
 import ast
 import runpy

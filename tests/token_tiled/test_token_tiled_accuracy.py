@@ -11,6 +11,7 @@ from token_tiled_cases import (
     DTYPES,
     GPU,
     HALVES,
+    IGNORED_WARNINGS,
     LENGTHS,
     TOLERANCE,
     case_of,
@@ -22,10 +23,7 @@ from token_tiled_cases import (
     truth,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 @exact
@@ -68,7 +66,7 @@ def test_softcap_is_accurate_in_float32():
 @exact
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_alibi_is_not_rounded_by_token_tiled(dtype):
-    """A distance of 257 times a slope near 1 has no place in 16 bits; weights would be off by tens of percent."""
+    """257 times a slope near 1 would be rounded in 16 bits, and weights would be off by tens of percent."""
     case = placed(Problem([301], None, 1, 1, 5, 5, dtype=dtype))
     case.inputs["query"] *= 0
     case.options["alibi_slopes"] = -torch.tensor([0.993], device=DEVICE)  # grows with the distance

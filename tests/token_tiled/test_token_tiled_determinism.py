@@ -10,6 +10,7 @@ from token_tiled_cases import (
     DTYPES,
     GPU,
     HALVES,
+    IGNORED_WARNINGS,
     TOLERANCE,
     bits,
     case_of,
@@ -26,10 +27,7 @@ from nt_attention.kernels.token_tiled.configs import config_for
 
 gpu = pytest.mark.gpu
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 def assert_repeats(lengths, dtype, times):

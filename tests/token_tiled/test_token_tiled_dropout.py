@@ -6,12 +6,9 @@ import oracle
 import pytest
 import torch
 from oracle import Problem, assert_same
-from token_tiled_cases import DEVICE, GPU, exact, on_tiles, placed
+from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS, exact, on_tiles, placed
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 def dropped(case, dropout_p, seed=3, **options):

@@ -5,15 +5,12 @@ import itertools
 import pytest
 import torch
 from oracle import visible_pairs
-from token_tiled_cases import DEVICE, case_of, on_tiles
+from token_tiled_cases import DEVICE, IGNORED_WARNINGS, case_of, on_tiles
 from torch.utils.flop_counter import FlopCounterMode
 
 gpu = pytest.mark.gpu
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 FORWARD = torch.ops.nt_attention.token_tiled_forward.default
 

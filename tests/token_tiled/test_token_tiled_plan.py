@@ -33,29 +33,29 @@ def plan_of(lengths, window=(math.inf, math.inf), upper_left=False):
     return Plan.make(queries, keys, window, upper_left)
 
 
-def places(lengths, side):
+def positions(lengths, side):
     """(sequence, position) of each token."""
     return [(b, position) for b, pair in enumerate(lengths) for position in range(pair[side])]
 
 
-def across(lengths, b, position, upper_left):
-    """The place among its keys that stands across from a query's."""
+def aligned_key(lengths, b, position, upper_left):
+    """The position of the key that is aligned with a query."""
     queries, keys = lengths[b]
     return position + (0 if upper_left else keys - queries)
 
 
 def visible(lengths, window, upper_left):
-    """(T, S) who sees whom, one pair at a time."""
+    """(T, S) bool, which keys are visible to which queries, one pair at a time."""
     left, right = window
     rows = [
-        [b == c and -left <= j - across(lengths, b, i, upper_left) <= right for c, j in places(lengths, 1)]
-        for b, i in places(lengths, 0)
+        [b == c and -left <= j - aligned_key(lengths, b, i, upper_left) <= right for c, j in positions(lengths, 1)]
+        for b, i in positions(lengths, 0)
     ]
-    return torch.tensor(rows, dtype=torch.bool).reshape(len(places(lengths, 0)), len(places(lengths, 1)))
+    return torch.tensor(rows, dtype=torch.bool).reshape(len(positions(lengths, 0)), len(positions(lengths, 1)))
 
 
 def covered(*tiles):
-    """Every row that some tile has, as often as it has it."""
+    """Every row of the tiles, as often as a tile contains it."""
     return sorted(row for begin, end in itertools.chain(*tiles) for row in range(begin, end))
 
 
@@ -64,15 +64,15 @@ def covered(*tiles):
 def test_visible_range_of_each_token(lengths, left, right, upper_left):
     plan = plan_of(lengths, (left, right), upper_left)
     table = visible(lengths, (left, right), upper_left)
-    for met, seen in ((plan.queries, table), (plan.keys, table.T)):
-        place = torch.arange(seen.shape[1])
-        inside = (met.lo[:, None] <= place) & (place < met.hi[:, None])
-        assert torch.equal(inside, seen)
-        # what a tile meets is read off its first and its last token, and rows are read from there unchecked
+    for met, visible_keys in ((plan.queries, table), (plan.keys, table.T)):
+        index = torch.arange(visible_keys.shape[1])
+        inside = (met.lo[:, None] <= index) & (index < met.hi[:, None])
+        assert torch.equal(inside, visible_keys)
+        # kernels take the range of a tile from its first and last token and read these rows without a check
         for bound in (met.lo, met.hi):
             assert bound.dtype == torch.int32
             assert (bound.diff() >= 0).all()
-            assert ((bound >= 0) & (bound <= seen.shape[1])).all()
+            assert ((bound >= 0) & (bound <= visible_keys.shape[1])).all()
         assert (met.lo <= met.hi).all()
 
 
@@ -81,7 +81,7 @@ def test_visible_range_of_each_token(lengths, left, right, upper_left):
 def test_aligned_key_of_each_query(lengths, upper_left):
     plan = plan_of(lengths, upper_left=upper_left)
     begins = list(itertools.accumulate((keys for _, keys in lengths), initial=0))
-    want = [begins[b] + across(lengths, b, i, upper_left) for b, i in places(lengths, 0)]
+    want = [begins[b] + aligned_key(lengths, b, i, upper_left) for b, i in positions(lengths, 0)]
     assert plan.queries.own.tolist() == want
 
 
@@ -90,13 +90,13 @@ def test_aligned_key_of_each_query(lengths, upper_left):
 def test_query_tiles_cover_all_queries(lengths, left, right, rows, shared):
     plan = plan_of(lengths, (left, right))
     tiles = plan.query_tiles(rows, shared).tolist()
-    of_token = places(lengths, 0)
+    of_token = positions(lengths, 0)
     assert covered(tiles) == list(range(len(of_token)))
     for begin, end in tiles:
         assert 0 < end - begin <= rows
         if of_token[begin][0] != of_token[end - 1][0]:
             assert end - begin <= shared
-            # so a tile's queries see no further than its own keys' block, whatever the window
+            # the keys of a tile fit into one block, whatever the window
             sequences = range(of_token[begin][0], of_token[end - 1][0] + 1)
             assert sum(lengths[b][1] for b in sequences) <= shared
 
@@ -104,10 +104,10 @@ def test_query_tiles_cover_all_queries(lengths, left, right, rows, shared):
 @examples
 @given(LENGTHS, SIDE, SIDE, ROWS)
 def test_batch_invariant_tiles_depend_on_their_sequence_alone(lengths, left, right, rows):
-    """A sequence's tiles depend on nothing but itself: that is batch invariance."""
+    """Batch invariance: the tiles of a sequence depend on this sequence alone."""
     plan = plan_of(lengths, (left, right))
     for side, tiles in ((0, plan.query_tiles(rows, 0)), (1, plan.key_tiles(rows, 0))):
-        of_token = places(lengths, side)
+        of_token = positions(lengths, side)
         ends = {(b, lengths[b][side]) for b in range(len(lengths))}
         for begin, end in tiles.tolist():
             (b, position), (last_b, last) = of_token[begin], of_token[end - 1]
@@ -123,17 +123,17 @@ def test_fused_and_other_tiles_cover_every_token_once(lengths, left, right, rows
     fused = plan.fused_tiles(shared).tolist()
     queries = plan.query_tiles(rows, shared, without_fused=True).tolist()
     keys = plan.key_tiles(key_rows, shared).tolist()
-    assert covered(queries, (tile[:2] for tile in fused)) == list(range(len(places(lengths, 0))))
-    assert covered(keys, (tile[2:] for tile in fused)) == list(range(len(places(lengths, 1))))
+    assert covered(queries, (tile[:2] for tile in fused)) == list(range(len(positions(lengths, 0))))
+    assert covered(keys, (tile[2:] for tile in fused)) == list(range(len(positions(lengths, 1))))
     assert all(0 < end - begin <= rows for begin, end in queries)
     assert all(0 < end - begin <= key_rows for begin, end in keys)
 
     corners = set(zip(*(side.offsets.tolist() for side in plan.sides), strict=True))
     for first, last, start, end in fused:
-        assert {(first, start), (last, end)} <= corners  # whole sequences, the same on either side
+        assert {(first, start), (last, end)} <= corners  # whole sequences, the same of queries and keys
         assert max(last - first, end - start) <= shared
-    held = {of_token for first, last, *_ in fused for of_token in places(lengths, 0)[first:last]}
-    assert {b for b, _ in held} == {b for b, pair in enumerate(lengths) if pair[0] and max(pair) <= shared}
+    in_fused_tiles = {of_token for first, last, *_ in fused for of_token in positions(lengths, 0)[first:last]}
+    assert {b for b, _ in in_fused_tiles} == {b for b, pair in enumerate(lengths) if pair[0] and max(pair) <= shared}
 
 
 def test_short_sequences_share_a_tile_with_all_that_fit():

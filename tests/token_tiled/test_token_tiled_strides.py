@@ -10,6 +10,7 @@ from token_tiled_cases import (
     DEVICE,
     DTYPES,
     GPU,
+    IGNORED_WARNINGS,
     TOLERANCE,
     bits,
     case_of,
@@ -26,10 +27,7 @@ import nt_attention as nta
 
 gpu = pytest.mark.gpu
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 STRIDES = calls.STRIDES | {"one-element-on": lambda x: F.pad(x.flatten(), (1, 0))[1:].view(x.shape)}
 
@@ -46,7 +44,7 @@ def test_any_strides(name, stride, dtype):
         return function(**arguments)
 
     want = truth(case)
-    if GPU:  # so that a compiled form is there, and must not serve
+    if GPU:  # so that a kernel compiled for other strides exists, which must not run
         assert_same(case.solve(function), want, TOLERANCE[dtype])
     if name == "grad":
         case.grads = (stride(case.grads[0]), case.grads[1])
@@ -54,15 +52,15 @@ def test_any_strides(name, stride, dtype):
 
 
 def test_stride_of_heads_exceeds_32_bits():
-    """As those of one long (H, T, D) tensor do; here what lies between them is never touched."""
+    """As in a view of one long (H, T, D) tensor. Here the memory between heads is never touched."""
     dtype, apart = torch.float16, 2**30 + 16
     case = placed(Problem([37, 5], None, 3, 3, 16, 16, dtype=dtype))
     memory = torch.empty(2 * apart + 4 * 42 * 16, dtype=dtype, device=DEVICE)
 
-    def far(x, place):
-        return memory.as_strided(x.shape, (x.shape[2], apart, 1), place * x[:, 0].numel()).copy_(x)
+    def far(x, index):
+        return memory.as_strided(x.shape, (x.shape[2], apart, 1), index * x[:, 0].numel()).copy_(x)
 
-    *tensors, grad = (far(x, place) for place, x in enumerate((*case.inputs.values(), case.grads[0])))
+    *tensors, grad = (far(x, index) for index, x in enumerate((*case.inputs.values(), case.grads[0])))
     got = bits(lambda *qkv: on_tiles(case)(*qkv)[0], tensors, grad)
     case.grads = (case.grads[0], torch.zeros_like(case.grads[1]))
     want = truth(case)
@@ -119,7 +117,7 @@ def test_any_strides_of_alibi_slopes(change, extra):
 
 @gpu
 def test_tensors_exceed_32_bit_sizes():
-    """Where each query sees its own key alone, the output is the value, and no gradient is left but the value's."""
+    """If each query sees its own key alone, out is the value, and only the value has a gradient."""
     rows, heads = 2**24 + 129, 3
     if torch.cuda.mem_get_info()[0] < 80 * 2**30:
         pytest.skip("needs 80 GiB of GPU memory")

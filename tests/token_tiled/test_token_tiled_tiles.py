@@ -5,17 +5,14 @@ import itertools
 import pytest
 import torch
 from oracle import GEOMETRIES, Problem, assert_same
-from token_tiled_cases import DEVICE, DTYPES, case_of, cases_of, check, exact, on_tiles, placed, truth
+from token_tiled_cases import DEVICE, DTYPES, IGNORED_WARNINGS, case_of, cases_of, check, exact, on_tiles, placed, truth
 
 import nt_attention as nta
 from nt_attention.kernels.token_tiled import configs, ops
 from nt_attention.kernels.token_tiled.configs import Config, Tile
 from nt_attention.kernels.token_tiled.plan import Plan
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),  # tanh's far end, on the CPU
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 TILES = {
     "wide": Config(16, *[Tile(16, 32, 4, 1)] * 4),
