@@ -74,16 +74,15 @@ def groups() -> dict[str, list[Combination]]:
     """By a name: what one test runs."""
     found: dict[str, list[Combination]] = {}
     for entry in ENTRIES.values():
-        modes = [mode for mode in MODES if _called_with(entry, mode)]
-        sets = {
-            "changes by origins": _changes_by_origins(entry),
-            "changes of lengths": _changes_of_lengths(entry),
-            **{mode: _changes_in_mode(entry, mode) for mode in modes if mode != "eager"},
-        }
-        for name, combinations in sets.items():
+        sets = [("changes by origins", _changes_by_origins(entry)), ("changes of lengths", _changes_of_lengths(entry))]
+        for mode in MODES:
+            if mode != "eager" and _called_with(entry, mode):
+                name = mode.split(",")[0] if MODES[mode].traced else mode  # one graph serves all lengths
+                sets.append((name, _changes_in_mode(entry, mode)))
+        for name, combinations in sets:
             listed = list(dict.fromkeys(combinations))
             if listed:
-                found[f"{entry.name} | {name}"] = listed
+                found.setdefault(f"{entry.name} | {name}", []).extend(listed)
     return found
 
 

@@ -19,9 +19,9 @@ def call(case: Problem, backend: str = "auto", **options):
 OFFSETS, OTHER_OFFSETS = torch.tensor([0, 5, 14]), torch.tensor([0, 3, 14])  # of as many tokens
 
 
-def attend(x, offsets, is_causal: bool = True, backend: str = "auto"):
-    """Self-attention with a layout that is made from `offsets` in the call."""
-    return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), is_causal=is_causal, backend=backend)
+def attend(x, offsets):
+    """Causal self-attention with a layout that is made from `offsets` in the call."""
+    return varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets), is_causal=True)
 
 
 # A tensor (T, H, D) with the same numbers and other strides.
