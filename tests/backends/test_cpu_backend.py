@@ -6,15 +6,14 @@ import pytest
 import torch
 from calls import STRIDES, call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, problem
+from sweeps import sweep_product
 from torch.nn import functional as F
 
 from nt_attention import SequenceLayout, varlen_attention
 from nt_attention.kernels.backends import cpu
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@sweep_product("lengths, geometry, extra", LENGTHS, GEOMETRIES, EXTRAS, strength=2)
 def test_agrees_with_the_oracle(lengths, geometry, extra):
     case = problem(lengths, geometry, extra)
     assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)

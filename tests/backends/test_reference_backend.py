@@ -6,15 +6,13 @@ import pytest
 import torch
 from calls import call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, attention, problem
+from sweeps import sweep_product
 from torch.nn.attention.flex_attention import flex_attention
 
 from nt_attention import SequenceLayout, varlen_attention
 
 
-@pytest.mark.parametrize("softcap", [0.0, 1.7], ids=["uncapped", "softcap"])
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@sweep_product("lengths, geometry, extra, softcap", LENGTHS, GEOMETRIES, EXTRAS, [0.0, 1.7], strength=2)
 def test_agrees_with_the_oracle(lengths, geometry, extra, softcap):
     case = problem(lengths, geometry, extra, options={"softcap": softcap})
     assert_same(case.solve(call(case, "reference")), case.truth(), 1e-9)

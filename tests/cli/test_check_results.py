@@ -140,6 +140,19 @@ class TestTheCommand:
         assert lines[4].split() == ["float32", "features", "right:", "grouped", "heads"]
         assert len(lines) == 5
 
+    def test_jobs_runs_the_cases_in_so_many_processes(self, capsys, monkeypatch):
+        jobs_of = []
+
+        def run_here(cases, device, jobs, *more):
+            jobs_of.append(jobs)
+            return [Finding(case, "both", "…") for case in cases]
+
+        monkeypatch.setattr(check, "run_in_processes", run_here)
+        assert main(["check", "--device", "cpu", "--backends", "cpu", "--jobs", "3"]) == 0
+        assert jobs_of == [3]
+        assert "right: 16" in capsys.readouterr().out.replace("  ", " ")
+
+    @pytest.mark.sweep
     def test_in_processes_prints_the_same(self, capsys):
         assert main(["check", "--device", "cpu", "--backends", "cpu", "--jobs", "2"]) == 0
         lines = capsys.readouterr().out.splitlines()

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from oracle import EXTRAS, Problem, assert_same
+from sweeps import sweep
 from torch import Tensor
 
 import nt_attention as nta
@@ -29,7 +30,7 @@ DTYPES = [torch.float32, *HALVES]
 # what comes back is rounded to 10 bits, or 7, and so are weights on their way
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
-# Around the sizes of tiles; and one sequence that is too long to share one, on either side.
+# Lengths around the sizes of tiles, and one sequence of queries and of keys that is too long to share a tile.
 LENGTHS = {
     "self": {"lengths": [5, 0, 1, 37, 17, 13], "key_lengths": None},
     "cross": {"lengths": [5, 0, 1, 37, 17, 13, 3], "key_lengths": [11, 3, 0, 17, 41, 13, 1], "past": (3, 2)},
@@ -45,10 +46,10 @@ if GPU:
 
 
 def cases_of(names, every, *axes):
-    """All combinations on a GPU; on the interpreter one in ``every``, each value of each axis among them."""
+    """All combinations on a GPU. Triton's interpreter runs one in `every`, with each value of each axis."""
     chosen = list(itertools.product(*axes))[:: 1 if GPU else every]
     assert [len(set(column)) for column in zip(*chosen, strict=True)] == [len(axis) for axis in axes]
-    return pytest.mark.parametrize(names, chosen, ids=str)
+    return sweep(names, chosen)
 
 
 def case_of(lengths, geometry, extra, /, **more) -> Problem:

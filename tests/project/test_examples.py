@@ -7,7 +7,13 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-PROGRAMS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.stem != "shared_data"]
+# The trainers of these are also tested in tests/trainers.
+HEAVY = ("sentence_embeddings", "sentence_transformers_training", "trl_grpo", "trl_sft")
+PROGRAMS = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.sweep if path.stem in HEAVY else ())
+    for path in sorted(EXAMPLES.glob("*.py"))
+    if path.stem != "shared_data"
+]
 ARGUMENTS = {
     "embed_paragraphs": ["--limit", "12", "--batch-size", "4"],
     "fine_tune_lora": ["--steps", "4", "--hidden-size", "32"],
@@ -19,7 +25,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PROGRAMS)
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)

@@ -1,6 +1,6 @@
-"""Compile the token-tiled kernels for a GPU that need not be there, and print what they take (run by a test).
+"""Compile token-tiled kernels for a GPU, which this machine need not have. A test runs this.
 
-python tests/token_tiled/compile_token_tiled.py [capability, as 90]
+python tests/token_tiled/compile_token_tiled.py 90 forward query   # capability, kernels (all by default)
 """
 
 import sys
@@ -41,7 +41,7 @@ def compiled(name: str, *, plain: bool, capability: int):
 
 if __name__ == "__main__":
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    for name in KERNELS:
+    for name in sys.argv[2:] or KERNELS:
         for plain in (True, False):
             kernel = compiled(name, plain=plain, capability=capability)
             ptx = kernel.asm["ptx"]
