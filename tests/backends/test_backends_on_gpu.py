@@ -262,7 +262,7 @@ def test_dropout_keeps_the_mean_and_its_own_gradient(backend):
 
 
 def operands(backend, cross=False):
-    """An operator's arguments by position, a gradient from above, and that of lse."""
+    """The positional arguments of an operator, and a gradient of its output."""
     lengths, key_lengths = [5, 37, 1, 13], [7, 31, 3, 13] if cross else [5, 37, 1, 13]
     offsets, key_offsets = (
         torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device="cuda") for x in (lengths, key_lengths)
@@ -412,7 +412,7 @@ def test_views_of_one_projection_are_not_copied(backend):
 
 @pytest.mark.parametrize("backend", OPERATORS)
 def test_memory_grows_linearly_with_the_tokens(backend):
-    """Twice the tokens, as twice the sequences or as sequences of twice the length, take no more than twice as much."""
+    """Twice the sequences, or sequences of twice the length, take at most twice the memory."""
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
 
     def peak(lengths):

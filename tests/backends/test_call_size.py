@@ -115,7 +115,7 @@ def test_call_size_of_equal_lengths_by_the_fast_path(lengths, is_causal, monkeyp
 class TestCachedCallSize:
     @pytest.fixture
     def counts(self, monkeypatch):
-        """The windows that pairs were counted for, one for each time."""
+        """The windows for which pairs were counted, in order."""
         windows, pairs = [], Window.pairs
 
         def counting(window, *call):

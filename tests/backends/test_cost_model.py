@@ -137,7 +137,7 @@ class TestOrder:
         assert choose(call(needs_grad=True), SIZE, "torch_flash").name == "torch_flash"
 
     def test_measured_backends_come_before_others(self, not_verified):
-        """``flash_attn_2`` can run all that ``torch_flash`` can, and has no number."""
+        """`flash_attn_2` can run every call of `torch_flash`, and was not measured."""
         assert choose(call(alibi=True, is_causal=True), SIZE).name == "token_tiled"
         assert choose(call(score_mod=lambda s, *_: s), SIZE).name == "flex"
         assert choose(call(dtype=torch.float64), SIZE).name == "reference"
@@ -197,7 +197,7 @@ class TestMeasurements:
             cost_model.costs.cache_clear()
 
     def test_measurements_are_valid(self):
-        """May be empty while a measurement is running."""
+        """The file may be empty while a measurement is running."""
         assert json.loads(self.FILE.read_text())["costs"].keys() <= {"16-bit", "float32"}
         for (dtype, direction, mask), by_head_dim in cost_model.costs().items():
             assert direction in ("forward", "both")

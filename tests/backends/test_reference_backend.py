@@ -125,7 +125,7 @@ class TestDropout:
     LENGTHS = (127, 0, 131)
 
     def weights(self, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each query's weights after dropout, (T, H, 131): one-hot values read them out."""
+        """(T, H, 131), the weights of each query after dropout, read with one-hot values."""
         case = Problem(self.LENGTHS, heads=3, kv_heads=3)
         total = sum(self.LENGTHS)
         case.inputs["value"] = torch.cat([torch.eye(131)[:n] for n in self.LENGTHS])[:, None].repeat(1, 3, 1).double()

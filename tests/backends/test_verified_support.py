@@ -282,7 +282,7 @@ class TestBasis:
 class TestTables:
     @pytest.fixture
     def folder(self, tmp_path, monkeypatch):
-        """A package that holds nothing but tables."""
+        """A package that contains only tables of verified support."""
         (tmp_path / "verified").mkdir()
         monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
         support.verified_on.cache_clear()

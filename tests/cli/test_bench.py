@@ -159,7 +159,7 @@ def test_forward_only(run):
 
 
 def test_the_table_on_a_gpu_has_device_time_and_host_time(monkeypatch, capsys):
-    """Without a GPU: the times are invented."""
+    """No GPU is needed: the times are made up."""
     measured = [bench.Measurement(ms=2.0, host_us=31.4), bench.Measurement(ms=50.0, host_us=80.0)]
     table = bench.table({"auto": measured, PADDED: [bench.Measurement(ms=3.0), bench.Measurement()]}, is_cuda=True)
     assert [column.header for column in table.columns][:4] == [

@@ -74,12 +74,12 @@ class TestTheCPU:
 
 
 def scaled(which, factor):
-    """Gradients of which one is off by a factor."""
+    """The gradients, one of them multiplied by a factor."""
     return lambda *grads: (g * factor if i == which else g for i, g in enumerate(grads))
 
 
 def with_nan(x):
-    """In the last number that belongs to a sequence."""
+    """The tensor with NaN as the last number of the last sequence."""
     x = x.clone()
     x[sum(FEW) - 1, -1, -1] = torch.nan
     return x
@@ -129,7 +129,7 @@ class TestAFault:
 
     @pytest.mark.parametrize("value", [1.0, torch.nan])
     def test_that_is_written_past_the_end(self, fake, value):
-        """Where nothing above the kernel clears it."""
+        """On a backend whose rows past the end are not cleared afterwards."""
 
         def forward(query, key, value_, problem):
             out, lse = reference.forward(query, key, value_, problem)
@@ -245,7 +245,7 @@ class TestCases:
 
     @pytest.mark.parametrize("feature", FEATURES)
     def test_need_the_feature_that_they_verify(self, feature):
-        """As ``AttentionSpec`` names it, so that support is read from the row where it was written."""
+        """`AttentionSpec.features` has the same names, so that support is read from the row where it was written."""
         backend = dataclasses.replace(cpu.BACKEND, features=frozenset(FEATURES))
         for c in (c for c in cases_of(backend) if c.which == feature):
             workload = c.workload
@@ -259,7 +259,7 @@ class TestCases:
             assert feature in spec.features
 
     def test_of_a_list_go_beyond_it(self):
-        """Also head dims that the backend does not declare are verified."""
+        """Head dims that the backend does not declare are verified too."""
         verified = {c.which for c in cases_of(flash_attn_4.BACKEND) if c.kind == "head dims"}
         assert {"16", "80", "64/128", "192/128"} <= verified
 
@@ -268,7 +268,7 @@ class TestCases:
 
     @pytest.mark.parametrize(("dims", "listed"), [((16, 24), "16/24"), ((64, 64), "64")])
     def test_a_head_dim_is_verified_as_it_is(self, dims, listed, fake):
-        """Not padded to one that is known to be right."""
+        """It is not padded to a head dim that is known to be right."""
         head_dims = []
 
         def forward(query, key, value, problem):

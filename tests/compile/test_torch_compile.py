@@ -172,23 +172,6 @@ def test_same_tensor_as_query_key_and_value_of_a_graph(backend):
 
 
 @NAMES
-@pytest.mark.parametrize("extra", ["gqa", "all"])
-def test_torch_func_grad_agrees_with_autograd(backend, extra):
-    case = case_of("cross", "causal", extra)
-    function = call(case, backend)
-
-    def loss(inputs):
-        out, lse = function(**inputs)
-        return (out * case.grads[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * case.grads[1]).sum()
-
-    got = torch.func.grad(loss)(case.inputs)
-    leaves = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
-    grads = torch.autograd.grad(loss(leaves), tuple(leaves.values()))
-    for name, want in zip(leaves, grads, strict=True):
-        assert torch.equal(got[name], want), name
-
-
-@NAMES
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_autocast_decides_the_dtype(backend, graph):
     case = case_of("cross", "causal", "wide-values-gqa", dtype=torch.float32)

@@ -100,7 +100,7 @@ def bits(function, tensors, grad):
 
 
 def random_inputs(rows, heads, kv_heads, head_dim, dtype):
-    """q, k, v and the gradient from above."""
+    """q, k, v and the gradient of out."""
     shapes = [(rows, heads, head_dim), *[(rows, kv_heads, head_dim)] * 2, (rows, heads, head_dim)]
     q, k, v, grad = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in shapes)
     return (q, k, v), grad

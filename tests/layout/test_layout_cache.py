@@ -74,25 +74,6 @@ class TestCachedOffsets:
             varlen_attention(x, x, x, is_causal=True)
             assert reads == []
 
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-    def test_offsets_changed_in_place_are_read_again(self, dtype):
-        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
-        assert SequenceLayout.from_offsets(offsets).position_ids.tolist() == [0, 1, 2, 3, 4, 0]
-        offsets[1:3] = torch.tensor([2, 4])
-        layout = SequenceLayout.from_offsets(offsets)
-        assert layout.lengths.tolist() == [2, 2, 2]
-        assert layout.position_ids.tolist() == [0, 1, 0, 1, 0, 1]
-        offsets[1] = 5
-        with pytest.raises(ValueError, match="decrease from 5 to 4"):
-            SequenceLayout.from_offsets(offsets)
-
-    def test_lengths_changed_in_place_are_read_again(self):
-        lengths = torch.tensor([4, 3])
-        x = torch.nested.nested_tensor_from_jagged(torch.randn(11, 3), torch.tensor([0, 5, 11]), lengths=lengths)
-        assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 3]
-        lengths[1] = 6
-        assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 6]
-
     def test_offsets_that_are_inference_tensors_are_not_cached(self):
         with torch.inference_mode():
             offsets = torch.tensor([0, 5, 6])

@@ -76,7 +76,7 @@ def test_from_lengths_on_a_device():
 
 
 def test_host_offsets_stay_on_the_host_under_a_default_device():
-    """As ``with torch.device("cuda")`` does; meta stands for it here, and holds no values at all."""
+    """The default device is "meta" instead of "cuda", because meta tensors have no values."""
     with torch.device("meta"):
         layout = SequenceLayout.from_lengths([5, 0, 3], device="cpu")
         packed = SequenceLayout.from_position_ids(torch.tensor([0, 1, 0, 1, 2], device="cpu"))

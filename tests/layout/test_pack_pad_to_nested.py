@@ -10,7 +10,7 @@ from nt_attention import SequenceLayout
 
 
 def padded_with(mask, fill=0.0):
-    """(B, L, 3) that counts the tokens from 1 where the mask is set, and ``fill`` elsewhere."""
+    """(B, L, 3): tokens are numbered from 1 where the mask is set, and the rest is `fill`."""
     padded = torch.full((*mask.shape, 3), fill)
     padded[mask.bool()] = torch.arange(1.0, 1 + int(mask.sum()))[:, None].repeat(1, 3)
     return padded

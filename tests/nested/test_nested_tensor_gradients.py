@@ -38,7 +38,7 @@ def module_of(backend):
 
 
 def test_second_derivative_of_nested_tensors_on_the_reference():
-    """Where the backend allows it: a penalty on the gradient weighs as it does on packed rows."""
+    """A penalty on the gradient gives the same gradients of the parameters as with packed rows."""
     module, layout = module_of("reference"), SequenceLayout.from_lengths([5, 3])
     values = torch.randn(8, 8, dtype=torch.float64)
     found = []

@@ -16,7 +16,7 @@ INT_POINTERS, FLOAT_POINTERS = ("Tiles", "Lo", "Hi", "Own"), ("Lse", "Delta", "G
 
 
 def compiled(name: str, *, plain: bool, capability: int):
-    """One kernel for bfloat16 and head dim 64, with nothing to do to scores or with everything."""
+    """One kernel for bfloat16 and head dim 64: without options (plain), or with all of them."""
     function = getattr(triton_kernels, f"{name}_kernel")
     tile = getattr(H200[64, 2][128, 48], name)
     constants = dict.fromkeys(("DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"), 64)

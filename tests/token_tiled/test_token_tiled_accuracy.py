@@ -53,7 +53,7 @@ def test_softcap_scale_and_alibi(scores, geometry, dtype):
 
 @exact
 def test_softcap_is_accurate_in_float32():
-    """The lse of a single key is its score: tanh's series, where they meet, and its far end."""
+    """The lse of a single key is its score. Scores are near 0, near the cap, and far above it."""
     products = torch.cat([torch.linspace(-2, 2, 401), torch.tensor([-90.0, -9.0, 1e-4, 9.0, 90.0])])
     case = placed(Problem([len(products)], [1], 1, 1, 1, 1, dtype=torch.float32, options={"softcap": 1.0}))
     case.inputs["query"] = products.to(DEVICE).reshape(-1, 1, 1)
@@ -93,7 +93,7 @@ def test_head_dims(dims, dtype):
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2), (7, 1)], ids=str)
 def test_grouped_heads(heads, batch_invariant):
-    """A group's heads may be added up by one program, or by several."""
+    """The gradients of a group of heads are summed by one program or by several."""
     case = placed(Problem([37, 0, 5], [17, 3, 19], *heads, 5, 5, dtype=torch.float16, options={"is_causal": True}))
     check(case, batch_invariant=batch_invariant)
 

@@ -23,7 +23,7 @@ DROPOUT_LENGTHS = [61, 5, 0, 13, 29, 1]
 @exact
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.3, "window_size": (19, 3)}], ids=["full", "softcap-window"])
 def test_dropout_drops_the_same_weights_forward_and_backward(options):
-    """With the identity as values, the output holds the weights that were kept; gradients must be of these."""
+    """With the identity as values, the output is the weights that were kept. The gradients must be of these weights."""
     case = placed(Problem(DROPOUT_LENGTHS, None, 4, 2, 11, max(DROPOUT_LENGTHS), dtype=torch.float32, options=options))
     eye = torch.eye(max(DROPOUT_LENGTHS), device=DEVICE)
     case.inputs["value"] = torch.cat([eye[:n] for n in DROPOUT_LENGTHS])[:, None].repeat(1, 2, 1)

@@ -18,7 +18,7 @@ BACKWARD = torch.ops.nt_attention.token_tiled_backward.default
 
 
 def operands(lengths=(5, 37, 1, 13), heads=4, kv_heads=2, head_dim=20, value_dim=12, alibi=True, dropout_p=0.0):
-    """An operator's arguments by position, and a gradient from above."""
+    """The positional arguments of an operator, and a gradient of its output."""
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     rows = sum(lengths)
     with DEVICE:
@@ -39,7 +39,7 @@ def test_opcheck(alibi):
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
 def test_heads_first_gradient_of_lse(batch_invariant):
-    """As lse itself does. From above it never comes so, but operators may be called by anybody."""
+    """The strides of lse itself. Autograd never passes such a gradient, but operators can be called directly."""
     arguments, grad = operands(lengths=(37, 5), heads=2, kv_heads=1, alibi=False)
     arguments = (*arguments[:-2], batch_invariant, True)
     out, lse, state = FORWARD(*arguments)

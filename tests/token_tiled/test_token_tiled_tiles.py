@@ -62,7 +62,7 @@ def test_plan_is_shared_by_all_layers_and_both_directions(monkeypatch):
 
 
 def test_plans_of_one_query_layout_are_cached_separately():
-    """By the keys' layout, the alignment and the window."""
+    """Plans differ by key layout, alignment and window."""
     lengths = [5, 3, 17]
     layout = nta.SequenceLayout.from_lengths(lengths, device=DEVICE)
     key_layouts = {keys: nta.SequenceLayout.from_lengths(keys, device=DEVICE) for keys in ((7, 2, 19), (2, 7, 19))}
