@@ -8,19 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from calls import PassThrough
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 Function = Callable[..., tuple[Tensor, ...]]
-
-
-class Passthrough(TorchDispatchMode):
-    """Looks at every operation and changes nothing, as profilers and loggers do."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -104,9 +97,9 @@ MODES: dict[str, Mode] = {
     "differentiated twice": Mode(through="double"),
     "checkpoint, reentrant": Mode(_checkpointed(True)),
     "checkpoint": Mode(_checkpointed(False)),
-    "dispatch mode around forward": Mode(forward=Passthrough),
-    "dispatch mode around backward": Mode(backward=Passthrough),
-    "dispatch mode around both": Mode(forward=Passthrough, backward=Passthrough),
+    "dispatch mode around forward": Mode(forward=PassThrough),
+    "dispatch mode around backward": Mode(backward=PassThrough),
+    "dispatch mode around both": Mode(forward=PassThrough, backward=PassThrough),
     "inference_mode before": Mode(before="inference_mode"),
     "no_grad before": Mode(before="no_grad"),
     "lengths made in inference_mode": Mode(before="made in inference_mode"),

@@ -49,17 +49,17 @@ def case(which="64", backend="fake", dtype=torch.float32, head_dim=16, value_dim
     return Case(backend, dtype, kind, Workload(which, "", lengths, 4, head_dim=head_dim, value_dim=value_dim, **fields))
 
 
-class TestTheCPU:
+class TestCPUBackend:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("dims", [(16, 16), (8, 24)], ids=str)
-    def test_is_right(self, dtype, dims):
+    def test_check_of_the_cpu_backend(self, dtype, dims):
         found = run_case(case(backend="cpu", dtype=dtype, head_dim=dims[0], value_dim=dims[1]), CPU)
         assert found.result == "both", found.details
         assert found.details.endswith(" of PyTorch's own error")
         assert 0 < float(found.details.split()[0]) <= 2
 
     @pytest.mark.parametrize("feature", sorted(cpu.BACKEND.features))
-    def test_is_right_in_all_that_it_declares(self, feature):
+    def test_check_of_every_feature_of_the_cpu_backend(self, feature):
         (first, *_) = (c for c in cases_of(cpu.BACKEND) if c.which == feature and c.dtype == torch.float32)
         keys = None if first.workload.key_lengths is None else FEW_KEYS
         workload = dataclasses.replace(first.workload, lengths=FEW, key_lengths=keys)
@@ -67,7 +67,7 @@ class TestTheCPU:
         assert found.result == "both", found.details
         assert found.case.which == feature
 
-    def test_is_not_right_in_what_it_does_not_support(self):
+    def test_check_of_a_feature_that_is_not_supported(self):
         found = run_case(case("softcap", "cpu", options={"softcap": 5.0}), CPU)
         assert found.result == "no"
         assert found.details == "backend='cpu': it cannot run this call."
@@ -85,32 +85,32 @@ def with_nan(x):
     return x
 
 
-class TestAFault:
-    def test_none(self, fake):
+class TestFaultyBackend:
+    def test_no_fault(self, fake):
         fake()
         assert run_case(case(), CPU).result == "both"
 
     @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
     @pytest.mark.parametrize("factor", [1.01, 0.0, -1.0, torch.nan])
-    def test_in_one_gradient(self, fake, which, factor):
+    def test_wrong_gradient(self, fake, which, factor):
         fake(grads=scaled(which, factor))
         found = run_case(case(), CPU)
         assert found.result == "forward"
         assert found.details.startswith("gradients off by ")
 
     @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
-    def test_in_the_last_number_of_one_gradient(self, fake, which):
+    def test_nan_in_the_last_number_of_a_gradient(self, fake, which):
         fake(grads=lambda *grads: (with_nan(g) if i == which else g for i, g in enumerate(grads)))
         assert run_case(case(), CPU) == Finding(case(), "forward", "gradients off by inf of PyTorch's own error")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_in_the_output(self, fake, dtype):
+    def test_wrong_output(self, fake, dtype):
         fake(out=lambda out, query, problem: out * 1.05)
         found = run_case(case(dtype=dtype), CPU)
         assert found.result == "no"
         assert found.details.startswith("output off by ")
 
-    def test_in_one_row_of_the_output(self, fake):
+    def test_wrong_row_of_the_output(self, fake):
         def one_row(out, query, problem):
             out[problem.layout.total - 1] = 0
             return out
@@ -118,17 +118,17 @@ class TestAFault:
         fake(out=one_row)
         assert run_case(case(), CPU).result == "no"
 
-    def test_in_one_number_of_the_output(self, fake):
+    def test_nan_in_one_number_of_the_output(self, fake):
         fake(out=lambda out, query, problem: with_nan(out))
         assert run_case(case(), CPU) == Finding(case(), "no", "output off by inf of PyTorch's own error")
 
-    def test_that_grouped_heads_alone_show(self, fake):
+    def test_gradient_wrong_for_grouped_heads_only(self, fake):
         fake(grads=lambda dq, dk, dv: (dq, dk if dk.shape[1] == dq.shape[1] else dk * 0.5, dv))
         assert run_case(case(), CPU).result == "both"
         assert run_case(case("grouped heads", kv_heads=2), CPU).result == "forward"
 
     @pytest.mark.parametrize("value", [1.0, torch.nan])
-    def test_that_is_written_past_the_end(self, fake, value):
+    def test_rows_past_the_end_are_written(self, fake, value):
         """On a backend whose rows past the end are not cleared afterwards."""
 
         def forward(query, key, value_, problem):
@@ -139,25 +139,25 @@ class TestAFault:
         fake(forward=forward, backward=None)
         assert run_case(case(), CPU) == Finding(case(), "no", "rows past the last offset are not 0")
 
-    def test_that_is_read_past_the_end(self, fake):
+    def test_rows_past_the_end_are_read(self, fake):
         fake(out=lambda out, query, problem: out + 0 * query[-1, 0, 0])
         assert run_case(case(), CPU).result == "no"
 
-    def test_of_other_bits_each_time(self, fake):
+    def test_not_deterministic(self, fake):
         times = itertools.count()
         fake(grads=lambda dq, dk, dv: (dq, dk * (1 + 2**-22 * (next(times) % 2)), dv))
         found = run_case(case("deterministic", options={"deterministic": True}), CPU)
         assert (found.result, found.details) == ("forward", "the same call gave other bits")
         assert run_case(case(), CPU).result == "both"  # where it is not requested
 
-    def test_of_other_bits_in_another_batch(self, fake):
+    def test_not_batch_invariant(self, fake):
         changes = {"features": cpu.BACKEND.features | {"batch_invariant"}}
         fake(out=lambda out, query, problem: out * (1 + 2**-22 * (problem.layout.batch_size > 1)), **changes)
         found = run_case(case("batch_invariant", options={"batch_invariant": True}), CPU)
         assert (found.result, found.details) == ("forward", "a sequence alone gave other bits than in the batch")
 
     @pytest.mark.parametrize("feature", ["softcap", "alibi", "score_mod", "mask_mod"])
-    def test_of_an_ignored_option(self, fake, feature):
+    def test_ignored_option(self, fake, feature):
         def forward(query, key, value, call):
             call = call._replace(spec=dataclasses.replace(call.spec, **ignored), alibi_slopes=None)
             return reference.forward(query, key, value, call)
@@ -185,7 +185,7 @@ class TestAFault:
         ids=lambda x: type(x).__name__ if isinstance(x, Exception) else "",
     )
     @pytest.mark.parametrize("when", ["forward", "backward"])
-    def test_that_is_raised(self, fake, error, details, when):
+    def test_raised_error(self, fake, error, details, when):
         def failing(*_):
             raise error
 
@@ -200,10 +200,10 @@ DROPPED = {"options": {"dropout_p": 0.2}, "head_dim": 8, "value_dim": 8, "length
 class TestDropout:
     """The reference drops weights. ``fake`` declares that it does."""
 
-    def test_that_is_right(self):
+    def test_check_of_dropout(self):
         assert run_case(case("dropout", "reference", **DROPPED), CPU).result == "both"
 
-    def test_that_never_happens(self, fake):
+    def test_dropout_is_ignored(self, fake):
         fake(features=cpu.BACKEND.features | {"dropout"})
         found = run_case(case("dropout", **DROPPED), CPU)
         assert (found.result, found.details) == ("no", "nothing was dropped")
@@ -211,7 +211,7 @@ class TestDropout:
     @pytest.mark.parametrize(
         ("factor", "result"), [((1.1, 1.0), "no"), ((1.0, 1.1), "forward")], ids=["not-rescaled", "wrong-gradient"]
     )
-    def test_that_is_wrong(self, fake, factor, result):
+    def test_dropout_is_wrong(self, fake, factor, result):
         def forward(query, key, value, problem):
             forth, back = factor
             value = value * back - (value * (back - 1)).detach()  # its gradient is off, and it is not
@@ -224,7 +224,7 @@ class TestDropout:
 
 class TestCases:
     @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])
-    def test_are_what_a_backend_has(self, name):
+    def test_cases_of_each_backend(self, name):
         backend = BACKENDS[name]
         found = list(cases_of(backend))
         assert {c.backend for c in found} == {backend.name}
@@ -244,7 +244,7 @@ class TestCases:
                 assert head_dim == value_dim or not backend.head_dims.equal
 
     @pytest.mark.parametrize("feature", FEATURES)
-    def test_need_the_feature_that_they_verify(self, feature):
+    def test_cases_of_a_feature_need_it(self, feature):
         """`AttentionSpec.features` has the same names, so that support is read from the row where it was written."""
         backend = dataclasses.replace(cpu.BACKEND, features=frozenset(FEATURES))
         for c in (c for c in cases_of(backend) if c.which == feature):
@@ -258,16 +258,16 @@ class TestCases:
             )
             assert feature in spec.features
 
-    def test_of_a_list_go_beyond_it(self):
+    def test_cases_of_head_dims_that_are_not_declared(self):
         """Head dims that the backend does not declare are verified too."""
         verified = {c.which for c in cases_of(flash_attn_4.BACKEND) if c.kind == "head dims"}
         assert {"16", "80", "64/128", "192/128"} <= verified
 
-    def test_there_are_none_for_the_reference(self):
+    def test_no_cases_for_the_reference(self):
         assert not list(cases_of(reference.BACKEND))
 
     @pytest.mark.parametrize(("dims", "listed"), [((16, 24), "16/24"), ((64, 64), "64")])
-    def test_a_head_dim_is_verified_as_it_is(self, dims, listed, fake):
+    def test_head_dim_is_verified_without_padding(self, dims, listed, fake):
         """It is not padded to a head dim that is known to be right."""
         head_dims = []
 

@@ -59,7 +59,7 @@ class TestResults:
         first = self.finding("token_tiled", torch.float32, "head dims", "64", 64, "both", "…")
         return [first, *(self.finding("flash_attn_4", *each) for each in self.FOUND)]
 
-    def test_have_the_worst_of_each(self, findings):
+    def test_summary_has_the_worst_result_of_each_case(self, findings):
         assert check.summarize(findings) == {
             "token_tiled": {"float32": {"head dims": {"64": "both"}}},
             "flash_attn_4": {
@@ -71,7 +71,7 @@ class TestResults:
             },
         }
 
-    def test_are_printed(self, findings, capsys):
+    def test_results_are_printed(self, findings, capsys):
         check.print_results(check.summarize(findings), findings)
         assert capsys.readouterr().out.splitlines() == [
             "",
@@ -90,7 +90,7 @@ class TestResults:
             "    bfloat16, head dims 16 at 16/16: gradients off by 3.0 of PyTorch's own error",
         ]
 
-    def test_are_saved_and_become_the_verified_support(self, findings, tmp_path, monkeypatch, capsys):
+    def test_saved_results_become_the_verified_support(self, findings, tmp_path, monkeypatch, capsys):
         file, results = tmp_path / "verified" / "sm90.json", check.summarize(findings)
         check.save(results, CPU, file, COMMAND)
         assert f"saved in {file}" in capsys.readouterr().out
@@ -111,7 +111,7 @@ class TestResults:
         assert checked.head_dims(flash_attn_4.BACKEND, dataclasses.replace(spec, needs_grad=True)) == (128, 128)
         assert "was not run" in checked.reasons(torch_flash.BACKEND, spec)[0]
 
-    def test_that_were_not_verified_again_are_kept(self, findings, tmp_path):
+    def test_saved_results_that_were_not_verified_again_are_kept(self, findings, tmp_path):
         file, results = tmp_path / "sm90.json", check.summarize(findings)
         check.save(results, CPU, file, COMMAND)
         again = self.finding("flash_attn_4", torch.bfloat16, "head dims", "16", 16, "both", "…")
@@ -120,7 +120,7 @@ class TestResults:
         assert json.loads(file.read_text())["results"] == results
 
 
-class TestTheCommand:
+class TestCheckCommand:
     @pytest.fixture(autouse=True)
     def _few_cases(self, monkeypatch):
         real = check.cases_of
@@ -132,7 +132,7 @@ class TestTheCommand:
 
         monkeypatch.setattr(check, "cases_of", short)
 
-    def test_prints_the_results(self, capsys):
+    def test_check_prints_the_results(self, capsys):
         assert main(["check", "--device", "cpu", "--backends", "cpu"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[2] == f"cpu: {cpu.BACKEND.about}"
@@ -140,7 +140,7 @@ class TestTheCommand:
         assert lines[4].split() == ["float32", "features", "right:", "grouped", "heads"]
         assert len(lines) == 5
 
-    def test_jobs_runs_the_cases_in_so_many_processes(self, capsys, monkeypatch):
+    def test_check_jobs_is_the_number_of_processes(self, capsys, monkeypatch):
         jobs_of = []
 
         def run_here(cases, device, jobs, *more):
@@ -153,18 +153,18 @@ class TestTheCommand:
         assert "right: 16" in capsys.readouterr().out.replace("  ", " ")
 
     @pytest.mark.sweep
-    def test_in_processes_prints_the_same(self, capsys):
+    def test_check_in_processes_prints_the_same_results(self, capsys):
         assert main(["check", "--device", "cpu", "--backends", "cpu", "--jobs", "2"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[-1] for line in lines[3:]] == ["16", "heads"]
 
-    def test_saves_to_a_file(self, tmp_path, capsys):
+    def test_check_saves_to_a_file(self, tmp_path, capsys):
         file = tmp_path / "support.json"
         assert main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)]) == 0
         assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
         assert f"saved in {file}" in capsys.readouterr().out
 
-    def test_prints_what_is_not_right(self, capsys, monkeypatch):
+    def test_check_prints_what_is_not_right(self, capsys, monkeypatch):
         details = "gradients off by 9.0 of PyTorch's own error"
         monkeypatch.setattr(check, "run_case", lambda case, device: Finding(case, "forward", details))
         main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16"])
@@ -172,7 +172,7 @@ class TestTheCommand:
         assert lines[3].split() == ["float32", "head", "dims", "right", "without", "gradients:", "16"]
         assert lines[4].strip() == f"float32, head dims 16 at 16/16: {details}"
 
-    def test_verified_support_is_kept_for_gpus_alone(self, capsys):
+    def test_check_save_without_a_file_needs_a_gpu(self, capsys):
         with pytest.raises(SystemExit) as exit:
             main(["check", "--device", "cpu", "--backends", "cpu", "--save"])
         assert exit.value.code == 2
@@ -187,7 +187,7 @@ class TestTheCommand:
             (["--which", "17"], "no case is left: pass --which some of ['16', "),
         ],
     )
-    def test_invalid_arguments_raise_before_anything_runs(self, arguments, details, capsys):
+    def test_invalid_check_arguments(self, arguments, details, capsys):
         with pytest.raises(SystemExit) as exit:
             main(["check", "--device", "cpu", *arguments])
         assert exit.value.code == 2
@@ -200,7 +200,7 @@ def end_process(case, device):
     return Finding(case, "both", "…")
 
 
-def test_a_kernel_that_ends_its_process_loses_one_case_only(monkeypatch):
+def test_kernel_that_ends_its_process_fails_one_case_only(monkeypatch):
     monkeypatch.setattr(check, "run_case", end_process)
     names = ["8", "16", "24", "32"]
     found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)

@@ -63,7 +63,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def test_counts_a_tree(tree):
+def test_structure_of_a_small_package(tree):
     found = STRUCTURE["measure"](tree)
     assert found["files that name softcap"] == ["nt_attention/long.py"]
     assert found["functions over 60 lines"] == ["nt_attention/long.py:65 long, 61 lines"]
@@ -72,7 +72,7 @@ def test_counts_a_tree(tree):
     assert found["lines of the command line"] == 1
 
 
-def test_the_structure_of_this_package():
+def test_structure_of_this_package():
     found = STRUCTURE["measure"](ROOT)
     assert len(found["hand-ordered option lists"]) <= 1
     assert len(found["files that name softcap"]) <= 11

@@ -21,7 +21,7 @@ def test_prints_the_versions_and_every_backend(capsys):
     assert [line.split()[0] for line in backends.splitlines()] == list(BACKENDS)
 
 
-def test_shows_the_environment_variable(monkeypatch, capsys):
+def test_prints_the_environment_variable(monkeypatch, capsys):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fastest")
     assert main([]) == 0
     assert f"{ENVIRONMENT_VARIABLE} is 'fastest', which is not a backend" in capsys.readouterr().out
