@@ -105,7 +105,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "through NumPy": _through_numpy,
     ".data = other": _swap,
 }
-HIDDEN = ("through .data", "through NumPy", ".data = other")  # torch counts no version
+HIDDEN = ("through .data", "through NumPy", ".data = other")  # torch's version counter does not change
 MOMENTS = ("before forward", "before backward", "between two readings")
 
 

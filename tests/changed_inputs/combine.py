@@ -1,4 +1,4 @@
-"""All combinations, by groups that are run together: every pair of axes is gone through in full."""
+"""All combinations, in groups that run together. Every pair of tables is combined in full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .run import Combination
 # One representative of each kind of change, for the product with all modes.
 SOME = ("mul_", "copy_", "mul_ of a detached view")
 
-# What takes seconds for an entry is done to some entries of each kind. NestedTensors can be compiled and not traced.
+# These modes take seconds for an entry, so they run for some entries of each kind. NestedTensors can't be traced.
 PACKED = r"/(packed|from_offsets, inside)/self|^VarlenMulti.*(inside|padded)|to_nested/from_offsets"
 COSTLY = {
     "compile aot_eager": r"/(packed|nested|transposed|from_offsets, inside)/self|^VarlenMulti.*(nested|inside)",
@@ -50,7 +50,7 @@ def _lengths(entry: Entry) -> list[Change]:
     if entry.carrier is None:
         return []
     found = changes_of_lengths(entry.sides)
-    if entry.form is Padded or Padded in entry.outputs.values():  # whose tokens would stand elsewhere
+    if entry.form is Padded or Padded in entry.outputs.values():  # tokens would have other positions
         found = [change for change in found if change.moment != "before forward"]
     return found
 
@@ -71,7 +71,7 @@ def _called_with(entry: Entry, mode: str) -> bool:
 
 
 def groups() -> dict[str, list[Combination]]:
-    """By a name: what one test runs."""
+    """The combinations of each test, by its name."""
     found: dict[str, list[Combination]] = {}
     for entry in ENTRIES.values():
         sets = [("changes by origins", _changes_by_origins(entry)), ("changes of lengths", _changes_of_lengths(entry))]
@@ -132,7 +132,7 @@ def _changes_of_lengths(entry: Entry) -> Iterator[Combination]:
 
 
 def _changes_in_mode(entry: Entry, mode: str) -> Iterator[Combination]:
-    """Every origin and backend without a change, and one or two ways of every change."""
+    """Every origin and backend without a change, and every change in one or two ways."""
     how = MODES[mode]
     backends = entry.backends[:1] if how.traced else entry.backends
     if how.packed_only or how.traced or how.before or entry.only_lengths:
@@ -148,15 +148,15 @@ def _changes_in_mode(entry: Entry, mode: str) -> Iterator[Combination]:
     some = [change for change in values if change.how in ways or change.other or change.target == "weight"]
     lengths = [change for change in _lengths(entry) if change.how in ("copy_", *HIDDEN[:2])]
     if how.through == "func.grad" or (how.traced and entry.outside and not mode.startswith("compile")):
-        lengths = []  # traced with that very layout, or without a moment between forward and backward
+        lengths = []  # the trace contains this layout, or runs forward and backward at once
     if how.traced:
         lengths = [change for change in lengths if change.moment == "before backward"]
-    if mode.startswith("checkpoint"):  # whose recomputation takes what it finds, in stock as well
+    if mode.startswith("checkpoint"):  # it recomputes with the changed weight, in stock as well
         some = [change for change in some if change.target != "weight"]
         lengths = [change for change in lengths if entry.outside and change.how not in HIDDEN]
     if entry.meaning == "rows in a view" and (how.traced or mode.startswith("checkpoint")):
-        some = []  # what is a view of what is up to torch there
+        some = []  # torch decides there what is a view
     if "/transposed/" in entry.name and mode.startswith("compile aot_eager"):
-        some = []  # torch 2.13 does not see these changes in a stock program either
+        some = []  # torch 2.13 misses these changes in a stock program as well
     for change in [*some, *lengths]:
         yield Combination(entry.name, "nonleaf", change, mode, entry.backends[0])

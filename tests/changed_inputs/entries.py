@@ -1,4 +1,4 @@
-"""The public entries, each beside the same program of stock operations and what it means.
+"""The public entry points, each with the same program of stock PyTorch operations and the expected rows.
 
 Dimensions: B sequences, T query tokens, S key tokens, H heads, D head dim, E embed dim.
 """
@@ -30,7 +30,7 @@ Batch = dict[str, Parts]
 
 @dataclass
 class Subject:
-    """One of the two programs, ready to be called.
+    """One of the two programs.
 
     Attributes:
         function: from the parts of every input, and for each side (queries, keys) the carrier's tensor and its layout
@@ -55,7 +55,7 @@ class Entry:
         outputs: by name, its form.
         ours, stock: from the backend's name, or that of the way it is written, to the program.
         truth: from rows (float64), lengths of both sides and parameters to rows; by ``meaning``, equal programs share.
-        carrier: what tells the lengths; None where the input tells them itself.
+        carrier: the tensor that gives the lengths; None if the input itself gives them.
         inside: whether the layout is made inside of the function, from the carrier's tensor.
     """
 
@@ -69,11 +69,11 @@ class Entry:
     truth: Callable[[dict[str, Tensor], tuple[Lengths, Lengths], dict[str, Tensor]], dict[str, Tensor]]
     carrier: Carrier | None
     inside: bool = False
-    carries: bool = True  # whether the function takes the carrier's tensor
-    ways: tuple[str, ...] = ("sdpa",)  # of writing the stock program, for it to raise
+    carries: bool = True  # whether the tensor of the carrier is an argument of the function
+    ways: tuple[str, ...] = ("sdpa",)  # of writing the stock program, which may raise in any of them
     backends: tuple[str, ...] = ("auto", "cpu", "reference")
     tolerance: float = 1e-7
-    only_lengths: bool = False  # whether changes of values are left to an entry that is alike
+    only_lengths: bool = False  # whether another entry tests changes of values
 
     @property
     def sides(self) -> int:

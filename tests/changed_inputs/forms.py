@@ -1,4 +1,4 @@
-"""How a ragged batch is held, and what tells its lengths.
+"""The forms of a ragged batch, and the tensors that give its lengths.
 
 A batch is a list of tensors, its parts: one for packed rows, NestedTensors and padded batches, B for a list.
 
@@ -110,13 +110,13 @@ class Padded(Form):
 
 @dataclass(frozen=True)
 class Carrier:
-    """The tensor that tells the lengths of a batch, and the layout that is made from it.
+    """The tensor that gives the lengths of a batch, and the layout made from it.
 
     Attributes:
         tensor: from lengths to that tensor.
         layout: from that tensor to a layout.
         offsets: from that tensor to offsets, by stock operations.
-        copies: whether the layout is made of what the tensor said, and of nothing that shares memory with it.
+        copies: whether the layout shares no memory with the tensor.
     """
 
     tensor: Callable[[Lengths], Tensor]
@@ -158,7 +158,7 @@ CARRIERS = {
     "from_position_ids": Carrier(_positions, SequenceLayout.from_position_ids, _begins, copies=True),
     "from_nested": Carrier(offsets_of, lambda o: SequenceLayout.from_nested(_nested(o)), lambda o: o),
 }
-# What a mask means to its reader: True where padding is, True where a token is, 1 where a token is.
+# key_padding_mask is True at padding; attention_mask is 1 at tokens.
 MASKS = {
     "key_padding_mask": Carrier(
         lambda n: ~token_mask(n), lambda m: SequenceLayout.from_attention_mask(~m), lambda m: m

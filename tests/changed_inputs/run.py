@@ -1,4 +1,4 @@
-"""One combination: what it should give, what it gives, and the verdict.
+"""Run one combination, and compare with the oracle or with the errors of stock PyTorch.
 
 Dimensions: T tokens, H heads, D head dim, E embed dim.
 """
@@ -32,7 +32,7 @@ BATCHES: dict[str, Both] = {
     "other": ((2, 6, 1, 4), (1, 5, 2, 3)),
     "other, three": ((2, 6, 5), (1, 5, 4)),
 }
-# A refusal is in the same place as stock's if stock raises before the forward pass is over, or after it, as this does.
+# Both must raise before the end of the forward pass, or both after it.
 AFTER = ("change", "backward")
 
 
@@ -137,7 +137,7 @@ def _second(grads: dict[str, Tensor]) -> Tensor:
     return _weighted({f"gradient of {name}": x for name, x in grads.items()})
 
 
-# ---- the truth
+# ---- what the oracle gives
 
 
 def truth(combination: Combination, lengths: Both, variant: int = 0) -> Results:
@@ -210,7 +210,7 @@ _prepared: dict[Any, Any] = {}
 _count = itertools.count()
 
 
-class Trial:
+class ProgramRun:
     """One program in one world; ``stage`` tells how far it got."""
 
     def __init__(self, combination: Combination, world: str, lengths: Both) -> None:
@@ -279,7 +279,7 @@ class Trial:
             batch, at = {}, 0
             for name, count in counts.items():
                 batch[name], at = list(xs[at : at + count]), at + count
-            if all(len(x) == 1 and x[0] is xs[0] for x in batch.values()):  # one object stays one
+            if all(len(x) == 1 and x[0] is xs[0] for x in batch.values()):  # query, key and value stay the same object
                 first = batch[next(iter(batch))]
                 batch = dict.fromkeys(batch, first)
             found = function(batch, list(xs[at:]), layouts)
@@ -287,7 +287,7 @@ class Trial:
                 found["out"] = [a + b for a, b in zip(found["out"], batch[next(iter(batch))], strict=True)]
             return tuple(x for name in entry.outputs for x in found[name])
 
-        run.__code__ = run.__code__.replace(co_name=f"run_{next(_count)}")  # the compiler's cache goes by code object
+        run.__code__ = run.__code__.replace(co_name=f"run_{next(_count)}")  # the compiler caches by code object
         return run
 
     def prepared(self, parts: dict[str, list[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -314,7 +314,7 @@ class Trial:
         """Trace on the first batch, on tensors that nothing else holds."""
         example = self
         if self.combination.batch != BATCHES["first"]:
-            example = Trial(self.combination, self.world, BATCHES["first"])
+            example = ProgramRun(self.combination, self.world, BATCHES["first"])
             example.subject = self.subject
             example.make_lengths(BATCHES["first"])
         shapes = leaf_shapes(
@@ -432,7 +432,7 @@ class Trial:
         targets: list[Tensor] = [x for own in parts.values() for x in own] if own_leaves else list(leaves.values())
         targets = targets + list(parameters.values())
         with self.mode.backward():
-            if self.combination.mode == "checkpoint, reentrant":  # which knows nothing else
+            if self.combination.mode == "checkpoint, reentrant":  # reentrant checkpoints support .backward() only
                 for x in targets:
                     x.grad = None
                 loss.backward()
@@ -473,12 +473,12 @@ class Trial:
 
         def work() -> None:
             try:
-                trial = Trial(self.combination, self.world, self.lengths)
-                trial.subject, trial.tensors, trial.layouts = self.subject, self.tensors, self.layouts
+                program = ProgramRun(self.combination, self.world, self.lengths)
+                program.subject, program.tensors, program.layouts = self.subject, self.tensors, self.layouts
                 together.wait()
-                found.append(trial.gradients())
+                found.append(program.gradients())
             except Exception as error:  # raised below
-                self.stage = trial.stage
+                self.stage = program.stage
                 found.append(error)
 
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -540,18 +540,18 @@ def wanted(combination: Combination, lengths: Both) -> Results:
 
 
 def attempt(combination: Combination, world: str, lengths: Both) -> Outcome:
-    trial = Trial(combination, world, lengths)
+    program = ProgramRun(combination, world, lengths)
     with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
         warnings.simplefilter("ignore")
         try:
-            return Outcome(trial.run(), "backward")
+            return Outcome(program.run(), "backward")
         except Exception as error:  # judged below
-            return Outcome(None, trial.stage, error)
+            return Outcome(None, program.stage, error)
         finally:
-            if combination.change.target == "weight" and hasattr(trial, "subject"):
+            if combination.change.target == "weight" and hasattr(program, "subject"):
                 kind = combination.of.meaning
                 with torch.no_grad():
-                    for name, x in trial.subject.parameters.items():
+                    for name, x in program.subject.parameters.items():
                         x.copy_(dict(stock_module(kind).named_parameters())[name])
 
 
@@ -593,23 +593,25 @@ def judge(combination: Combination, documented: Callable[[Combination, str, str]
     else:
         return Verdict("wrong", "; or ".join(differences))
     error = ours.error
-    told = f"{type(error).__name__} at {ours.stage}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
+    message = (
+        f"{type(error).__name__} at {ours.stage}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}"
+    )
     stocks = []
     for way in combination.of.ways:
         stock = _stock(combination, way)
         stocks.append(stock)
-        same = type(stock.error) is type(error) and str(stock.error) == str(error)  # torch's own words
-        told_well = isinstance(error, ALLOWED) and bool(str(error))
+        same = type(stock.error) is type(error) and str(stock.error) == str(error)  # the same error of torch
+        is_clear = isinstance(error, ALLOWED) and bool(str(error))
         in_place = stock.error is not None and (stock.stage not in AFTER or ours.stage in AFTER)
-        if in_place and (same or told_well):
-            return Verdict("as stock", told)
+        if in_place and (same or is_clear):
+            return Verdict("as stock", message)
     if not isinstance(error, ALLOWED) or not str(error):
-        return Verdict("wrong", f"bare {told}")
+        return Verdict("wrong", f"bare {message}")
     at = documented(combination, ours.stage, f"{type(error).__name__}: {error}")
     if at >= 0:
-        return Verdict("documented", told, at)
+        return Verdict("documented", message, at)
     places = sorted({x.stage for x in stocks if x.error is not None})
-    return Verdict("wrong", f"{told} ({f'stock raises later, at {places}' if places else 'stock does not raise'})")
+    return Verdict("wrong", f"{message} ({f'stock raises later, at {places}' if places else 'stock does not raise'})")
 
 
 _stocks: dict[Any, Outcome] = {}
