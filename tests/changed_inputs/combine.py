@@ -100,11 +100,13 @@ def select(groups: dict[str, list[Combination]]) -> dict[str, list[Combination]]
 
 
 def _pairs(combination: Combination) -> set[tuple[str, ...]]:
-    """What a selection must contain. Compiling and tracing take long, so that fewer pairs are asked for there."""
+    """What a selection must contain. Graphs are in fewer pairs: they take seconds to compile."""
     entry, mode, change = combination.of, combination.mode, combination.change
     if combination.how.traced:
         compiler = mode.split(",")[0]
-        return {(mode,), (compiler, change.how), (compiler, change.moment), (compiler, entry.form.__name__)}
+        # a change of lengths may compile the graph again
+        how = "lengths" if change.target == "lengths" else change.how
+        return {(mode,), (compiler, how), (compiler, change.moment)}
     pairs = {(mode, change.how, change.moment)}
     pairs |= {(entry.name, mode), (entry.name, combination.origin), (entry.name, combination.backend)}
     kind = entry.meaning if entry.only_lengths else entry.name

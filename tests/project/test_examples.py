@@ -8,7 +8,7 @@ import torch
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 # The trainers of these are also tested in tests/trainers.
-HEAVY = ("sentence_embeddings", "sentence_transformers_training", "trl_grpo", "trl_sft")
+HEAVY = ("fine_tune_with_trainer", "sentence_embeddings", "sentence_transformers_training", "trl_grpo", "trl_sft")
 PROGRAMS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.sweep if path.stem in HEAVY else ())
     for path in sorted(EXAMPLES.glob("*.py"))

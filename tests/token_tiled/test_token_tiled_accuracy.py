@@ -6,6 +6,7 @@ Without a GPU Triton's interpreter runs small cases in float32 and float16. On a
 import pytest
 import torch
 from oracle import EXTRAS, GEOMETRIES, Problem, assert_same
+from sweeps import sweep_product
 from token_tiled_cases import (
     DEVICE,
     DTYPES,
@@ -90,28 +91,31 @@ def test_head_dims(dims, dtype):
 
 
 @exact
-@pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
-@pytest.mark.parametrize("heads", [(8, 4), (8, 2), (7, 1)], ids=str)
+@sweep_product("heads, batch_invariant", [(8, 4), (8, 2), (7, 1)], [False, True])
 def test_grouped_heads(heads, batch_invariant):
     """The gradients of a group of heads are summed by one program or by several."""
     case = placed(Problem([37, 0, 5], [17, 3, 19], *heads, 5, 5, dtype=torch.float16, options={"is_causal": True}))
     check(case, batch_invariant=batch_invariant)
 
 
-@exact
-@pytest.mark.parametrize("extra", ["plain", "sinks"])
-@pytest.mark.parametrize(
-    ("lengths", "key_lengths"),
-    [([0, 0], [0, 0]), ([3, 2], [0, 0]), ([0, 0], [5, 2]), ([], []), ([0, 3, 0], [5, 0, 7]), ([5, 0], [3, 131])],
-    ids=["all-empty", "no-keys", "no-queries", "no-sequences", "never-both", "many-keys-for-none"],
-)
-def test_empty_sequences_and_no_keys(lengths, key_lengths, extra):
-    check(placed(Problem(lengths, key_lengths, past=(3, 2), sinks=extra == "sinks", dtype=torch.float32)))
+EMPTY = {
+    "all-empty": ([0, 0], [0, 0]),
+    "no-keys": ([3, 2], [0, 0]),
+    "no-queries": ([0, 0], [5, 2]),
+    "no-sequences": ([], []),
+    "never-both": ([0, 3, 0], [5, 0, 7]),
+    "many-keys-for-none": ([5, 0], [3, 131]),
+}
 
 
 @exact
-@pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sweep_product("which, extra", EMPTY, ["plain", "sinks"])
+def test_empty_sequences_and_no_keys(which, extra):
+    check(placed(Problem(*EMPTY[which], past=(3, 2), sinks=extra == "sinks", dtype=torch.float32)))
+
+
+@exact
+@sweep_product("dtype, batch_invariant", DTYPES, [False, True])
 def test_rows_past_the_end_are_never_read(dtype, batch_invariant):
     case = case_of("cross", "causal-window", "alibi-each-gqa", dtype=dtype)
     want = truth(case)
@@ -133,8 +137,7 @@ def test_rows_past_the_end_are_never_read(dtype, batch_invariant):
 
 
 @exact
-@pytest.mark.parametrize("which", ["out", "lse"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sweep_product("dtype, which", DTYPES, ["out", "lse"])
 def test_gradients_of_out_or_lse_alone(dtype, which):
     case = case_of("cross", "causal", "gqa", dtype=dtype)
     case.grads = tuple(

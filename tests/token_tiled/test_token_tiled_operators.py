@@ -64,7 +64,10 @@ def test_token_tiled_operators_in_one_graph(compiler):
             assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("geometry", ["full", "causal-upper_left", "causal-window"])
+SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in ("full", "causal-upper_left")]
+
+
+@pytest.mark.parametrize("geometry", ["causal-window", *SWEPT])
 def test_token_tiled_flops_are_those_of_the_visible_keys(geometry):
     case = case_of("cross", geometry, "wide-values-gqa", dtype=torch.float32)
     leaves = [x.requires_grad_() for x in case.inputs.values()]

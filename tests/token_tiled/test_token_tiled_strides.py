@@ -6,6 +6,7 @@ import calls
 import pytest
 import torch
 from oracle import Problem, assert_same
+from sweeps import sweep_product
 from token_tiled_cases import (
     DEVICE,
     DTYPES,
@@ -102,16 +103,18 @@ def test_views_of_one_projection(dtype):
     assert_same({"out": out, "d qkv": got}, want, TOLERANCE[dtype])
 
 
+ALIBI_CHANGES = {
+    "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[..., :1].expand_as(x),
+    "float64": lambda x: x.double(),
+}
+
+
 @exact
-@pytest.mark.parametrize("extra", ["alibi", "alibi-each-gqa"])
-@pytest.mark.parametrize(
-    "change",
-    [lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x[..., :1].expand_as(x), lambda x: x.double()],
-    ids=["strided", "expanded", "float64"],
-)
+@sweep_product("change, extra", ALIBI_CHANGES, ["alibi", "alibi-each-gqa"])
 def test_any_strides_of_alibi_slopes(change, extra):
     case = case_of("cross", "causal", extra, dtype=torch.float16)
-    case.options["alibi_slopes"] = change(case.options["alibi_slopes"])
+    case.options["alibi_slopes"] = ALIBI_CHANGES[change](case.options["alibi_slopes"])
     check(case)
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from oracle import GEOMETRIES, Problem, assert_same
+from sweeps import sweep_product
 from token_tiled_cases import DEVICE, DTYPES, IGNORED_WARNINGS, case_of, cases_of, check, exact, on_tiles, placed, truth
 
 import nt_attention as nta
@@ -30,8 +31,9 @@ def test_any_tile_sizes(monkeypatch, tiles, geometry, extra, dtype):
 
 
 @exact
-@pytest.mark.parametrize("window", [(2, -1), (-1, 2), (17, -1), (-1, 17), (23, 29), (3, 2**63 - 1)], ids=str)
-@pytest.mark.parametrize("tiles", ["tall", "nothing-shared"])
+@sweep_product(
+    "tiles, window", ["tall", "nothing-shared"], [(2, -1), (-1, 2), (17, -1), (-1, 17), (23, 29), (3, 2**63 - 1)]
+)
 def test_windows_within_a_tile(monkeypatch, tiles, window):
     monkeypatch.setattr(ops, "config_for", lambda *_: TILES[tiles])
     check(placed(Problem([67], None, 1, 1, 5, 5, dtype=torch.float16, options={"window_size": window})))
