@@ -39,6 +39,32 @@ def registered_variant(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
+def attention_inputs():
+    """The tensors and the layout of a call that every backend supports on a CPU."""
+    from nt_attention import SequenceLayout
+
+    return {name: torch.randn(7, 3, 5) for name in ("query", "key", "value")} | {
+        "layout": SequenceLayout.from_lengths([4, 0, 3])
+    }
+
+
+@pytest.fixture
+def backends_that_ran(registered_variant):
+    """The names of the backends that ran, in order."""
+    from nt_attention.kernels.backends import cpu, reference
+
+    names = []
+    for backend in (cpu.BACKEND, reference.BACKEND):
+
+        def forward(*args, backend=backend):
+            names.append(backend.name)
+            return backend.forward(*args)
+
+        registered_variant(backend, backend.name, forward=forward)
+    return names
+
+
+@pytest.fixture
 def uninitialized_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.empty``, ``empty_like`` and ``new_empty`` give tensors full of NaN."""
 

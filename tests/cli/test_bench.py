@@ -40,12 +40,12 @@ def run(capsys):
     return run
 
 
-class TestLengths:
-    def test_given_one_by_one(self):
+class TestBenchLengths:
+    def test_lengths_given_one_by_one(self):
         assert draw_lengths("5,0,900,17", tokens=3) == (5, 0, 900, 17)
 
     @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-    def test_drawn(self, distribution):
+    def test_lengths_drawn_from_a_distribution(self, distribution):
         drawn = draw_lengths(f"{distribution}:17", 1700)
         assert sum(drawn) == 1700
         assert max(drawn) <= 17
@@ -56,7 +56,7 @@ class TestLengths:
         assert draw_lengths("equal:4", 10) == (4, 4)
 
     @pytest.mark.parametrize("text", ["", "5,", "5,-1", "5,x", "normal:9", "equal:0", "uniform:"])
-    def test_other_texts_raise(self, text):
+    def test_invalid_lengths(self, text):
         with pytest.raises(ValueError, match="5,0,900,17"):
             draw_lengths(text)
 
@@ -65,7 +65,7 @@ class TestLengths:
         assert WORKLOADS["A"].lengths[:5] == (715, 87, 166, 428, 123)  # saved results depend on them
 
 
-def test_prints_a_markdown_table(run):
+def test_bench_prints_a_markdown_table(run):
     status, out, rows, notes = run()
     assert status == 0
     assert notes == {}
@@ -83,7 +83,7 @@ def test_prints_a_markdown_table(run):
             assert ratio == both_ratio == "1.00"
 
 
-def test_runs_all_available_backends_by_default(monkeypatch):
+def test_bench_runs_all_available_backends_by_default(monkeypatch):
     missing = {"token_tiled": "needs Triton.", "torch_flash": None, "cpu": None, "reference": None}
     monkeypatch.setattr(bench, "available_backends", lambda: missing)
     assert bench.available(CPU) == ["cpu"]
@@ -103,7 +103,7 @@ def test_runs_all_available_backends_by_default(monkeypatch):
     ],
     ids=lambda arguments: " ".join(arguments),
 )
-def test_all_results_are_right(arguments, run):
+def test_bench_results_are_right(arguments, run):
     status, _, rows, notes = run(*arguments)
     assert status == 0
     for name, (forward, *_, error) in rows.items():
@@ -115,7 +115,7 @@ def test_all_results_are_right(arguments, run):
 
 
 @pytest.mark.parametrize("factor", [1.1, 1 + 5e-4, float("nan")], ids=["tenth", "as-tf32", "nan"])
-def test_a_wrong_result_is_marked(factor, run, monkeypatch):
+def test_bench_marks_a_wrong_result(factor, run, monkeypatch):
     right = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **options: right(*x, **options) * factor)
     status, _, rows, notes = run()
@@ -124,7 +124,7 @@ def test_a_wrong_result_is_marked(factor, run, monkeypatch):
     assert notes == {name: ["wrong: out", "wrong: out, dq, dk, dv"] for name in (PADDED, NESTED)}
 
 
-def test_a_failure_is_reported(run, monkeypatch):
+def test_bench_reports_a_failure(run, monkeypatch):
     def failing(query, *_, **options):
         raise RuntimeError("no kernel | here\nand more") if query.is_nested else torch.OutOfMemoryError("too much")
 
@@ -137,7 +137,7 @@ def test_a_failure_is_reported(run, monkeypatch):
     assert float(rows["auto (cpu)"][4]) < 1e-5
 
 
-def test_what_is_not_supported_gives_the_reason(run):
+def test_bench_shows_why_a_call_is_not_supported(run):
     options = ["--options", "softcap=20", "is_causal=True"]
     status, _, rows, notes = run("--backends", "cpu", "reference", "torch_flash", *options)
     assert status == 0  # no result is wrong
@@ -146,20 +146,20 @@ def test_what_is_not_supported_gives_the_reason(run):
     assert float(rows["reference"][4]) < 1e-5
 
 
-def test_auto_without_a_backend_gives_every_reason(run):
+def test_bench_auto_without_a_backend_shows_every_reason(run):
     *_, notes = run("--options", "batch_invariant=True")
     assert "cpu: batch invariance is not supported" in notes["auto"][0]
     assert "reference: batch invariance is not supported" in notes["auto"][0]
 
 
-def test_forward_only(run):
+def test_bench_forward_only(run):
     status, _, rows, _ = run("--forward-only")
     assert status == 0
     assert {len(cells) for cells in rows.values()} == {3}
 
 
-def test_the_table_on_a_gpu_has_device_time_and_host_time(monkeypatch, capsys):
-    """Without a GPU: the times are invented."""
+def test_bench_table_on_a_gpu_has_device_time_and_host_time(monkeypatch, capsys):
+    """No GPU is needed: the times are made up."""
     measured = [bench.Measurement(ms=2.0, host_us=31.4), bench.Measurement(ms=50.0, host_us=80.0)]
     table = bench.table({"auto": measured, PADDED: [bench.Measurement(ms=3.0), bench.Measurement()]}, is_cuda=True)
     assert [column.header for column in table.columns][:4] == [
@@ -174,13 +174,13 @@ def inputs_of(*lengths, heads=1):
     return Inputs.random(Workload("ragged", "", lengths, heads, heads, 8), CPU, torch.float32)
 
 
-def test_too_much_padding_is_not_measured():
+def test_bench_does_not_measure_too_much_padding():
     found = implementations(["cpu"])
     with pytest.raises(NotSupportedError, match="400000 padded tokens for 4099 real ones"):
         found[PADDED](inputs_of(4000, *[1] * 99, heads=8), True)
 
 
-def test_the_sample_is_the_first_few_sequences_and_the_longest_that_fits():
+def test_bench_sample_is_the_first_sequences_and_the_longest_that_fits():
     assert bench.sample_of(inputs_of(3, 5, 1500, 700, 2500, 30000)) == [0, 1, 2, 4]  # 30000² scores do not fit
     assert bench.sample_of(inputs_of(30000)) == []
 
@@ -204,7 +204,7 @@ def test_the_sample_is_the_first_few_sequences_and_the_longest_that_fits():
         (["--device", "tpu"], "invalid choice: 'tpu'"),
     ],
 )
-def test_invalid_arguments_raise_before_anything_runs(arguments, message, capsys):
+def test_invalid_bench_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["bench", *arguments])
     assert exit.value.code == 2
@@ -212,7 +212,7 @@ def test_invalid_arguments_raise_before_anything_runs(arguments, message, capsys
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(run, capsys):
+def test_bench_on_a_gpu(run, capsys):
     assert main(["bench", "--lengths", "5,300,11,17", "--kv-heads", "4", "--options", "is_causal=True"]) == 0
     out = capsys.readouterr().out
     assert f"| {NESTED}" in out

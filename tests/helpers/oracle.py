@@ -1,4 +1,4 @@
-"""What varlen attention means, in float64 over one dense (H, T, S) score matrix. Shares no code with the package.
+"""The oracle: varlen attention in float64 over one dense (H, T, S) score matrix. Shares no code with the package.
 
 Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
@@ -32,15 +32,15 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out (N, H, Dv) and lse (N, H), float64 and differentiable; 0 and −inf in the rows past the sequences.
 
-    The mods get index tensors that broadcast over (H, T, S), and must bear any pair of positions.
+    The mods get index tensors that broadcast over (H, T, S), and must take any pair of positions.
     """
     key_lengths = lengths if key_lengths is None else key_lengths
     past = query.shape[0] - sum(lengths)
     query, key, value = query[: sum(lengths)].double(), key[: sum(key_lengths)].double(), value.double()
     value = value[: sum(key_lengths)]
     group = query.shape[1] // key.shape[1]
-    of_query, i = _places(lengths)
-    of_key, j = _places(key_lengths)
+    of_query, i = _positions(lengths)
+    of_key, j = _positions(key_lengths)
     i, j = i[None, :, None], j[None, None, :]
 
     kv_head = [h // group for h in range(query.shape[1])]
@@ -49,31 +49,31 @@ def attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
 
-    own_place = i
+    aligned = i
     if causal_alignment == "lower_right":
         surplus = torch.tensor([keys - queries for queries, keys in zip(lengths, key_lengths, strict=True)] + [0])
-        own_place = i + surplus[of_query][None, :, None]
+        aligned = i + surplus[of_query][None, :, None]
     if alibi_slopes is not None:
         slopes = alibi_slopes.double()
         slopes = slopes[of_query].T if slopes.dim() == 2 else slopes[:, None].expand(-1, len(of_query))
-        scores = scores - slopes[:, :, None] * (own_place - j).abs()
+        scores = scores - slopes[:, :, None] * (aligned - j).abs()
     b, h = of_query[None, :, None], torch.arange(query.shape[1])[:, None, None]
     if score_mod is not None:
         scores = score_mod(scores, b, h, i, j)
 
-    seen = of_query[None, :, None] == of_key[None, None, :]
+    visible = of_query[None, :, None] == of_key[None, None, :]
     left, right = window_size
     if left >= 0:
-        seen = seen & (own_place - j <= left)
+        visible = visible & (aligned - j <= left)
     if right >= 0:
-        seen = seen & (j - own_place <= right)
+        visible = visible & (j - aligned <= right)
     if is_causal:
-        seen = seen & (j <= own_place)
+        visible = visible & (j <= aligned)
     if mask_mod is not None:
-        seen = seen & mask_mod(b, h, i, j)
-    scores = scores.masked_fill(~seen, -torch.inf)
+        visible = visible & mask_mod(b, h, i, j)
+    scores = scores.masked_fill(~visible, -torch.inf)
 
-    # one more key, of value 0, for the sink; without sinks it is out of sight, and spares the case of no keys at all
+    # one more key of value 0 for the sink; without sinks it is masked, and avoids a special case for no keys
     sink = scores.new_tensor([-torch.inf]) if sinks is None else sinks.double()
     scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:2], 1)], -1)
     value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
@@ -81,26 +81,35 @@ def attention(
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
     weights = torch.exp(scores - peak)
     norm = weights.sum(-1, keepdim=True)
-    sighted = norm > 0
-    norm = torch.where(sighted, norm, 1.0)
+    has_keys = norm > 0
+    norm = torch.where(has_keys, norm, 1.0)
     out = torch.einsum("hts,shd->thd", weights / norm, value[:, kv_head])
-    lse = torch.where(sighted, norm.log() + peak, -torch.inf).squeeze(-1).T
+    lse = torch.where(has_keys, norm.log() + peak, -torch.inf).squeeze(-1).T
     out = torch.cat([out, out.new_zeros(past, *out.shape[1:])])
     return out, torch.cat([lse, lse.new_full((past, lse.shape[1]), -torch.inf)])
 
 
-def _places(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _positions(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(T,) the sequence of each token, and its position there."""
-    places = [(b, position) for b, length in enumerate(lengths) for position in range(length)]
-    table = torch.tensor(places, dtype=torch.int64).reshape(-1, 2)
+    positions = [(b, position) for b, length in enumerate(lengths) for position in range(length)]
+    table = torch.tensor(positions, dtype=torch.int64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
+
+
+def visible_pairs(lengths: Sequence[int], key_lengths: Sequence[int], **options: Any) -> int:
+    """How many (query, key) pairs the attention mask leaves: the weights that are not 0."""
+    total = 0
+    for queries, keys in zip(lengths, key_lengths, strict=True):
+        q, k, v = torch.ones(queries, 1, 1), torch.ones(keys, 1, 1), torch.eye(keys)[:, None]
+        total += int((attention(q, k, v, [queries], [keys], **options)[0] > 0).sum())
+    return total
 
 
 @dataclass
 class Problem:
     """Random inputs of an attention call with their options, and the gradients that come in from above.
 
-    Every size is prime, or a prime times another one, and differs from all others, so that swapped axes can't pass.
+    Every size is prime, or a prime times another one, and differs from all others, so that swapped dimensions fail.
     """
 
     lengths: Sequence[int]
@@ -163,12 +172,12 @@ def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance
         )
 
 
-# Where each query may look. Together with lengths that differ on both sides these give blind rows as well.
+# Which keys are visible. With lengths that differ on both sides there are fully masked rows as well.
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
     "causal-upper_left": {"is_causal": True, "causal_alignment": "upper_left"},
-    "own-place-only": {"window_size": (0, 0)},
+    "own-position-only": {"window_size": (0, 0)},
     "left-open": {"window_size": (-1, 3)},
     "right-open-upper_left": {"window_size": (2, -1), "causal_alignment": "upper_left"},
     "both-sides": {"window_size": (7, 3)},
@@ -177,7 +186,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "causal-window-upper_left": {"window_size": (5, -1), "is_causal": True, "causal_alignment": "upper_left"},
 }
 
-# What else a call may ask for, one at a time and together.
+# Other options of a call, one at a time and together.
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gqa": {"heads": 6, "kv_heads": 3},
@@ -197,7 +206,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 
 
 def problem(lengths: str, geometry: str, extra: str, /, **more: Any) -> Problem:
-    """The named case; ``more`` goes over what the names say, its options beside theirs."""
+    """The named case. `more` replaces fields of the names, and adds options to theirs."""
     fields = {**LENGTHS[lengths], **EXTRAS[extra], **more}
     fields["options"] = {**GEOMETRIES[geometry], **EXTRAS[extra].get("options", {}), **more.get("options", {})}
     return Problem(**fields)

@@ -149,7 +149,7 @@ def run(root, capsys, *arguments):
     return status, capsys.readouterr().out
 
 
-def test_a_result_is_stale_if_its_code_changed(repository, capsys):
+def test_result_is_stale_if_its_code_changed(repository, capsys):
     root, commit, _ = repository
     commit(other="y = 2\n")
     assert run(root, capsys, "--strict")[0] == 0
@@ -170,7 +170,7 @@ def test_comments_docstrings_and_renames_do_not_count(repository, capsys):
     assert run(root, capsys, "--strict")[0] == 0
 
 
-def test_a_commit_that_is_not_in_the_clone_is_named(repository, capsys):
+def test_commit_that_is_not_in_the_clone(repository, capsys):
     root, _, write_index = repository
     write_index("0123abc")
     status, text = run(root, capsys, "--strict")

@@ -1,0 +1,236 @@
+"""The expected time of a call, and the order in which "auto" tries backends. No GPU is needed."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import nt_attention as nta
+from nt_attention.kernels import cost_model, select
+from nt_attention.kernels.call import AttentionSpec, Call
+from nt_attention.kernels.cost_model import CallSize, expected_us
+from nt_attention.kernels.select import BACKENDS, choose, explain_spec, fastest_first
+
+SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 5, 5, 64, 64, 0.125)
+
+SIZE = CallSize(7, 1009.0, 100_003)
+
+# µs for a call, ns for a head's sequence, token and 1000 pairs
+TABLE = {
+    ("16-bit", "forward", "full"): {
+        64: {
+            "token_tiled": (11.0, 2.0, 3.0, 13.0),
+            "torch_flash": (5.0, 17.0, 3.0, 7.0),
+            "flash_attn_4": (31.0, 0, 0, 1),
+        },
+        128: {"token_tiled": (23.0, 2.0, 3.0, 13.0), "torch_flash": (19.0, 0.0, 0.0, 0.0)},
+    },
+    ("16-bit", "both", "full"): {64: {"token_tiled": (1.0, 0, 0, 0), "torch_flash": (2.0, 0, 0, 0)}},
+    ("16-bit", "forward", "causal"): {64: {"token_tiled": (13.0, 0, 0, 0), "torch_flash": (17.0, 0, 0, 0)}},
+    ("float32", "forward", "full"): {64: {"torch_efficient": (3.0, 0, 0, 0), "token_tiled": (7.0, 0, 0, 0)}},
+}
+
+MASKS = {
+    "causal": {"is_causal": True},
+    "window": {"window_size": (7, 3)},
+    "left": {"window_size": (7, -1)},
+    "right": {"window_size": (-1, 3), "equal_lengths": False},
+}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    monkeypatch.setattr(cost_model, "costs", lambda: TABLE)
+    monkeypatch.setattr(cost_model, "LAUNCH_US", {"forward": 0.0, "both": 0.0})
+
+
+def test_expected_time_is_at_least_the_launch_time(monkeypatch):
+    """Calls with so little work are all expected to take the launch time. The order of the table decides."""
+    monkeypatch.setattr(cost_model, "costs", lambda: TABLE)
+    assert expected_us(SPEC, CallSize(1, 1.0, 1)) == dict.fromkeys(TABLE["16-bit", "forward", "full"][64], 50.0)
+    assert select.fastest_first(SPEC, CallSize(1, 1.0, 1))[0] == "token_tiled"
+    assert max(expected_us(SPEC, CallSize(10**6, 1.0, 1)).values()) > 50
+
+
+def call(**changes):
+    return dataclasses.replace(SPEC, **changes)
+
+
+@pytest.mark.usefixtures("measured")
+class TestExpectedTime:
+    def test_expected_time_of_sequences_tokens_and_visible_pairs(self):
+        got = expected_us(SPEC, SIZE)
+        want = {
+            "token_tiled": 11 + 5e-3 * (2 * 7 + 3 * 1009 + 13 * 100.003),
+            "torch_flash": 5 + 5e-3 * (17 * 7 + 3 * 1009 + 7 * 100.003),
+            "flash_attn_4": 31 + 5e-3 * 100.003,
+        }
+        assert got == pytest.approx(want, rel=1e-12)
+
+    def test_expected_time_of_an_empty_batch(self):
+        assert expected_us(SPEC, CallSize(0, 0, 0)) == {"token_tiled": 11, "torch_flash": 5, "flash_attn_4": 31}
+
+    def test_expected_time_grows_with_the_query_heads(self):
+        one, two = (expected_us(call(num_heads=n, num_kv_heads=1), SIZE)["token_tiled"] for n in (3, 6))
+        assert two - 11 == pytest.approx(2 * (one - 11))
+
+    @pytest.mark.parametrize(
+        ("dims", "measured_at"),
+        [
+            *(((64, 64), 64), ((7, 3), 64), ((65, 65), 128), ((64, 65), 128), ((72, 3), 128), ((128, 128), 128)),
+            *(((129, 129), 128), ((256, 17), 128)),  # the largest, if there is none above
+        ],
+        ids=str,
+    )
+    def test_expected_time_of_the_next_larger_head_dim(self, dims, measured_at):
+        got = expected_us(call(head_dim=dims[0], value_dim=dims[1]), CallSize(0, 0, 0))
+        assert got["token_tiled"] == {64: 11, 128: 23}[measured_at]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_expected_time_with_gradients(self, dtype):
+        got = expected_us(call(needs_grad=True, dtype=dtype), SIZE)
+        assert got == {"token_tiled": 1, "torch_flash": 2}
+
+    @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+    def test_expected_time_of_masks(self, options):
+        assert expected_us(call(**options), SIZE) == {"token_tiled": 13, "torch_flash": 17}
+
+    def test_expected_time_of_alibi_is_that_without_a_mask(self):
+        assert expected_us(call(alibi=True), SIZE) == expected_us(SPEC, SIZE)
+
+    def test_expected_time_in_float32(self):
+        assert expected_us(call(dtype=torch.float32), SIZE) == {"torch_efficient": 3, "token_tiled": 7}
+
+    def test_expected_time_without_measurements(self, monkeypatch):
+        assert expected_us(call(dtype=torch.float32, needs_grad=True), SIZE) == {}
+        monkeypatch.setattr(cost_model, "costs", dict)
+        assert expected_us(SPEC, SIZE) == {}
+
+
+@pytest.mark.usefixtures("measured")
+class TestOrder:
+    @pytest.mark.parametrize(
+        ("changes", "size", "order"),
+        [
+            ({}, CallSize(0, 0, 0), ("torch_flash", "token_tiled", "flash_attn_4")),
+            ({}, CallSize(997, 1009, 0), ("flash_attn_4", "token_tiled", "torch_flash")),  # many short sequences
+            ({}, CallSize(1, 1009, 1_000_003), ("flash_attn_4", "torch_flash", "token_tiled")),  # a long one
+            ({"head_dim": 65}, CallSize(0, 0, 0), ("torch_flash", "token_tiled")),
+            ({"needs_grad": True}, SIZE, ("token_tiled", "torch_flash")),
+            ({"is_causal": True}, SIZE, ("token_tiled", "torch_flash")),
+            ({"dtype": torch.float32}, SIZE, ("torch_efficient", "token_tiled")),
+            ({"dtype": torch.float32, "needs_grad": True}, SIZE, ()),
+        ],
+    )
+    def test_order_is_expected_time_then_the_list_then_the_reference(self, changes, size, order):
+        others = [name for name in BACKENDS if name not in (*order, "cpu", "reference")]
+        assert fastest_first(call(**changes), size) == (*order, *others, "reference")
+
+    def test_expected_time_decides_which_backend_runs(self, not_verified):
+        assert choose(SPEC, CallSize(0, 0, 0)).name == "torch_flash"
+        assert choose(SPEC, CallSize(1, 1009, 1_000_003)).name == "flash_attn_4"
+        # a kernel without what is asked for is passed over
+        assert choose(call(softcap=3.0), CallSize(0, 0, 0)).name == "token_tiled"
+        assert choose(call(needs_grad=True), SIZE, "torch_flash").name == "torch_flash"
+
+    def test_measured_backends_come_before_others(self, not_verified):
+        """`flash_attn_2` can run every call of `torch_flash`, and was not measured."""
+        assert choose(call(alibi=True, is_causal=True), SIZE).name == "token_tiled"
+        assert choose(call(score_mod=lambda s, *_: s), SIZE).name == "flex"
+        assert choose(call(dtype=torch.float64), SIZE).name == "reference"
+
+    def test_explain_shows_the_expected_times_of_backends_that_can_run(self, not_verified):
+        explanation = explain_spec(call(softcap=3.0), CallSize(0, 0, 0))
+        assert explanation.chosen == "token_tiled"
+        assert explanation.expected_us == {"token_tiled": 11, "flash_attn_4": 31}
+        lines = {line.split()[0]: line for line in str(explanation).splitlines()[1:]}
+        assert lines["token_tiled"].endswith("; expected time 11 µs")
+        assert lines["flash_attn_4"].endswith("; expected time 31 µs")
+        assert not any("expected" in lines[name] for name in ("torch_flash", "flash_attn_2", "reference"))
+
+
+class TestOnACPU:
+    @pytest.fixture(autouse=True)
+    def _nothing_is_read(self, monkeypatch):
+        def refused():
+            raise AssertionError("read what was measured on a GPU")
+
+        monkeypatch.setattr(cost_model, "costs", refused)
+
+    def test_order_on_a_cpu_is_fixed(self):
+        assert fastest_first(call(device=torch.device("cpu"), dtype=torch.float32), SIZE) == ("cpu", "reference")
+
+    def test_call_on_a_cpu_reads_no_measurements(self):
+        x = torch.randn(7, 3, 5)
+        nta.varlen_attention(x, x, x, nta.SequenceLayout.from_lengths([3, 4]))
+
+    def test_explain_on_a_cpu_reads_no_measurements(self):
+        x = torch.randn(7, 3, 5)
+        explanation = nta.explain(x, x, x, nta.SequenceLayout.from_lengths([3, 4]))
+        assert explanation.chosen == "cpu"
+        assert not explanation.expected_us
+
+
+class TestMeasurements:
+    FILE = Path(cost_model.__file__).parent / "measured" / "sm90.json"
+
+    def test_measurements_are_read_as_written(self, tmp_path, monkeypatch):
+        (tmp_path / "measured").mkdir()
+        written = {
+            "16-bit": {"both": {"full": {"64": {"token_tiled": [1009, 2, 3, 4]}, "128": {}}}},
+            "float32": {"forward": {"causal": {}}},
+        }
+        (tmp_path / "measured" / "sm90.json").write_text(json.dumps({"gpu": "…", "costs": written}))
+        monkeypatch.setattr(cost_model.resources, "files", lambda _: tmp_path)
+        cost_model.costs.cache_clear()
+        try:
+            assert cost_model.costs() == {
+                ("16-bit", "both", "full"): {64: {"token_tiled": (1009, 2, 3, 4)}, 128: {}},
+                ("float32", "forward", "causal"): {},
+            }
+            assert expected_us(call(needs_grad=True), CallSize(0, 0, 0)) == {"token_tiled": 1009}
+            assert expected_us(call(dtype=torch.float32, is_causal=True), CallSize(0, 0, 0)) == {}
+        finally:
+            cost_model.costs.cache_clear()
+
+    def test_measurements_are_valid(self):
+        """The file may be empty while a measurement is running."""
+        assert json.loads(self.FILE.read_text())["costs"].keys() <= {"16-bit", "float32"}
+        for (dtype, direction, mask), by_head_dim in cost_model.costs().items():
+            assert direction in ("forward", "both")
+            assert mask in ("full", "causal", "window", "window behind")
+            assert by_head_dim, (dtype, direction, mask)
+            for head_dim, rows in by_head_dim.items():
+                at = (dtype, direction, mask, head_dim)
+                assert 0 < head_dim <= 256, at
+                assert rows.keys() <= set(BACKENDS) - {"cpu", "reference"}, at
+                for name, row in rows.items():
+                    assert len(row) == 4, (*at, name)
+                    assert all(isinstance(x, (int, float)) and 0 <= x < math.inf for x in row), (*at, name)
+                    assert any(row), (*at, name)
+                    measured = torch.float32 if dtype == "float32" else torch.bfloat16
+                    assert measured in BACKENDS[name].dtypes, (*at, name)
+                    assert head_dim <= BACKENDS[name].head_dims.most, (*at, name)
+
+    @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_measurements_order_all_backends(self, dtype, needs_grad):
+        for head_dim in (8, 64, 80, 128, 192, 256, 512):
+            spec = call(dtype=dtype, needs_grad=needs_grad, head_dim=head_dim, value_dim=head_dim)
+            order = fastest_first(spec, SIZE)
+            assert sorted(order) == sorted(set(BACKENDS) - {"cpu"})
+            assert order[-1] == "reference"
+
+
+def test_slow_backend_warning_gives_the_reasons_of_the_fastest_backend(not_verified, measured):
+    """The first in the order of expected time, not the first of the list."""
+    spec = call(dtype=torch.float64)
+    assert select.fastest_first(spec, CallSize(0, 0, 0))[0] == "torch_flash"
+    problem = Call(*(nta.SequenceLayout.from_lengths([]),) * 2, None, spec)
+    with pytest.warns(
+        select.SlowBackendWarning, match="torch_flash .* dtype must be float16 or bfloat16, got torch.float64"
+    ):
+        select.warn_if_slow(problem, "auto", stacklevel=1)

@@ -1,0 +1,232 @@
+"""The CPU backend against the float64 oracle, and how it divides a batch into kernel calls."""
+
+from functools import partial
+
+import pytest
+import torch
+from calls import STRIDES, call
+from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, problem
+from sweep_products import sweep_product
+from torch.nn import functional as F
+
+from nt_attention import SequenceLayout, varlen_attention
+from nt_attention.kernels.backends import cpu
+
+
+@sweep_product("lengths, geometry, extra", LENGTHS, GEOMETRIES, EXTRAS, strength=2)
+def test_agrees_with_the_oracle(lengths, geometry, extra):
+    case = problem(lengths, geometry, extra)
+    assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+
+@pytest.mark.parametrize("extra", ["plain", "all"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_agrees_with_the_oracle_in_float32(geometry, extra):
+    case = problem("cross", geometry, extra, dtype=torch.float32)
+    got = case.solve(call(case, "cpu"))
+    assert {x.dtype for x in got.values()} == {torch.float32}
+    assert_same(got, case.truth(), 3e-5)
+
+
+@pytest.mark.usefixtures("uninitialized_is_nan")
+@pytest.mark.parametrize("extra", ["plain", "all"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_results_contain_no_uninitialized_memory(lengths, geometry, extra):
+    case = problem(lengths, geometry, extra, past=(3, 2))
+    assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+
+@pytest.mark.usefixtures("uninitialized_is_nan")
+@pytest.mark.parametrize("extra", ["plain", "sinks"])
+@pytest.mark.parametrize(
+    ("lengths", "key_lengths"),
+    [([0, 0], [0, 0]), ([3, 2], [0, 0]), ([0, 0], [5, 2]), ([], []), ([0, 3, 0], [5, 0, 7])],
+    ids=["all-empty", "no-keys", "no-queries", "no-sequences", "never-both"],
+)
+def test_empty_sequences_and_no_keys(lengths, key_lengths, extra):
+    case = Problem(lengths, key_lengths, past=(3, 2), sinks=extra == "sinks")
+    assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+
+def test_rows_past_the_end_are_never_read():
+    case = problem("cross", "causal-window", "all")
+    want = case.truth()
+    for name in ("query", "key", "value"):
+        case.inputs[name][-2:] = torch.nan
+    assert_same(case.solve(call(case, "cpu")), want, 1e-9)
+
+
+@pytest.mark.parametrize("window", [(7, 0), (40, 3), (0, 0), (150, 11), (-1, 5), (3, -1)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["open", "causal"])
+def test_window_over_long_sequences_runs_in_tiles(window, causal):
+    case = Problem([263, 128, 1, 0], [149, 257, 7, 3], 2, 1, 5, 7, past=(1, 2))
+    case.options |= {"window_size": window, "is_causal": causal}
+    assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+
+def test_long_window_spans_several_tiles():
+    case = Problem([701], None, 1, 1, 5, 5, alibi="H", options={"window_size": (520, 60)})
+    assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+
+@pytest.mark.parametrize("extra", ["plain", "alibi-each-gqa", "all"])
+@pytest.mark.parametrize("geometry", ["full", "causal", "both-sides"])
+def test_sequences_of_equal_length_run_in_one_kernel_call(monkeypatch, geometry, extra):
+    case = problem("self", geometry, extra, lengths=[17] * 13 + [0, 5, 0] + [17, 5] * 7, key_lengths=None)
+    calls = []
+    monkeypatch.setattr(cpu, "_run", lambda *args, run=cpu._run, **kw: calls.append(args[0].shape) or run(*args, **kw))
+    assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+    assert sorted((shape[0], shape[2]) for shape in calls) == [(8, 5), (20, 17)]
+
+
+def test_window_bounds_the_number_of_scores(monkeypatch):
+    scores = []
+    monkeypatch.setattr(
+        cpu, "_run", lambda q, k, *a, run=cpu._run, **kw: scores.append(q.shape[2] * k.shape[2]) or run(q, k, *a, **kw)
+    )
+    case = Problem([1999], None, 1, 1, 2, 2, options={"window_size": (16, 0)})
+    call(case, "cpu")(**case.inputs, **case.options)
+    assert sum(scores) <= 1999 * (cpu.MASKED_ROWS + 16)
+
+
+def test_plan_is_cached_with_the_layout(monkeypatch):
+    made = []
+    monkeypatch.setattr(cpu, "_make_plan", lambda *a, make=cpu._make_plan: made.append(1) or make(*a))
+    case = problem("cross", "causal", "plain")
+    function = call(case, "cpu")
+    for _ in range(3):
+        case.solve(function)
+    assert len(made) == 1
+    function(**case.inputs, is_causal=False)
+    assert len(made) == 2
+
+
+def test_plans_of_one_layout_with_two_key_layouts_are_cached_separately():
+    lengths, first, second = [5, 3], [7, 2], [2, 7]
+    layout = SequenceLayout.from_lengths(lengths)
+    for key_lengths in (first, second, first):
+        case = Problem(lengths, key_lengths, options={"is_causal": True})
+        function = partial(
+            varlen_attention,
+            layout=layout,
+            key_layout=SequenceLayout.from_lengths(key_lengths),
+            return_lse=True,
+            backend="cpu",
+        )
+        assert_same(case.solve(function), case.truth(), 1e-9)
+
+
+def sdpa(case: Problem):
+    """One scaled_dot_product_attention call for each sequence; the same masks, spelled out. No lse."""
+    key_lengths = case.lengths if case.key_lengths is None else case.key_lengths
+
+    def function(query, key, value, is_causal=False, window_size=(-1, -1)):
+        outs = []
+        for q, k, v in zip(
+            query.split(case.lengths), key.split(list(key_lengths)), value.split(list(key_lengths)), strict=True
+        ):
+            behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+            mask = (behind >= 0) if is_causal else torch.ones_like(behind, dtype=torch.bool)
+            mask &= behind <= (window_size[0] if window_size[0] >= 0 else len(k))
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            outs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outs), torch.zeros(query.shape[:2]) + query.sum() * 0
+
+    return function
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("extra", ["plain", "gqa"])
+@pytest.mark.parametrize("geometry", ["full", "causal", "causal-window"])
+@pytest.mark.parametrize("key_lengths", [None, [7, 1, 131, 67, 13]], ids=["self", "cross"])
+def test_16_bit_error_is_at_most_twice_that_of_scaled_dot_product_attention(key_lengths, geometry, extra, dtype):
+    case = problem("self", geometry, extra, lengths=[5, 1, 127, 65, 13], key_lengths=key_lengths, dtype=dtype)
+    case.grads = (case.grads[0], torch.zeros_like(case.grads[1]))  # SDPA has no lse to differentiate
+    got, want, usual = case.solve(call(case, "cpu")), case.truth(), case.solve(sdpa(case))
+    assert got["out"].dtype == got["d key"].dtype == dtype
+    torch.testing.assert_close(got["lse"].double(), want["lse"], rtol=1e-4, atol=1e-4)
+
+    def error(found, name):
+        return (found[name].double() - want[name]).square().mean().sqrt().item()
+
+    for name in ("out", "d query", "d key", "d value"):
+        assert error(got, name) <= 2 * error(usual, name), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_alibi_is_not_rounded_to_16_bits(dtype):
+    """257 times a slope near 1 would be rounded in bfloat16, and weights would be off by tens of percent."""
+    case = Problem([301], None, 3, 3, 5, 5, dtype=dtype)
+    case.inputs["query"] *= 0
+    case.options["alibi_slopes"] = -torch.tensor([0.993, 0.501, 0.2503])  # grows with the distance
+    got, want = case.solve(call(case, "cpu")), case.truth()
+    torch.testing.assert_close(got["lse"].double(), want["lse"], rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(got["out"].double(), want["out"], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad"])
+@pytest.mark.parametrize("stride", STRIDES.values(), ids=STRIDES)
+@pytest.mark.parametrize("geometry", ["causal", "both-sides"])
+def test_any_strides(geometry, stride, name):
+    case = problem("cross", geometry, "gqa", past=(0, 0))
+    want = case.truth()
+    function = call(case, "cpu")
+
+    def strided(**arguments):
+        if name in arguments:
+            arguments[name] = stride(arguments[name])
+        return function(**arguments)
+
+    if name == "grad":
+        case.grads = (stride(case.grads[0]), case.grads[1])
+    assert_same(case.solve(strided), want, 1e-9)
+
+
+def test_expanded_gradient():
+    case = problem("cross", "causal", "gqa")
+    case.grads = tuple(torch.ones((), dtype=torch.float64).expand(g.shape) for g in case.grads)
+    assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+
+def test_expanded_key_heads():
+    case = problem("cross", "causal", "plain")
+    for name in ("key", "value"):
+        case.inputs[name] = case.inputs[name][:, :1]
+    want = case.truth()
+    function = call(case, "cpu")
+
+    def expanded(query, key, value, **options):
+        return function(query, key.expand(-1, 5, -1), value.expand(-1, 5, -1), **options)
+
+    assert_same(case.solve(expanded), want, 1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-46, -1e-46, 1e-40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scale_that_underflows_in_float32(scale, dtype):
+    case = problem("self", "causal", "plain", options={"scale": scale})
+    inputs = {name: x.to(dtype) for name, x in case.inputs.items()}
+    layout = SequenceLayout.from_lengths(case.lengths)
+    found, want = (
+        varlen_attention(**inputs, layout=layout, is_causal=True, scale=scale, return_lse=True, backend=backend)
+        for backend in ("cpu", "reference")
+    )
+    assert not found[0].isnan().any()
+    torch.testing.assert_close(found, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [[5, 3], [70, 130]], ids=["gathered", "in place"])
+def test_nan_in_a_query_propagates_to_out_and_lse(lengths, is_causal):
+    layout = SequenceLayout.from_lengths(lengths)
+    query, key, value = (torch.randn(layout.total, 3, 7) for _ in range(3))
+    key[0] = 0.0  # under causality the first row has an lse of 0 by right
+    query[4, 1, 2] = query[layout.total - 1, 0, 0] = torch.nan
+    found, want = (
+        varlen_attention(query, key, value, layout, is_causal=is_causal, return_lse=True, backend=backend)
+        for backend in ("cpu", "reference")
+    )
+    assert want[1].isnan().sum() == 2
+    torch.testing.assert_close(found, want, equal_nan=True)

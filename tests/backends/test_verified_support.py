@@ -1,0 +1,359 @@
+"""What a backend supports on a GPU: by the verified support, else by its documentation. No GPU is needed."""
+
+import dataclasses
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+from nt_attention.kernels import support, token_tiled
+from nt_attention.kernels.backend import COMMON
+from nt_attention.kernels.backends import flash_attn_2, flash_attn_4, torch_efficient, torch_flash
+from nt_attention.kernels.call import FEATURES, AttentionSpec
+from nt_attention.kernels.cost_model import CallSize
+from nt_attention.kernels.select import BACKENDS, choose, explain_spec
+from nt_attention.kernels.support import VerifiedSupport, by_documentation
+
+CUDA = torch.device("cuda")
+
+SIZE = CallSize(3, 17.0, 101.0)
+
+SPEC = AttentionSpec(CUDA, torch.bfloat16, 4, 4, 64, 64, 0.125)
+
+CROSS = {"equal_lengths": False, "keyless": False}
+
+BOTH = dict.fromkeys(FEATURES, "both")
+
+STATES = ("both", "forward", "no")
+
+TABLE = VerifiedSupport(
+    "an NVIDIA H199",
+    {"torch": "2.13.0"},
+    {
+        "flash_attn_4": {
+            "bfloat16": {
+                "head dims": {
+                    **{"16": "forward", "32": "both", "64": "both", "80": "no", "96": "both", "128": "both"},
+                    **{"192/128": "both", "192": "no", "256": "both", "64/128": "no"},
+                },
+                "features": {**BOTH, "softcap": "forward", "window": "no"},
+            },
+            "float16": {"head dims": {"64": "forward"}, "features": BOTH},
+        },
+        "torch_flash": {
+            "bfloat16": {"head dims": {"8": "both", "64": "both", "128": "both", "256": "forward"}, "features": BOTH}
+        },
+        "token_tiled": {
+            "bfloat16": {
+                "head dims": {"16": "both", "64": "both", "128": "both", "256": "forward"},
+                "features": {**BOTH, "alibi": "no", "dropout": "forward"},
+            },
+            "float32": {"head dims": {"64": "both"}, "features": {"causal": "both"}},
+        },
+        "torch_efficient": {"float32": {"head dims": {"64": "both", "192/128": "no"}, "features": BOTH}},
+    },
+)
+
+
+def call(head_dim=64, value_dim=None, **changes):
+    value_dim = head_dim if value_dim is None else value_dim
+    return dataclasses.replace(SPEC, head_dim=head_dim, value_dim=value_dim, **changes)
+
+
+@pytest.fixture
+def verified(fake_gpu, monkeypatch):
+    """The verified support of this GPU is `TABLE`."""
+    monkeypatch.setattr(support, "verified_on", {(9, 0): TABLE}.get)
+
+
+@pytest.mark.usefixtures("verified")
+class TestNotSupported:
+    def one_reason(self, backend, spec):
+        (reason,) = support.reasons(backend, spec)
+        assert reason.endswith(".")
+        assert "on an NVIDIA H199 by `python -m nt_attention check`" in reason
+        with by_documentation():
+            assert support.reasons(backend, spec) == []
+        return reason
+
+    def test_backend_that_was_not_verified(self):
+        assert "was not run" in self.one_reason(flash_attn_2.BACKEND, call())
+
+    def test_dtype_that_was_not_verified(self):
+        assert "torch.float16 is not verified" in self.one_reason(token_tiled.BACKEND, call(dtype=torch.float16))
+
+    @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
+    @pytest.mark.parametrize(
+        ("backend", "feature", "options"),
+        [
+            (flash_attn_4, "window", {"window_size": (7, 3)}),
+            (token_tiled, "alibi", {"alibi": True}),
+        ],
+    )
+    def test_feature_that_failed(self, backend, feature, options, needs_grad):
+        message = self.one_reason(backend.BACKEND, call(**options, needs_grad=needs_grad))
+        assert f"{feature!r} is not verified{' with gradients' if needs_grad else ''} on" in message
+
+    def test_feature_that_was_not_verified(self):
+        message = self.one_reason(token_tiled.BACKEND, call(dtype=torch.float32, softcap=3.0))
+        assert "'softcap' is not verified" in message
+
+    @pytest.mark.parametrize(
+        ("backend", "feature", "options"),
+        [
+            (flash_attn_4, "softcap", {"softcap": 3.0}),
+            (token_tiled, "dropout", {"dropout_p": 0.3}),
+        ],
+    )
+    def test_feature_verified_without_gradients(self, backend, feature, options):
+        assert support.reasons(backend.BACKEND, call(**options)) == []
+        message = self.one_reason(backend.BACKEND, call(**options, needs_grad=True))
+        assert f"{feature!r} is not verified with gradients" in message
+
+    def test_all_features_that_failed_are_listed(self):
+        spec = call(softcap=3.0, window_size=(7, 3), needs_grad=True)
+        message = support.reasons(flash_attn_4.BACKEND, spec)
+        assert [line.split(" ")[0] for line in message] == ["'softcap'", "'window'"]
+
+    @pytest.mark.parametrize(
+        ("backend", "spec"),
+        [
+            (flash_attn_4, call(264)),
+            (token_tiled, call(dtype=torch.float64)),
+            (torch_flash, call(softcap=3.0)),
+            (flash_attn_4, call(device=torch.device("cpu"))),
+        ],
+    )
+    def test_documented_limits_come_first(self, backend, spec):
+        assert support.reasons(backend.BACKEND, spec) == backend.BACKEND.unsupported(spec) != []
+
+    def test_auto_selects_no_backend_that_failed(self):
+        spec = call(needs_grad=True, window_size=(7, 3))
+        assert choose(spec, SIZE).name not in ("flash_attn_4", "flash_attn_2")
+        with pytest.raises(ValueError, match=r"flash_attn_4 .* 'window' is not verified with gradients"):
+            choose(spec, SIZE, "flash_attn_4")
+        explanation = explain_spec(spec, SIZE, "flash_attn_4")
+        assert explanation.chosen is None
+        assert explanation.reasons["flash_attn_4"] == tuple(support.reasons(flash_attn_4.BACKEND, spec))
+        with by_documentation():
+            assert choose(spec, SIZE, "flash_attn_4").name == "flash_attn_4"
+
+
+@pytest.mark.usefixtures("verified")
+class TestHeadDims:
+    @pytest.mark.parametrize(
+        ("asked", "needs_grad", "given"),
+        [
+            ((16, 16), False, (16, 16)),
+            ((16, 16), True, (32, 32)),
+            ((7, 13), False, (16, 16)),
+            ((80, 80), False, (96, 96)),  # wrong forward as well
+            ((80, 80), True, (96, 96)),
+            ((64, 64), True, (64, 64)),
+            ((64, 128), True, (128, 128)),
+            ((192, 128), True, (192, 128)),
+            ((160, 96), True, (192, 128)),
+            ((192, 192), True, (256, 256)),
+            ((128, 192), True, (256, 256)),
+            ((256, 256), True, (256, 256)),
+        ],
+    )
+    def test_next_verified_head_dim_of_a_list(self, asked, needs_grad, given):
+        spec = call(*asked, needs_grad=needs_grad)
+        assert support.head_dims(flash_attn_4.BACKEND, spec) == given
+        assert support.reasons(flash_attn_4.BACKEND, spec) == []
+
+    @pytest.mark.parametrize(
+        ("asked", "given"),
+        [((8, 8), (8, 8)), ((64, 64), (64, 64)), ((7, 61), (64, 64)), ((128, 65), (128, 128)), ((12, 20), (64, 64))],
+    )
+    def test_next_verified_head_dim_if_both_must_be_equal(self, asked, given):
+        assert support.head_dims(torch_flash.BACKEND, call(*asked, needs_grad=True)) == given
+
+    @pytest.mark.parametrize(
+        ("backend", "asked", "given"),
+        [
+            (token_tiled, (7, 13), (7, 13)),
+            (token_tiled, (64, 128), (64, 128)),
+            (token_tiled, (127, 3), (127, 3)),
+            (torch_efficient, (61, 7), (64, 8)),  # to its own step
+        ],
+    )
+    def test_head_dims_up_to_the_largest_verified(self, backend, asked, given):
+        dtype = torch.float32 if backend is torch_efficient else torch.bfloat16
+        assert support.head_dims(backend.BACKEND, call(*asked, needs_grad=True, dtype=dtype)) == given
+
+    @pytest.mark.parametrize(
+        ("backend", "spec", "widest_forward"),
+        [
+            (torch_flash, call(136), 256),
+            (token_tiled, call(129), 256),
+            (token_tiled, call(64, 200), 256),
+            (flash_attn_4, call(65, dtype=torch.float16), 64),
+            (torch_efficient, call(72, dtype=torch.float32), 64),
+        ],
+    )
+    def test_head_dim_above_all_verified_is_refused(self, backend, spec, widest_forward):
+        spec = dataclasses.replace(spec, needs_grad=True)
+        assert support.head_dims(backend.BACKEND, spec) is None
+        (message,) = (line for line in support.reasons(backend.BACKEND, spec) if "head dim" in line)
+        asked = str(spec.head_dim) if spec.head_dim == spec.value_dim else "64 with values of 200"
+        assert f"no head dim for {asked} is verified with gradients on an NVIDIA H199" in message
+        forward = dataclasses.replace(spec, needs_grad=False)
+        fits = max(spec.head_dim, spec.value_dim) <= widest_forward
+        assert (support.head_dims(backend.BACKEND, forward) is not None) == fits
+        assert any("head dim" in line for line in support.reasons(backend.BACKEND, forward)) != fits
+
+    def test_head_dims_by_documentation(self):
+        with by_documentation():
+            assert support.head_dims(flash_attn_4.BACKEND, call(80)) == (80, 80)
+            assert support.head_dims(flash_attn_4.BACKEND, call(16, 24, needs_grad=True)) == (16, 24)
+            assert support.head_dims(torch_flash.BACKEND, call(20)) == (24, 24)
+            assert support.head_dims(torch_flash.BACKEND, call(257)) is None
+
+    def test_head_dims_on_a_cpu(self):
+        assert support.head_dims(token_tiled.BACKEND, call(255, device=torch.device("cpu"))) == (255, 255)
+
+
+class TestByDocumentation:
+    def test_nested_contexts(self, verified):
+        spec = call(window_size=(7, 3))
+
+        def refused():
+            return bool(support.reasons(flash_attn_4.BACKEND, spec))
+
+        assert refused()
+        assert support.uses_results()
+        with by_documentation():
+            assert not refused()
+            with by_documentation():
+                assert not refused()
+                assert not support.uses_results()
+            assert not refused()
+        assert refused()
+        assert support.uses_results()
+
+    def test_context_ends_with_an_exception(self, verified):
+        with pytest.raises(KeyError), by_documentation():
+            raise KeyError("anything")
+        assert support.uses_results()
+        assert support.reasons(flash_attn_2.BACKEND, call())
+
+    def test_by_documentation_keeps_documented_limits(self, verified):
+        with by_documentation():
+            assert "got 264" in support.reasons(flash_attn_4.BACKEND, call(264))[0]
+
+    def test_by_documentation_without_verified_support(self, not_verified):
+        for backend in (flash_attn_2, flash_attn_4, torch_flash, torch_efficient, token_tiled):
+            assert support.reasons(backend.BACKEND, call(needs_grad=True, is_causal=True, **CROSS)) == []
+        assert "softcap is not supported" in support.reasons(torch_flash.BACKEND, call(softcap=2.0))[0]
+        assert support.head_dims(flash_attn_4.BACKEND, call(80)) == (96, 96)
+        assert support.head_dims(flash_attn_4.BACKEND, call(16)) == (32, 32)
+        assert support.head_dims(flash_attn_4.BACKEND, call(192, 128)) == (192, 128)
+        assert support.head_dims(flash_attn_2.BACKEND, call(80, 20)) == (80, 80)
+
+
+class TestBasis:
+    def test_basis_without_verified_support(self, not_verified):
+        assert support.basis(CUDA) == "as documented; not verified on this GPU yet"
+        explanation = explain_spec(call(), SIZE)
+        assert explanation.basis == support.basis(CUDA)
+        first = str(explanation).splitlines()[0]
+        assert first.endswith("runs this call. Support: as documented; not verified on this GPU yet.")
+
+    def test_basis_names_the_verified_gpu(self, verified):
+        assert support.basis(CUDA) == "verified on an NVIDIA H199"
+        assert (
+            str(explain_spec(call(), SIZE))
+            .splitlines()[0]
+            .endswith("runs this call. Support: verified on an NVIDIA H199.")
+        )
+        with by_documentation():
+            assert "as documented" in support.basis(CUDA)
+
+    def test_basis_on_a_cpu_is_empty(self):
+        spec = call(device=torch.device("cpu"), dtype=torch.float32)
+        assert support.basis(spec.device) == ""
+        assert "Support:" not in str(explain_spec(spec, SIZE))
+
+
+class TestTables:
+    @pytest.fixture
+    def folder(self, tmp_path, monkeypatch):
+        """A package that contains only tables of verified support."""
+        (tmp_path / "verified").mkdir()
+        monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
+        support.verified_on.cache_clear()
+        yield tmp_path / "verified"
+        support.verified_on.cache_clear()
+
+    def test_tables_are_found_by_compute_capability(self, folder, monkeypatch):
+        written = {"command": "…", "date": "…", "gpu": TABLE.gpu, "versions": TABLE.versions, "results": TABLE.results}
+        (folder / "sm90.json").write_text(json.dumps(written))
+        assert support.verified_on((9, 0)) == TABLE
+        assert support.verified_on((9, 0)) is support.verified_on((9, 0)), "read anew"
+        assert support.verified_on((8, 0)) is None
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        assert support.verified_for(CUDA) == TABLE
+        with by_documentation():
+            assert support.verified_for(CUDA) is None
+        assert support.verified_for(torch.device("cpu")) is None
+
+    def test_tables_are_not_read_on_amd_gpus(self, folder, monkeypatch):
+        (folder / "sm90.json").write_text("not read")
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        assert support.verified_for(CUDA) is None
+
+
+SAVED = sorted((Path(support.__file__).parent / "verified").glob("*"))
+
+
+def test_saved_tables_are_in_the_package():
+    folder = resources.files("nt_attention.kernels") / "verified"
+    found = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    assert sorted(found) == [file.name for file in SAVED]
+    assert all(name.endswith(".json") for name in found)
+
+
+@pytest.mark.parametrize("file", SAVED, ids=lambda file: file.name)
+def test_saved_table_is_valid(file):
+    capability = file.stem.removeprefix("sm")
+    assert file.name == f"sm{int(capability)}.json"
+    table = support.verified_on((int(capability[:-1]), int(capability[-1])))
+    assert table is not None
+    assert table.gpu
+    assert "torch" in table.versions
+    assert json.loads(file.read_text())["command"].startswith("python -m nt_attention check")
+    for name, by_dtype in table.results.items():
+        backend = BACKENDS[name]
+        assert set(by_dtype) <= {str(dtype).removeprefix("torch.") for dtype in backend.dtypes}, name
+        for dtype, kinds in by_dtype.items():
+            at = (name, dtype)
+            assert set(kinds) == {"head dims", "features"}, at
+            assert set(kinds["features"]) <= backend.features, at
+            assert all(state in STATES for row in kinds.values() for state in row.values()), at
+            dims = [support._dims(which) for which in kinds["head dims"]]
+            assert all(0 < max(pair) <= backend.head_dims.most for pair in dims), at
+            assert all(dim % backend.head_dims.multiple == 0 for pair in dims for dim in pair), at
+            assert all(d == v for d, v in dims) or not backend.head_dims.equal, at
+            assert set(backend.head_dims.only or ()) <= set(dims), at
+
+
+@pytest.mark.parametrize("file", SAVED, ids=lambda file: file.name)
+def test_verified_gpu_has_a_kernel_for_every_plain_call(file, fake_gpu, monkeypatch):
+    capability = file.stem.removeprefix("sm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (int(capability[:-1]), int(capability[-1])))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (3, 32, 64, 80, 128, 256):
+            for options in ({}, {"is_causal": True}, {"num_kv_heads": 2}, {"is_causal": True, **CROSS}):
+                spec = call(head_dim, dtype=dtype, needs_grad=True, **options)
+                assert choose(spec, SIZE).backward is not None, explain_spec(spec, SIZE)
+
+
+def test_every_feature_of_every_backend_is_known():
+    assert set(FEATURES) >= COMMON
+    for name, backend in BACKENDS.items():
+        assert backend.features <= set(FEATURES), name

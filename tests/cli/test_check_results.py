@@ -1,0 +1,208 @@
+"""The results of `python -m nt_attention check`: summarized, printed, saved; and the command."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+
+from nt_attention.__main__ import main
+from nt_attention.cli import cases, check
+from nt_attention.cli.cases import Case, Finding
+from nt_attention.cli.environment import device_name
+from nt_attention.cli.workloads import CAUSAL, Workload
+from nt_attention.kernels import support, token_tiled
+from nt_attention.kernels.backends import cpu, flash_attn_4, torch_flash
+from nt_attention.kernels.call import FEATURES, AttentionSpec
+
+COMMAND = "python -m nt_attention check"
+
+CPU = torch.device("cpu")
+
+FEW, FEW_KEYS = (1, 17, 0, 5, 31), (4, 13, 3, 0, 19)
+
+
+@pytest.fixture(autouse=True)
+def _few_runs(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # ``check`` sets it
+    monkeypatch.setattr(cases, "DETERMINISTIC_RUNS", 3)
+
+
+def case(which="64", backend="fake", dtype=torch.float32, head_dim=16, value_dim=16, lengths=FEW, **fields):
+    kind = "features" if which in FEATURES else "head dims"
+    fields = {"kv_heads": 4, "options": CAUSAL} | fields
+    return Case(backend, dtype, kind, Workload(which, "", lengths, 4, head_dim=head_dim, value_dim=value_dim, **fields))
+
+
+class TestResults:
+    FOUND = (
+        (torch.bfloat16, "features", "causal", 64, "both", "1.00 of PyTorch's own error"),
+        (torch.bfloat16, "features", "causal", 128, "forward", "gradients off by 7.0 of PyTorch's own error"),
+        (torch.bfloat16, "features", "cross", 128, "both", "…"),
+        (torch.bfloat16, "features", "cross", 64, "no", "no kernel image"),
+        (torch.bfloat16, "features", "window", 64, "both", "…"),
+        (torch.bfloat16, "head dims", "8", 8, "both", "…"),
+        (torch.bfloat16, "head dims", "16", 16, "forward", "gradients off by 3.0 of PyTorch's own error"),
+        (torch.bfloat16, "head dims", "128", 128, "both", "…"),
+        (torch.float16, "head dims", "8", 8, "both", "…"),
+    )
+
+    @staticmethod
+    def finding(backend, dtype, kind, which, width, result, details):
+        return Finding(
+            Case(backend, dtype, kind, Workload(which, "", FEW, 4, 4, width, value_dim=width)), result, details
+        )
+
+    @pytest.fixture
+    def findings(self):
+        first = self.finding("token_tiled", torch.float32, "head dims", "64", 64, "both", "…")
+        return [first, *(self.finding("flash_attn_4", *each) for each in self.FOUND)]
+
+    def test_summary_has_the_worst_result_of_each_case(self, findings):
+        assert check.summarize(findings) == {
+            "token_tiled": {"float32": {"head dims": {"64": "both"}}},
+            "flash_attn_4": {
+                "bfloat16": {
+                    "features": {"causal": "forward", "cross": "no", "window": "both"},
+                    "head dims": {"8": "both", "16": "forward", "128": "both"},
+                },
+                "float16": {"head dims": {"8": "both"}},
+            },
+        }
+
+    def test_results_are_printed(self, findings, capsys):
+        check.print_results(check.summarize(findings), findings)
+        assert capsys.readouterr().out.splitlines() == [
+            "",
+            f"token_tiled: {token_tiled.BACKEND.about}",
+            "  float32   head dims  right: 64",
+            "",
+            f"flash_attn_4: {flash_attn_4.BACKEND.about}",
+            "  bfloat16  features   right: window",
+            "  bfloat16  features   right without gradients: causal",
+            "  bfloat16  features   not right: cross",
+            "  bfloat16  head dims  right: 8, 128",
+            "  bfloat16  head dims  right without gradients: 16",
+            "  float16   head dims  right: 8",
+            "    bfloat16, features causal at 128/128: gradients off by 7.0 of PyTorch's own error",
+            "    bfloat16, features cross at 64/64: no kernel image",
+            "    bfloat16, head dims 16 at 16/16: gradients off by 3.0 of PyTorch's own error",
+        ]
+
+    def test_saved_results_become_the_verified_support(self, findings, tmp_path, monkeypatch, capsys):
+        file, results = tmp_path / "verified" / "sm90.json", check.summarize(findings)
+        check.save(results, CPU, file, COMMAND)
+        assert f"saved in {file}" in capsys.readouterr().out
+        written = json.loads(file.read_text())
+        assert written["results"] == results
+        assert written["versions"]["torch"] == torch.__version__
+        assert written["command"].startswith("python -m nt_attention")
+        assert len(written["date"].split("-")) == 3
+        monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)
+        support.verified_on.cache_clear()
+        try:
+            checked = support.verified_on((9, 0))
+        finally:
+            support.verified_on.cache_clear()
+        assert checked.gpu == device_name(CPU)
+        spec = AttentionSpec(torch.device("cuda"), torch.bfloat16, 3, 3, 16, 16, 0.25)
+        assert checked.head_dims(flash_attn_4.BACKEND, spec) == (16, 16)
+        assert checked.head_dims(flash_attn_4.BACKEND, dataclasses.replace(spec, needs_grad=True)) == (128, 128)
+        assert "was not run" in checked.reasons(torch_flash.BACKEND, spec)[0]
+
+    def test_saved_results_that_were_not_verified_again_are_kept(self, findings, tmp_path):
+        file, results = tmp_path / "sm90.json", check.summarize(findings)
+        check.save(results, CPU, file, COMMAND)
+        again = self.finding("flash_attn_4", torch.bfloat16, "head dims", "16", 16, "both", "…")
+        check.save(check.summarize([again]), CPU, file, COMMAND)
+        results["flash_attn_4"]["bfloat16"]["head dims"]["16"] = "both"
+        assert json.loads(file.read_text())["results"] == results
+
+
+class TestCheckCommand:
+    @pytest.fixture(autouse=True)
+    def _few_cases(self, monkeypatch):
+        real = check.cases_of
+        few = ("16", "192", "grouped heads")
+
+        def short(backend):
+            found = (c for c in real(backend) if c.which in few and c.dtype == torch.float32)
+            return (c for c in found if c.workload.head_dim < 128)
+
+        monkeypatch.setattr(check, "cases_of", short)
+
+    def test_check_prints_the_results(self, capsys):
+        assert main(["check", "--device", "cpu", "--backends", "cpu"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[2] == f"cpu: {cpu.BACKEND.about}"
+        assert lines[3].split() == ["float32", "head", "dims", "right:", "16"]
+        assert lines[4].split() == ["float32", "features", "right:", "grouped", "heads"]
+        assert len(lines) == 5
+
+    def test_check_jobs_is_the_number_of_processes(self, capsys, monkeypatch):
+        jobs_of = []
+
+        def run_here(cases, device, jobs, *more):
+            jobs_of.append(jobs)
+            return [Finding(case, "both", "…") for case in cases]
+
+        monkeypatch.setattr(check, "run_in_processes", run_here)
+        assert main(["check", "--device", "cpu", "--backends", "cpu", "--jobs", "3"]) == 0
+        assert jobs_of == [3]
+        assert "right: 16" in capsys.readouterr().out.replace("  ", " ")
+
+    @pytest.mark.sweep
+    def test_check_in_processes_prints_the_same_results(self, capsys):
+        assert main(["check", "--device", "cpu", "--backends", "cpu", "--jobs", "2"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[-1] for line in lines[3:]] == ["16", "heads"]
+
+    def test_check_saves_to_a_file(self, tmp_path, capsys):
+        file = tmp_path / "support.json"
+        assert main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)]) == 0
+        assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
+        assert f"saved in {file}" in capsys.readouterr().out
+
+    def test_check_prints_what_is_not_right(self, capsys, monkeypatch):
+        details = "gradients off by 9.0 of PyTorch's own error"
+        monkeypatch.setattr(check, "run_case", lambda case, device: Finding(case, "forward", details))
+        main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16"])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[3].split() == ["float32", "head", "dims", "right", "without", "gradients:", "16"]
+        assert lines[4].strip() == f"float32, head dims 16 at 16/16: {details}"
+
+    def test_check_save_without_a_file_needs_a_gpu(self, capsys):
+        with pytest.raises(SystemExit) as exit:
+            main(["check", "--device", "cpu", "--backends", "cpu", "--save"])
+        assert exit.value.code == 2
+        assert "--save without a file is for a CUDA device" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("arguments", "details"),
+        [
+            (["--backends", "fastest"], "invalid choice: 'fastest'"),
+            (["--backends", "reference"], "reference can't be verified on cpu: the others are compared with it."),
+            (["--backends", "torch_flash"], "torch_flash can't be verified on cpu: "),
+            (["--which", "17"], "no case is left: pass --which some of ['16', "),
+        ],
+    )
+    def test_invalid_check_arguments(self, arguments, details, capsys):
+        with pytest.raises(SystemExit) as exit:
+            main(["check", "--device", "cpu", *arguments])
+        assert exit.value.code == 2
+        assert details in capsys.readouterr().err
+
+
+def end_process(case, device):
+    if case.which == "16":
+        os.abort()
+    return Finding(case, "both", "…")
+
+
+def test_kernel_that_ends_its_process_fails_one_case_only(monkeypatch):
+    monkeypatch.setattr(check, "run_case", end_process)
+    names = ["8", "16", "24", "32"]
+    found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)
+    results = {each.case.which: (each.result, each.details) for each in found}
+    assert results == dict.fromkeys(names, ("both", "…")) | {"16": ("no", "it ended its process")}

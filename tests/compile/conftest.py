@@ -1,0 +1,32 @@
+"""Fixtures for tests of graphs and operators: an empty compile cache, and variants of the CPU backend."""
+
+import pytest
+import torch
+
+from nt_attention.kernels.backends import cpu
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def fake(registered_variant):
+    """Registers a variant of the CPU backend under a name. Returns which of its two functions ran, in order."""
+
+    def make(listed="fake", **changes):
+        ran = []
+
+        def forward(*args):
+            ran.append("forward")
+            return cpu.forward(*args)
+
+        def backward(*args):
+            ran.append("backward")
+            return cpu.backward(*args)
+
+        registered_variant(cpu.BACKEND, listed, forward=forward, backward=backward, **changes)
+        return ran
+
+    return make

@@ -1,0 +1,215 @@
+"""What is cached with offsets: read once, freed with them, bounded, and right under inference_mode."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from layouts import LENGTHS, MAKERS
+
+import nt_attention as nta
+from nt_attention import SequenceLayout, varlen_attention
+from nt_attention._offsets import _facts_of, read_offsets
+
+
+class TestCachedOffsets:
+    """What offsets say is read once. It is read again if they change, and freed with them."""
+
+    @pytest.fixture(autouse=True)
+    def _collect_new_objects_only(self):
+        """gc.collect() takes a second if it looks at all objects of other tests."""
+        gc.freeze()
+        yield
+        gc.unfreeze()
+
+    @pytest.fixture
+    def reads(self, monkeypatch):
+        """Counts the copies of whole offsets to the host."""
+        copies = []
+
+        def to(tensor, *args, _to=torch.Tensor.to, **kwargs):
+            if args[:1] == ("cpu",):
+                copies.append(tensor)
+            return _to(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        return copies
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_offsets_are_read_once(self, reads, dtype):
+        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
+        first, second = SequenceLayout.from_offsets(offsets), SequenceLayout.from_offsets(offsets, max_seqlen=7)
+        assert len(reads) == 1
+        assert first.position_ids is second.position_ids
+        assert first.sequence_ids is second.sequence_ids
+        assert first.host_offsets is second.host_offsets
+
+    def test_equal_offsets_tensors_are_cached_separately(self, reads):
+        first, second = (SequenceLayout.from_offsets(torch.tensor([0, 5, 6])) for _ in range(2))
+        assert len(reads) == 2
+        assert first.position_ids is not second.position_ids
+
+    def test_from_lengths_reads_no_offsets(self, reads):
+        layout = SequenceLayout.from_lengths(LENGTHS)
+        reads.clear()
+        assert SequenceLayout.from_offsets(layout.offsets).host_offsets is layout.host_offsets
+        assert reads == []
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_to_nested_and_attention_read_no_offsets_again(self, reads, dtype):
+        layout = SequenceLayout.from_offsets(torch.tensor([0, 5, 5, 6], dtype=dtype))
+        made = layout.to_nested(torch.randn(6, 3, 5))
+        reads.clear()
+        varlen_attention(made, made, made)
+        assert reads == []
+
+    def test_second_call_reads_no_offsets(self, reads):
+        values = torch.randn(13, 3, 5)
+        made = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 5, 6, 13]))
+        holes = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 7, 13]), lengths=torch.tensor([5, 6]))
+        for x in (made, holes):
+            varlen_attention(x, x, x, is_causal=True)
+            assert reads
+            reads.clear()
+            varlen_attention(x, x, x, is_causal=True)
+            assert reads == []
+
+    def test_offsets_that_are_inference_tensors_are_not_cached(self):
+        with torch.inference_mode():
+            offsets = torch.tensor([0, 5, 6])
+            _, first = read_offsets(offsets)
+            offsets[1] = 2  # inference tensors have no version counter
+            assert read_offsets(offsets)[1] is not first
+            layout = SequenceLayout.from_offsets(offsets)
+            assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
+            made = SequenceLayout.from_lengths([2, 4])
+            assert read_offsets(made.offsets)[1].host is made.host_offsets  # its offsets are no inference tensor
+        assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [2, 4]
+
+    def test_lengths_that_are_inference_tensors_are_not_cached(self):
+        offsets = torch.tensor([0, 5, 11])
+        with torch.inference_mode():
+            lengths = torch.tensor([4, 3])
+            x = torch.nested.nested_tensor_from_jagged(torch.randn(11, 3), offsets, lengths=lengths)
+            assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 3]
+            lengths[1] = 6
+            assert SequenceLayout.from_nested(x).lengths.tolist() == [4, 6]
+
+    @staticmethod
+    def attend(layout, key_layout=None):
+        key_layout = layout if key_layout is None else key_layout
+        query, key = (torch.randn(each.total, 3, 5, requires_grad=True) for each in (layout, key_layout))
+        for options in ({}, {"is_causal": True}, {"window_size": (2, 0)}):
+            out = varlen_attention(query, key, key, layout, key_layout, backend="cpu", **options)
+            out.sum().backward()
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda layout: None,
+            lambda layout: (layout.lengths, layout.position_ids, layout.sequence_ids),
+            lambda layout: layout.pack(layout.pad(torch.zeros(layout.total, 2))),
+            lambda layout: TestCachedOffsets.attend(layout),
+            lambda layout: TestCachedOffsets.attend(layout, SequenceLayout.from_lengths([7, 1, 2])),
+            lambda layout: TestCachedOffsets.attend(SequenceLayout.from_lengths([7, 1, 2]), layout),
+            lambda layout: TestCachedOffsets.attend(layout, layout.extended(1)),
+            lambda layout: TestCachedOffsets.attend(layout.extended(1), layout),
+            lambda layout: varlen_attention(*[layout.to_nested(torch.randn(6, 3, 5))] * 3),
+        ],
+        ids=[
+            "made", "derived", "padded", "cpu-plan", "cpu-plan-as-query", "cpu-plan-as-key", "cpu-plan-extended-key",
+            "cpu-plan-extended-query", "nested",
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_cache_is_freed_with_its_offsets(self, use, dtype):
+        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
+        layout = SequenceLayout.from_offsets(offsets)
+        use(layout)
+        references = [weakref.ref(x) for x in (layout.offsets, layout.cu_seqlens, layout.position_ids)]
+        references.append(weakref.ref(layout.extended(1).offsets))
+        del offsets, layout
+        gc.collect()
+        assert [ref() for ref in references] == [None] * 4
+
+    @pytest.mark.parametrize("order", ["query-with-holes", "key-with-holes"])
+    def test_cache_is_freed_with_offsets_with_holes(self, order):
+        offsets, lengths, values = torch.tensor([0, 5, 11]), torch.tensor([4, 6]), torch.randn(11, 3, 5)
+        whole = torch.nested.nested_tensor_from_jagged(values, offsets)
+        holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths)
+        query, key = (holes, whole) if order == "query-with-holes" else (whole, holes)
+        varlen_attention(query, key, key, backend="cpu")
+        inner = SequenceLayout.from_nested(holes)
+        references = [weakref.ref(x) for x in (offsets, lengths, inner.offsets)]
+        del offsets, lengths, values, whole, holes, query, key, inner
+        gc.collect()
+        assert [ref() for ref in references] == [None] * 3
+
+    def test_cache_does_not_grow_with_batches(self):
+        gc.collect()
+        before = len(_facts_of)
+        for n in range(20):
+            layout = SequenceLayout.from_lengths([n, 3])
+            self.attend(layout, layout.extended(1))
+        del layout
+        gc.collect()
+        assert len(_facts_of) == before
+
+
+class TestInferenceMode:
+    """What a layout derives under inference_mode can be saved for a backward pass, unlike inference tensors."""
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+    def test_offsets_from_outside_of_inference_mode(self, dtype):
+        offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
+        with torch.inference_mode():
+            layout = SequenceLayout.from_offsets(offsets)
+            assert layout.lengths.tolist() == [5, 0, 1]
+        assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [5, 0, 1]
+
+    @pytest.mark.parametrize("make", ["offsets", "cu_seqlens", "list", "mask"])
+    def test_layout_used_in_inference_mode_trains(self, make):
+        layout = MAKERS[make](LENGTHS)
+        padded, slopes = torch.randn(4, layout.padded_length or 7, 3, 5), torch.rand(4, 3)
+
+        def both_ways(padded):
+            values = layout.pack(padded)
+            out = varlen_attention(values, values, values, layout, alibi_slopes=slopes, window_size=(2, 2))
+            return layout.pad(out)
+
+        with torch.inference_mode():
+            want = both_ways(padded)
+        padded.requires_grad_()
+        got = both_ways(padded)
+        got.sum().backward()
+        assert torch.equal(got.detach(), want)
+        assert padded.grad.any()
+
+    def test_nested_tensors_with_holes_from_inference_mode_train(self):
+        x = torch.nested.nested_tensor_from_jagged(
+            torch.randn(11, 3, 5, requires_grad=True), torch.tensor([0, 5, 11]), lengths=torch.tensor([4, 6])
+        )
+        with torch.inference_mode():
+            layout = SequenceLayout.from_nested(x)
+        varlen_attention(x, x, x).values().sum().backward()
+        assert layout.lengths.tolist() == [4, 6]
+
+
+class TestSizeOfTheCache:
+    def test_cache_of_a_layout_is_bounded(self):
+        layout, x = SequenceLayout.from_lengths([5, 9]), torch.randn(14, 3, 7)
+        cache = layout._facts.cache
+        for i in range(3 * cache.MOST_ENTRIES):
+            varlen_attention(x, x, x, layout, scale=0.1 + i / 1000, window_size=(i, 0))
+        assert len(cache) <= cache.MOST_ENTRIES
+
+    def test_rotary_tables_are_cached_once_for_any_number_of_rows(self):
+        attention = nta.VarlenMultiheadAttention(24, 2, rotary=nta.Rotary())
+        layout = SequenceLayout.from_lengths([5, 9])
+        tokens = torch.randn(60, 24)
+        want = attention(*[tokens[:14]] * 3, layout=layout)[0]
+        before = len(layout._facts.cache)
+        for rows in range(14, 60):
+            found = attention(*[tokens[:rows]] * 3, layout=layout)[0]
+            torch.testing.assert_close(found[:14], want)
+        assert len(layout._facts.cache) == before

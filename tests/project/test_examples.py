@@ -1,0 +1,67 @@
+"""Every example runs with little data and gives the documented results."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+# The trainers of these are also tested in tests/trainers.
+HEAVY = ("fine_tune_with_trainer", "sentence_embeddings", "sentence_transformers_training", "trl_grpo", "trl_sft")
+PROGRAMS = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.sweep if path.stem in HEAVY else ())
+    for path in sorted(EXAMPLES.glob("*.py"))
+    if path.stem != "shared_data"
+]
+ARGUMENTS = {
+    "embed_paragraphs": ["--limit", "12", "--batch-size", "4"],
+    "fine_tune_lora": ["--steps", "4", "--hidden-size", "32"],
+    "fine_tune_with_trainer": ["--steps", "5", "--hidden-size", "32"],
+    "sentence_transformers_training": ["--steps", "4", "--hidden-size", "32"],
+    "trl_grpo": ["--steps", "3", "--hidden-size", "32"],
+    "trl_sft": ["--steps", "4", "--hidden-size", "32"],
+    "sentence_embeddings": ["--limit", "24", "--batch-size", "8", "--repeats", "1"],
+}
+
+
+@pytest.mark.parametrize("path", PROGRAMS)
+def test_example_runs(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    result = runpy.run_path(str(path))["main"](ARGUMENTS.get(path.stem, []))
+    assert capsys.readouterr().out
+    if path.stem == "embed_paragraphs":
+        assert result["difference"] < 1e-5
+        assert (tmp_path / "demo-output" / "embed_paragraphs.png").stat().st_size > 10_000
+    if path.stem == "fine_tune_with_trainer":
+        padded, *others = (torch.tensor(curve) for curve in result.values())
+        assert (len(padded), len(others)) == (5, 2)
+        assert padded[-1] < padded[0]
+        for curve in others:
+            torch.testing.assert_close(curve, padded, rtol=0, atol=1e-4)
+    if path.stem == "fine_tune_lora":
+        assert result["packed"] == 4
+        assert max(result["gradients"]) < 1e-5
+        torch.testing.assert_close(torch.tensor(result["patched"]), torch.tensor(result["padded"]), rtol=0, atol=1e-4)
+    if path.stem in ("trl_sft", "sentence_transformers_training"):
+        padded, patched = (torch.tensor(result[name]["losses"]) for name in ("padded", "nta.patch"))
+        assert len(padded) == 4
+        torch.testing.assert_close(patched, padded, rtol=0, atol=1e-4)
+        assert set(result["nta.patch"]["calls"]) == {None}
+    if path.stem == "trl_grpo":
+        for what in ("rewards", "norms"):
+            padded, patched = (torch.tensor(result[name][what]) for name in ("padded", "nta.patch"))
+            torch.testing.assert_close(patched, padded, rtol=1e-4, atol=1e-5)
+        assert result["nta.patch"]["calls"][None] == 3
+    if path.stem == "sentence_embeddings":
+        for found in result.values():
+            assert found["packed"] > 0
+            assert found["difference"] < 1e-5 < found["spread"]
+
+
+def test_ten_lines_of_the_demo_run(capsys):
+    lines = runpy.run_path(str(EXAMPLES / "embed_paragraphs.py"))["TEN_LINES"]
+    assert len(lines.splitlines()) == 10
+    exec(lines, {})
+    assert "tensor" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""What `tools/structure.py` counts, in a small package and in this one."""
+
+import ast
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+STRUCTURE = runpy.run_path(str(ROOT / "tools" / "structure.py"))
+
+
+def kinds(code):
+    return [kind for _, kind in STRUCTURE["option_lists"](ast.parse(code))]
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("def f(x, *, is_causal, window_size, scale=None, softcap=0.0): ...", "signature"),
+        ("f(x, is_causal=a, window_size=b, scale=c, softcap=d)", "call"),
+        ("f(self.scale, float(self.softcap), mask_mod, dropout_p > 0, dropout_p)", None),
+        ("f(self.scale, float(self.softcap), mask_mod, dropout_p)", "call"),
+        ("x = *(a, is_causal, lower_right), *(*window_size, softcap)", "tuple"),
+        ("x = [is_causal, window_left, window_right, scale]", "list"),
+        ("x = {'is_causal': 1, 'scale': 2, 'softcap': 3, 'dropout_p': 4}", "dict"),
+        ("x = 'Tensor query, bool is_causal, int window_left, int window_right, float softcap=0.0'", "string"),
+        (
+            "class Options:\n    is_causal: bool\n    scale: float\n    softcap: float\n    score_mod: object",
+            "class body",
+        ),
+        (
+            "class AttentionSpec:\n    is_causal: bool\n    scale: float\n    softcap: float\n    score_mod: object",
+            None,
+        ),
+        ("varlen_attention(x, is_causal=a, window_size=b, scale=c, softcap=d)", None),
+        ("'''is_causal, window_size, scale, softcap'''", None),
+        ("f(is_causal, scale, softcap)", None),  # too few
+        ("f(softcap, scale, window_size, is_causal)", None),  # another order
+        ("f(is_causal, window_size, other, scale, softcap)", None),  # not one after another
+    ],
+)
+def test_option_lists(code, found):
+    assert kinds(code) == ([] if found is None else [found])
+
+
+@pytest.fixture
+def tree(tmp_path):
+    files = {
+        "__init__.py": "",
+        "a.py": "from .b import g",
+        "b/__init__.py": "from . import c",
+        "b/c.py": "import typing\nif typing.TYPE_CHECKING:\n    from ..a import f",
+        "d.py": "def f():\n    import nt_attention.e as e\n    return e",
+        "e.py": "from . import a\n",
+        "cli/__init__.py": "softcap = 0.0\n",
+        "long.py": "def short():\n    '''\n" + "\n" * 60 + "'''\n\ndef long():\n" + "    softcap = 0\n" * 60,
+    }
+    for name, text in files.items():
+        path = tmp_path / "nt_attention" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_structure_of_a_small_package(tree):
+    found = STRUCTURE["measure"](tree)
+    assert found["files that name softcap"] == ["nt_attention/long.py"]
+    assert found["functions over 60 lines"] == ["nt_attention/long.py:65 long, 61 lines"]
+    assert found["import cycles"] == ["nt_attention.a, nt_attention.b, nt_attention.b.c"]
+    assert found["lines"] == 2 + 2 + 1 + 125  # of c, d, e and long, as wc -l counts
+    assert found["lines of the command line"] == 1
+
+
+def test_structure_of_this_package():
+    found = STRUCTURE["measure"](ROOT)
+    assert len(found["hand-ordered option lists"]) <= 1
+    assert len(found["files that name softcap"]) <= 11
+    assert found["functions over 60 lines"] == []
+    assert found["import cycles"] == []
+    assert found["lines of the command line"] <= 950

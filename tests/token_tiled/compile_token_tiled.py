@@ -1,0 +1,50 @@
+"""Compile token-tiled kernels for a GPU, which this machine need not have. A test runs this.
+
+python tests/token_tiled/compile_token_tiled.py 90 forward query   # capability, kernels (all by default)
+"""
+
+import sys
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from nt_attention.kernels.token_tiled import triton_kernels
+from nt_attention.kernels.token_tiled.configs import H200
+
+KERNELS = ("forward", "query", "key", "fused")
+INT_POINTERS, FLOAT_POINTERS = ("Tiles", "Lo", "Hi", "Own"), ("Lse", "Delta", "GradLse", "Slopes")
+
+
+def compiled(name: str, *, plain: bool, capability: int):
+    """One kernel for bfloat16 and head dim 64: without options (plain), or with all of them."""
+    function = getattr(triton_kernels, f"{name}_kernel")
+    tile = getattr(H200[64, 2][128, 48], name)
+    constants = dict.fromkeys(("DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"), 64)
+    constants |= {"GROUP": 2, "HEADS": 2, "UNIT": 16, "FAR": False, "EXACT": False, "PRECISION": "ieee"}
+    constants |= {"LINEAR": plain} | dict.fromkeys(("SOFTCAP", "ALIBI", "DROPOUT", "LSE_GRADIENT"), not plain)
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    signature, given, aligned = {}, {}, {}
+    for i, parameter in enumerate(function.params):
+        kind = parameter.name
+        if kind in constants:
+            signature[kind], given[(i,)] = "constexpr", constants[kind]
+        elif kind[0].isupper():
+            element = "i64" if kind == "Seed" else "i32" if kind in INT_POINTERS else "bf16"
+            signature[kind] = "*fp32" if kind in FLOAT_POINTERS else f"*{element}"
+            aligned[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[kind] = "fp32" if kind in ("scale", "softcap", "dropout_p") else "i32"
+    source = ASTSource(function, signature, given, aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    for name in sys.argv[2:] or KERNELS:
+        for plain in (True, False):
+            kernel = compiled(name, plain=plain, capability=capability)
+            ptx = kernel.asm["ptx"]
+            matrix = sum(map(ptx.count, ("wgmma.mma_async", "mma.sync")))
+            wide = ptx.count("cp.async.cg")  # 16 bytes each
+            print(name, "plain" if plain else "all", matrix, "matrix", wide, "wide", kernel.metadata.shared, "bytes")

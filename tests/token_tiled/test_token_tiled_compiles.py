@@ -1,0 +1,27 @@
+"""The token-tiled kernels compile for GPUs of capability 8.0 and 9.0. No GPU is needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sweep_products import sweep_product
+
+SCRIPT = Path(__file__).with_name("compile_token_tiled.py")
+
+CONSUMER_SHARED_MEMORY = 99 * 1024  # bytes a program may have on the smallest GPUs of capability 8.0 and more
+
+
+@sweep_product("capability, kernels", ["80", "90"], ["forward key", "query fused"])
+def test_kernels_compile_to_matrix_instructions_and_wide_loads(capability, kernels):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, capability, *kernels.split()], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == [name for name in kernels.split() for _ in range(2)]
+    for kernel, switches, matrix, _, wide, _, shared, _ in lines:
+        assert int(matrix) > 0, (kernel, switches)
+        assert int(wide) > 0, (kernel, switches)
+        assert int(shared) <= CONSUMER_SHARED_MEMORY, (kernel, switches)

@@ -1,0 +1,81 @@
+"""The custom operators of the token-tiled kernels: opcheck, graphs, FLOP counts."""
+
+import itertools
+
+import pytest
+import torch
+from oracle import visible_pairs
+from token_tiled_cases import DEVICE, IGNORED_WARNINGS, case_of, on_tiles
+from torch.utils.flop_counter import FlopCounterMode
+
+gpu = pytest.mark.gpu
+
+pytestmark = IGNORED_WARNINGS
+
+FORWARD = torch.ops.nt_attention.token_tiled_forward.default
+
+BACKWARD = torch.ops.nt_attention.token_tiled_backward.default
+
+
+def operands(lengths=(5, 37, 1, 13), heads=4, kv_heads=2, head_dim=20, value_dim=12, alibi=True, dropout_p=0.0):
+    """The positional arguments of an operator, and a gradient of its output."""
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    rows = sum(lengths)
+    with DEVICE:
+        q, k = torch.randn(rows, heads, head_dim), torch.randn(rows, kv_heads, head_dim)
+        v, grad = torch.randn(rows, kv_heads, value_dim), torch.randn(rows, heads, value_dim)
+        slopes = torch.rand(len(lengths), heads) if alibi else None
+    options = (0.3, False, "lower_right", (11, 0), 0.0, dropout_p, False, False, True)
+    return (q, k, v, cu_seqlens, cu_seqlens, slopes, *options), grad
+
+
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+def test_opcheck(alibi):
+    arguments, grad = operands(lengths=(5, 17, 1), heads=2, kv_heads=1, alibi=alibi)
+    torch.library.opcheck(FORWARD, arguments)
+    out, lse, state = FORWARD(*arguments)
+    torch.library.opcheck(BACKWARD, (grad, torch.randn_like(lse) if alibi else None, out, lse, state, *arguments))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
+def test_heads_first_gradient_of_lse(batch_invariant):
+    """The strides of lse itself. Autograd never passes such a gradient, but operators can be called directly."""
+    arguments, grad = operands(lengths=(37, 5), heads=2, kv_heads=1, alibi=False)
+    arguments = (*arguments[:-2], batch_invariant, True)
+    out, lse, state = FORWARD(*arguments)
+    grad_lse = torch.randn_like(lse)
+    assert grad_lse.stride() == (1, len(lse))
+    one, two = (BACKWARD(grad, g, out, lse, state, *arguments) for g in (grad_lse, grad_lse.contiguous()))
+    assert all(map(torch.equal, one, two))
+
+
+def both_ways(grad, *arguments):
+    out, lse, state = FORWARD(*arguments)
+    return out, lse, *BACKWARD(grad, lse, out, lse, state, *arguments)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=gpu)])
+def test_token_tiled_operators_in_one_graph(compiler):
+    compiled = torch.compile(both_ways, fullgraph=True, backend=compiler)
+    for lengths in ((5, 37, 1, 13), (17, 3, 0, 19), (1, 2, 3, 4, 5)):
+        arguments, grad = operands(lengths)
+        for one, two in zip(compiled(grad, *arguments), both_ways(grad, *arguments), strict=True):
+            assert one.stride() == two.stride()
+            assert torch.equal(one, two)
+
+
+SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in ("full", "causal-upper_left")]
+
+
+@pytest.mark.parametrize("geometry", ["causal-window", *SWEPT])
+def test_token_tiled_flops_are_those_of_the_visible_keys(geometry):
+    case = case_of("cross", geometry, "wide-values-gqa", dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in case.inputs.values()]
+    function = on_tiles(case)
+    with FlopCounterMode(display=False) as counter:
+        out, _ = function(*leaves, **case.options)
+    pairs = visible_pairs(case.lengths, case.key_lengths, **case.options) * case.heads
+    assert counter.get_total_flops() == 2 * pairs * (case.head_dim + case.value_dim)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * pairs * (3 * case.head_dim + 2 * case.value_dim)
