@@ -1,0 +1,19 @@
+"""One patched model called from eight threads."""
+
+import sys
+
+import pytest
+from eight_threads import run
+
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.patching.patch.NotPackedWarning")
+
+
+def test_eight_threads_get_the_results_of_one_and_every_call_is_counted():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        counted, made = run(3000)
+    finally:
+        sys.setswitchinterval(before)
+    through_the_patch = sum(count for kind, count in made.items() if not kind.startswith("registered"))
+    assert counted == through_the_patch > 1500
