@@ -17,6 +17,7 @@ from attention_function import (
     positions_of,
     random_states,
 )
+from sweeps import covering
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
@@ -105,10 +106,8 @@ OPTIONS = {
 }
 
 
+@covering({"option": OPTIONS, "window": WINDOWS, "told": ["lengths", "positions"]})
 @pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-@pytest.mark.parametrize("told", ["lengths", "positions"])
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("option", OPTIONS)
 def test_packed_rows_agree_with_the_oracle(option, window, told):
     (given, wanted), (given_window, wanted_window) = OPTIONS[option], WINDOWS[window]
     sinks = torch.randn(6, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Models under the registered name compile as one graph, and packed rows stay apart in it."""
 
-import pytest
 import tiny
 import torch
+from sweeps import covering
 
 import nt_attention as nta
 
@@ -12,8 +12,7 @@ LENGTHS, LENGTH = [11, 4, 7], 11
 MODELS = {"llama": "LlamaForCausalLM", "bert": "BertModel", "mistral": "MistralForCausalLM"}
 
 
-@pytest.mark.parametrize("form", ["padded", "packed", "packed under a mask"])
-@pytest.mark.parametrize("model_type", MODELS)
+@covering({"model_type": MODELS, "form": ["padded", "packed", "packed under a mask"]})
 def test_compiled_model_is_one_graph_and_gives_what_eager_gives(model_type, form):
     torch._dynamo.reset()
     model = tiny.make(model_type, MODELS[model_type], nta.hf.register())

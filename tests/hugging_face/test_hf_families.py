@@ -14,13 +14,12 @@ from family_models import (
     check_outputs,
     check_padding,
     close,
-    every,
     families,
     heads_ending_in,
     labels_for,
     run,
-    sides,
 )
+from sweeps import covering, sweep_except
 from tiny import EVERY, PAD
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -31,6 +30,8 @@ import nt_attention as nta
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
 
+HEADS = heads_ending_in(*tiny.ENDINGS[2:])
+TOKEN_HEADS = heads_ending_in("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 FAMILIES_AND_IMPLEMENTATIONS = [
     (*family, implementation)
     for family in EVERY
@@ -39,12 +40,7 @@ FAMILIES_AND_IMPLEMENTATIONS = [
 ]
 
 
-@sides
-@pytest.mark.parametrize(
-    ("model_type", "name", "implementation"),
-    FAMILIES_AND_IMPLEMENTATIONS,
-    ids=[f"{x[1]}-{x[2]}" for x in FAMILIES_AND_IMPLEMENTATIONS],
-)
+@covering({"model_type, name, implementation": FAMILIES_AND_IMPLEMENTATIONS, "side": ["right", "left"]})
 def test_patched_padded_batch(model_type, name, implementation, side):
     model = tiny.make(model_type, name, implementation)
     with nta.patch(model) as handle:
@@ -55,8 +51,7 @@ def test_patched_padded_batch(model_type, name, implementation, side):
     check_padding(out, name, side)
 
 
-@sides
-@every
+@covering({"model_type, name": EVERY, "side": ["left", "right"]})
 def test_registered_attention_on_a_padded_batch(model_type, name, side):
     want = dict(tiny.alone(model_type, name))
     if side == "left" and model_type in tiny.ENCODERS:  # stock heads read a row's first place, padding or not
@@ -92,10 +87,14 @@ def expected_outputs(model_type, name):
     return {key: value for key, value in tiny.alone(model_type, name).items() if key != "pooler_output"}
 
 
+@covering(
+    {
+        "model_type, name": PACKABLE,
+        "by": ["position_ids", "cu_seq_lens"],
+        "mask": ["a mask of ones", "no mask", "a mask of ones"],
+    }
+)
 @pytest.mark.filterwarnings("ignore::nt_attention.patching.patch.NotPackedWarning")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
-@packable
 def test_packed_row(model_type, name, by, mask):
     model, row = tiny.make(model_type, name), {**packed(model_type, by), **MASKS[mask], "output_hidden_states": True}
     want = expected_outputs(model_type, name)
@@ -150,8 +149,7 @@ def padded_loss_and_gradients(model_type, name):
     return loss.detach(), gradients(model, loss)
 
 
-@sides
-@heads_ending_in(*tiny.ENDINGS[2:])
+@covering({"model_type, name": HEADS, "side": ["right", "left"]})
 def test_losses_and_gradients(model_type, name, side):
     model = tiny.make(model_type, name).train()
     batch = {**tiny.batch_of(model_type, side), **labels_for(name, side)}
@@ -168,7 +166,7 @@ def test_losses_and_gradients(model_type, name, side):
             close(mine, theirs, 2e-4)
 
 
-@heads_ending_in("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
+@pytest.mark.parametrize(("model_type", "name"), sweep_except(TOKEN_HEADS, *TOKEN_HEADS[::3]))
 def test_logits_stay_packed_in_training_with_labels(model_type, name):
     model = tiny.make(model_type, name).train()
     batch = {**tiny.batch_of(model_type, "right"), **labels_for(name, "right")}
@@ -190,7 +188,7 @@ def state_of(model):
     return modules, dict(vars(model.config)), list(model.state_dict())
 
 
-@every
+@pytest.mark.parametrize(("model_type", "name"), sweep_except(EVERY, *EVERY[::2]))
 def test_remove_restores_the_original_model(model_type, name):
     implementation = "eager" if model_type in NO_SDPA else "sdpa"
     model, batch = tiny.make(model_type, name, implementation), tiny.batch_of(model_type, "right")
@@ -204,8 +202,7 @@ def test_remove_restores_the_original_model(model_type, name):
     assert after.keys() == before.keys()
 
 
-@sides
-@every
+@covering({"model_type, name": EVERY, "side": ["right", "left"]})
 def test_every_linear_sees_real_tokens_only(model_type, name, side):
     model = tiny.make(model_type, name)
     base, seen = model.base_model if tiny.per_sequence(name) else model, {}

@@ -6,7 +6,8 @@ import pytest
 import tiny
 import torch
 import transformers
-from family_models import LAYOUT, check_outputs, close, every, families, heads_ending_in, labels_for, run, sides
+from family_models import LAYOUT, check_outputs, close, families, heads_ending_in, labels_for, run, sides
+from sweeps import covering, sweep_except
 from tiny import EVERY, LENGTH, LENGTHS, PAD
 
 import nt_attention as nta
@@ -14,10 +15,18 @@ import nt_attention as nta
 # on a CPU the reference runs softcap, and says that it is slow
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
+CAUSAL_HEADS = heads_ending_in("ForCausalLM", "LMHeadModel")
+SOME = ("Gemma2ForCausalLM", "GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM")
+some_causal_heads = pytest.mark.parametrize(("model_type", "name"), heads_ending_in(*SOME))
 
-@sides
-@pytest.mark.parametrize("keep", [1, 3, 40, torch.tensor([0, 5, -1, 9])], ids=["1", "3", "40", "places"])
-@heads_ending_in("ForCausalLM", "LMHeadModel")
+
+@covering(
+    {
+        "model_type, name": CAUSAL_HEADS,
+        "keep": [1, 3, 40, torch.tensor([0, 5, -1, 9])],
+        "side": ["left", "right", "right"],
+    }
+)
 def test_logits_to_keep_are_positions_of_the_padded_rows(model_type, name, keep, side):
     model = tiny.make(model_type, name)
     want = tiny.pad(tiny.alone(model_type, name)["logits"], side)
@@ -26,11 +35,8 @@ def test_logits_to_keep_are_positions_of_the_padded_rows(model_type, name, keep,
         close(run(model, **tiny.batch_of(model_type, side), logits_to_keep=keep).logits, want)
 
 
-SOME = ("Gemma2ForCausalLM", "GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM")
-
-
 @sides
-@heads_ending_in(*SOME)
+@some_causal_heads
 def test_logits_to_keep_with_other_positions_in_each_row(model_type, name, side):
     model, batch = tiny.make(model_type, name), tiny.batch_of(model_type, side)
     want = tiny.pad(tiny.alone(model_type, name)["logits"], side)
@@ -44,7 +50,7 @@ def test_logits_to_keep_with_other_positions_in_each_row(model_type, name, side)
 )
 @pytest.mark.filterwarnings("ignore::nt_attention.patching.patch.NotPackedWarning")
 @sides
-@heads_ending_in(*SOME)
+@some_causal_heads
 def test_logits_to_keep_as_a_mask(model_type, name, side):
     model, batch = tiny.make(model_type, name), tiny.batch_of(model_type, side)
     shown = tiny.mask_of(side) & (torch.arange(LENGTH) % 3 == 1)
@@ -55,7 +61,7 @@ def test_logits_to_keep_as_a_mask(model_type, name, side):
 
 @pytest.mark.filterwarnings("ignore::nt_attention.patching.patch.NotPackedWarning")
 @sides
-@heads_ending_in(*SOME)
+@some_causal_heads
 def test_labels_of_kept_logits(model_type, name, side):
     model, batch = tiny.make(model_type, name), tiny.batch_of(model_type, side)
     labels = labels_for(name, side)["labels"][:, -9:]
@@ -64,7 +70,7 @@ def test_labels_of_kept_logits(model_type, name, side):
         close(run(model, **batch, labels=labels, logits_to_keep=9).loss, want, 2e-5)
 
 
-@every
+@pytest.mark.parametrize(("model_type", "name"), sweep_except(EVERY, *EVERY[1::2]))
 def test_inputs_embeds(model_type, name):
     # without ids, a decoder classifies a row by its last place
     side = "left" if tiny.per_sequence(name) and model_type not in tiny.ENCODERS else "right"
@@ -89,8 +95,7 @@ WITH_TOKEN_TYPES = [
 ]
 
 
-@sides
-@pytest.mark.parametrize(("model_type", "name"), WITH_TOKEN_TYPES, ids=[name for _, name in WITH_TOKEN_TYPES])
+@covering({"model_type, name": WITH_TOKEN_TYPES, "side": ["right", "left"]})
 def test_token_type_ids(model_type, name, side):
     model, batch = tiny.make(model_type, name), tiny.batch_of(model_type, side)
     types = torch.randint(2, (LAYOUT.total,))

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from sweeps import covering
 from tiny import TEXT, make
 
 import nt_attention as nta
@@ -183,8 +184,7 @@ def assert_as_eager_also_patched(model, there, ids):
         torch.testing.assert_close(run(model, there, input_ids=ids), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("padding", ["no mask", "right", "left"])
-@pytest.mark.parametrize("model_type", WITHOUT_CAUSALITY)
+@covering({"model_type": WITHOUT_CAUSALITY, "padding": ["no mask", "right", "left"]})
 def test_decoders_with_is_causal_false(model_type, padding):
     """transformers' window of w reaches w tokens to both sides there, not w - 1."""
     model = make(model_type, WITHOUT_CAUSALITY[model_type], is_causal=False)
@@ -199,8 +199,7 @@ def test_encoders_with_is_decoder(model_type, padding):
     assert_as_eager_also_patched(model, PADDINGS[padding], torch.randint(8, 90, (3, LENGTH)))
 
 
-@pytest.mark.parametrize("padding", ["no mask", "right", "left"])
-@pytest.mark.parametrize("model_type", FAMILIES_NOT_IN_THE_TABLE)
+@covering({"model_type": FAMILIES_NOT_IN_THE_TABLE, "padding": ["no mask", "right", "left"]})
 def test_families_not_in_the_table(model_type, padding):
     there = PADDINGS[padding]
     ids = torch.randint(8, 97, (3, LENGTH))
@@ -246,8 +245,7 @@ PACKED_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("how", PACKED_ARGUMENTS)
-@pytest.mark.parametrize("model_type", FAMILIES_NOT_IN_THE_TABLE)
+@covering({"model_type": FAMILIES_NOT_IN_THE_TABLE, "how": PACKED_ARGUMENTS})
 def test_packed_rows_of_families_not_in_the_table(model_type, how):
     model = make_family_not_in_the_table(model_type)
     ids, layout = packed_batch()

@@ -5,6 +5,7 @@ import functools
 import pytest
 import tiny
 import torch
+from sweeps import covering
 from tiny import EVERY, LENGTHS
 from transformers import DataCollatorWithFlattening
 
@@ -35,8 +36,7 @@ def last_hidden(model, **inputs):
         return model(**inputs, output_hidden_states=True).hidden_states[-1]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@every
+@covering({"model_type, name": EVERY, "side": ["right", "left"]})
 def test_registered_inference_is_that_of_eager(model_type, name, side):
     eager, ours = tiny.make(model_type, name), under_our_name(model_type, name)
     assert ours.config._attn_implementation == nta.hf.register()
@@ -55,8 +55,7 @@ def same_predictions(got, want):
     close(got, want)
 
 
-@pytest.mark.parametrize("over", ["sdpa", "eager"])
-@generative
+@covering({"model_type, name": GENERATIVE, "over": ["sdpa", "eager"]})
 def test_padding_matches_padding_free_with_position_ids(model_type, name, over):
     model, batch = under_our_name(model_type, name, over), tiny.batch_of(model_type, "left")
     mask = batch["attention_mask"].bool()
@@ -68,8 +67,7 @@ def test_padding_matches_padding_free_with_position_ids(model_type, name, over):
         same_predictions(model(**row).logits[0], model(**batch).logits[mask])
 
 
-@pytest.mark.parametrize("over", ["sdpa", "eager"])
-@generative
+@covering({"model_type, name": GENERATIVE, "over": ["eager", "sdpa"]})
 def test_padding_matches_padding_free_with_data_collator_with_flattening(model_type, name, over):
     model, batch = under_our_name(model_type, name, over), tiny.batch_of(model_type, "left")
     mask = batch["attention_mask"].bool()
@@ -89,8 +87,7 @@ def test_padding_matches_padding_free_with_data_collator_with_flattening(model_t
     close(*gradients, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@generative
+@covering({"model_type, name": GENERATIVE, "padded": [False, True]})
 def test_generation_continues_from_a_cache_with_position_ids(model_type, name, padded):
     eager, ours = tiny.make(model_type, name), under_our_name(model_type, name)
     batch = tiny.batch_of(model_type, "left")

@@ -15,21 +15,17 @@ from multihead_ragged import (
     assert_same_results,
     call,
     causal_masks,
-    full_or_causal,
     inputs_of,
     leaves_of,
     one_at_a_time,
     pair,
-    self_or_cross,
 )
+from sweeps import covering
 
 import nt_attention as nta
 
 
-@pytest.mark.parametrize("options", STOCK_OPTIONS.values(), ids=STOCK_OPTIONS)
-@pytest.mark.parametrize("form", FORMS)
-@self_or_cross
-@full_or_causal
+@covering({"form": FORMS, "options": STOCK_OPTIONS.values(), "cross": [True, False], "causal": [False, True, True]})
 def test_attention_weights_are_those_of_one_sequence_at_a_time(form, options, cross, causal):
     stock, ours = pair(**options)
     parts = inputs_of(stock, cross)

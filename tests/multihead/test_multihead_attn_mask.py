@@ -24,9 +24,9 @@ from multihead_ragged import (
     one_at_a_time,
     pair,
     random_masks,
-    self_or_cross,
     with_and_without_weights,
 )
+from sweeps import covering
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
@@ -48,10 +48,14 @@ def masks_for(kind: str, parts: Sequence[list[Tensor]], dtype: torch.dtype) -> t
     return mask, crop_mask(mask, parts), [mask] if dtype != torch.bool else []
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
-@pytest.mark.parametrize("form", ["packed", "strided"])
-@self_or_cross
+@covering(
+    {
+        "kind": MASKS,
+        "dtype": [torch.bool, torch.float64],
+        "form": ["packed", "packed", "strided", "strided"],
+        "cross": [True, False, False],
+    }
+)
 def test_attn_mask_forms_give_what_one_sequence_gives(form, kind, dtype, cross):
     options = [{}, {"add_bias_kv": True, "add_zero_attn": True}][MASKS.index(kind) % 2 ^ cross]
     stock, ours = pair(**options)
@@ -75,11 +79,15 @@ def test_gradient_of_a_larger_attn_mask_is_zero_past_the_longest_lengths():
     assert mask.grad[inside].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
-@pytest.mark.parametrize("form", ["jagged", "list"])
-@pytest.mark.parametrize("by_head", [False, True], ids=["all heads", "some heads"])
-@self_or_cross
-@with_and_without_weights
+@covering(
+    {
+        "form": ["jagged", "list", "jagged", "list"],
+        "dtype": [torch.bool, torch.float64],
+        "by_head": [False, True, True],
+        "cross": [False, False, True, True],
+        "need_weights": [True, False, True, True],
+    }
+)
 def test_ragged_rows_without_a_visible_key_give_the_bias(form, dtype, by_head, cross, need_weights):
     _, ours = pair()
     parts = inputs_of(ours, cross)

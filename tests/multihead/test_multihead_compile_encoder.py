@@ -15,6 +15,7 @@ from multihead_compile import (
     slow_backend,
     with_random_parameters,
 )
+from sweeps import sweep_except
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -40,7 +41,9 @@ def encoder_layer(norm_first=False, dropout=0.0, attention=VarlenMultiheadAttent
     return with_random_parameters(layer)
 
 
-@pytest.mark.parametrize(("norm_first", "mode"), [(True, "train"), (False, "no_grad"), (True, "inference")])
+@pytest.mark.parametrize(
+    ("norm_first", "mode"), sweep_except([(True, "train"), (False, "no_grad"), (True, "inference")], (False, "no_grad"))
+)
 def test_compiled_encoder_layer_on_nested_tensors(norm_first, mode):
     """In eval without gradients stock layers have a kernel of their own, which does not know NestedTensors' layout."""
     layer, batch = encoder_layer(norm_first).train(mode == "train"), Batch(LENGTHS)
@@ -52,7 +55,7 @@ def test_compiled_encoder_layer_on_nested_tensors(norm_first, mode):
     close(batch.results(compiled(call, "aot_eager_decomp_partition"), "nested", layer.parameters(), mode), want)
 
 
-@pytest.mark.parametrize(("norm_first", "mode"), [(False, "train"), (True, "no_grad")])
+@pytest.mark.parametrize(("norm_first", "mode"), sweep_except([(False, "train"), (True, "no_grad")], (True, "no_grad")))
 def test_compiled_patched_encoder_on_nested_tensors_is_one_graph(norm_first, mode):
     layer = encoder_layer(norm_first, attention=lambda stock: stock)
     model = nn.TransformerEncoder(layer, 1, nn.LayerNorm(EMBED).double(), enable_nested_tensor=False)
@@ -70,6 +73,7 @@ def test_compiled_patched_encoder_on_nested_tensors_is_one_graph(norm_first, mod
     assert counter.frame_count <= 2
 
 
+@pytest.mark.sweep
 def test_compiled_patched_encoder_on_padded_batches_breaks_the_graph_at_the_mask_only():
     layer = encoder_layer(attention=lambda stock: stock)
     model = with_random_parameters(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
@@ -87,6 +91,7 @@ def test_compiled_patched_encoder_on_padded_batches_breaks_the_graph_at_the_mask
     assert graphs[-1] == graphs[2] <= 8, graphs  # before the mask and after it; for two sizes, and then for all
 
 
+@pytest.mark.sweep
 @slow_backend
 def test_compiled_encoder_layer_trains_with_dropout():
     layer, count, length = encoder_layer(dropout=0.1), 400, 5

@@ -6,17 +6,16 @@ import warnings
 
 import pytest
 import torch
+from sweeps import covering
 from torch import nn
 from transformer_layers import (
     BATCH,
-    BATCH_FIRST,
     EMBED,
     HEADS,
     KEYS,
     LENGTH,
     MEMORY_PADDED,
     MODES,
-    NORM_FIRST,
     SOME_PADDED,
     additive,
     causal,
@@ -65,10 +64,9 @@ def compared_rows(masks):
     return ~padded if skipped else ...
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("masks", DECODER_MASKS)
-@BATCH_FIRST
-@NORM_FIRST
+@covering(
+    {"masks": DECODER_MASKS, "mode": MODES, "batch_first": [True, False], "norm_first": [True, True, False, False]}
+)
 def test_decoder_layers_give_what_stock_layers_give(norm_first, batch_first, masks, mode):
     stock = decoder_layer(batch_first=batch_first, norm_first=norm_first)
     ours = with_our_attention(stock)
@@ -83,9 +81,13 @@ def test_decoder_layers_give_what_stock_layers_give(norm_first, batch_first, mas
     close(got, want)
 
 
-@pytest.mark.parametrize("masks", ["none", "target-padding", "memory-padding", "all"])
-@pytest.mark.parametrize(("layers", "norm", "activation"), [(1, False, "gelu"), (2, True, "relu"), (6, True, "gelu")])
-@BATCH_FIRST
+@covering(
+    {
+        "masks": ["none", "target-padding", "memory-padding", "all"],
+        "layers, norm, activation": [(1, False, "gelu"), (2, True, "relu"), (6, True, "gelu")],
+        "batch_first": [True, False],
+    }
+)
 def test_decoders_give_what_stock_decoders_give(batch_first, layers, norm, activation, masks):
     layer = decoder_layer(batch_first=batch_first, activation=activation)
     stock = nn.TransformerDecoder(layer, layers, nn.LayerNorm(EMBED, dtype=torch.float64) if norm else None)
@@ -119,9 +121,7 @@ def test_training_encoders_and_decoders_warns_of_nothing(model, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("mode", MODES)
-@BATCH_FIRST
-@NORM_FIRST
+@covering({"mode": MODES, "batch_first": [True, False], "norm_first": [False, True, True]})
 def test_nn_transformer_gives_what_the_stock_one_gives(norm_first, batch_first, mode):
     options = {"batch_first": batch_first, "norm_first": norm_first, "dtype": torch.float64}
     stock = with_random_parameters(nn.Transformer(EMBED, HEADS, 2, 2, 16, 0.0, **options))

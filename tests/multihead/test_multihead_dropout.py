@@ -23,6 +23,7 @@ from multihead_ragged import (
     random_sequences,
     with_and_without_weights,
 )
+from sweeps import covering
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -175,8 +176,7 @@ def test_ragged_dropout_of_1_leaves_the_bias(form, need_weights):
         assert not grad.any()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+@covering({"form": FORMS, "dtype": [torch.bool, torch.float64]})
 def test_ragged_dropout_under_attn_mask_keeps_the_mean(form, dtype):
     copies = 500
     _, ours = pair(dropout=0.4)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from sweeps import covering
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.transformer import _detect_is_causal_mask
@@ -15,7 +16,6 @@ from transformer_layers import (
     KEYS,
     LENGTH,
     MODES,
-    NORM_FIRST,
     SOME_PADDED,
     additive,
     causal,
@@ -52,10 +52,9 @@ ENCODER_MASKS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("masks", ENCODER_MASKS)
-@BATCH_FIRST
-@NORM_FIRST
+@covering(
+    {"masks": ENCODER_MASKS, "mode": MODES, "batch_first": [True, False], "norm_first": [True, True, False, False]}
+)
 def test_encoder_layers_give_what_stock_layers_give(norm_first, batch_first, masks, mode):
     stock = encoder_layer(batch_first=batch_first, norm_first=norm_first)
     ours = with_our_attention(stock)
@@ -115,10 +114,14 @@ def test_unbatched_encoder_and_decoder_inputs_are_a_batch_of_one(batch_first, he
         close(layer(x, memory, **masks, **dict.fromkeys(names, padded)), want)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("masks", ["none", "causal", "nothing-padded", "padding", "holes", "both"])
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "dense"])
-@pytest.mark.parametrize(("layers", "norm"), [(1, False), (2, True), (6, False)])
+@covering(
+    {
+        "masks": ["none", "causal", "nothing-padded", "padding", "holes", "both"],
+        "layers, norm": [(1, False), (2, True), (2, True), (6, False)],
+        "nested": [True, False],
+        "mode": ["no-grad", "train", "eval", "no-grad", "no-grad"],
+    }
+)
 def test_encoders_give_what_stock_encoders_give(layers, norm, nested, masks, mode):
     stock = encoder(layers, norm, nested)
     ours = with_our_attention(stock)

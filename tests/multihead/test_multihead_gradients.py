@@ -18,6 +18,7 @@ from multihead_ragged import (
     random_sequences,
     with_random_parameters,
 )
+from sweeps import covering
 from torch import Tensor
 
 import nt_attention as nta
@@ -52,8 +53,12 @@ def test_ragged_gradcheck(options, way):
     assert torch.autograd.gradcheck(run, (q, k, *module.parameters(), *learned), fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["grouped heads", "sinks", "layer", "rotary", "all", "added keys"])
-@pytest.mark.parametrize("way", ["packed", "weights", "masks", "mods"])
+@covering(
+    {
+        "name": ["grouped heads", "sinks", "layer", "rotary", "all", "added keys"],
+        "way": ["packed", "weights", "masks", "mods"],
+    }
+)
 def test_torch_func_grad_gives_autograd_s_gradients(name, way):
     module = make_with_options(name)
     queries, keys, values = (torch.cat(x) for x in inputs_of(module, cross=True))

@@ -21,7 +21,6 @@ from multihead_ragged import (
     call,
     causal_masks,
     expected,
-    full_or_causal,
     inputs_of,
     leaves_of,
     make_with_options,
@@ -29,9 +28,9 @@ from multihead_ragged import (
     pair,
     random_sequences,
     results_of,
-    self_or_cross,
     with_and_without_weights,
 )
+from sweeps import covering
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,9 +86,7 @@ def ragged_routes(
     yield "jagged", *call("jagged", module, parts, is_causal=causal)
 
 
-@pytest.mark.parametrize("name", EXTRA_OPTIONS)
-@self_or_cross
-@full_or_causal
+@covering({"name": EXTRA_OPTIONS, "cross": [False, True], "causal": [True, False, False]})
 def test_all_input_forms_give_what_the_oracle_gives(name, cross, causal):
     module = make_with_options(name)
     parts = inputs_of(module, cross)
@@ -108,10 +105,14 @@ def test_all_input_forms_give_what_the_oracle_gives(name, cross, causal):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ["rotary", "alibi", "window_size", "all"])
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@full_or_causal
-@with_and_without_weights
+@covering(
+    {
+        "name": ["rotary", "alibi", "window_size", "all"],
+        "kind": ["bool", "float"],
+        "causal": [False, True, True],
+        "need_weights": [False, False, True],
+    }
+)
 def test_padding_inside_a_row_has_no_position(name, kind, causal, need_weights):
     module = make_with_options(name)
     here = torch.tensor([[0, 1, 0, 1, 1, 0, 0, 1], [1, 1, 1, 0, 0, 0, 1, 0]], dtype=torch.bool)

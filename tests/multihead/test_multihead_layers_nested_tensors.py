@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from sweeps import covering
 from torch import nn
 from torch.nn import functional as F
 from transformer_layers import (
@@ -12,7 +13,6 @@ from transformer_layers import (
     LENGTHS,
     MEMORY_LENGTHS,
     MODES,
-    NORM_FIRST,
     as_nested,
     causal,
     close,
@@ -56,18 +56,20 @@ def assert_same_as_one_at_a_time(ours, stock, *inputs, how, mode, masks=without_
 NESTED_KINDS = pytest.mark.parametrize("how", ["jagged", "from-jagged", "strided"])
 
 
-@pytest.mark.parametrize("mode", [*MODES, "inference"])
-@NESTED_KINDS
-@NORM_FIRST
-@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu], ids=["relu", "gelu", "silu"])
+@covering(
+    {
+        "how": ["jagged", "from-jagged", "strided"],
+        "mode": [*MODES, "inference"],
+        "norm_first": [True, False],
+        "activation": ["relu", "gelu", F.silu],
+    }
+)
 def test_encoder_layers_take_nested_tensors(activation, norm_first, how, mode):
     stock = encoder_layer(norm_first=norm_first, activation=activation)
     assert_same_as_one_at_a_time(with_our_attention(stock), stock, random_sequences(LENGTHS), how=how, mode=mode)
 
 
-@pytest.mark.parametrize("mode", [*MODES, "inference"])
-@NESTED_KINDS
-@pytest.mark.parametrize("seen", ["full", "causal"])
+@covering({"mode": [*MODES, "inference"], "how": ["strided", "jagged", "from-jagged"], "seen": ["causal", "full"]})
 def test_encoders_take_nested_tensors(seen, how, mode):
     if how == "strided" and seen == "causal" and mode in ("no-grad", "inference"):
         pytest.skip("the fused layer of stock takes strided NestedTensors, and no masks with them")
@@ -79,10 +81,14 @@ def test_encoders_take_nested_tensors(seen, how, mode):
     )
 
 
-@pytest.mark.parametrize("mode", [*MODES, "inference"])
-@pytest.mark.parametrize("how", ["jagged", "strided"])
-@pytest.mark.parametrize("seen", ["full", "causal"])
-@NORM_FIRST
+@covering(
+    {
+        "mode": [*MODES, "inference"],
+        "how": ["jagged", "strided"],
+        "seen": ["full", "causal", "causal"],
+        "norm_first": [True, False, False],
+    }
+)
 def test_decoders_take_nested_tensors(norm_first, seen, how, mode):
     layer = decoder_layer(norm_first=norm_first)
     stack = with_random_parameters(nn.TransformerDecoder(layer, 2, nn.LayerNorm(EMBED, dtype=torch.float64)))
@@ -95,8 +101,7 @@ def test_decoders_take_nested_tensors(norm_first, seen, how, mode):
         )
 
 
-@pytest.mark.parametrize("mode", [*MODES, "inference"])
-@pytest.mark.parametrize("seen", ["full", "causal"])
+@covering({"mode": [*MODES, "inference"], "seen": ["full", "causal"]})
 def test_nn_transformer_takes_jagged_nested_tensors(seen, mode):
     stock = with_random_parameters(nn.Transformer(EMBED, HEADS, 2, 2, 16, 0.0, batch_first=True, dtype=torch.float64))
     masks, options = without_masks, {}

@@ -14,15 +14,14 @@ from multihead_ragged import (
     assert_same_results,
     call,
     expected,
-    full_or_causal,
     inputs_of,
     leaves_of,
     make_with_options,
     pair,
     random_masks,
-    self_or_cross,
     with_and_without_weights,
 )
+from sweeps import covering
 from torch import Tensor
 
 import nt_attention as nta
@@ -42,11 +41,15 @@ def table_mods(heads: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]
     return score_mod, mask_mod
 
 
-@pytest.mark.parametrize("mod", ["score_mod", "mask_mod"])
-@pytest.mark.parametrize("form", ["strided", "packed"])
-@self_or_cross
-@full_or_causal
-@with_and_without_weights
+@covering(
+    {
+        "form": ["packed", "strided", "packed", "strided"],
+        "mod": ["score_mod", "mask_mod", "mask_mod", "score_mod"],
+        "cross": [False, True],
+        "causal": [True, False, False],
+        "need_weights": [False, True, True, False],
+    }
+)
 def test_score_mod_and_mask_mod_give_what_the_oracle_gives(form, mod, cross, causal, need_weights):
     _, ours = pair()
     parts = inputs_of(ours, cross)

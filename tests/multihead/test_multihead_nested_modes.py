@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from sweeps import covering
 from transformer_layers import EMBED, MODES, close, double, in_mode, pair
 
 
@@ -19,9 +20,13 @@ def test_strided_nested_tensors_in_eval_give_what_nn_multihead_attention_gives(n
     close(weights, want_weights)
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-@pytest.mark.parametrize("added", list(itertools.product([True, False], repeat=2)), ids=str)
-@pytest.mark.parametrize("mode", [*MODES, "inference", "frozen"])
+@covering(
+    {
+        "mode": [*MODES, "inference", "frozen"],
+        "added": list(itertools.product([True, False], repeat=2)),
+        "layout": [torch.jagged, torch.strided],
+    }
+)
 def test_nested_tensors_in_all_modes_give_what_one_sequence_gives(mode, added, layout):
     stock, ours = pair(10, 5, add_bias_kv=added[0], add_zero_attn=added[1])
     queries, keys, values = ([double(n, 10) for n in lengths] for lengths in ((4, 6), (7, 16), (7, 16)))

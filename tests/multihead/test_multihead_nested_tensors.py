@@ -17,6 +17,7 @@ from multihead_ragged import (
     random_masks,
     random_sequences,
 )
+from sweeps import covering
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -63,10 +64,14 @@ def outputs_one_at_a_time(module, queries, keys, values, causal):
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-@pytest.mark.parametrize("options", STOCK_OPTIONS, ids=lambda o: "+".join(o) or "default")
+@covering(
+    {
+        "options": STOCK_OPTIONS,
+        "cross": [True, False, True],
+        "causal": [False, True],
+        "dtype": [torch.float64, torch.float32],
+    }
+)
 def test_jagged_nested_tensors_give_what_one_sequence_gives(options, cross, causal, dtype):
     if "kdim" in options and not cross:
         pytest.skip("keys of another width are not the queries")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sweeps import covering
 from torch import nn
 from transformer_layers import (
     BATCH,
@@ -130,9 +131,13 @@ def test_per_batch_attn_mask_is_applied_to_its_own_element():
         close(together[:, i : i + 1], alone)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("added", list(itertools.product([True, False], repeat=2)), ids=str)
-@BATCH_FIRST
+@covering(
+    {
+        "added": list(itertools.product([True, False], repeat=2)),
+        "bias": [True, False],
+        "batch_first": [True, False, False],
+    }
+)
 def test_unbatched_inputs_are_a_batch_of_one(batch_first, added, bias):
     stock, ours = pair(3, 3, bias=bias, add_bias_kv=added[0], add_zero_attn=added[1], batch_first=batch_first)
     last = torch.tensor([False, False, True])
@@ -152,9 +157,13 @@ def test_unbatched_inputs_are_a_batch_of_one(batch_first, added, bias):
             close((out, weights), stock(*inputs, key_padding_mask=padded, **arguments))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@BATCH_FIRST
+@covering(
+    {
+        "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+        "mode": MODES,
+        "batch_first": [True, False],
+    }
+)
 def test_output_shapes_and_dtypes(batch_first, mode, dtype):
     stock, ours = (module.to(dtype) for module in pair(batch_first=batch_first, dtype=None))
     x, key = torch.randn(4, 4, EMBED, dtype=dtype), torch.randn(4, 4, EMBED, dtype=dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from multihead_ragged import EMBED, EXTRA_OPTIONS, HEADS, LENGTHS, as_jagged, call, make_with_options, random_sequences
+from sweeps import covering
 from torch import Tensor, nn
 
 import nt_attention as nta
@@ -15,8 +16,7 @@ import nt_attention as nta
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
 
-@pytest.mark.parametrize("name", EXTRA_OPTIONS)
-@pytest.mark.parametrize("way", ["packed", "weights", "mask", "float mask", "dense", "dense weights"])
+@covering({"name": EXTRA_OPTIONS, "way": ["packed", "weights", "mask", "float mask", "dense", "dense weights"]})
 def test_bfloat16_and_autocast_are_close_to_float32(name, way):
     module = make_with_options(name, dtype=torch.float32)
     narrow = copy.deepcopy(module).bfloat16()

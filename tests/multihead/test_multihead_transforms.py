@@ -99,6 +99,7 @@ def test_padded_decoder_layers_run_where_values_can_not_be_read(where):
         close(where(with_our_attention(stock), x, SOME_PADDED), want)
 
 
+@pytest.mark.sweep
 def test_padded_encoder_compiles_as_one_graph():
     model = with_our_attention(encoder(2, dropout=0.1)).eval()
     x, hidden = double(1, 41, EMBED), torch.rand(1, 41) > 0.5

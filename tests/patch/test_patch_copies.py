@@ -65,6 +65,7 @@ def test_pickled_and_saved_models_run_packed_with_their_own_weights(through, kin
     assert own.calls == {None: 1}
 
 
+@pytest.mark.sweep
 def test_saved_patched_model_runs_in_another_process(tmp_path):
     model, batch = make(), make_batch()
     with nta.patch(model):

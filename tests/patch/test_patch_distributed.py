@@ -59,6 +59,7 @@ def of_two_processes(tmp_path_factory):
     return torch.load(folder / "found.pt"), want
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WRAPPERS)
 def test_ddp_and_fsdp_find_the_gradients_of_one_process(way, of_two_processes):
     found, want = of_two_processes

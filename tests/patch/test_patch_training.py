@@ -33,7 +33,9 @@ def test_checkpoint_around_the_whole_model():
         assert handle.calls == {None: 2}
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("base", "eager"), ("causal", "aot_eager")])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("base", "eager"), pytest.param("causal", "aot_eager", marks=pytest.mark.sweep)]
+)
 def test_compiled_model_over_batches_of_other_lengths(kind, backend):
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -6,6 +6,7 @@ import accelerate
 import pytest
 import torch
 from shared_data import llama_config, padded_batch, paragraphs
+from sweeps import covering
 from transformers import LlamaForCausalLM, set_seed
 
 import nt_attention as nta
@@ -46,9 +47,8 @@ def with_accelerate(when, precision):
     return torch.tensor(losses), handle
 
 
+@covering({"precision": ["no", "bf16"], "when": ["before", "after"]})
 @pytest.mark.usefixtures("fresh_state")
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(precision, when, record):
     want, _ = with_accelerate(None, precision)
     got, handle = with_accelerate(when, precision)

@@ -19,6 +19,7 @@ from sentence_transformers import (
 from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from shared_data import paragraphs, tokenizer
+from sweeps import covering
 from training import assert_same, run
 from transformers import BertConfig, BertForSequenceClassification, BertModel, set_seed
 
@@ -87,8 +88,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", TRAINERS)
+@covering({"name": TRAINERS, "when": ["before", "after"]})
 def test_every_step_is_that_of_the_unpatched_model(name, when, record, tmp_path):
     make_model, make_trainer = TRAINERS[name]
     want = run(make_model, functools.partial(make_trainer, tmp_path / "want"), None)

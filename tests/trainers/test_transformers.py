@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
+from sweeps import covering
 from training import assert_same, run
 from transformers import (
     BertConfig,
@@ -82,8 +83,7 @@ def unpatched(name):
         return run(causal, functools.partial(make_trainer, folder, **WAYS[name]), None)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", WAYS)
+@covering({"name": WAYS, "when": ["before", "after"]})
 def test_every_step_is_that_of_the_unpatched_model(name, when, record, tmp_path):
     got, want = run(causal, functools.partial(make_trainer, tmp_path, **WAYS[name]), when), unpatched(name)
     record(LIBRARY, f"Trainer, {name}", when, got.handle)
@@ -112,6 +112,7 @@ def test_predict_gives_padded_logits_and_the_same_metrics(record, tmp_path):
     assert handle.calls[None] >= 1
 
 
+@pytest.mark.sweep
 def test_a_run_that_is_resumed_goes_on_as_it_would_have(tmp_path):
     def losses(folder, patched, resume):
         set_seed(0)
