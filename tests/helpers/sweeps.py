@@ -45,11 +45,7 @@ def sweep_except(values: Iterable[Any], *kept: Any) -> list[Any]:
 
 
 def _index(values: list[Any], value: Any) -> int:
-    return next(
-        i
-        for i, x in enumerate(values)
-        if x is value or not (isinstance(x, Tensor) or isinstance(value, Tensor)) and x == value
-    )
+    return next(i for i, x in enumerate(values) if x is value or (type(x) is type(value) is not Tensor and x == value))
 
 
 def _id(value: Any) -> str:

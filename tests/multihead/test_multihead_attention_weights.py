@@ -24,6 +24,8 @@ from sweeps import covering
 
 import nt_attention as nta
 
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+
 
 @covering({"form": FORMS, "options": STOCK_OPTIONS.values(), "cross": [True, False], "causal": [False, True, True]})
 def test_attention_weights_are_those_of_one_sequence_at_a_time(form, options, cross, causal):

@@ -119,9 +119,7 @@ def test_ragged_rows_without_a_visible_key_under_extra_options(name, need_weight
     assert_same_results(got, (want, weights if need_weights else None), leaves_of(module, parts))
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "by head", "list"])
-@pytest.mark.parametrize("form", ["jagged", "list"])
-@pytest.mark.parametrize("options", STOCK_OPTIONS.values(), ids=STOCK_OPTIONS)
+@covering({"kind": ["bool", "float", "by head", "list"], "form": ["jagged", "list"], "options": STOCK_OPTIONS.values()})
 def test_is_causal_beside_a_causal_attn_mask(form, kind, options):
     stock, ours = pair(**options)
     parts = inputs_of(stock, cross=True)

@@ -29,6 +29,8 @@ from torch.nn import functional as F
 
 import nt_attention as nta
 
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+
 COPIES = 1000
 
 
@@ -43,9 +45,6 @@ DROPOUT_CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-on_any_backend = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
 def dropout_module(p: float) -> tuple[nta.VarlenMultiheadAttention, Tensor, Tensor]:
     """A module in training, and queries and keys of one sequence many times, for as many draws."""
     torch.manual_seed(3)
@@ -54,7 +53,6 @@ def dropout_module(p: float) -> tuple[nta.VarlenMultiheadAttention, Tensor, Tens
     return module, query, key
 
 
-@on_any_backend
 @pytest.mark.parametrize("case", DROPOUT_CALLS)
 def test_dense_dropout_keeps_the_mean(case):
     module, query, key = dropout_module(0.4)
@@ -67,7 +65,6 @@ def test_dense_dropout_keeps_the_mean(case):
     assert (want.abs() > 25 * sigma).any(), "a wrong scale would not be seen"
 
 
-@on_any_backend
 @pytest.mark.parametrize("case", DROPOUT_CALLS)
 def test_dense_dropout_has_the_spread_of_nn_multihead_attention(case):
     module, query, key = dropout_module(0.4)
@@ -82,7 +79,6 @@ def test_dense_dropout_has_the_spread_of_nn_multihead_attention(case):
     torch.testing.assert_close(got, want, rtol=0.2, atol=0.0)
 
 
-@on_any_backend
 @pytest.mark.parametrize("case", DROPOUT_CALLS)
 def test_dense_dropout_gradient_drops_what_the_output_dropped(case):
     module, query, key = dropout_module(0.4)
@@ -93,7 +89,6 @@ def test_dense_dropout_gradient_drops_what_the_output_dropped(case):
     torch.testing.assert_close((grad * value).sum(), (out * above).sum())  # the biases are 0, so out is linear in value
 
 
-@on_any_backend
 @pytest.mark.parametrize("case", DROPOUT_CALLS)
 def test_dense_dropout_of_1_leaves_the_bias(case):
     module, query, key = dropout_module(1.0)

@@ -125,12 +125,12 @@ def test_encoder_names_the_reason_against_nested_tensors():
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_encoder_layer_fast_path_is_not_taken_with_window_size(training):
-    layer = nn.TransformerEncoderLayer(EMBED + 1, 4, 50, 0.0, batch_first=True).train(training)
-    layer.self_attn = nta.VarlenMultiheadAttention(EMBED + 1, 4, batch_first=True, window_size=(1, 1))
+    layer = nn.TransformerEncoderLayer(36, 4, 50, 0.0, batch_first=True).train(training)
+    layer.self_attn = nta.VarlenMultiheadAttention(36, 4, batch_first=True, window_size=(1, 1))
     layer.self_attn.train(training)
     calls = []
     layer.self_attn.out_proj.register_forward_hook(lambda *_: calls.append(1))
-    x = torch.randn(2, 9, EMBED + 1)
+    x = torch.randn(2, 9, 36)
     with torch.no_grad():
         wide = layer(x)
         x[:, 8] = 0.0

@@ -15,6 +15,8 @@ from transformer_layers import pair as stock_and_ours
 import nt_attention as nta
 from nt_attention.modules.rotary import Rotary
 
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+
 X, Y = (2, 5, 6), (2, 4, 6)  # (N, L, E) and (N, S, E), for 3 heads
 
 

@@ -77,8 +77,7 @@ def test_mods_are_applied_after_the_attn_mask(name, dtype, need_weights):
     assert_same_results(got, (want, weights if need_weights else None), [*leaves_of(module, parts), *learned])
 
 
-@pytest.mark.parametrize("name", EXTRA_OPTIONS)
-@with_and_without_weights
+@covering({"name": EXTRA_OPTIONS, "need_weights": [False, True]})
 def test_mods_under_extra_options(name, need_weights):
     module = make_with_options(name, add_bias_kv=False, add_zero_attn=False)
     parts = inputs_of(module, cross=False)

@@ -19,6 +19,8 @@ from multihead_ragged import (
 )
 from sweeps import covering
 
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+
 
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("masked", [False, True])

@@ -20,11 +20,14 @@ from multihead_ragged import (
     pair,
     with_random_parameters,
 )
+from sweeps import covering
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import nt_attention as nta
 from nt_attention.modules.rotary import Rotary, ntk, yarn
+
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +126,7 @@ def test_initial_norms_and_sinks():
     assert {(x.dtype, x.device.type) for x in made.parameters()} == {(torch.bfloat16, "meta")}
 
 
-@pytest.mark.parametrize("name", EXTRA_OPTIONS)
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@covering({"name": EXTRA_OPTIONS, "how": ["pickle", "deepcopy"]})
 def test_copies_have_their_own_parameters_and_the_same_results(name, how):
     module = make_with_options(name)
     parts = inputs_of(module, cross=False)

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from sweeps import covering
 from torch import nn
 from transformers import (
     BertConfig,
@@ -89,9 +90,7 @@ def assert_same_outputs(got, want, mask, **tolerance):
             torch.testing.assert_close(real(a, mask), real(b, mask), **tolerance)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.__name__)
+@covering({"kind": HEADS, "implementation": ["sdpa", "sdpa", "eager"], "side": ["right", "left"]})
 def test_outputs_loss_and_gradients_in_float64(kind, implementation, side):
     if side == "left" and (HEADS[kind] == "sequence" or (implementation == "eager" and "Llama" in kind.__name__)):
         pytest.skip("stock reads padding: a left-padded BERT pools it, and eager Llama gives NaN there in float64")

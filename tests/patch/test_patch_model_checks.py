@@ -9,6 +9,7 @@ import inspect
 import pytest
 import tiny
 import torch
+from sweeps import covering, sweep_except
 from torch import nn
 
 import nt_attention as nta
@@ -25,6 +26,7 @@ FAMILIES = ("bert", "llama", "modernbert")
 ALL = [(model_type, name) for model_type, name in tiny.EVERY if model_type in FAMILIES]
 
 
+some_classes = pytest.mark.parametrize(("model_type", "name"), sweep_except(ALL, *ALL[::2]))
 every_class = pytest.mark.parametrize(("model_type", "name"), ALL, ids=lambda value: value)
 
 
@@ -69,7 +71,7 @@ def assert_same_outputs(got, want, **tolerance):
                 torch.testing.assert_close(real_tokens(a), real_tokens(b), **tolerance)
 
 
-@every_class
+@some_classes
 def test_save_pretrained_and_from_pretrained(model_type, name, tmp_path):
     model, batch = make(model_type, name), make_batch(name)
     with torch.no_grad(), nta.patch(model):
@@ -80,14 +82,14 @@ def test_save_pretrained_and_from_pretrained(model_type, name, tmp_path):
             assert_same_outputs(loaded(**batch), want, rtol=0, atol=0)
 
 
-@every_class
+@some_classes
 def test_forward_is_deterministic(model_type, name):
     model, batch = make(model_type, name), make_batch(name)
     with torch.no_grad(), nta.patch(model):
         assert_same_outputs(model(**batch), model(**batch), rtol=0, atol=0)
 
 
-@every_class
+@some_classes
 def test_return_dict_false_gives_the_same_outputs(model_type, name):
     model, batch = make(model_type, name), make_batch(name)
     with torch.no_grad(), nta.patch(model):
@@ -101,7 +103,7 @@ def test_return_dict_false_gives_the_same_outputs(model_type, name):
                     assert torch.equal(x, y)
 
 
-@every_class
+@some_classes
 def test_output_hidden_states(model_type, name):
     model, batch = make(model_type, name), make_batch(name)
     with torch.no_grad():
@@ -116,8 +118,7 @@ def test_output_hidden_states(model_type, name):
     assert_same_outputs(by_config, want)
 
 
-@every_class
-@pytest.mark.parametrize("checkpointing", [False, True])
+@covering({"model_type, name": ALL, "checkpointing": [False, True]})
 def test_training_gradients_and_gradient_checkpointing(model_type, name, checkpointing):
     if name.endswith(("BertModel", "LlamaModel", "ModernBertModel")):
         pytest.skip("it has no loss")
@@ -147,7 +148,7 @@ def test_retain_grad_on_hidden_states_and_attentions(model_type, name):
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in kept)
 
 
-@every_class
+@some_classes
 def test_rows_are_independent_of_their_batch(model_type, name):
     model, batch = make(model_type, name), make_batch(name)
     with torch.no_grad(), nta.patch(model):
@@ -162,7 +163,7 @@ def test_rows_are_independent_of_their_batch(model_type, name):
                 torch.testing.assert_close(got, alone[key], rtol=1e-4, atol=1e-5)
 
 
-@every_class
+@some_classes
 def test_resize_token_embeddings(model_type, name):
     model, batch = make(model_type, name), make_batch(name)
     with torch.no_grad(), nta.patch(model) as handle:
@@ -187,7 +188,7 @@ def test_tied_embeddings_stay_tied(model_type, name):
         assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
 
 
-@every_class
+@some_classes
 def test_bfloat16_forward(model_type, name):
     model, batch = make(model_type, name).bfloat16(), make_batch(name)
     with torch.no_grad():
@@ -204,7 +205,7 @@ def test_forward_signature(model_type, name):
         assert (inspect.signature(model.forward), inspect.signature(model.base_model.forward)) == want
 
 
-@every_class
+@some_classes
 def test_removed_layers_are_not_run(model_type, name):
     """As feed-forward layers and heads are pruned: the modules of a patched model are its own."""
     model, batch = make(model_type, name), make_batch(name)

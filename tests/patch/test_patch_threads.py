@@ -8,12 +8,13 @@ from eight_threads import run
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.patching.patch.NotPackedWarning")
 
 
-def test_eight_threads_get_the_results_of_one_and_every_call_is_counted():
+@pytest.mark.parametrize("calls", [600, pytest.param(3000, marks=pytest.mark.sweep)])
+def test_eight_threads_get_the_results_of_one_and_every_call_is_counted(calls):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        counted, made = run(3000)
+        counted, made = run(calls)
     finally:
         sys.setswitchinterval(before)
     through_the_patch = sum(count for kind, count in made.items() if not kind.startswith("registered"))
-    assert counted == through_the_patch > 1500
+    assert counted == through_the_patch > calls / 2

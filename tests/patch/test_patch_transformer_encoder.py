@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from sweeps import covering
 from torch import nn
 
 import nt_attention as nta
@@ -46,9 +47,13 @@ def run(encoder, x, **options):
     return tokens, grads
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("mask", ["none", "float", "bool"])
-@pytest.mark.parametrize(("batch_first", "norm_first"), list(itertools.product([True, False], repeat=2)))
+@covering(
+    {
+        "batch_first, norm_first": list(itertools.product([True, False], repeat=2)),
+        "mask": ["none", "float", "bool"],
+        "training": [True, False],
+    }
+)
 def test_encoder_padded_batches_give_what_they_gave(batch_first, norm_first, mask, training):
     encoder = make_encoder(batch_first, norm_first).train(training)
     x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
