@@ -136,68 +136,6 @@ def test_embed_dim_and_num_heads_raise_what_nn_multihead_attention_raises(argume
         nta.VarlenMultiheadAttention(*arguments)
 
 
-def nested_pair():
-    return as_jagged(random_sequences([2, 3], EMBED, torch.float32)), nta.VarlenMultiheadAttention(EMBED, HEADS)
-
-
-def refuse(case):
-    nested, module = nested_pair()
-    dense, layout = torch.randn(2, 3, EMBED), nta.SequenceLayout.from_lengths([2, 3])
-    windowed = nta.VarlenMultiheadAttention(EMBED, HEADS, window_size=(1, 1))
-    rows = nested.values()
-    cases = {
-        "mixed": lambda: module(nested, dense, dense),
-        "padding mask": lambda: module(nested, nested, nested, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool)),
-        "mask": lambda: module(nested, nested, nested, attn_mask=torch.zeros(3, 2)),
-        "masks": lambda: module(nested, nested, nested, attn_mask=[torch.zeros(2, 2), torch.zeros(2, 3)]),
-        "mods on padded": lambda: module(dense, dense, dense, mask_mod=lambda b, h, q, k: q >= k),
-        "layout too": lambda: module(nested, nested, nested, layout=layout),
-        "key_layout alone": lambda: module(rows, rows, rows, key_layout=layout),
-        "width": lambda: module(rows[:, :-1], rows, rows, layout=layout),
-        "rows": lambda: module(rows[:4], rows, rows, layout=layout),
-        "lists": lambda: module([rows[:2], rows[2:]], [rows], [rows]),
-        "to_torch": windowed.to_torch,
-        "heads": lambda: nta.VarlenMultiheadAttention(EMBED, HEADS, num_kv_heads=2),
-        "not positive": lambda: nta.VarlenMultiheadAttention(0, HEADS),
-        "rotary": lambda: nta.VarlenMultiheadAttention(EMBED, HEADS, rotary=object()),
-        "no position": lambda: nta.VarlenMultiheadAttention(EMBED, HEADS, add_zero_attn=True, alibi=True),
-        "padding shape": lambda: module(
-            dense, dense, dense, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool), need_weights=False
-        ),
-    }
-    return cases[case]
-
-
-@pytest.mark.parametrize(
-    ("case", "error", "text"),
-    [
-        ("mixed", ValueError, r"key is a plain tensor \(2, 3, 35\)"),
-        ("padding mask", ValueError, "leave out key_padding_mask"),
-        (
-            "mask",
-            ValueError,
-            r"must be \(L, S\) or \(10, L, S\) with L ≥ 3 and S ≥ 3, or a list of 2 masks, got \(3, 2\)",
-        ),
-        ("masks", ValueError, r"mask 1 is \(2, 3\) for lengths \(3, 3\)"),
-        ("mods on padded", ValueError, "pass attn_mask for padded inputs"),
-        ("layout too", ValueError, "leave out layout="),
-        ("key_layout alone", ValueError, "need layout= too"),
-        ("width", ValueError, r"query must have 35 features in its last dimension, got \(5, 34\)"),
-        ("rows", ValueError, r"query has shape \(4, 35\).*5 tokens"),
-        ("lists", ValueError, "key is a list of 1"),
-        ("to_torch", ValueError, "does not support window_size"),
-        ("heads", ValueError, "got 5 and 2"),
-        ("not positive", ValueError, "got 0 and 5"),
-        ("rotary", TypeError, "must be a Rotary, got object"),
-        ("no position", ValueError, "keys without a position"),
-        ("padding shape", ValueError, r"must be \(3, 2\), got \(2, 3\)"),
-    ],
-)
-def test_errors_say_what_to_pass(case, error, text):
-    with pytest.raises(error, match=text):
-        refuse(case)()
-
-
 REFUSED_OPTIONS = {
     "backend": ("nope", "there is no backend 'nope'"),
     "softcap": (float("nan"), "softcap must be 0"),
@@ -240,7 +178,7 @@ def test_packed_query_must_have_two_dimensions(need_weights):
         module(x, x, x, layout=layout, need_weights=need_weights)
 
 
-def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
+def calls_that_raise() -> dict[str, tuple[Callable[[], Any], str]]:
     _, ours = pair()
     parts = inputs_of(ours, cross=True)
     queries, keys, _ = parts
@@ -259,6 +197,7 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
     zeros = [torch.zeros(x, y, dtype=torch.float64) for x, y in zip(LENGTHS, KEY_LENGTHS, strict=True)]
     mod = lambda b, h, q, k: q >= k  # noqa: E731
     padding = torch.zeros(5, 13, dtype=torch.bool)
+    nested, dense = as_jagged([x.detach() for x in random_sequences([2, 3])]), torch.randn(2, 3, EMBED).double()
     made: dict[str, tuple[Callable[[], Any], str]] = {
         "padding of packed": (packed(key_padding_mask=padding), "leave out key_padding_mask"),
         "padding of lists": (listed(queries, queries, queries, key_padding_mask=padding), "leave out key_padding_mask"),
@@ -279,6 +218,28 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
         "mask of integers": (packed(attn_mask=torch.zeros(13, 13, dtype=torch.int64)), "got torch.int64"),
         "mods and added keys": (packed(module=added, mask_mod=mod), "be used with add_bias_kv or add_zero_attn"),
         "mods on dense": (listed(rows, rows, rows, mask_mod=mod), "pass attn_mask for padded inputs"),
+        "key is no NestedTensor": (lambda: ours(nested, dense, dense), r"key is a plain tensor \(2, 3, 35\)"),
+        "padding of nested": (
+            lambda: ours(nested, nested, nested, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool)),
+            "leave out key_padding_mask",
+        ),
+        "layout of nested": (lambda: ours(nested, nested, nested, layout=key_layout), "leave out layout="),
+        "mask of nested": (
+            lambda: ours(nested, nested, nested, attn_mask=torch.zeros(3, 2)),
+            r"must be \(L, S\) or \(10, L, S\) with L ≥ 3 and S ≥ 3, or a list of 2 masks, got \(3, 2\)",
+        ),
+        "padding of another shape": (
+            lambda: ours(dense, dense, dense, key_padding_mask=torch.zeros(3, 2, dtype=torch.bool), need_weights=False),
+            r"must be \(2, 3\), got \(3, 2\)",
+        ),
+        "width": (lambda: ours(rows[:, :-1], rows, rows, layout=layout), r"must have 35 features.*got \(22, 34\)"),
+        "rows": (lambda: ours(rows[:4], rows, rows, layout=layout), r"query has shape \(4, 35\).*22 tokens"),
+        "num_kv_heads": (lambda: nta.VarlenMultiheadAttention(EMBED, HEADS, num_kv_heads=2), "got 5 and 2"),
+        "embed_dim of 0": (lambda: nta.VarlenMultiheadAttention(0, HEADS), "got 0 and 5"),
+        "added keys beside alibi": (
+            lambda: nta.VarlenMultiheadAttention(EMBED, HEADS, add_zero_attn=True, alibi=True),
+            "keys without a position",
+        ),
         "two dtypes": (listed(*[[queries[0], queries[1].float()]] * 3), "float32"),
         "two widths": (listed(*[[queries[0], queries[1][:, 1:]]] * 3), "34"),
         "fewer tensors": (listed(queries, keys[:-1], keys[:-1]), "key is a list of 4"),
@@ -301,9 +262,9 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
     return made
 
 
-@pytest.mark.parametrize("case", refusals())
+@pytest.mark.parametrize("case", calls_that_raise())
 def test_ragged_errors_say_what_to_pass(case):
-    run, text = refusals()[case]
+    run, text = calls_that_raise()[case]
     with pytest.raises(ValueError, match=text):
         run()
 

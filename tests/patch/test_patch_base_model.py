@@ -42,15 +42,21 @@ def test_a_batch_without_padding_is_counted_once_and_read_once(monkeypatch):
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("asked", [{"use_cache": True}, {"output_attentions": True}])
-def test_reason_of_head_and_base_model_is_counted_once(asked):
+@pytest.mark.parametrize("asked", ["use_cache", "output_attentions"])
+def test_cache_and_attention_weights_fall_back_with_one_warning(asked):
+    """The reason holds for the head and for the base model, and is counted once for each call."""
     model, batch = make(implementation="eager"), make_batch()
-    with nta.patch(model) as handle, pytest.warns(NotPackedWarning) as said:
-        model(**batch, **asked)
-        model(**batch, **asked)
-    (count,) = handle.calls.values()
-    assert count == 2
-    assert len([w for w in said if w.category is NotPackedWarning]) == 1
+    want = model(**batch, **{asked: True})
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning) as warned:
+        for _ in range(2):
+            got = model(**batch, **{asked: True})
+    assert len([w for w in warned if w.category is NotPackedWarning]) == 1
+    assert list(handle.calls.values()) == [2]
+    assert torch.equal(got.logits, want.logits)
+    if asked == "output_attentions":
+        torch.testing.assert_close(got.attentions, want.attentions)
+    else:
+        assert got.past_key_values.get_seq_length() == LENGTH
 
 
 def test_base_model_packs_under_a_head_that_falls_back():

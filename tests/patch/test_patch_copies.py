@@ -34,6 +34,10 @@ def test_deepcopy_runs_its_own_weights(kind):
         want = gradients(scale(copy.deepcopy(make(kind))), batch)
         close(gradients(scale(copied), batch), want)
         close(gradients(model, batch), before)
+    close(gradients(copied, batch), want)  # as before the patch of the original was removed
+    with nta.patch(copied):
+        close(gradients(copied, batch), want)
+    assert copied.config._attn_implementation == "sdpa"
 
 
 def pickled(model):
