@@ -30,7 +30,7 @@ def test_base_model_of_a_patched_head_packs_when_called_by_itself(model_type, na
     assert not got[~MASK].any()
 
 
-def test_a_batch_without_padding_is_counted_once_and_read_once(monkeypatch):
+def test_batch_without_padding_is_counted_once_and_read_once(monkeypatch):
     model, batch = make(), make_batch()
     made = []
     of = Packing.of.__func__

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.patching.patch.Not
 
 
 @pytest.mark.parametrize("calls", [600, pytest.param(3000, marks=pytest.mark.sweep)])
-def test_eight_threads_get_the_results_of_one_and_every_call_is_counted(calls):
+def test_patched_and_registered_models_in_eight_threads(calls):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

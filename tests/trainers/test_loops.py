@@ -49,7 +49,7 @@ def with_accelerate(when, precision):
 
 @covering({"precision": ["no", "bf16"], "when": ["before", "after"]})
 @pytest.mark.usefixtures("fresh_state")
-def test_accelerate(precision, when, record):
+def test_accelerate_loop_losses(precision, when, record):
     want, _ = with_accelerate(None, precision)
     got, handle = with_accelerate(when, precision)
     record(f"accelerate {accelerate.__version__}", f"loop, mixed_precision={precision!r}", when, handle)
@@ -89,7 +89,7 @@ def with_lightning(when, folder):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_lightning(when, record, tmp_path):
+def test_lightning_fit_losses(when, record, tmp_path):
     want, _, version = with_lightning(None, tmp_path)
     got, handle, _ = with_lightning(when, tmp_path)
     record(f"Lightning {version}", "Trainer.fit", when, handle)
