@@ -49,39 +49,42 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention over a ragged batch, in which a query only attends to keys of its own sequence.
 
-    For each sequence this is `softmax(scale * query @ key.T + masks) @ value`. If H is a multiple of G, each key head
-    serves H / G query heads (grouped-query attention, Ainslie et al. 2023). A sequence may have no queries or no keys.
-    A query without a visible key gets the output 0, and −inf as log-sum-exp. Packed tensors may have more rows than the
-    layout has tokens; the output and the gradient are 0 in these rows.
+    For each sequence and head this is `softmax(scale * query @ key.T + masks) @ value`. H must be a multiple of G: each
+    key head serves H / G query heads (grouped-query attention, Ainslie et al. 2023). A sequence may have no queries or
+    no keys. A query that sees no key gives the output 0 and the log-sum-exp −inf (with `sinks`, the sink). Packed
+    tensors may have more rows than the layout has tokens. In these rows, output and gradients are 0 and the log-sum-exp
+    is −inf.
 
-    The call only syncs with the device to read the offsets of a new NestedTensor. Under autocast, query, key and value
-    are cast as in `scaled_dot_product_attention`; nothing else is cast. Only
-    `backend="reference"` has second derivatives.
+    The call needs no sync for packed tensors. For NestedTensors it syncs once for each offsets tensor that was not read
+    before. Under autocast, query, key and value are cast as in `scaled_dot_product_attention`; nothing else is cast.
+    Second derivatives and forward-mode AD need `backend="reference"`.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
         key: (S, G, D) packed, or a NestedTensor with the same number of sequences as `query`.
         value: (S, G, Dv) packed, or a NestedTensor with the same lengths as `key`.
         layout: the sequences of packed tensors. Must be None for NestedTensors.
-        key_layout: the sequences of key and value, if they are not those of `layout`.
+        key_layout: the sequences of packed key and value in cross-attention; None if they are those of `layout`.
         is_causal: mask the keys after the position of a query.
-        causal_alignment: the position of query i of Lq among Lk keys. "lower_right" is i + Lk − Lq, as in flash-attn;
-            "upper_left" is i. Causality, windows and ALiBi use this position.
-        window_size: (left, right), the number of keys that a query sees before and after its position. −1 is no limit.
+        causal_alignment: the position of a query among the keys of its sequence. For query i of Lq and Lk keys,
+            "lower_right" is i + Lk − Lq, as in flash-attn, and "upper_left" is i. `is_causal`, `window_size` and
+            `alibi_slopes` use this position.
+        window_size: (left, right). A query sees the key at its position, `left` keys before it and `right` keys after
+            it. −1 means no limit.
         scale: the factor of query · key; None is D^−0.5.
         softcap: if not 0, scores become softcap · tanh(scores / softcap).
-        sinks: (H,), an additional score for each head, which is part of the softmax and the log-sum-exp but has no
-            value.
-        alibi_slopes: (H,) or (B, H), float32 or float64; adds −slope · |distance| to the scores. Has no gradient.
+        sinks: (H,), a score for each head that is added to the softmax and to the log-sum-exp, like that of a key whose
+            value is 0.
+        alibi_slopes: (H,) or (B, H), float32 or float64; adds −slope · |distance| to the scores. Gets no gradient.
         score_mod: as in flex_attention, `score_mod(score, b, h, q_idx, kv_idx)`. b is the index of the sequence;
-            q_idx and kv_idx are positions in it. Applied after softcap and ALiBi.
-        mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, True if the query sees the key. Other masks
-            apply as well.
+            q_idx and kv_idx are indices in this sequence. Applied after softcap and ALiBi.
+        mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, True if the query sees the key. A query sees a
+            key only if `is_causal` and `window_size` allow it too.
         dropout_p: the probability with which an attention weight is dropped.
-        deterministic: require gradients that are bitwise equal in each run.
-        batch_invariant: require results that do not depend on the other sequences in the batch, bit for bit.
+        deterministic: require that the same call always gives bitwise equal gradients.
+        batch_invariant: require that the results of a sequence are bitwise equal in any batch.
         return_lse: also return the log-sum-exp of each query's scores, which is differentiable.
-        backend: "auto", or a name from `available_backends()`, which then runs or raises an error.
+        backend: "auto", or a name from `available_backends()`. A named backend runs, or an error is raised.
 
     Returns:
         The output, in the form of `query` with head dim Dv. With `return_lse`, a tuple of the output and the
@@ -126,14 +129,14 @@ def explain(
 ) -> Explanation:
     """Show which backend would run a call of `varlen_attention`, and why others can't run it.
 
-    Takes the arguments of `varlen_attention`, checks them, and computes nothing. Syncs as that function does.
+    Checks the arguments as `varlen_attention` does, and computes nothing. Syncs as that function does.
 
     Returns:
-        The explanation. `print` shows it as a table; `chosen` is the name of the backend, and `reasons` has for each
-            backend the reasons why it can't run.
+        The explanation. `print` shows it as a table. `chosen` is the name of the backend, or None if none supports the
+            call. `reasons` has the reasons why each backend can't run it.
 
     Raises:
-        ValueError: as `varlen_attention`, but not if no backend supports the call: `chosen` is then None.
+        ValueError: as `varlen_attention`, except if no backend supports the call.
         TypeError: as `varlen_attention`.
 
     Example:

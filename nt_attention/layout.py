@@ -29,8 +29,8 @@ class SequenceLayout:
     """The lengths of the sequences in a ragged batch, and the rows at which they begin in a packed tensor.
 
     Create a layout with one of its `from_*` constructors. A constructor syncs with the device at most once
-    (`from_nested`: at most twice), and later uses of the layout need no sync. Layouts that are made from the same
-    offsets tensor share a cache.
+    (`from_nested`: at most twice). Later uses of the layout need no sync. Values that depend on the layout are cached,
+    such as `position_ids` and the choice of a backend. Layouts made from the same offsets tensor share this cache.
 
     Attributes:
         offsets: (B+1,) int64, the first row of each sequence, then the end of the last sequence.
@@ -38,11 +38,12 @@ class SequenceLayout:
         total: T, the number of tokens.
         max_seqlen: the length of the longest sequence, or the bound that was passed to `from_offsets`.
         min_seqlen: the length of the shortest sequence.
-        sum_of_squares: the sum of the squared lengths, which is the number of (query, key) pairs without a mask.
+        sum_of_squares: the sum of the squared lengths. In self-attention without a mask, it is the number of (query,
+            key) pairs.
         host_offsets: a copy of `offsets` on the CPU.
-        padded_length: L of the padded batch if the layout was made from an attention mask, else None.
-        padded_index: (T,) int64, the position of each token in that batch, flattened to (B·L), else None.
-        has_holes: whether a row of that batch has padding between its tokens.
+        padded_length: L of the attention mask that the layout was made from; None if it was made in another way.
+        padded_index: (T,) int64, the position of each token in that mask, flattened to (B·L); else None.
+        has_holes: whether a row of that mask has padding between its tokens; else False.
 
     Example:
         >>> import nt_attention as nta
@@ -77,14 +78,14 @@ class SequenceLayout:
         in-place change of `offsets`, the next call reads them again, and layouts that were made before the change raise
         an error. On a GPU, writes to `offsets.data` are not detected, because PyTorch does not record them.
 
-        While torch.compile, torch.export or make_fx is tracing, the lengths are not read. The operators read them when
-        the graph runs.
+        Under torch.compile, torch.export and make_fx, the lengths are not read while the graph is traced. They are read
+        when the graph runs.
 
         Args:
             offsets: (B+1,) int32 or int64, from 0 and never decreasing. Sequence b has the rows `offsets[b]` to
                 `offsets[b + 1] - 1`. The tensor is not copied; it becomes `offsets` (int64) or `cu_seqlens` (int32).
-            max_seqlen: an upper bound that replaces the longest length as the layout's `max_seqlen`. With the same
-                bound, `pad` returns the same shape for all batches.
+            max_seqlen: an upper bound of the lengths, which becomes the layout's `max_seqlen`. `pad` pads to this
+                length, so batches with the same bound and B get the same shape.
 
         Returns:
             The layout, on the device of `offsets`.
@@ -134,7 +135,7 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Create a layout from the lengths of its sequences.
 
-        Syncs with the device once if `lengths` is a tensor on a GPU. A list needs no sync.
+        Syncs once if `lengths` is a tensor on a GPU. A list needs no sync.
 
         Args:
             lengths: (B,) integers, as a list or a tensor. A length may be 0.
@@ -163,11 +164,12 @@ class SequenceLayout:
     def from_nested(cls, nested: Tensor) -> SequenceLayout:
         """Create a layout from a NestedTensor.
 
-        Syncs with the device once for each new offsets tensor, and once more if the NestedTensor has new `lengths`.
+        Syncs once for an offsets tensor that was not read before, and once more for a new tensor of `lengths` (a
+        NestedTensor with holes has it).
 
         Args:
-            nested: (B, j, …), or (B, H, j, D), with layout `torch.jagged` or `torch.strided`. Rows that belong to no
-                sequence (holes) are not part of the layout.
+            nested: (B, j, …) or (B, H, j, D), where j is the ragged dimension, with layout `torch.jagged` or
+                `torch.strided`. Rows that belong to no sequence (holes) are not part of the layout.
 
         Returns:
             The layout of its tokens.
@@ -188,8 +190,8 @@ class SequenceLayout:
     def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
         """Create a layout from the mask of a padded batch, such as the `attention_mask` of Hugging Face.
 
-        Padding may be on the left, on the right, or between tokens. `pack` and `pad` use the positions of the mask.
-        Syncs with the device once.
+        Padding may be on the left, on the right, or between tokens. `pad` puts tokens back to their positions in the
+        mask. Syncs once.
 
         Args:
             mask: (B, L), True or 1 at tokens, False or 0 at padding. A `key_padding_mask` is True at padding, so pass
@@ -230,7 +232,7 @@ class SequenceLayout:
         """Create a layout from the positions of packed tokens.
 
         A sequence begins at the start of each row, and at each position that is not the previous position plus 1. The
-        first position may be any number; RoBERTa's positions start at 2. Syncs with the device once.
+        first position of a sequence may be any number, such as 2 in RoBERTa. Syncs once.
 
         Args:
             position_ids: (T,) or (R, T) integers. Several rows are concatenated, in their order.
@@ -410,7 +412,7 @@ class SequenceLayout:
         return cast(_T, self._facts.cache.find_or_build(key, build, other_cache))
 
     def same_lengths(self, other: SequenceLayout) -> bool:
-        """Whether both layouts have the same lengths. They are compared on the host, without a sync.
+        """Whether both layouts have the same lengths. Needs no sync.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -439,8 +441,8 @@ class SequenceLayout:
         """Remove the padding from a batch. Needs no sync.
 
         Args:
-            padded: (B, L, …). If the layout was made from a mask, L and the positions of tokens are those of the mask.
-                If not, tokens come first in each row, and L is at least the longest length.
+            padded: (B, L, …). If the layout was made from a mask, L must be that of the mask, and tokens are where the
+                mask has them. If not, tokens come first in each row, and L is at least the longest length.
 
         Returns:
             The tokens, (T, …).
@@ -475,8 +477,8 @@ class SequenceLayout:
             value: the value at padding.
 
         Returns:
-            The batch, (B, L, …). If the layout was made from a mask, L and the positions of tokens are those of the
-            mask. If not, L is `max_seqlen`, and tokens come first in each row.
+            The batch, (B, L, …). If the layout was made from a mask, L is that of the mask, and tokens are where the
+            mask has them. If not, L is `max_seqlen`, and tokens come first in each row.
 
         Raises:
             TypeError: `values` is not a tensor.

@@ -19,21 +19,22 @@ FOUND, PAGE = FOLDER / "outcomes.json", FOLDER.parents[1] / "docs/reference/trai
 
 INTRODUCTION = """# Trainers
 
-What runs packed in which trainer, when the model is patched with `nta.patch`. The guide
-[Fine-tune](../guides/fine_tune.md) shows how to use them.
+Which calls of a trainer run packed, if its model is patched with `nta.patch`. The guide
+[Fine-tune](../guides/fine_tune.md) shows how to use the trainers.
 
-Each row is a test. It compares the losses and gradient norms of every step with those of the unpatched model, or the
-outputs if nothing is trained. `python tests/trainers/matrix.py` runs the tests and writes this page.
+Each result is from a test. The test compares the losses of every step with those of the unpatched model, or the outputs
+if nothing is trained. One case is not compared: SFT with `packing=True`, because in the unpatched model on SDPA the
+sequences of a row attend to each other. `python tests/trainers/matrix.py` runs the tests and writes this page.
 
-The columns say whether the model was patched before the trainer was built (or the adapter was added), or after it. The
-results are:
+In the first column of results, the model was patched before the trainer was built or the adapter was added. In the
+second, it was patched afterwards. The numbers in brackets are the [reasons](#reasons) below.
 
-- **packed**: every call ran packed, except calls without padding and rows that were packed already.
-- **packed, in part**: the base model ran packed. The reason says what ran padded: a head that the trainer set before
-  the patch, which reads padded rows; or generation, which uses a cache. Patch before the trainer is built, and the
-  heads of TRL run on the packed base model.
-- **falls back**: the calls ran padded, as before the patch, for the given reason.
-- **refused**: an error is raised, with the given reason.
+- **packed**: every call with padding ran packed.
+- **packed, in part**: the training steps of the base model ran packed. The reason is for the other calls: generation
+  with a cache, or a head that the trainer had replaced before the patch. TRL's head reads padded hidden states in both
+  columns. In the first one, the patch does not see it, so it is not counted.
+- **falls back**: the calls ran padded, as before the patch.
+- **refused**: an error is raised.
 - **–**: not tested.
 
 """
