@@ -43,7 +43,7 @@ def random_states(rows=1, length=21, heads=6, kv_heads=2, head_dim=7, value_dim=
 
 
 def expected(query, key, value, lengths, key_lengths=None, scaling=None, softcap=None, **options):
-    """The oracle's output, (B, T, H, Dv), for rows laid end to end."""
+    """The oracle's output, (B, T, H, Dv), for all rows concatenated."""
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     out, _ = oracle.attention(*flat, lengths, key_lengths, scale=scaling, softcap=softcap or 0.0, **options)
     return out.unflatten(0, (query.shape[0], -1))
@@ -62,12 +62,12 @@ def layout_of(lengths):
 
 
 def positions_of(*rows):
-    """(R, T) positions of rows that hold sequences of these lengths."""
+    """(R, T) positions of rows with sequences of these lengths."""
     return torch.stack([layout_of(lengths).position_ids for lengths in rows])
 
 
 class Grouped(torch.nn.Module):
-    """As transformers' attention modules tell of their heads."""
+    """With the attributes of transformers' attention modules."""
 
     def __init__(self, is_causal=True, groups=3):
         super().__init__()

@@ -42,7 +42,7 @@ def close(got, want, tolerance=5e-5):
 
 
 def check_outputs(out, want, side=None):
-    """``out`` is a padded batch's, or a packed row's if ``side`` is None; padding may hold anything."""
+    """Compare the real tokens of ``out``, of a padded batch, or of a packed row if ``side`` is None."""
     assert want.keys() <= out.keys()
     for key, theirs in want.items():
         pairs = zip(out[key], theirs, strict=True) if key == "hidden_states" else [(out[key], theirs)]

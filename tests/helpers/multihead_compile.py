@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from torch import nn
 
 from nt_attention import SequenceLayout, VarlenMultiheadAttention
@@ -39,13 +40,6 @@ POSITIONS = {"rotary": Rotary(dims=4), "alibi": True, "window_size": (5, 3), "nu
 ADDED = {"add_bias_kv": True, "add_zero_attn": True, "bias": False, "sinks": True, "rotary": Rotary()}
 
 
-def with_random_parameters(module):
-    """With parameters that are nowhere constant: fresh biases and sinks are 0 and would hide mistakes."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module
-
-
 def make(dtype=torch.float64, **options):
     return with_random_parameters(VarlenMultiheadAttention(EMBED, HEADS, batch_first=True, dtype=dtype, **options))
 
@@ -55,7 +49,7 @@ def offsets_of(lengths, dtype=torch.int64):
 
 
 def in_form(form, rows, lengths):
-    """The batch as two arguments: the tokens, and what tells where sequences begin, if they do not themselves."""
+    """The batch as two arguments: the tokens, and a layout, offsets or, for NestedTensors, None."""
     if form == "layout":
         return rows, SequenceLayout.from_lengths(lengths)
     if form == "offsets":
@@ -69,7 +63,7 @@ def as_layout(place):
 
 
 class Residual(nn.Module):
-    """``x + attention(x, …)``, from whichever form."""
+    """``x + attention(x, …)``, for each form."""
 
     def __init__(self, attention, causal=False):
         super().__init__()
@@ -92,7 +86,7 @@ class Stack(nn.ModuleList):
 
 @dataclasses.dataclass
 class Batch:
-    """Rows (T, E) of a ragged batch, and of keys; the same for one call after the other."""
+    """Rows (T, E) of a ragged batch, and of its keys; the same in each call."""
 
     lengths: list[int]
     key_lengths: list[int] | None = None
@@ -119,7 +113,7 @@ class Batch:
 
 
 def gradients(out, leaves):
-    """By way of ``backward``, which reentrant checkpoints ask for."""
+    """With ``backward``, because reentrant checkpoints need it."""
     for leaf in leaves:
         leaf.grad = None
     weighted_sum(out).backward()
@@ -127,7 +121,7 @@ def gradients(out, leaves):
 
 
 def weighted_sum(out):
-    """A number to differentiate, in which every element counts for something else."""
+    """A sum in which every element has a different weight."""
     return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
 
 

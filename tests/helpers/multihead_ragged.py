@@ -14,6 +14,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from parameters import with_random_parameters
+from rotary_reference import frequencies_of, rotated_by_complex_numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,13 +75,6 @@ def random_sequences(lengths: Sequence[int], width: int = EMBED, dtype: torch.dt
     return [torch.randn(length, width, dtype=dtype, requires_grad=True) for length in lengths]
 
 
-def with_random_parameters(module: nn.Module) -> Any:
-    """With random numbers in every parameter: norms, biases and sinks begin at 1 and 0."""
-    for x in module.parameters():
-        nn.init.normal_(x, std=0.4)
-    return module
-
-
 def pair(
     dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[nn.MultiheadAttention, nta.VarlenMultiheadAttention]:
@@ -94,7 +89,7 @@ def make_with_options(name: str, **more: Any) -> nta.VarlenMultiheadAttention:
 
 
 def inputs_of(module: nn.MultiheadAttention, cross: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Queries, keys and values, which are one list in self-attention."""
+    """Queries, keys and values; in self-attention the same list."""
     queries = random_sequences(LENGTHS)
     if not cross and module.kdim == module.vdim == EMBED:
         return queries, queries, queries
@@ -113,7 +108,7 @@ def in_form(form: str, parts: list[Tensor], past: int) -> Any:
 
 
 def call(form: str, module: nn.Module, parts: Sequence[list[Tensor]], **arguments: Any) -> tuple[Tensor, Any]:
-    """The outputs' tokens end to end and the weights. ``parts`` that are one list are one object to the module too."""
+    """The outputs of all tokens, concatenated, and the weights. A list that occurs twice in ``parts`` is one object."""
     queries, keys, values = parts
     once = {id(keys): in_form(form, keys, PAST - 1), id(values): in_form(form, values, PAST - 1)}
     once[id(queries)] = in_form(form, queries, PAST)
@@ -136,7 +131,7 @@ def call(form: str, module: nn.Module, parts: Sequence[list[Tensor]], **argument
 
 
 def results_of(found: tuple[Tensor, Tensor | None], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Outputs, weights if there are some, and the gradients of all leaves end to end, through both."""
+    """Outputs, weights if there are any, and the gradients of all leaves through both, concatenated."""
     named = {"out": found[0]} | ({} if found[1] is None else {"weights": found[1]})
     draw = torch.Generator().manual_seed(7)
     above = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype) for x in named.values()]
@@ -182,12 +177,12 @@ def one_at_a_time(
 
 
 def causal_masks(parts: Sequence[list[Tensor]]) -> list[Tensor]:
-    """Masks (Li, Si) of causality, True where it hides."""
+    """Causal masks (Li, Si), True where a key is hidden."""
     return [torch.ones(len(q), len(k), dtype=torch.bool).triu(1) for q, k, _ in zip(*parts, strict=True)]
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """ALiBi's, by the recursion in the code that goes with the paper."""
+    """ALiBi slopes, with the recursion of the paper's code."""
     n = 1 << (heads.bit_length() - 1)
     plain = torch.tensor([2 ** (-8 * i / n) for i in range(1, n + 1)], dtype=torch.float64)
     if n == heads:
@@ -196,19 +191,13 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """One sequence (L, H, D) with its pairs of dims as complex numbers, turned by position · base^(−2i/R)."""
-    dims = x.shape[-1] if rotary.dims is None else rotary.dims
-    turning, rest = x[..., :dims], x[..., dims:]
-    pairs = turning.unflatten(-1, (-1, 2)) if rotary.interleaved else turning.unflatten(-1, (2, -1)).mT
-    frequencies = rotary.base ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
-    angles = torch.arange(len(x), dtype=torch.float64)[:, None, None] * frequencies
-    numbers = torch.complex(pairs[..., 0], pairs[..., 1]) * torch.polar(torch.ones_like(angles), angles)
-    pairs = torch.stack([numbers.real, numbers.imag], -1)
-    return torch.cat([(pairs if rotary.interleaved else pairs.mT).flatten(-2), rest], -1)
+    """One sequence (L, H, D) at positions 0 to L − 1."""
+    frequencies = frequencies_of(rotary, x.shape[-1])
+    return rotated_by_complex_numbers(x, torch.arange(len(x)), frequencies, rotary.interleaved)
 
 
 def projected(module: Any, rotary: Rotary | None, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One sequence's (L, H, D), (S, G, D) and (S, G, D)."""
+    """Queries (L, H, D), keys (S, G, D) and values (S, G, D) of one sequence."""
     heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
     widths = [h * module.head_dim for h in heads]
     if module.in_proj_weight is None:
@@ -245,7 +234,7 @@ def expected(
     mask_mod: Callable[..., Tensor] | None = None,
     score_mod: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and weights by the oracle, a sequence at a time; values that are 1 at one key alone tell the weights."""
+    """Outputs and weights from the oracle, one sequence at a time. Unit vectors as values give the weights."""
     added = added_keys(module)
     outs, weights = [], []
     for b, (queries, keys, values) in enumerate(zip(*parts, strict=True)):
@@ -285,7 +274,7 @@ def expected(
 
 
 def random_masks(parts: Sequence[list[Tensor]], heads: int | None, dtype: torch.dtype) -> list[Tensor]:
-    """(Li, Si), or (H, Li, Si), that leave each query the first key; float ones add to scores as well."""
+    """Masks (Li, Si) or (H, Li, Si). The first key is always visible; float masks also change scores."""
     masks = []
     for q, k, _ in zip(*parts, strict=True):
         mask = torch.rand(*([] if heads is None else [heads]), len(q), len(k)) < 0.4
@@ -297,7 +286,7 @@ def random_masks(parts: Sequence[list[Tensor]], heads: int | None, dtype: torch.
 
 
 def crop_mask(mask: Tensor, parts: Sequence[list[Tensor]]) -> list[Tensor]:
-    """What (L, S) or (B·H, L, S) says of each sequence."""
+    """The masks of each sequence in (L, S) or (B·H, L, S)."""
     each = [mask] * len(parts[0]) if mask.dim() == 2 else mask.unflatten(0, (len(parts[0]), -1))
     return [x[..., : len(q), : len(k)] for x, q, k in zip(each, parts[0], parts[1], strict=True)]
 

@@ -21,7 +21,7 @@ def make_batch(labels=False):
 
 
 def rows_seen(model):
-    """The rows and columns (B, L) of the hidden states that the base model's layers see, without those seen twice."""
+    """The different shapes (B, L) of the hidden states that the linear layers of the base model get."""
     shapes = []
 
     def look(module, inputs):

@@ -44,7 +44,7 @@ def gradients(model, batch):
 
 
 def scale(model, factor=1.5):
-    """Give the model other weights, so that a copy that runs somebody else's is found out."""
+    """Change the weights, so that a copy that runs another model's weights fails."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(factor)
@@ -56,7 +56,7 @@ def handle_of(model):
 
 
 def assert_plain(model, like):
-    """Nothing of ours is left in it."""
+    """The model has no attributes of a patch."""
     attributes, theirs = ({name: set(vars(m)) for name, m in of.named_modules()} for of in (model, like))
     assert attributes == theirs
     assert model.config._attn_implementation == like.config._attn_implementation

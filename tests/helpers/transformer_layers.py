@@ -1,4 +1,24 @@
-"""nn.MultiheadAttention and PyTorch's Transformer layers, with our module in the place of theirs."""
+"""nn.MultiheadAttention and PyTorch's Transformer layers, with our module in the place of theirs.
+
+The tests that use this file follow those of the pytorch repository: test/nn/test_multihead_attention.py,
+test_transformers.py, test_nn.py, test_native_mha.py, test_modules.py, test_nestedtensor.py, nn/test_parametrization.py,
+nn/test_pruning.py and nn/test_module_hooks.py. These differ on purpose:
+
+- test_multihead_attn_nested_tensor_outside_fast_path wants an error for NestedTensors where the fused kernel does not
+  run. Our module accepts them.
+- test_script_mha_in_proj_weight_none, test_script_encoder_subclass, test_transformerencoderlayer_subclass,
+  test_transformerencoderlayer_subclass_model, and test_transformerencoder_fastpath with use_torchscript=True:
+  TorchScript has no type for a SequenceLayout. torch.fx.symbolic_trace takes only modules of torch.nn as leaves.
+- test_transformerdecoderlayer and test_transformerdecoder compare padded targets too. With only a boolean
+  key_padding_mask, our self-attention gives 0 there. The tests here compare every real position.
+- test_custom_module_multi_head_attention (quantization) needs ``type(module) is nn.MultiheadAttention``. A quantizable
+  class for our module finds every attribute that it reads.
+- The types of errors are the same, but not their messages. Nor is it tested whether the fused kernel ran.
+- Strided NestedTensors in eval give weights by default there. Ours gives weights for ragged inputs only on request.
+- in_proj_bias in another dtype than the weights, which only the fused kernel supports.
+- test_multihead_attention with static_k and static_v, test_transform_bias_rescale_qkv, its nested form, and
+  test_scaled_dot_product_attention call functions that are not ours.
+"""
 
 import contextlib
 import copy
@@ -7,6 +27,7 @@ import itertools
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from torch import nn
 
 from nt_attention import VarlenMultiheadAttention
@@ -27,13 +48,6 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-8, atol=1e-9, equa
 
 
 double = functools.partial(torch.randn, dtype=torch.float64)
-
-
-def with_random_parameters(module):
-    """The same module with parameters that are nowhere constant: fresh biases are 0 and would hide mistakes."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module
 
 
 def pair(embed=EMBED, heads=HEADS, **options):
@@ -60,7 +74,7 @@ def with_our_attention(model):
 
 @contextlib.contextmanager
 def in_mode(mode, *models):
-    """Models in train or eval, and gradients unless it is "no-grad"."""
+    """Models in train or eval mode, with gradients unless the mode is "no-grad"."""
     for model in models:
         model.train(mode == "train")
     with torch.set_grad_enabled(mode != "no-grad"):
@@ -96,7 +110,7 @@ def additive(mask):
 
 
 def output_and_gradients(model, *inputs, rows=..., length_first=False, **options):
-    """The output at ``rows`` of (batch, length), and the gradients of inputs and parameters where there are any."""
+    """The output at ``rows`` of (batch, length), and with gradients enabled those of inputs and parameters."""
     leaves = {id(x): x.clone().requires_grad_(torch.is_grad_enabled()) for x in inputs}
     out = model(*[leaves[id(x)] for x in inputs], **options)
     out = out[0] if isinstance(out, tuple) else out

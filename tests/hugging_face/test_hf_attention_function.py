@@ -199,7 +199,7 @@ def test_attention_mask_beside_packed_rows(over):
     def additive(mask):
         return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
 
-    def mask_mod(b, h, i, j):  # of a sequence's own places
+    def mask_mod(b, h, i, j):  # positions count from the start of each sequence
         rows = torch.tensor([0, 0, 1, 1])[b]
         begins = torch.tensor([0, 3, 0, 2])[b]
         return some[rows, 0, (begins + i).clamp(max=6), (begins + j).clamp(max=6)]

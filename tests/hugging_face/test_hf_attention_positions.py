@@ -53,7 +53,7 @@ def test_position_ids_beside_a_cache_are_ignored():
 
 
 def count_reads(monkeypatch):
-    """How often positions are read."""
+    """A list with the positions of each read."""
     reads, read = [], nta.SequenceLayout.from_position_ids
 
     def note(positions):
@@ -125,7 +125,7 @@ def test_position_ids_read_without_gradients_are_used_in_training(mode):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("first_layer", [None, 0, 3])
 def test_position_ids_changed_in_place_are_read_again_at_any_first_layer(first_layer, mode):
-    """In models that mix kinds of layers, the first with attention may be any."""
+    """In models with several kinds of layers, any layer may be the first with attention."""
     q, k, v = random_states()
     module = Grouped()
     with mode():

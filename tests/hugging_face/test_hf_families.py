@@ -54,7 +54,9 @@ def test_patched_padded_batch(model_type, name, implementation, side):
 @covering({"model_type, name": EVERY, "side": ["left", "right"]})
 def test_registered_attention_on_a_padded_batch(model_type, name, side):
     want = dict(tiny.alone(model_type, name))
-    if side == "left" and model_type in tiny.ENCODERS:  # stock heads read a row's first place, padding or not
+    if (
+        side == "left" and model_type in tiny.ENCODERS
+    ):  # stock heads read the first position of a row, even if it is padding
         want = {key: value for key, value in want.items() if key != "pooler_output" and not tiny.per_sequence(name)}
     model, batch = tiny.make(model_type, name), tiny.batch_of(model_type, side)
     with nta.patch(model, padding_free=False):
@@ -65,7 +67,7 @@ def test_registered_attention_on_a_padded_batch(model_type, name, side):
 
 
 def packed(model_type, by):
-    """The sequences in one row, told apart by their positions or by their lengths."""
+    """The sequences in one row, with position_ids, or with cu_seq_lens too."""
     first = PAD + 1 if model_type in BY_ID else 0
     row = {"input_ids": torch.cat(tiny.sequences())[None], "position_ids": LAYOUT.position_ids[None] + first}
     if by == "cu_seq_lens":
@@ -141,7 +143,7 @@ def padded_loss_and_gradients(model_type, name):
     model, labels = tiny.make(model_type, name).train(), labels_for(name, "right")
     out = model(**tiny.batch_of(model_type, "right"), **labels)
     loss = out.loss
-    if name.endswith("ForQuestionAnswering"):  # the stock loss counts padding among the places that may be chosen
+    if name.endswith("ForQuestionAnswering"):  # the stock loss includes padding in its softmax
         hidden = ~tiny.mask_of("right")
         starts, ends = (logits.masked_fill(hidden, -torch.inf) for logits in (out.start_logits, out.end_logits))
         entropy = nn.functional.cross_entropy

@@ -72,7 +72,7 @@ def test_labels_of_kept_logits(model_type, name, side):
 
 @pytest.mark.parametrize(("model_type", "name"), sweep_except(EVERY, *EVERY[1::2]))
 def test_inputs_embeds(model_type, name):
-    # without ids, a decoder classifies a row by its last place
+    # without ids, a decoder classifies a row by its last position
     side = "left" if tiny.per_sequence(name) and model_type not in tiny.ENCODERS else "right"
     model, batch = tiny.make(model_type, name), tiny.batch_of(model_type, side)
     embed = model.get_input_embeddings()

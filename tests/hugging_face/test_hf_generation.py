@@ -50,7 +50,7 @@ def make_decoder(model_type, **more):
 
 
 def prompts(lengths=LENGTHS):
-    """Padded on the left, as one generates."""
+    """Padded on the left, as for generation."""
     length = max(lengths)
     mask = torch.arange(length) >= length - torch.tensor(lengths)[:, None]
     ids = torch.randint(4, 97, mask.shape).masked_fill(~mask, PAD)
@@ -91,7 +91,7 @@ def test_generate_gives_the_tokens_of_eager(model_type, mode):
         assert len(said) == 1
         assert "it continues from a cache" in str(said[0].message)
         assert None not in handle.calls
-    else:  # whole rows each time, and so packed
+    else:  # all tokens at each step, so the calls run packed
         assert not said
         assert handle.calls == {None: NEW}
     assert model.config._attn_implementation == "eager"
@@ -112,7 +112,7 @@ def test_generate_without_padding(model_type):
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
 def test_default_cache_is_sliding_where_the_model_is(model_type):
-    """Otherwise the tests above would show nothing of sliding caches."""
+    """Otherwise the tests above would not test sliding caches."""
     model = make_decoder(model_type)
     cache = generate(model, prompts()).past_key_values
     assert any(cache.is_sliding) == (model_type != "llama")
@@ -122,7 +122,7 @@ def test_default_cache_is_sliding_where_the_model_is(model_type):
 
 @covering({"model_type": DECODERS, "padded": [False, True]})
 def test_several_new_tokens_beside_a_cache(model_type, padded):
-    """A prompt in three parts: the first fills the cache, the others come onto it."""
+    """A prompt in three parts: the first fills the cache, and the others continue from it."""
     model = make_decoder(model_type)
     batch = prompts(LENGTHS if padded else [LENGTH] * 2)
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -255,7 +255,7 @@ def test_generate_of_encoder_decoders(model_type, mode, side):
 
 
 def test_continuous_batching_refuses_the_registered_name():
-    """Of the names that run on a CPU, transformers' continuous batching takes sdpa and eager alone, and says so."""
+    """On a CPU, continuous batching of transformers only supports sdpa and eager."""
     model = make_decoder("llama", implementation=nta.hf.register())
     batch = [row[mask.bool()].tolist() for row, mask in zip(*prompts().values(), strict=True)]
     config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=PAD)
@@ -266,7 +266,7 @@ def test_continuous_batching_refuses_the_registered_name():
 
 @pytest.mark.sweep
 def test_continuous_batching_under_an_accepted_name_gives_the_reason():
-    """It takes names with "flash" in them; what came before were wrong tokens."""
+    """It accepts names with "flash" in them."""
     from transformers import GenerationConfig
 
     from nt_attention.hf.patch_model import _VISION_NAME

@@ -106,7 +106,7 @@ def make_chunked():
 
 
 def run(model, padding=None, **inputs):
-    """The first output, its real tokens alone where there is padding."""
+    """The first output; only the real tokens if there is padding."""
     out = model(**inputs, attention_mask=padding)[0]
     return out if padding is None else out[padding.bool()]
 
@@ -122,7 +122,7 @@ def assert_what_eager_gives(model, padding=None, tolerance=3e-6, **inputs):
 
 
 def token_types(name):
-    """A row with two images, one with one image, and one of text alone; for paligemma, where the prefix ends."""
+    """A row with two images, one with one image, and one with text only; for paligemma, where the prefix ends."""
     types = torch.zeros(3, LENGTH, dtype=torch.int64)
     if name.startswith("paligemma"):
         types[:, 7:] = 1
@@ -186,7 +186,7 @@ def assert_as_eager_also_patched(model, there, ids):
 
 @covering({"model_type": WITHOUT_CAUSALITY, "padding": ["no mask", "right", "left"]})
 def test_decoders_with_is_causal_false(model_type, padding):
-    """transformers' window of w reaches w tokens to both sides there, not w - 1."""
+    """In these models, a window of w includes w tokens on both sides, not w - 1."""
     model = make(model_type, WITHOUT_CAUSALITY[model_type], is_causal=False)
     assert_as_eager_also_patched(model, PADDINGS[padding], torch.randint(8, 97, (3, LENGTH)))
 

@@ -30,7 +30,7 @@ IDS = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2]] * 3)
 
 
 def packed(mask_function):
-    """What this version of transformers makes of a mask function where rows are packed."""
+    """The mask function that this version of transformers makes for packed rows."""
     if hasattr(stock, "packed_sequence_compatibility_function"):
         return stock.packed_sequence_compatibility_function(mask_function, POSITIONS, IDS)
     return stock.and_masks(mask_function, stock.packed_sequence_mask_function(IDS))
@@ -107,7 +107,7 @@ PADDINGS = {
 
 
 def make_mask(over, mask_function, padding, config, function=None, **more):
-    """The mask that ours makes (or ``function``), asked as transformers' makers ask it."""
+    """The mask of our function (or ``function``), called as transformers calls it."""
     windowed = {"local_size": 5} if "window" in str(more.pop("name", "")) else {}
     given = {
         "batch_size": 3, "q_length": LENGTH, "kv_length": LENGTH, "q_offset": 0, "kv_offset": 0,

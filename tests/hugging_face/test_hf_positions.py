@@ -82,7 +82,7 @@ def test_labels_over_a_hole_in_the_mask(model):
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_positions_beside_a_mask_of_the_caller(additive):
-    """Two branches that share a prefix: the second one's positions go back to where the first began."""
+    """Two branches with a common prefix: the positions of the second begin again where the first began."""
     model = tiny.make("llama", "LlamaForCausalLM", "sdpa")
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
     mask[..., 5:, 3:5] = False

@@ -54,7 +54,7 @@ def make_batch(side):
 
 
 def one_at_a_time(kind, batch):
-    """Every sequence by itself in a model that has seen no other, since "dynamic" keeps the longest."""
+    """Every sequence by itself in a new model, because "dynamic" remembers the longest length."""
     rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
     with torch.no_grad():
         return torch.cat([make(kind)(ids[here][None]).logits[0] for ids, here in rows])

@@ -82,7 +82,7 @@ def inputs_of(name):
 
 
 def check(out, want, inputs):
-    """Tensors of two outputs at real tokens, also those of outputs inside."""
+    """Compare two outputs at real tokens, and the outputs inside of them."""
     for key, theirs in want.items():
         if isinstance(theirs, transformers.utils.ModelOutput):
             check(out[key], theirs, inputs)
@@ -160,7 +160,7 @@ def make_tower(kind):
 
 
 def make_whole(kind):
-    """A tower with its text model, and images between text: 24 patches and 4, of which four make a token."""
+    """A tower with its text model, and images of 24 and of 4 patches between text; 4 patches are a token."""
     config = transformers.CONFIG_MAPPING[kind](
         vision_config={**TOWERS[kind], "hidden_size" if kind == "qwen2_vl" else "out_hidden_size": 48},
         text_config={

@@ -36,7 +36,7 @@ MASKS = ["one", "larger", "larger for each head", "list", "list by head", "mixed
 
 
 def masks_for(kind: str, parts: Sequence[list[Tensor]], dtype: torch.dtype) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """What to pass, the same by sequence, and what may be differentiated."""
+    """The mask to pass, the mask of each sequence, and the tensors that need gradients."""
     if "list" in kind:
         masks = random_masks(parts, HEADS if kind == "list by head" else None, dtype)
         if kind == "mixed list":

@@ -43,7 +43,7 @@ def count(calls, function):
 
 
 def counting_backend(calls):
-    """Counts them in graphs, where they may stand as another operator's argument."""
+    """Counts them in graphs, where they may be an argument of another operator."""
 
     def look(graph, inputs):
         for node in graph.graph.nodes:

@@ -46,7 +46,7 @@ def _fresh_compiler():
 
 
 def recording_backend(read):
-    """A compiler that notes in ``read`` whatever in its graphs asks a device for a number."""
+    """A compiler that appends to ``read`` each node of its graphs that reads a value from the device."""
     asking = ("aten.item", "_local_scalar_dense", "aten.nonzero", "aten.unique", "aten.equal")
 
     def look(graph, inputs):
@@ -67,7 +67,7 @@ def recording_backend(read):
     ),
 )
 def test_graph_gives_what_eager_gives_without_reading_values(options, form, cross):
-    """It reads none even where the compiler would let it, and it is made before eager has left anything behind."""
+    """It reads none although the compiler would allow it. It runs before eager, which could leave cached values."""
     modules = [make(**x) for x in (({}, {}) if options == "plain" else (POSITIONS, ADDED))]
     model = Stack(Residual(module, causal) for module, causal in zip(modules, (cross, not cross), strict=True))
     batch = Batch(LENGTHS, KEY_LENGTHS if cross else None, past=0 if form == "nested" else 2)
@@ -93,7 +93,7 @@ def test_autocast_in_a_graph(form):
 
 @pytest.mark.sweep
 def test_inductor_trains_on_nested_tensors():
-    """With the plainest code that it writes, which is the quickest to compile."""
+    """Without vectorization, which compiles faster."""
     model, batch = Residual(make(torch.float32, rotary=Rotary()), causal=True), Batch(LENGTHS, dtype=torch.float32)
     want = batch.results(model, "nested", model.parameters())
     plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
@@ -103,7 +103,7 @@ def test_inductor_trains_on_nested_tensors():
 
 
 def test_offsets_are_checked_when_the_graph_runs():
-    """Rows that are not there are refused before a kernel, which on a GPU would read past the end."""
+    """A kernel on a GPU would read past the end."""
     model = Residual(make(add_bias_kv=True))
     graph = compiled(model, dynamic=True)
     x, dtype = torch.randn(11, EMBED, dtype=torch.float64), torch.int32
@@ -136,7 +136,7 @@ def random_batches(count=24):
     ),
 )
 def test_at_most_four_graphs_for_all_lengths(form, mode, causal):
-    """In training self-attention, in inference cross-attention."""
+    """Self-attention in training, cross-attention in inference."""
     model, train = Residual(make(rotary=Rotary()), causal), mode == "train"
     counter = CompileCounterWithBackend("aot_eager" if train else "eager")
     graph = compiled(model, counter)
@@ -186,7 +186,7 @@ def test_dense_batches_are_one_graph(name):
 @pytest.mark.parametrize("form", sweep_except(["layout", "offsets", "dense"], "offsets", "dense"))
 @slow_backend
 def test_dropout_in_a_graph_keeps_the_mean(form):
-    """Four hundred sequences that are all alike. On a CPU ragged dropout is no operator, and breaks the graph."""
+    """400 equal sequences. On a CPU, ragged dropout is no custom operator, and breaks the graph."""
     count, length = 400, 5
     module = make(dropout=0.3, bias=False)
     rows, values = (torch.randn(length, EMBED, dtype=torch.float64).repeat(count, 1) for _ in range(2))
@@ -205,9 +205,7 @@ def test_dropout_in_a_graph_keeps_the_mean(form):
     graph = compiled(call, fullgraph=form == "dense")
     out = run(graph)
     (grad,) = torch.autograd.grad(weighted_sum(out), values)
-    close(
-        (grad * values).sum(), weighted_sum(out), 1e-8
-    )  # linear in values, so the backward drops the very same weights
+    close((grad * values).sum(), weighted_sum(out), 1e-8)  # linear in values, so the backward drops the same weights
     assert torch.equal(out, run(graph))  # under the same seed
     error = out.std(0) / count**0.5
     assert (error > 0).all()

@@ -13,8 +13,8 @@ from multihead_compile import (
     compiled,
     gradients,
     slow_backend,
-    with_random_parameters,
 )
+from parameters import with_random_parameters
 from sweeps import sweep_except
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -45,7 +45,7 @@ def encoder_layer(norm_first=False, dropout=0.0, attention=VarlenMultiheadAttent
     ("norm_first", "mode"), sweep_except([(True, "train"), (False, "no_grad"), (True, "inference")], (False, "no_grad"))
 )
 def test_compiled_encoder_layer_on_nested_tensors(norm_first, mode):
-    """In eval without gradients stock layers have a kernel of their own, which does not know NestedTensors' layout."""
+    """In eval without gradients, stock layers have a fused kernel, which does not support jagged NestedTensors."""
     layer, batch = encoder_layer(norm_first).train(mode == "train"), Batch(LENGTHS)
 
     def call(x, _):

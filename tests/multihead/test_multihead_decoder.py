@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from sweeps import covering
 from torch import nn
 from transformer_layers import (
@@ -27,7 +28,6 @@ from transformer_layers import (
     output_and_gradients,
     padding,
     with_our_attention,
-    with_random_parameters,
 )
 
 pytestmark = [
@@ -58,7 +58,7 @@ DECODER_MASKS = {
 
 
 def compared_rows(masks):
-    """All, but for padded targets where nothing else is asked of the self-attention: ours gives 0 there."""
+    """All rows. Without a tgt_mask, only real targets: our self-attention gives 0 at padded ones."""
     padded = masks.get("tgt_key_padding_mask")
     skipped = padded is not None and padded.dtype == torch.bool and "tgt_mask" not in masks
     return ~padded if skipped else ...
@@ -104,7 +104,7 @@ def test_decoders_give_what_stock_decoders_give(batch_first, layers, norm, activ
 
 @pytest.mark.parametrize("model", ["encoder", "decoder"])
 def test_training_encoders_and_decoders_warns_of_nothing(model, caplog):
-    """With dropout, as upstream has it: what stock trains in silence, a model with our module does too."""
+    """With dropout, as in PyTorch's test: stock gives no warning, so ours gives none."""
     masks = {"mask": causal(3), "src_key_padding_mask": padding([3, 2], 3)}
     x = torch.randn(2, 3, EMBED)
     if model == "encoder":

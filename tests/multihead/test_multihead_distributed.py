@@ -36,7 +36,7 @@ def make():
 
 
 def loss(model, rank, form):
-    """A weighted sum over all tokens, by one block after the other; ``model`` is what wraps them."""
+    """A weighted sum over all tokens of the output; ``model`` wraps both blocks."""
     generator = torch.Generator().manual_seed(rank)
     layout = nta.SequenceLayout.from_lengths(LENGTHS[rank])
     rows = torch.randn(layout.total, EMBED, dtype=torch.float64, generator=generator)

@@ -46,7 +46,7 @@ DROPOUT_CALLS: dict[str, dict[str, Any]] = {
 
 
 def dropout_module(p: float) -> tuple[nta.VarlenMultiheadAttention, Tensor, Tensor]:
-    """A module in training, and queries and keys of one sequence many times, for as many draws."""
+    """A module in training, and ``COPIES`` copies of the queries and keys of one sequence."""
     torch.manual_seed(3)
     module = nta.VarlenMultiheadAttention(6, 3, dropout=p, batch_first=True, dtype=torch.float64)
     query, key = (torch.randn(1, n, 6, dtype=torch.float64).repeat(COPIES, 1, 1) for n in (5, 4))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from sweeps import covering
 from torch import nn
 from torch.nn import functional as F
@@ -29,7 +30,6 @@ from transformer_layers import (
     padding,
     swap_attention_in,
     with_our_attention,
-    with_random_parameters,
 )
 
 pytestmark = [
@@ -203,7 +203,7 @@ def test_encoder_keeps_columns_of_padding():
 
 @pytest.mark.parametrize("model", ["encoder layer", "encoder", "decoder layer"])
 def test_encoder_and_decoder_dropout_draw_what_stock_layers_draw(model):
-    """Length first: stock's output lies so in memory either way, and the next dropout draws in that order."""
+    """Length first: stock's output has this memory layout in both cases, and the next dropout draws in its order."""
     stock = {
         "encoder layer": lambda: encoder_layer(dropout=0.3, batch_first=False),
         "encoder": lambda: encoder(2, dropout=0.3, batch_first=False),

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from torch import nn
 from transformer_layers import (
     BATCH,
@@ -19,7 +20,6 @@ from transformer_layers import (
     encoder_layer,
     padding,
     with_our_attention,
-    with_random_parameters,
 )
 
 import nt_attention as nta
@@ -98,7 +98,7 @@ def test_fast_path_switch_reaches_encoders_and_transformers(enabled):
 @pytest.mark.parametrize("heads", [3, 4])
 @torch.no_grad()
 def test_encoder_fast_path_is_not_taken_past_a_hook(heads, hidden):
-    """Under padding the encoder has turned its input into a strided NestedTensor by then."""
+    """With padding, the encoder converts its input to a strided NestedTensor before."""
     layer = nn.TransformerEncoderLayer(EMBED, heads, 16, 0.0, batch_first=True, dtype=torch.float64)
     stock = with_random_parameters(nn.TransformerEncoder(layer, 2)).eval()
     x, results = double(BATCH, LENGTH, EMBED), []
@@ -141,7 +141,7 @@ def test_encoder_layer_fast_path_is_not_taken_with_window_size(training):
 @pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 @pytest.mark.parametrize("option", [{"window_size": (1, 1)}, {"softcap": 2.0}, {"scale": 0.7}])
 def test_encoder_layer_fast_path_is_not_taken_with_options_set_later(option):
-    """Its fast path in evaluation computes stock attention from the weights alone."""
+    """The fast path in evaluation computes stock attention from the parameters."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn)

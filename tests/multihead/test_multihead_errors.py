@@ -74,7 +74,7 @@ def error_type(run: Callable[[], Any]) -> type[Exception]:
 
 
 def assert_raises_as_stock(run: Callable[[nn.MultiheadAttention], Any]) -> None:
-    """Both raise, and ours the same type or one derived from it."""
+    """Both raise, and ours the same type or a subclass."""
     stock, ours = (
         kind(6, 3, batch_first=True, dtype=torch.float64)
         for kind in (nn.MultiheadAttention, nta.VarlenMultiheadAttention)

@@ -27,7 +27,7 @@ def _fresh_compiler():
     "options", [{}, POSITIONS, ADDED, {"alibi": True}], ids=["plain", "positions", "added", "alibi"]
 )
 def test_fake_tensor_call_leaves_nothing_behind(options):
-    """Neither with the layout nor anywhere else: the real call after it finds real numbers."""
+    """Nothing is cached with the layout or elsewhere: the call after it computes with real values."""
     module, lengths = make(**options), [3, 1, 7]
     layout = SequenceLayout.from_lengths(lengths)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -45,7 +45,7 @@ def test_fake_tensor_call_leaves_nothing_behind(options):
     ("options", "strict"), sweep_except([({}, True), (POSITIONS, False), (ADDED, True)], ({}, True), (POSITIONS, False))
 )
 def test_exported_program_runs_other_lengths_after_saving_and_loading(options, strict):
-    """And exporting leaves the module as it was."""
+    """Exporting does not change the module."""
     model = Residual(make(**options).eval(), causal=True)
     rows, batch, keys = torch.export.Dim("T"), torch.export.Dim("B1", min=2), torch.export.Dim("S")
 
@@ -68,7 +68,7 @@ def test_exported_program_runs_other_lengths_after_saving_and_loading(options, s
 
 
 def test_export_and_fake_tensors_leave_nothing_behind():
-    """Exporting or imagining a call leaves nothing behind that a later call would compute with."""
+    """Nothing that an export or a call with FakeTensors cached is used by a later call."""
     fresh = [nta.VarlenMultiheadAttention(34, 17, alibi=True, rotary=nta.Rotary(), batch_first=True) for _ in range(2)]
     fresh[1].load_state_dict(fresh[0].state_dict())
     x, layout = torch.randn(2, 5, 34), nta.SequenceLayout.from_lengths([5, 5])

@@ -16,8 +16,8 @@ from multihead_ragged import (
     make_with_options,
     random_masks,
     random_sequences,
-    with_random_parameters,
 )
+from parameters import with_random_parameters
 from sweeps import covering
 from torch import Tensor
 

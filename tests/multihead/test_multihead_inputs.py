@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.Slo
 def dense_routes(
     module: Any, parts: Sequence[list[Tensor]], side: str, causal: bool
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Padded at a side: outputs (T, E), and the weights (B, H, L, S) of right-padded keys."""
+    """Padded on one side: outputs (T, E), and weights (B, H, L, S) if the padding is on the right."""
 
     def padded(xs: list[Tensor]) -> Tensor:
         longest = max(map(len, xs))

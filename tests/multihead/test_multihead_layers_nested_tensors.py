@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from sweeps import covering
 from torch import nn
 from torch.nn import functional as F
@@ -24,7 +25,6 @@ from transformer_layers import (
     padding,
     random_sequences,
     with_our_attention,
-    with_random_parameters,
 )
 
 pytestmark = [
@@ -38,7 +38,7 @@ def without_masks(*lengths):
 
 
 def assert_same_as_one_at_a_time(ours, stock, *inputs, how, mode, masks=without_masks, **options):
-    """``masks`` makes the stock module's arguments from the lengths of one sequence's inputs."""
+    """``masks`` gives the arguments of the stock module for the lengths of one sequence."""
     stock.train(mode == "train")
     with in_mode(mode, ours), torch.inference_mode(mode == "inference"):
         nested = [as_nested(x, how) for x in inputs]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parameters import with_random_parameters
 from sweeps import covering
 from torch import nn
 from transformer_layers import (
@@ -28,7 +29,6 @@ from transformer_layers import (
     output_and_gradients,
     padding,
     pair,
-    with_random_parameters,
 )
 
 import nt_attention as nta
@@ -199,7 +199,7 @@ def test_device_and_dtype_arguments():
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
 def test_eval_and_train_agree_under_masks(dtype, padded, mask_dim):
-    """Masks are drawn blindly: who sees no key is NaN on stock's fast path, and 0 before out_proj elsewhere."""
+    """A random mask may hide all keys: that row is NaN on stock's fast path, and 0 before out_proj elsewhere."""
     stock, ours = pair(batch_first=True)
     x = double(BATCH, LENGTH, EMBED)
 
@@ -271,7 +271,7 @@ def test_outputs_are_contiguous_where_those_of_nn_multihead_attention_are(masked
 
 @torch.no_grad()
 def test_one_feature_per_head_and_missing_biases():
-    """As few features as heads, no weights in one piece, no bias."""
+    """As many heads as features; separate projection weights; no bias."""
     x = double(4, 4, 4)
     stock, ours = (module.eval() for module in pair(4, 4, batch_first=True))
     close(ours(x, x, x), stock(x, x, x))
@@ -325,7 +325,7 @@ def test_non_contiguous_inputs(masked):
 @pytest.mark.parametrize("padding", [None, torch.bool, torch.float64], ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_is_causal_without_attn_mask_raises_where_weights_are_asked_for(training, padding, arguments):
-    """Stock raises on its slow path, and its fast path forgets causality, which nobody wants."""
+    """Stock raises on its slow path, and its fast path ignores is_causal."""
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     mask = None if padding is None else torch.zeros(2, 5, dtype=padding)
     module = nta.VarlenMultiheadAttention(8, 4, batch_first=True, dtype=torch.float64).train(training)

@@ -68,7 +68,7 @@ class Configuration:
     mask: str  # "", or one of these with the number of its dimensions
     causal: str  # "", "hint" (beside a causal mask) or "alone"
     open_key: int | None  # a key that no mask blocks; None: some rows may see nothing
-    soft: bool  # float masks hold large negative numbers as well
+    soft: bool  # float masks have large negative numbers too
     learned: bool  # float masks want gradients
     strided: bool
     positional: bool
@@ -132,13 +132,13 @@ class Configuration:
 
     @property
     def skips_padding(self) -> bool:
-        """Whether a padded query is never computed, by the documentation, so that its row is 0."""
+        """Whether padded queries are not computed, as documented, so that their rows are 0."""
         asks_for_more = self.need_weights is not False or self.mask
         return self.sharing == "self" and self.padding == "bool" and not asks_for_more
 
     @property
     def hides_added_keys(self) -> bool:
-        """Whether stock goes by the hint in place of the mask, with the added keys last and out of sight."""
+        """Whether stock uses is_causal instead of the mask, so that the added keys, which are last, are hidden."""
         drops_the_mask = self.causal == "hint" and not self.padding and self.need_weights is False
         return drops_the_mask and bool({"add_bias_kv", "add_zero_attn"} & self.options.keys())
 
@@ -153,7 +153,7 @@ class Configuration:
 
 
 class Problem:
-    """A configuration's tensors: inputs, masks, and how they are merged."""
+    """The tensors of a configuration: inputs and masks, and the merged mask."""
 
     def __init__(self, c: Configuration, dtype: torch.dtype = torch.float64) -> None:
         self.c, self.dtype = c, dtype
@@ -177,7 +177,7 @@ class Problem:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """All that gradients are asked for, beside the parameters."""
+        """All tensors that need gradients, except parameters."""
         masks = {"key_padding_mask": self.key_padding_mask, "attn_mask": self.attn_mask}
         learned = {name: x for name, x in masks.items() if x is not None and x.requires_grad}
         return {f"input {i}": x for i, x in enumerate(self.parts)} | learned
@@ -191,7 +191,7 @@ class Problem:
         return self.random(*shape)
 
     def _blocked(self, *shape: int) -> Tensor:
-        """A boolean mask (…, S), each row with a density of its own."""
+        """A boolean mask (…, S), with a different density in each row."""
         densities = torch.tensor([0.0, 0.3, 0.3, 0.6, 1.0], dtype=torch.float64)
         rows = densities[torch.randint(5, (*shape[:-1], 1), generator=self.generator)]
         blocked = torch.rand(shape, generator=self.generator, dtype=torch.float64) < rows
@@ -223,7 +223,7 @@ class Problem:
         return blocked if kind == "bool" else torch.zeros(shape, dtype=self.dtype).masked_fill(blocked, -torch.inf)
 
     def merged_mask(self) -> Tensor:
-        """(N, H, L, S and the added keys): what is added to the scores."""
+        """The number (N, H, L, S and the added keys) that is added to each score."""
         c = self.c
 
         def added(mask: Tensor) -> Tensor:
@@ -241,14 +241,14 @@ class Problem:
         return F.pad(merged, (0, bool(c.options.get("add_bias_kv")) + bool(c.options.get("add_zero_attn"))))
 
     def real_queries(self) -> Tensor | None:
-        """Where the output is computed, to go with its shape; None: everywhere."""
+        """True where the output is computed, broadcast to its shape; None: everywhere."""
         if not self.c.skips_padding or self.key_padding_mask is None:
             return None
         real = ~self.key_padding_mask.unsqueeze(-1)
         return real if self.c.batch is None or self.c.options["batch_first"] else real.transpose(0, 1)
 
     def call(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Run the module. Stock is told by a mask what ours hears from is_causal alone."""
+        """Run the module. Where ours gets only is_causal, stock gets a causal mask."""
         c, mask, is_causal = self.c, self.attn_mask, bool(self.c.causal)
         if c.causal == "alone" and type(module) is nn.MultiheadAttention:
             mask, is_causal = torch.ones(c.queries, c.keys, dtype=torch.bool).triu(1), False
@@ -264,7 +264,7 @@ class Problem:
         return module(*self.inputs, **options)
 
     def documented(self, module: nn.MultiheadAttention) -> tuple[Tensor, Tensor | None]:
-        """What the documentation says, in float64: a row that sees nothing has no weights, and so the value 0."""
+        """The documented result in float64: a row without a visible key has weights 0."""
         c = self.c
         query, key, value = (x.double() for x in self.inputs)
         if c.batch is None:
@@ -304,7 +304,7 @@ class Problem:
         run: Callable[[nn.MultiheadAttention], tuple[Tensor, Tensor | None]],
         real: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """What ``run`` gives and, where the mode has them, all gradients. ``real``: rows that count, 0 elsewhere."""
+        """The results of ``run`` and, with gradients enabled, all gradients. Rows where ``real`` is False become 0."""
         with MODES[self.c.mode]():
             found = run(module)
             assert isinstance(found, tuple)
@@ -321,7 +321,7 @@ class Problem:
 
 
 def modules(c: Configuration, dtype: torch.dtype = torch.float64) -> tuple[nn.MultiheadAttention, ...]:
-    """Stock's module and ours, which start equal and then share random parameters, handed over both ways."""
+    """The stock module and ours, equal at first, then with random parameters, loaded in both directions."""
     made = []
     for kind in (nn.MultiheadAttention, nta.VarlenMultiheadAttention):
         torch.manual_seed(c.number)
@@ -345,7 +345,7 @@ def modules(c: Configuration, dtype: torch.dtype = torch.float64) -> tuple[nn.Mu
 
 
 def check_configuration(number: int) -> None:
-    """Ours gives what stock gives and, where some row sees nothing and stock's may be NaN, what is documented."""
+    """Ours gives what stock gives or, if a row has no visible key and stock may give NaN, what is documented."""
     c = Configuration.draw(number)
     stock, ours = modules(c)
     with MODES[c.mode]():

@@ -18,8 +18,8 @@ from multihead_ragged import (
     make_with_options,
     one_at_a_time,
     pair,
-    with_random_parameters,
 )
+from parameters import with_random_parameters
 from sweeps import covering
 from torch import nn
 from torch.nn.utils import parametrizations, prune

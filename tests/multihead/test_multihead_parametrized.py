@@ -34,7 +34,7 @@ class Twice(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A weight beside a product of two thin matrices, which alone are trained."""
+    """A fixed weight plus the product of two thin matrices, which are trained."""
 
     def __init__(self, weight):
         super().__init__()
@@ -77,7 +77,7 @@ def test_parametrized_and_pruned_weights_give_what_nn_multihead_attention_gives(
         results = []
         for module in (stock, ours):
             out = module(x, key, key, **arguments)[0]
-            # the graph is kept: stock never runs out_proj, nor the hook on it that masks its weight anew
+            # retain_graph: stock does not call out_proj, so the hook that masks its weight does not run again
             grads = torch.autograd.grad(
                 out.square().sum(), [*module.parameters()], allow_unused=True, retain_graph=True
             )
@@ -109,7 +109,7 @@ def test_parametrizations_in_encoder_layers_and_their_removal(how):
 
 @pytest.mark.parametrize("how", ["twice", "twice-out", "low-rank", "weight-norm", "prune", "prune-bias"])
 def test_from_torch_of_a_parametrized_module_works_or_is_refused(how):
-    """Never with weights of its own that hold nothing."""
+    """It must not have parameters of its own without values."""
     stock, _ = pair(batch_first=True)
     PARAMETER_CHANGES[how](stock)
     try:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from rotary_reference import (
     CLOSE,
     EMBED,
@@ -33,16 +34,10 @@ import nt_attention as nta
 from nt_attention.modules.rotary import Rotary, Rotation, ntk, yarn
 
 
-def with_random_parameters(make_module: nn.Module) -> Any:
-    for x in make_module.parameters():
-        nn.init.normal_(x, std=0.3)
-    return make_module.eval()
-
-
 def assert_same_layer(
     ours: nta.VarlenMultiheadAttention, theirs: nn.Module, embedding: nn.Module, causal: bool, tolerance: float = 2e-5
 ) -> None:
-    """Ours on a ragged batch by each way to pass it, against theirs, one sequence at a time."""
+    """Ours on a ragged batch in every form of input, against theirs, one sequence at a time."""
     lengths = [7, 1, 31, 0, 13]
     parts = [torch.randn(n, ours.embed_dim) for n in lengths]
     wants, weights = [], []
@@ -90,7 +85,7 @@ def test_llama_attention_layer(scaling, bias, causal):
         rope_parameters={"rope_theta": 503.0, **rope},
         attn_implementation="eager",
     )
-    theirs = with_random_parameters(llama.LlamaAttention(config, 0))
+    theirs = with_random_parameters(llama.LlamaAttention(config, 0), std=0.3).eval()
     rotary = Rotary(503.0, scaling=own)
     ours = nta.VarlenMultiheadAttention(42, 6, bias=bias, batch_first=True, num_kv_heads=3, head_dim=10, rotary=rotary)
     state = {
@@ -113,7 +108,7 @@ def test_qwen3_attention_layer(causal, eps):
         rope_parameters={"rope_type": "default", "rope_theta": 1009.0},
         attn_implementation="eager",
     )
-    theirs = with_random_parameters(qwen3.Qwen3Attention(config, 0))
+    theirs = with_random_parameters(qwen3.Qwen3Attention(config, 0), std=0.3).eval()
     norm = "rms" if eps != 1e-6 else lambda dim: nn.RMSNorm(dim, eps=1e-6)
     options = {"num_kv_heads": 2, "head_dim": 14, "rotary": Rotary(1009.0), "qk_norm": norm}
     ours = nta.VarlenMultiheadAttention(EMBED, 6, bias=False, batch_first=True, **options)
@@ -126,7 +121,7 @@ def test_qwen3_attention_layer(causal, eps):
 @pytest.mark.parametrize("causal", [False, True])
 def test_gpt_neox_attention_layer(causal):
     config = neox_config()
-    theirs = with_random_parameters(gpt_neox.GPTNeoXAttention(config, 0))
+    theirs = with_random_parameters(gpt_neox.GPTNeoXAttention(config, 0), std=0.3).eval()
     width = HEADS * HEAD_DIM
     ours = nta.VarlenMultiheadAttention(width, HEADS, batch_first=True, rotary=Rotary(503.0, dims=6))
     qkv = theirs.query_key_value

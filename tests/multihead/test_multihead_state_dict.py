@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from torch import nn
 from transformer_layers import (
     BATCH,
@@ -22,7 +23,6 @@ from transformer_layers import (
     pair,
     random_sequences,
     with_our_attention,
-    with_random_parameters,
 )
 
 import nt_attention as nta

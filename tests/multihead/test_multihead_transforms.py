@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from parameters import with_random_parameters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformer_layers import (
@@ -21,7 +22,6 @@ from transformer_layers import (
     in_mode,
     random_sequences,
     with_our_attention,
-    with_random_parameters,
 )
 
 pytestmark = [

@@ -45,12 +45,12 @@ def batches():
 
 
 def fresh(batch):
-    """Tensors of its own, as a data loader gives them, or the tables of what was read would be found filled."""
+    """Copies, as from a data loader: otherwise cached layouts would be found."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def run(calls: int, threads: int = 8) -> tuple[int, dict[str, int]]:
-    """Make so many calls in all, and hold each against the first of its kind.
+    """Make this number of calls in total, and compare each with the first of its kind.
 
     Returns:
         how many calls the handle has counted, and how many calls of each kind were made.

@@ -20,7 +20,7 @@ MEMORY_PADDING = torch.arange(KEYS) >= torch.tensor([3, 11, 6])[:, None]
 
 
 class VisionBlock(nn.Module):
-    """As torchvision's: batch first, self-attention without weights."""
+    """As in torchvision: batch first, self-attention without weights."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class VisionBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """As CLIP's: length first, a causal mask that is kept with the block."""
+    """As in CLIP: length first, and a causal mask that is a buffer of the block."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class ResidualBlock(nn.Module):
 
 
 class QueryDecoder(nn.Module):
-    """As DETR's: queries with positions added, cross-attention to a padded memory, and its weights looked at."""
+    """As in DETR: queries with positions added, and cross-attention to a padded memory, whose weights are used."""
 
     def __init__(self):
         super().__init__()

@@ -81,7 +81,7 @@ def test_bfloat16_on_a_gpu_is_as_close_as_eager(model_type):
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_inference_on_a_gpu_gives_what_training_gives(norm_first, activation):
-    """Without gradients ReLU runs inside of its product."""
+    """Without gradients, ReLU is fused with the matrix product."""
     layer = torch.nn.TransformerEncoderLayer(
         64, 4, 96, 0.0, activation, batch_first=True, norm_first=norm_first, device="cuda", dtype=torch.bfloat16
     )

@@ -69,7 +69,7 @@ def test_second_patch_is_refused_on_the_model_its_parts_and_its_parent(kind):
                     nta.patch(second)
                 assert "remove() on the handle of that patch first" in str(refused.value)
             loss_of(model, batch)
-            assert handle.calls == {None: 1}  # the first patch is whole
+            assert handle.calls == {None: 1}  # the first patch still works
         assert_plain(model, make(kind))
 
 

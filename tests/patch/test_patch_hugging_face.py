@@ -72,7 +72,7 @@ def make_batch(side="right", labels=None):
 
 
 def real(x, mask):
-    """A token-wise output's real tokens; anything else whole."""
+    """The real tokens of an output (B, L, …); other outputs as they are."""
     return x[mask.bool()] if x.shape[:2] == mask.shape else x
 
 
@@ -131,7 +131,7 @@ def test_outputs_loss_and_gradients_in_float64(kind, implementation, side):
 
 
 def test_next_sentence_prediction_runs_on_real_tokens_only():
-    """Of the other heads, tests/hugging_face shows it."""
+    """tests/hugging_face tests the other heads."""
     model, rows = make(BertForNextSentencePrediction), {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

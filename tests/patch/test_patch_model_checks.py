@@ -207,7 +207,7 @@ def test_forward_signature(model_type, name):
 
 @some_classes
 def test_removed_layers_are_not_run(model_type, name):
-    """As feed-forward layers and heads are pruned: the modules of a patched model are its own."""
+    """As when layers are pruned."""
     model, batch = make(model_type, name), make_batch(name)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     with torch.no_grad(), nta.patch(model) as handle:

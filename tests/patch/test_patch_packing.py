@@ -1,4 +1,4 @@
-"""Packing of a batch, against a loop over rows: which tokens there are, their positions, and their sequences."""
+"""Packing of a batch, against a loop over rows: the tokens, their positions and their sequences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batches(draw, positions=True):
 
 
 def loop(mask, position_ids, rows, length):
-    """The tokens' places in the flattened batch, sequence by sequence."""
+    """The indices of the tokens in the flattened batch, a list for each sequence."""
     sequences = []
     for row in range(rows):
         last, members = None, []
@@ -172,7 +172,7 @@ def test_saves_nothing_with_one_row_of_two_sequences():
 
 
 def test_saves_nothing_with_as_many_sequences_as_rows():
-    """A padded row of no token beside one of two sequences: two of them, as there are rows."""
+    """A row without tokens and a row of two sequences: two sequences, and two rows."""
     packing = Packing.of(torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]), torch.tensor([[0, 1, 0, 1]]), 2, 4)
     assert packing.layout.lengths.tolist() == [2, 2]
     assert packing.layout.batch_size == packing.rows

@@ -18,14 +18,14 @@ from nt_attention.patching.patch import NotPackedWarning
 
 
 def replacement(module, **batch):
-    """Reads rows, as nobody who gets one packed row can."""
+    """Reads the rows of a padded batch, which one packed row does not have."""
     hidden = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
     last = batch["attention_mask"].sum(1) - 1
     return CausalLMOutputWithPast(logits=module.lm_head(hidden[torch.arange(len(last)), last]))
 
 
 def declared_to_wrap(model):
-    """As TRL's: it says that it wraps the class's forward, and never calls it."""
+    """As in TRL: it uses functools.wraps on the forward of the class, but never calls it."""
 
     @functools.wraps(type(model).forward)
     def forward(module, **batch):
@@ -86,7 +86,7 @@ def test_forward_set_on_a_base_model_falls_back_with_the_reason():
 
 
 def test_forward_replaced_on_the_class_falls_back(monkeypatch):
-    """As Liger does for all models of a class."""
+    """As Liger does."""
     model, batch = make(), make_batch()
     monkeypatch.setattr(type(model), "forward", replacement)
     want = model(**batch).logits

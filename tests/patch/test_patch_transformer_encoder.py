@@ -67,7 +67,7 @@ def test_encoder_padded_batches_give_what_they_gave(batch_first, norm_first, mas
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 def test_encoder_fast_path_is_not_taken(grad):
-    """In eval without gradients the stock encoder would go to a fused kernel that never calls its layers."""
+    """In eval without gradients, the stock encoder would use a fused kernel that does not call its layers."""
     encoder = make_encoder().eval()
     seen = []
     with nta.patch(encoder):
