@@ -554,6 +554,8 @@ class SequenceLayout:
         refuse_jit_trace()
         if not isinstance(given, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}.")
+        if given.is_nested:
+            raise TypeError(f"{name} must be a plain tensor, got a NestedTensor: pass its .values().")
         self._check_device(given, name)
         self.check_unchanged("this layout")
 

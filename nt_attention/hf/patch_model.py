@@ -10,14 +10,16 @@ import copy
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
 from .._forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, override_forward
+from .._tracing import can_be_read, outside_of_graphs
 from . import families
 from .attention import NAME_OVER, attention, register
 from .families import Family, Head
@@ -46,6 +48,7 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
             how += "; in training with labels its logits stay packed"
     elif padding_free:
         how = f"not packed, because {families.NOT_PACKED[kind]}"
+        override_forward(model, functools.partial(_run_padded, handle, families.NOT_PACKED[kind]), handle)
     handle.change(name, f"{type(model).__name__}, {how}; attn_implementation was {before!r}")
     handle.change_layers(name, _attention_layers(model))
     for path, module in model.named_modules():
@@ -56,6 +59,24 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
             module.config._attn_implementation_internal = _VISION_NAME
             handle.change(f"{name}.{path}" if path else name, "one call for all images")
     return True
+
+
+def _run_padded(
+    handle: Handle, reason: str, model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a model that can't be packed, and count the call as a fallback if its batch has padding."""
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    masks = [
+        x for name, x in given.items() if name.endswith("attention_mask") and isinstance(x, Tensor) and x.dim() == 2
+    ]
+    if any(_has_padding(mask) for mask in masks):
+        handle.fall_back(reason)
+    return original(*args, **kwargs)
+
+
+@outside_of_graphs
+def _has_padding(mask: Tensor) -> bool:
+    return can_be_read(mask) and not bool(mask.all())
 
 
 def _not_supported(model: PreTrainedModel, kind: str, family: Family | None, padding_free: bool) -> str | None:

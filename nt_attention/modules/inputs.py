@@ -96,10 +96,11 @@ class Inputs(NamedTuple):
         return rows, key_rows
 
     def pack(self) -> Inputs:
-        """Pack padded inputs, whose only masks are `is_causal` and a boolean `key_padding_mask`."""
+        """Pack padded inputs, whose only masks are `is_causal` and a `key_padding_mask` that only masks keys."""
         if self.layouts is not None:
             return self
-        (query, key, value), padding = self[:3], self.masks.key_padding_mask
+        (query, key, value), mask = self[:3], self.masks.key_padding_mask
+        padding = None if mask is None else as_padding(mask)
         key_layout = _layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
         layout = key_layout if self.is_self_attention else _layout_without_padding(query)
         q = layout.pack(query)
@@ -296,6 +297,22 @@ def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, valu
     q = function(query)
     k = q if key is query else function(key)
     return q, k, q if value is query else k if value is key else function(value)
+
+
+def as_padding(mask: Tensor) -> Tensor | None:
+    """A key_padding_mask as booleans, True at padding. None if it has numbers other than 0 and −inf, or a gradient.
+
+    Syncs with the device once for a floating-point mask.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    padding = mask == -torch.inf
+    return padding if not mask.requires_grad and torch.equal(mask, additive(padding, mask)) else None
+
+
+def additive(blocked: Tensor, like: Tensor) -> Tensor:
+    """An additive mask with the dtype of `like`: −inf where `blocked`, else 0."""
+    return torch.zeros_like(like).masked_fill(blocked, -torch.inf)
 
 
 def _layout_without_padding(padded: Tensor) -> SequenceLayout:

@@ -20,7 +20,7 @@ from ..kernels.select import check_backend_name
 from ..layout import SequenceLayout
 from .alibi import alibi_slopes
 from .config import AttentionConfig
-from .inputs import Inputs, Masks, read_inputs
+from .inputs import Inputs, Masks, as_padding, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
 from .rotary import Rotary
@@ -69,6 +69,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     """
 
     sinks: nn.Parameter | None
+    # Called for each padded batch with a key_padding_mask: with the reason why it runs padded, or None. Set by `patch`.
+    report: Callable[[str | None], None] | None = None
 
     def __init__(
         self,
@@ -280,11 +282,12 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         """Compute attention of `query` to `key` and `value`.
 
         Padding is not computed for ragged inputs (NestedTensors, packed tensors, lists), nor for padded inputs whose
-        only masks are `is_causal` and a boolean `key_padding_mask`. In self-attention, the output for such padded
-        inputs is 0 at padding. Weights, `attn_mask`, and padded batches in a graph need every score of the padded
-        batch.
+        only masks are `is_causal` and a `key_padding_mask` that is boolean, or 0 and −inf. In self-attention, the
+        output for such padded inputs is 0 at padding. Weights, `attn_mask`, and padded batches in a graph need every
+        score of the padded batch.
 
-        Syncs with the device once for a padded batch that it packs, and once for a NestedTensor with new offsets.
+        Syncs with the device once for a padded batch that it packs, once more for a floating-point `key_padding_mask`,
+        and once for a NestedTensor with new offsets.
 
         Args:
             query: a NestedTensor (B, j, E), for any `batch_first`; packed (T, E) with `layout`; a list of B tensors
@@ -333,30 +336,37 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             query, key, value, layout, key_layout, masks, need_weights, embed_dims, self.num_heads, self.batch_first
         )
         attend: Callable[..., tuple[Tensor, Tensor | None]] = padded_attention
-        if self._runs_packed(inputs):
+        reason = self._why_padded(inputs)
+        if self.report is not None and inputs.layouts is None and key_padding_mask is not None:
+            self.report(reason)
+        if reason is None:
             inputs, attend = inputs.pack(), packed_attention
         q, k, v = self._project(inputs)
         out, weights = attend(q, k, v, inputs, self._config())
         return inputs.convert_back(self.out_proj(out.flatten(-2)), weights, average_attn_weights)
 
-    def _runs_packed(self, inputs: Inputs) -> bool:
-        """Whether the call runs on packed tensors. If not, every score of the padded batch is computed."""
-        if inputs.need_weights or inputs.masks.attn_mask is not None or (self.dropout == 1 and self.training):
-            return False  # kernels do not support a dropout of 1
+    def _why_padded(self, inputs: Inputs) -> str | None:
+        """Why every score of the padded batch is computed, or None if the call runs on packed tensors."""
+        if inputs.need_weights:
+            return "need_weights is not False"
+        if inputs.masks.attn_mask is not None:
+            return "it has an attn_mask"
+        if self.dropout == 1 and self.training:
+            return "kernels do not support a dropout of 1"
         if inputs.layouts is not None:
-            return True
+            return None
         if not can_be_read(inputs.query):
-            return False
+            return "its values can't be read here"
         padding = inputs.masks.key_padding_mask
         if padding is None:
-            return self.backend != "auto" or not self.is_stock
-        if padding.dtype != torch.bool:
-            return False
+            return "it has no padding" if self.backend == "auto" and self.is_stock else None
         if self.backend == "auto" and self.dropout and self.training and inputs.query.device.type == "cpu":
-            return False  # on a CPU, only the reference backend supports dropout, and it is slow
+            return "on a CPU, no fast backend supports dropout"
         uses_positions = inputs.masks.is_causal or self.alibi or self.rotation is not None
         # In cross-attention the mask removes padding from keys only, so positions of queries and keys would not match.
-        return inputs.is_self_attention or not (uses_positions or tuple(self.window_size) != (-1, -1))
+        if (uses_positions or tuple(self.window_size) != (-1, -1)) and not inputs.is_self_attention:
+            return "it is cross-attention that uses positions"
+        return None if as_padding(padding) is not None else "key_padding_mask has values other than 0 and −inf"
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (…, E) → q (…, H, D), k and v (…, G, D). In self-attention they are views of one matrix product."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Literal, cast
 
 from torch import nn
 
@@ -25,14 +25,17 @@ def patch(
 
     Changes every `nn.TransformerEncoder`, and every Hugging Face model of a family in `nt_attention.hf.families`,
     whether it is the model itself or a part of it. A padded batch is packed once at the entry, all layers run on real
-    tokens, and the result is padded again at the exit, with 0 at padding. A call that can't run packed falls back to
-    the padded forward: `handle.calls` counts it with the reason, and a `NotPackedWarning` is shown once for each
-    reason. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the same parameters,
-    which also takes NestedTensors and skips the padding in `key_padding_mask`.
+    tokens, and the result is padded again at the exit, with 0 at padding. An `nn.TransformerEncoderLayer` that is in no
+    `nn.TransformerEncoder` packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a
+    `VarlenMultiheadAttention` with the same parameters, which also takes NestedTensors, and skips padding in calls with
+    `need_weights=False` and without `attn_mask`.
+
+    A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
+    `NotPackedWarning` is shown once for each reason.
 
     A forward syncs with the device once to read the padding, and once more for the labels of question answering. An
-    `nn.TransformerEncoder` syncs once more for an additive padding mask, and for a `mask` without `is_causal`. Another
-    `nn.MultiheadAttention` syncs in each call with a `key_padding_mask`.
+    `nn.TransformerEncoder` syncs once more for an additive padding mask, and for a `mask` without `is_causal`. Single
+    layers, and any other `nn.MultiheadAttention`, do so in each call with a padding mask.
 
     Args:
         model: any module. Its parameters, state_dict and optimizer stay the same.
@@ -90,6 +93,9 @@ def _patch_modules(
     """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
     if isinstance(module, nn.TransformerEncoder) and torch_modules.patch_encoder(name, module, handle, padding_free):
         return
+    is_layer = padding_free and isinstance(module, nn.TransformerEncoderLayer)
+    if is_layer and torch_modules.patch_layer(name, cast(nn.TransformerEncoderLayer, module), handle):
+        return
     if isinstance(module, nn.MultiheadAttention):
         if not isinstance(module, VarlenMultiheadAttention):
             handle.leave(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
@@ -108,5 +114,8 @@ def _patch_modules(
         elif (reason := torch_modules.swap_attention(module, child_name, handle)) is not None:
             handle.leave(path, reason)
         else:
-            description = "takes NestedTensors, and skips the padding in key_padding_mask"
+            description = "takes NestedTensors"
+            if padding_free:
+                description += ", and skips padding if need_weights=False and key_padding_mask is the only mask"
+                cast(VarlenMultiheadAttention, module._modules[child_name]).report = torch_modules.Report(handle)
             handle.change_layers(name, {child_name: description})

@@ -3,8 +3,9 @@
 Dimensions: B sequences, L positions of a padded row, T tokens, E embed dim.
 
 A patched `nn.TransformerEncoder` packs the batch at its entry and passes the layout to its layers as `src_mask`. A
-patched layer runs packed tokens (T, E) if it gets a layout, and its original forward if not. Any other
-`nn.MultiheadAttention` is replaced, and the modules around it are not changed.
+patched layer runs packed tokens (T, E) if it gets a layout, and its original forward if not. An
+`nn.TransformerEncoderLayer` outside of an encoder packs by itself. Any other `nn.MultiheadAttention` is replaced, and
+the modules around it are not changed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,6 +23,7 @@ from .. import nested
 from .._forwards import CALL_REMOVE_FIRST, PatchedForward, override_forward
 from .._tracing import can_be_read, outside_of_graphs
 from ..layout import SequenceLayout
+from ..modules.inputs import additive, as_padding
 from ..modules.multihead import VarlenMultiheadAttention
 from .handle import PatchHandle
 
@@ -51,6 +53,21 @@ def patch_encoder(name: str, encoder: nn.TransformerEncoder, handle: PatchHandle
     how = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
     layers = f"{len(encoder.layers)} layer{'s' if len(encoder.layers) > 1 else ''}"
     handle.change(name, f"nn.TransformerEncoder of {layers}, {how}")
+    return True
+
+
+def patch_layer(name: str, layer: nn.TransformerEncoderLayer, handle: PatchHandle) -> bool:
+    """Make a layer that is in no `nn.TransformerEncoder` pack at its entry.
+
+    Returns:
+        False if it can't. Its attention can then still be replaced.
+    """
+    if _layer_not_supported(layer) is not None or isinstance(layer.self_attn, VarlenMultiheadAttention):
+        return False
+    swap_attention(layer, "self_attn", handle)
+    override_forward(layer, functools.partial(_single_layer_forward, handle), handle)
+    kind = "nn.TransformerEncoderLayer, packed at the entry, padded at the exit"
+    handle.change_layers("", {name.removeprefix(".") or "model": kind})
     return True
 
 
@@ -127,6 +144,24 @@ def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | N
     parent._modules[name] = ragged
     handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock))
     return None
+
+
+class Report:
+    """Counts the padded batches that a replaced attention module gets. A copy of the module has the same `Report`."""
+
+    def __init__(self, handle: PatchHandle) -> None:
+        self.handle = handle
+
+    def __call__(self, reason: str | None) -> None:
+        if not self.handle.active or torch.compiler.is_compiling():
+            return
+        if reason is None:
+            self.handle.count(None)
+        else:
+            self.handle.fall_back(reason, "this call of an nn.MultiheadAttention")
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Report:
+        return self
 
 
 # Both modules share the dictionaries of hooks, so that the handle of a hook removes it from both.
@@ -208,28 +243,80 @@ def _encoder_forward(
 ) -> Tensor:
     if src.is_nested:
         return _nested_forward(encoder, src, mask, src_key_padding_mask, bool(is_causal))
-    original = functools.partial(original, src, mask, src_key_padding_mask, is_causal)
+    packed = _pack(handle, encoder.layers[0], src, mask, src_key_padding_mask, is_causal)
+    if packed is None:
+        return original(src, mask, src_key_padding_mask, is_causal)
+    return packed.restore(_run_layers(encoder, packed.values, packed.layout, packed.is_causal))
+
+
+def _single_layer_forward(
+    handle: PatchHandle,
+    layer: nn.TransformerEncoderLayer,
+    original: Callable[..., Tensor],
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    # is_causal is False by default here, and then says nothing about src_mask
+    packed = None
+    if not src.is_nested:
+        packed = _pack(handle, layer, src, src_mask, src_key_padding_mask, is_causal or None)
+    if packed is None:
+        return original(src, src_mask, src_key_padding_mask, is_causal)
+    return packed.restore(_layer_forward(layer, original, packed.values, packed.layout, is_causal=packed.is_causal))
+
+
+class _Packed(NamedTuple):
+    """A padded batch without its padding.
+
+    Attributes:
+        values: (T, E).
+        layout: the sequences.
+        is_causal: whether attention is causal.
+        batch_first: whether the padded batch is (B, L, E), not (L, B, E).
+    """
+
+    values: Tensor
+    layout: SequenceLayout
+    is_causal: bool
+    batch_first: bool
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Pad (T, E) in the form of the input."""
+        out = self.layout.pad(values)
+        return out if self.batch_first else out.transpose(0, 1)
+
+
+def _pack(
+    handle: PatchHandle,
+    layer: nn.Module,
+    src: Tensor,
+    mask: Tensor | None,
+    src_key_padding_mask: Tensor | None,
+    is_causal: bool | None,
+) -> _Packed | None:
+    """Pack the batch of an encoder or a layer and count the call. None if it has to run padded."""
     readable = torch.compiler.is_compiling() or can_be_read(src)  # torch.compile breaks its graph to read it
     if src_key_padding_mask is None or src.dim() != 3 or not readable:
-        return original()  # there is no padding, or the host can't read it
-    batch_first = encoder.layers[0].self_attn.batch_first
+        return None  # there is no padding, or the host can't read it
+    batch_first = cast(nn.MultiheadAttention, layer.self_attn).batch_first
     padded = src if batch_first else src.transpose(0, 1)
     is_mask = src_key_padding_mask.dtype == torch.bool or src_key_padding_mask.is_floating_point()
     if src_key_padding_mask.shape != padded.shape[:2] or not is_mask:
-        return original()  # this raises an error
+        return None  # the original forward raises an error
     causal = _is_causal(mask, is_causal, padded.shape[1])
-    padding = _as_padding(src_key_padding_mask)
+    padding = as_padding(src_key_padding_mask)
     if causal is None or padding is None:
         handle.fall_back(
             "mask is neither None nor causal"
             if causal is None
             else "src_key_padding_mask has values other than 0 and −inf"
         )
-        return original()
+        return None
     handle.count(None)
     layout = _layout(~padding)
-    out = layout.pad(_run_layers(encoder, layout.pack(padded), layout, causal))
-    return out if batch_first else out.transpose(0, 1)
+    return _Packed(layout.pack(padded), layout, causal, batch_first)
 
 
 def _nested_forward(
@@ -263,15 +350,4 @@ def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool
     if is_causal is not None or mask.shape != (length, length):
         return None
     later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
-    return True if torch.equal(mask, later if mask.dtype == torch.bool else _additive(later, mask)) else None
-
-
-def _as_padding(mask: Tensor) -> Tensor | None:
-    """(B, L) bool, True at padding. None if a floating-point mask has values other than 0 and −inf."""
-    padding = mask if mask.dtype == torch.bool else mask == -torch.inf
-    return padding if padding is mask or torch.equal(mask, _additive(padding, mask)) else None
-
-
-def _additive(blocked: Tensor, like: Tensor) -> Tensor:
-    """An additive mask with the dtype of `like`: −inf where `blocked`, else 0."""
-    return torch.zeros_like(like).masked_fill(blocked, -torch.inf)
+    return True if torch.equal(mask, later if mask.dtype == torch.bool else additive(later, mask)) else None

@@ -1,0 +1,237 @@
+"""`patch` on single layers, single attention modules, and models that can't be packed: what runs packed is counted."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import BartConfig, BartModel, T5Config, T5EncoderModel
+
+import nt_attention as nta
+from nt_attention.patching.patch import NotPackedError, NotPackedWarning
+
+E, LENGTH = 22, 7
+PADDING = torch.arange(LENGTH) >= torch.tensor([[7], [3], [1]])
+ADDITIVE = torch.zeros(3, LENGTH, dtype=torch.float64).masked_fill(PADDING, -torch.inf)
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+
+class LayersInALoop(nn.Module):
+    def __init__(self, layer=nn.TransformerEncoderLayer, **options):
+        super().__init__()
+        options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64} | options
+        self.layers = nn.ModuleList(layer(E, 2, 26, **options) for _ in range(3))
+
+    def forward(self, x, **masks):
+        for layer in self.layers:
+            x = layer(x, **masks)
+        return x
+
+
+class OneAttention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, 2, batch_first=True, dtype=torch.float64, **options)
+
+    def forward(self, x, **options):
+        return self.attention(x, x, x, **options)[0]
+
+
+def rows():
+    return torch.randn(3, LENGTH, E, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("padding", [PADDING, ADDITIVE], ids=["bool", "additive"])
+@pytest.mark.parametrize(
+    "masks",
+    [{}, {"src_mask": CAUSAL}, {"src_mask": CAUSAL, "is_causal": True}],
+    ids=["full", "causal mask", "causal mask with hint"],
+)
+def test_encoder_layers_in_a_loop_run_packed(training, norm_first, padding, masks):
+    model, x = LayersInALoop(norm_first=norm_first).train(training), rows().requires_grad_()
+    want = model(x, src_key_padding_mask=padding, **masks)
+    want_gradient = torch.autograd.grad(want[~PADDING].square().sum(), x)[0]
+    with nta.patch(model, on_fallback="raise") as handle:
+        out = model(x, src_key_padding_mask=padding, **masks)
+        gradient = torch.autograd.grad(out[~PADDING].square().sum(), x)[0]
+    assert handle.calls == {None: 3}
+    torch.testing.assert_close(out[~PADDING], want[~PADDING])
+    torch.testing.assert_close(gradient[~PADDING], want_gradient[~PADDING])
+    assert not out[PADDING].any()
+    torch.testing.assert_close(model(x, src_key_padding_mask=padding, **masks), want, rtol=0, atol=0)
+
+
+def test_encoder_layer_computes_tokens_only():
+    model, seen = LayersInALoop(), []
+    nta.patch(model)
+    model.layers[1].linear1.register_forward_hook(lambda module, inputs, out: seen.append(tuple(inputs[0].shape)))
+    model(rows(), src_key_padding_mask=PADDING)
+    assert seen == [(11, E)]
+
+
+def test_encoder_layer_alone_and_not_batch_first():
+    layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, dtype=torch.float64)
+    x = rows().transpose(0, 1)
+    want = layer(x, src_key_padding_mask=PADDING)
+    with nta.patch(layer, on_fallback="raise") as handle:
+        out = layer(x, src_key_padding_mask=PADDING)
+    assert "model: nn.TransformerEncoderLayer, packed at the entry" in str(handle)
+    torch.testing.assert_close(out.transpose(0, 1)[~PADDING], want.transpose(0, 1)[~PADDING])
+
+
+def test_encoder_layer_falls_back_for_another_mask():
+    model, x, band = LayersInALoop(), rows(), CAUSAL.roll(1, 1)
+    want = model(x, src_mask=band, src_key_padding_mask=PADDING)
+    handle = nta.patch(model)
+    with pytest.warns(NotPackedWarning, match="mask is neither None nor causal"):
+        out = model(x, src_mask=band, src_key_padding_mask=PADDING)
+    torch.testing.assert_close(out[~PADDING], want[~PADDING])
+    assert handle.calls == {"mask is neither None nor causal": 3}
+    handle.remove()
+    nta.patch(model, on_fallback="raise")
+    with pytest.raises(NotPackedError, match="neither None nor causal"):
+        model(x, src_mask=band, src_key_padding_mask=PADDING)
+
+
+def test_encoder_layer_without_padding_is_not_counted():
+    model, x = LayersInALoop(), rows()
+    want = model(x)
+    handle = nta.patch(model, on_fallback="raise")
+    torch.testing.assert_close(model(x), want)
+    assert not handle.calls
+
+
+def test_encoder_layer_takes_nested_tensors():
+    model = LayersInALoop()
+    values = [torch.randn(n, E, dtype=torch.float64) for n in (4, 1)]
+    want = [model(x.unsqueeze(0))[0] for x in values]
+    nta.patch(model, on_fallback="raise")
+    out = model(torch.nested.nested_tensor(values, layout=torch.jagged))
+    for one, expected in zip(out.unbind(), want, strict=True):
+        torch.testing.assert_close(one, expected)
+
+
+class ScaledLayer(nn.TransformerEncoderLayer):
+    """A layer with a forward of its own, which calls the stock one."""
+
+    def forward(self, src, **masks):
+        return 2 * super().forward(src, **masks)
+
+
+def test_overridden_encoder_layer_skips_padding_in_attention():
+    # The stock forward converts a boolean mask to 0 and −inf, which the attention also takes as padding.
+    model, x = LayersInALoop(ScaledLayer), rows()
+    want = model(x, src_key_padding_mask=PADDING)
+    handle = nta.patch(model, on_fallback="raise")
+    torch.testing.assert_close(model(x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
+    assert handle.calls == {None: 3}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("kind", [LayersInALoop, OneAttention])
+def test_copies_of_single_modules_run_packed(kind, copied):
+    model, x = kind(), rows()
+    options = {"src_key_padding_mask": PADDING} if kind is LayersInALoop else {"key_padding_mask": PADDING}
+    options |= {} if kind is LayersInALoop else {"need_weights": False}
+    want = model(x, **options)
+    nta.patch(model, on_fallback="raise")
+    torch.testing.assert_close(copied(model)(x, **options)[~PADDING], want[~PADDING])
+
+
+@pytest.mark.parametrize("padding", [PADDING, ADDITIVE], ids=["bool", "additive"])
+def test_attention_module_counts_packed_calls(padding):
+    model, x = OneAttention(), rows()
+    want = model(x, key_padding_mask=padding, need_weights=False)
+    handle = nta.patch(model, on_fallback="raise")
+    out = model(x, key_padding_mask=padding, need_weights=False)
+    torch.testing.assert_close(out[~PADDING], want[~PADDING])
+    assert not out[PADDING].any()
+    assert handle.calls == {None: 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"key_padding_mask": PADDING}, "need_weights is not False"),
+        ({"key_padding_mask": PADDING, "need_weights": False, "attn_mask": CAUSAL}, "it has an attn_mask"),
+        (
+            {"key_padding_mask": ADDITIVE.clamp(min=-3), "need_weights": False},
+            "key_padding_mask has values other than 0 and −inf",
+        ),
+        (
+            {"key_padding_mask": ADDITIVE.clone().requires_grad_(), "need_weights": False},
+            "key_padding_mask has values other than 0 and −inf",
+        ),
+    ],
+    ids=["need_weights", "attn_mask", "numbers", "gradient"],
+)
+def test_attention_module_says_why_padding_is_computed(options, reason):
+    model, x = OneAttention(), rows()
+    want = model(x, **options)
+    handle = nta.patch(model)
+    with pytest.warns(NotPackedWarning, match=reason):
+        torch.testing.assert_close(model(x, **options), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotPackedWarning)
+        model(x, **options)  # once for each reason
+    assert handle.calls == {reason: 2}
+    handle.remove()
+    handle = nta.patch(model, on_fallback="raise")
+    with pytest.raises(NotPackedError, match=reason):
+        model(x, **options)
+    model(x, need_weights=True)  # no padding mask: nothing could be skipped
+    handle.remove()
+    torch.testing.assert_close(model(x, **options), want)
+
+
+def test_attention_module_without_padding_free_counts_nothing():
+    model = OneAttention()
+    handle = nta.patch(model, padding_free=False, on_fallback="raise")
+    model(rows(), key_padding_mask=PADDING)
+    assert not handle.calls
+
+
+def test_module_of_ones_own_gives_no_warning(recwarn):
+    attention = nta.VarlenMultiheadAttention(E, 2, batch_first=True, dtype=torch.float64)
+    x = rows()
+    attention(x, x, x, key_padding_mask=PADDING)
+    assert not [w for w in recwarn if issubclass(w.category, NotPackedWarning)]
+
+
+def t5():
+    return T5EncoderModel(T5Config(vocab_size=99, d_model=24, d_kv=6, d_ff=26, num_layers=1, num_heads=4))
+
+
+def bart():
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 26, "decoder_ffn_dim": 26}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return BartModel(BartConfig(vocab_size=99, d_model=24, max_position_embeddings=32, **sizes, **heads))
+
+
+@pytest.mark.parametrize("build", [t5, bart])
+def test_model_that_is_not_packed_counts_batches_with_padding(build):
+    model, ids, mask = build().eval(), torch.randint(5, 99, (3, LENGTH)), (~PADDING).long()
+    want = model(ids, attention_mask=mask).last_hidden_state
+    handle = nta.patch(model)
+    with pytest.warns(NotPackedWarning, match="runs padded"):
+        out = model(ids, mask).last_hidden_state  # as a positional argument
+    torch.testing.assert_close(out, want)
+    model(ids)
+    model(ids, attention_mask=torch.ones_like(mask))
+    assert sum(handle.calls.values()) == 1
+    handle.remove()
+    nta.patch(model, on_fallback="raise")
+    with pytest.raises(NotPackedError, match="can't run packed"):
+        model(ids, attention_mask=mask)
+    model(ids, attention_mask=torch.ones_like(mask))
+
+
+def test_pad_of_a_nested_tensor_names_values():
+    layout = nta.SequenceLayout.from_lengths([2, 3])
+    nested = layout.to_nested(torch.randn(5, 4))
+    with pytest.raises(TypeError, match=r"values must be a plain tensor, got a NestedTensor: pass its \.values\(\)"):
+        layout.pad(nested)
