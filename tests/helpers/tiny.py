@@ -102,7 +102,7 @@ def config_of(model_type, **more):
 
 
 def make(model_type, name, implementation="eager", **more):
-    """A model in float32, evaluating, every parameter drawn so that nothing is 0 or 1 by chance of initialisation."""
+    """A model in float32 and eval. No parameter is constant, as some are after initialization."""
     import transformers
 
     kind = getattr(transformers, name)
@@ -135,7 +135,7 @@ def pad(tokens, side, value=0):
 
 
 def batch_of(model_type, side):
-    """The sequences as a padded batch; with their positions where padding on the left would change what is learned."""
+    """The sequences as a padded batch, with position_ids if padding on the left would change learned positions."""
     batch = {"input_ids": pad(torch.cat(sequences()), side, PAD), "attention_mask": mask_of(side).long()}
     if side == "left" and model_type in LEARNED_BY_PLACE:
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -147,7 +147,7 @@ def per_sequence(name):
 
 
 def run_alone(model, rows):
-    """What each row gives by itself, by output: (T, …) where a token has something, (B, …) where a sequence has."""
+    """The outputs of each row by itself, by name: (T, …) for tokens, (B, …) for sequences."""
     with torch.no_grad():
         outs = [model(**row, output_hidden_states=True) for row in rows]
     found = {}

@@ -46,7 +46,7 @@ def losses(model, stage):
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_step_is_that_of_the_unpatched_model(stage, record):
+def test_deepspeed_losses(stage, record):
     model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
     want = losses(copy.deepcopy(model), stage)
     with nta.patch(model) as handle:

@@ -6,6 +6,7 @@ import accelerate
 import pytest
 import torch
 from shared_data import llama_config, padded_batch, paragraphs
+from sweeps import covering
 from transformers import LlamaForCausalLM, set_seed
 
 import nt_attention as nta
@@ -46,10 +47,9 @@ def with_accelerate(when, precision):
     return torch.tensor(losses), handle
 
 
+@covering({"precision": ["no", "bf16"], "when": ["before", "after"]})
 @pytest.mark.usefixtures("fresh_state")
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate(precision, when, record):
+def test_accelerate_loop_losses(precision, when, record):
     want, _ = with_accelerate(None, precision)
     got, handle = with_accelerate(when, precision)
     record(f"accelerate {accelerate.__version__}", f"loop, mixed_precision={precision!r}", when, handle)
@@ -89,7 +89,7 @@ def with_lightning(when, folder):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_lightning(when, record, tmp_path):
+def test_lightning_fit_losses(when, record, tmp_path):
     want, _, version = with_lightning(None, tmp_path)
     got, handle, _ = with_lightning(when, tmp_path)
     record(f"Lightning {version}", "Trainer.fit", when, handle)

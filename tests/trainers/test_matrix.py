@@ -5,11 +5,11 @@ import json
 import matrix
 
 
-def test_the_page_is_what_was_found():
+def test_trainers_page_matches_outcomes():
     assert matrix.PAGE.read_text() == matrix.render(json.loads(matrix.FOUND.read_text()))
 
 
-def test_reasons_are_told_apart_by_numbers():
+def test_trainers_page_numbers_reasons():
     rows = [
         {"library": "b 1", "task": "one", "patched": "before", "outcome": "packed"},
         {"library": "b 1", "task": "one", "patched": "after", "outcome": "packed, and in part padded: why; other"},

@@ -83,7 +83,7 @@ def step(model, batch):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", METHODS)
-def test_the_loss_and_the_adapters_gradients_are_those_of_the_unpatched_model(name, when, record):
+def test_peft_loss_and_adapter_gradients(name, when, record):
     batch = batch_for(name)
     want = step(adapted(name, make(name)).train(), batch)
     model = make(name)
@@ -102,7 +102,7 @@ def test_the_loss_and_the_adapters_gradients_are_those_of_the_unpatched_model(na
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_adapters_are_merged_and_taken_off_under_the_patch(when, record):
+def test_peft_disable_and_merge_adapters(when, record):
     batch = batch_for("LoRA")
     want = adapted("LoRA", make("LoRA")).eval()
     plain, merged = want.unload, want.merge_and_unload
@@ -121,7 +121,7 @@ def test_adapters_are_merged_and_taken_off_under_the_patch(when, record):
     assert handle.calls == {None: 3}
 
 
-def test_a_model_in_8_bits_trains_its_adapters(record):
+def test_peft_over_int8_weights(record):
     torchao = pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -141,7 +141,7 @@ def test_a_model_in_8_bits_trains_its_adapters(record):
     assert handle.calls == {None: 1}
 
 
-def test_qlora_trains_its_adapters(record, tmp_path):
+def test_peft_qlora(record, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 

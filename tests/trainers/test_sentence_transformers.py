@@ -19,6 +19,7 @@ from sentence_transformers import (
 from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from shared_data import paragraphs, tokenizer
+from sweeps import covering
 from training import assert_same, run
 from transformers import BertConfig, BertForSequenceClassification, BertModel, set_seed
 
@@ -87,9 +88,8 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", TRAINERS)
-def test_every_step_is_that_of_the_unpatched_model(name, when, record, tmp_path):
+@covering({"name": TRAINERS, "when": ["before", "after"]})
+def test_sentence_transformers_losses_and_gradient_norms(name, when, record, tmp_path):
     make_model, make_trainer = TRAINERS[name]
     want = run(make_model, functools.partial(make_trainer, tmp_path / "want"), None)
     got = run(make_model, functools.partial(make_trainer, tmp_path / "got"), when)
@@ -99,7 +99,7 @@ def test_every_step_is_that_of_the_unpatched_model(name, when, record, tmp_path)
     assert got.handle.calls[None] >= 3
 
 
-def test_encode_and_predict_give_what_they_gave(record):
+def test_sentence_transformers_encode_and_predict(record):
     for name, make_model, call in (
         ("encode", embedder, lambda model: model.encode(TEXTS, batch_size=8, convert_to_tensor=True)),
         ("CrossEncoder.predict", judge, lambda model: torch.tensor(model.predict(list(itertools.pairwise(TEXTS))))),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
+from sweeps import covering
 from training import assert_same, run
 from transformers import (
     BertConfig,
@@ -82,9 +83,8 @@ def unpatched(name):
         return run(causal, functools.partial(make_trainer, folder, **WAYS[name]), None)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", WAYS)
-def test_every_step_is_that_of_the_unpatched_model(name, when, record, tmp_path):
+@covering({"name": WAYS, "when": ["before", "after"]})
+def test_trainer_losses_and_gradient_norms(name, when, record, tmp_path):
     got, want = run(causal, functools.partial(make_trainer, tmp_path, **WAYS[name]), when), unpatched(name)
     record(LIBRARY, f"Trainer, {name}", when, got.handle)
     assert_same(got, want, 1e-2 if name == "bf16" else 1e-5)
@@ -98,7 +98,7 @@ def test_every_step_is_that_of_the_unpatched_model(name, when, record, tmp_path)
             assert abs(got.more[key] - want.more[key]) < 1e-5
 
 
-def test_predict_gives_padded_logits_and_the_same_metrics(record, tmp_path):
+def test_trainer_predict(record, tmp_path):
     set_seed(0)
     trainer = make_trainer(tmp_path, causal())
     want = trainer.predict(ROWS[:12])
@@ -112,7 +112,8 @@ def test_predict_gives_padded_logits_and_the_same_metrics(record, tmp_path):
     assert handle.calls[None] >= 1
 
 
-def test_a_run_that_is_resumed_goes_on_as_it_would_have(tmp_path):
+@pytest.mark.sweep
+def test_trainer_resume_from_checkpoint(tmp_path):
     def losses(folder, patched, resume):
         set_seed(0)
         trainer = make_trainer(folder, causal(), save_strategy="steps", save_steps=2, max_steps=4)
@@ -161,7 +162,7 @@ def flat(found):
 
 
 @pytest.mark.parametrize("task", PIPELINES)
-def test_a_pipeline_says_what_it_said(task, record):
+def test_pipelines(task, record):
     make_model, texts = PIPELINES[task]
     set_seed(0)
     model = make_model().eval()
@@ -183,7 +184,7 @@ def test_a_pipeline_says_what_it_said(task, record):
     assert (None in handle.calls) == (not more)
 
 
-def test_continuous_batching_is_refused(record):
+def test_continuous_batching_of_a_patched_model_is_refused(record):
     model = causal()
     asked = GenerationConfig(max_new_tokens=2, pad_token_id=256)
     with nta.patch(model), pytest.raises(ValueError, match="not supported for continuous batching"):
@@ -193,7 +194,7 @@ def test_continuous_batching_is_refused(record):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_every_step_on_a_gpu_is_that_of_the_unpatched_model(when, record, tmp_path):
+def test_trainer_losses_and_gradient_norms_on_a_gpu(when, record, tmp_path):
     def trainer(folder, model):
         return make_trainer(folder, model, bf16=True, use_cpu=False, per_device_train_batch_size=8)
 
@@ -206,7 +207,7 @@ def test_every_step_on_a_gpu_is_that_of_the_unpatched_model(when, record, tmp_pa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_liger_s_head_gets_what_the_unpatched_one_gets(when, record, tmp_path):
+def test_trainer_with_liger_kernel(when, record, tmp_path):
     pytest.importorskip("liger_kernel")
 
     def trainer(folder, model):

@@ -1,0 +1,54 @@
+"""Products of parameters, of which ``make test`` runs a selection and ``make test-all`` everything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+
+def covering(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """All combinations of the axes' values. ``make test`` runs a selection of them; the others are marked ``sweep``.
+
+    The selection's combination number i has value i of every axis, and shorter axes begin again. So each value occurs
+    at least once. A value that an axis names several times is one value, which the selection takes more often.
+
+    An axis may set several arguments: ``covering({"model_type, name": [("bert", "BertModel")], "side": ["left"]})``.
+    """
+    listed = [list(axis) for axis in axes.values()]
+    values = [[x for i, x in enumerate(axis) if _index(axis, x) == i] for axis in listed]
+    selected = {
+        tuple(_index(axis, names[i % len(names)]) for axis, names in zip(values, listed, strict=True))
+        for i in range(max(map(len, listed)))
+    }
+    several = ["," in names for names in axes]
+    params = []
+    for which in itertools.product(*(range(len(axis)) for axis in values)):
+        chosen = [axis[i] for axis, i in zip(values, which, strict=True)]
+        flat = [x for part, many in zip(chosen, several, strict=True) for x in (part if many else [part])]
+        marks = () if which in selected else pytest.mark.sweep
+        params.append(pytest.param(*flat, marks=marks, id="-".join(map(_id, flat))))
+    return pytest.mark.parametrize(", ".join(axes), params)
+
+
+def sweep_except(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """The values as parameters; those that are not in ``kept`` are marked ``sweep``."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else [value]), marks=() if value in kept else pytest.mark.sweep
+        )
+        for value in values
+    ]
+
+
+def _index(values: list[Any], value: Any) -> int:
+    return next(i for i, x in enumerate(values) if x is value or (type(x) is type(value) is not Tensor and x == value))
+
+
+def _id(value: Any) -> str:
+    """As pytest names a value, and torch's dtypes and layouts by their names."""
+    name = str(value) if str(value).startswith("torch.") else getattr(value, "__name__", None)
+    return name or ("+".join(value) or "none" if isinstance(value, dict) else str(value))

@@ -1,0 +1,272 @@
+"""Encoder-decoders, vision models and vision towers under patch, and models whose attention can't be replaced."""
+
+import importlib
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel
+
+import nt_attention as nta
+from nt_attention.hf import families
+
+VOCABULARY, PAD, EOS = 97, 1, 3
+
+
+TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": EOS}
+
+
+SIZES = {"hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 37}
+
+
+TEXT = {**TOKENS, **SIZES, "max_position_embeddings": 19}
+
+
+IMAGES = {**SIZES, "image_size": 15, "patch_size": 5}
+
+
+ENCODER_DECODER = {
+    **TOKENS, "d_model": 36, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "dropout": 0.0,
+    "decoder_start_token_id": EOS,
+}  # fmt: skip
+
+
+# class name: what its config takes
+MODELS = {
+    "T5ForConditionalGeneration": {
+        **TOKENS, "d_model": 36, "d_kv": 11, "d_ff": 37, "num_layers": 2, "num_heads": 3, "dropout_rate": 0.0,
+        "decoder_start_token_id": PAD,
+    },
+    "T5EncoderModel": {**TOKENS, "d_model": 36, "d_kv": 11, "d_ff": 37, "num_layers": 2, "num_heads": 3},
+    "BartForConditionalGeneration": ENCODER_DECODER,
+    "WhisperForConditionalGeneration": {
+        **ENCODER_DECODER, "num_mel_bins": 10, "max_source_positions": 13, "max_target_positions": 20,
+    },
+    "ViTModel": IMAGES,
+    "SiglipModel": {"text_config": TEXT, "vision_config": IMAGES},
+    "SiglipTextModel": TEXT,
+    "SiglipVisionModel": IMAGES,
+    "CLIPModel": {"text_config": TEXT, "vision_config": IMAGES, "projection_dim": 17},
+    "CLIPTextModel": TEXT,
+    "CLIPVisionModel": IMAGES,
+}  # fmt: skip
+
+
+every = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name):
+    kind = getattr(transformers, name)
+    return kind._from_config(kind.config_class(**MODELS[name]), attn_implementation="eager").eval()
+
+
+def tokens_of(lengths, length):
+    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(5, VOCABULARY, mask.shape).masked_fill(~mask, PAD)
+    ids[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = EOS
+    return ids, mask.long()
+
+
+def inputs_of(name):
+    inputs = {}
+    if name.startswith(("T5", "Bart", "CLIPText", "CLIPModel", "SiglipText", "SiglipModel")):
+        inputs["input_ids"], inputs["attention_mask"] = tokens_of([11, 2, 7], 13)
+    if name.startswith(("ViT", "CLIPVision", "CLIPModel", "SiglipVision", "SiglipModel")):
+        inputs["pixel_values"] = torch.randn(3, 3, 15, 15)
+    if name.startswith("Whisper"):
+        inputs["input_features"] = torch.randn(3, 10, 26)
+    if name.endswith("ForConditionalGeneration"):
+        inputs["decoder_input_ids"], inputs["decoder_attention_mask"] = tokens_of([3, 7, 1], 7)
+    return inputs
+
+
+def check(out, want, inputs):
+    """Compare two outputs at real tokens, and the outputs inside of them."""
+    for key, theirs in want.items():
+        if isinstance(theirs, transformers.utils.ModelOutput):
+            check(out[key], theirs, inputs)
+        elif isinstance(theirs, torch.Tensor):
+            mask = inputs.get("decoder_attention_mask" if key == "logits" else "attention_mask")
+            here = mask.bool() if mask is not None and theirs.shape[:2] == mask.shape else ...
+            torch.testing.assert_close(out[key][here], theirs[here], rtol=5e-5, atol=5e-5)
+
+
+@torch.no_grad()
+def run(model, inputs):
+    return model(**inputs)
+
+
+@every
+def test_unpacked_models_give_what_eager_gives(name):
+    model, inputs = make(name), inputs_of(name)
+    want = run(model, inputs)
+    for padding_free in (True, False):
+        with nta.patch(model, padding_free=padding_free):
+            check(run(model, inputs), want, inputs)
+    for over in ("sdpa", "eager"):
+        model.set_attn_implementation(nta.hf.register(over))
+        check(run(model, inputs), want, inputs)
+
+
+@every
+def test_handle_of_unpacked_models_says_why(name):
+    model = make(name)
+    with nta.patch(model) as handle:
+        assert "forward" not in vars(model)
+        assert f"{name}, not packed, because " in repr(handle)
+        assert families.NOT_PACKED[families.kind(model)] in repr(handle)
+        assert not any(isinstance(model.get_submodule(path), torch.nn.MultiheadAttention) for path in handle.layers)
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_encoder_decoders_train_as_before(name):
+    model, inputs = make(name).train(), inputs_of(name)
+    labels = inputs.pop("decoder_input_ids").masked_fill(inputs.pop("decoder_attention_mask") == 0, -100)
+
+    def loss_and_gradients():
+        loss = model(**inputs, labels=labels).loss
+        return loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+
+    want = loss_and_gradients()
+    with nta.patch(model):
+        torch.testing.assert_close(loss_and_gradients(), want, rtol=2e-4, atol=2e-5)
+    model.set_attn_implementation(nta.hf.register())
+    torch.testing.assert_close(loss_and_gradients(), want, rtol=2e-4, atol=2e-5)
+
+
+PREFIXES = {"qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2_5_"}
+
+
+VISION = {"depth": 2, "num_heads": 2, "patch_size": 5, "temporal_patch_size": 2}
+
+
+TOWERS = {
+    "qwen2_vl": {**VISION, "embed_dim": 40, "hidden_size": 29, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        **VISION, "hidden_size": 40, "intermediate_size": 37, "out_hidden_size": 29, "window_size": 20,
+        "fullatt_block_indexes": [1],
+    },
+}  # fmt: skip
+
+
+towers = pytest.mark.parametrize("kind", TOWERS)
+
+
+def make_tower(kind):
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    tower = getattr(modeling, f"{PREFIXES[kind]}VisionTransformerPretrainedModel")
+    return tower._from_config(tower.config_class(**TOWERS[kind]), attn_implementation="eager").eval()
+
+
+def make_whole(kind):
+    """A tower with its text model, and images of 24 and of 4 patches between text; 4 patches are a token."""
+    config = transformers.CONFIG_MAPPING[kind](
+        vision_config={**TOWERS[kind], "hidden_size" if kind == "qwen2_vl" else "out_hidden_size": 48},
+        text_config={
+            **TOKENS, **SIZES, "hidden_size": 48, "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93,
+    )  # fmt: skip
+    model = AutoModel.from_config(config, attn_implementation="eager").eval()
+    ids, mask = tokens_of([13, 5], 13)
+    ids = ids.masked_fill(ids >= 90, 7)
+    ids[0, 2:8], ids[1, 1] = 90, 90
+    pictures = images((1, 4, 6), (1, 2, 2))
+    return model, {
+        "input_ids": ids, "attention_mask": mask, "pixel_values": pictures["hidden_states"],
+        "image_grid_thw": pictures["grid_thw"], "mm_token_type_ids": (ids == 90).int(),
+    }  # fmt: skip
+
+
+def images(*grids):
+    """Patches (T, C · 2 · P · P) of images and videos of (frames, rows, columns) patches."""
+    grid = torch.tensor(grids)
+    return {"hidden_states": torch.randn(int(grid.prod(1).sum()), 3 * 2 * 5 * 5), "grid_thw": grid}
+
+
+@towers
+def test_vision_tower_attends_to_all_images_in_one_call(kind, monkeypatch):
+    from nt_attention.hf import attention
+
+    calls, there = [], attention.varlen_attention
+    monkeypatch.setattr(
+        attention, "varlen_attention", lambda *args, **kwargs: calls.append(0) or there(*args, **kwargs)
+    )
+    model = make_tower(kind)
+    for grids in ([(1, 4, 6)], [(1, 4, 6), (1, 2, 2), (2, 8, 4), (1, 6, 10)]):
+        inputs = images(*grids)
+        want = run(model, inputs)
+        with nta.patch(model) as handle:
+            calls.clear()
+            out = run(model, inputs)
+        assert len(calls) == 2
+        assert repr(handle).count("one call for all images") == 2
+        check(out, want, {})
+        assert torch.equal(run(model, inputs).last_hidden_state, want.last_hidden_state)
+
+
+@towers
+def test_vision_tower_remove_restores_the_original_configs(kind):
+    model = make_tower(kind)
+    configs = {path: module.config for path, module in model.named_modules() if hasattr(module, "config")}
+    before = [dict(vars(config)) for config in configs.values()]
+    with nta.patch(model):
+        assert model.blocks[0].attn.config is not configs["blocks.0.attn"]
+    assert all(model.get_submodule(path).config is config for path, config in configs.items())
+    assert [dict(vars(config)) for config in configs.values()] == before
+
+
+@towers
+def test_vision_tower_gradients(kind):
+    model, inputs = make_tower(kind).train(), images((1, 4, 6), (1, 2, 2))
+
+    def gradients():
+        return torch.autograd.grad(model(**inputs).pooler_output.square().sum(), list(model.parameters()))
+
+    want = gradients()
+    with nta.patch(model):
+        torch.testing.assert_close(gradients(), want, rtol=2e-4, atol=2e-4)
+
+
+@towers
+def test_vision_tower_inside_of_its_model(kind):
+    model, inputs = make_whole(kind)
+    want = run(model, inputs)
+    with nta.patch(model) as handle:
+        check(run(model, inputs), want, inputs)
+    assert [path for path, what in handle.changed.items() if what == "one call for all images"] == [
+        "visual.blocks.0.attn",
+        "visual.blocks.1.attn",
+    ]
+    model.set_attn_implementation(nta.hf.register())
+    check(run(model, inputs), want, inputs)
+
+
+NOT_ROUTED_CONFIGS = {
+    "layoutlmv3": {"input_size": 8, "patch_size": 4, "coordinate_size": 6, "shape_size": 6},
+    "led": {"d_model": 36, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3,
+            "decoder_attention_heads": 3, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "attention_window": [4],
+            "max_encoder_position_embeddings": 19, "max_decoder_position_embeddings": 19},
+    "luke": {"entity_vocab_size": 11, "entity_emb_size": 7},
+    "wavlm": {"conv_dim": (9,), "conv_kernel": (5,), "conv_stride": (3,), "num_conv_pos_embeddings": 5,
+              "num_conv_pos_embedding_groups": 3, "num_feat_extract_layers": 1},
+    "xlnet": {"d_model": 36, "n_head": 3, "n_layer": 1, "d_inner": 37},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", families.NOT_ROUTED)
+def test_models_that_do_not_use_the_attention_interface_are_refused(kind):
+    sizes = {} if kind == "xlnet" else {**SIZES, "num_hidden_layers": 1}
+    model = AutoModel.from_config(
+        transformers.CONFIG_MAPPING[kind](**{**TOKENS, **sizes, **NOT_ROUTED_CONFIGS.get(kind, {})})
+    )
+    assert sum(parameter.numel() for parameter in model.parameters()) < 2e5
+    before = dict(vars(model.config))
+    for padding_free in (True, False):
+        with pytest.raises(ValueError, match="does not route its attention through transformers' interface") as refusal:
+            nta.patch(model, padding_free=padding_free)
+        assert type(model).__name__ in str(refusal.value)
+        assert families.NOT_ROUTED[kind] in str(refusal.value)
+    assert vars(model.config) == before

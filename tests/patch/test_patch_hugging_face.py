@@ -1,0 +1,314 @@
+"""patch on Hugging Face models: outputs, losses and gradients as before, from real tokens only; what is refused."""
+
+import pytest
+import tiny
+import torch
+from sweeps import sweep_except
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    LlamaModel,
+    Olmo2Config,
+    Olmo2Model,
+)
+
+import nt_attention as nta
+from nt_attention.patching.patch import NotPackedWarning
+
+LENGTHS, LENGTH, VOCABULARY = [7, 1, 13, 19], 23, 101
+
+
+COMMON = {"num_hidden_layers": 2, "intermediate_size": 41, "vocab_size": VOCABULARY, "num_labels": 2}
+
+
+BERT = {"hidden_size": 33, "num_attention_heads": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+LLAMA = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+HEADS = {
+    BertModel: None,
+    BertForMaskedLM: "token",
+    BertForTokenClassification: "class",
+    BertForSequenceClassification: "sequence",
+    BertForNextSentencePrediction: "sequence",
+    LlamaModel: None,
+    LlamaForCausalLM: "token",
+    LlamaForTokenClassification: "class",
+}
+
+
+def make(kind, implementation="sdpa"):
+    family = (BertConfig, BERT) if kind.__name__.startswith("Bert") else (LlamaConfig, LLAMA)
+    config = family[0](**COMMON, **family[1])
+    return kind._from_config(config, attn_implementation=implementation).double().eval()
+
+
+def make_batch(side="right", labels=None):
+    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    mask = mask if side == "right" else mask.flip(1)
+    batch = {
+        "input_ids": torch.randint(VOCABULARY, (4, LENGTH)),
+        "attention_mask": mask.long(),
+    }
+    if labels == "sequence":
+        batch["labels"] = torch.tensor([0, 1, 1, 0])
+    elif labels is not None:
+        kinds = VOCABULARY if labels == "token" else 2
+        batch["labels"] = torch.randint(kinds, mask.shape).masked_fill(~mask, -100)
+        if side == "left":  # the stock loss would predict a sequence's first token from padding
+            batch["labels"][torch.arange(4), mask.long().argmax(1)] = -100
+    return batch
+
+
+def real(x, mask):
+    """The real tokens of an output (B, L, …); other outputs as they are."""
+    return x[mask.bool()] if x.shape[:2] == mask.shape else x
+
+
+def assert_same_outputs(got, want, mask, **tolerance):
+    for name, theirs in want.items():
+        if name == "past_key_values":  # the config asks for it by default; a packed call makes none
+            continue
+        if name == "pooler_output" and not mask[:, 0].all():  # stock pools the padding on the left
+            continue
+        mine = got[name]
+        if not isinstance(theirs, tuple):
+            mine, theirs = (mine,), (theirs,)
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.shape == b.shape, name
+            torch.testing.assert_close(real(a, mask), real(b, mask), **tolerance)
+
+
+# Padded on the left, stock reads padding: BERT pools it, and eager Llama gives NaN there in float64.
+CASES = [
+    (kind, implementation, side)
+    for kind in HEADS
+    for implementation in ("sdpa", "eager")
+    for side in ("right", "left")
+    if side == "right" or not (HEADS[kind] == "sequence" or (implementation == "eager" and "Llama" in kind.__name__))
+]
+SELECTED = [
+    *((kind, "sdpa", "right") for kind in HEADS),
+    *((BertForMaskedLM, "eager", "left"), (LlamaForCausalLM, "sdpa", "left"), (LlamaForCausalLM, "eager", "right")),
+]
+
+
+@pytest.mark.parametrize(("kind", "implementation", "side"), sweep_except(CASES, *SELECTED))
+def test_outputs_loss_and_gradients_in_float64(kind, implementation, side):
+    model, batch = make(kind, implementation), make_batch(side, HEADS[kind])
+    mask = batch["attention_mask"]
+
+    def run():
+        out = model(**batch, output_hidden_states=True)
+        loss = out.loss if "loss" in out else real(out.last_hidden_state, mask).square().sum()
+        return out, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+    want = run()
+    with nta.patch(model):
+        got = run()
+    again = run()
+    # transformers rounds to float32 in its eager softmax, and in Llama's norms and losses
+    exact = implementation == "sdpa" and "Bert" in kind.__name__
+    tolerance = {"rtol": 1e-9, "atol": 1e-9} if exact else {"rtol": 1e-4, "atol": 1e-4}
+    assert_same_outputs(got[0], want[0], mask, **tolerance)
+    for mine, theirs in zip(got[1], want[1], strict=True):
+        assert (mine is None) == (theirs is None) or theirs.abs().max() < 1e-12
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, **tolerance)
+    assert "past_key_values" not in got[0]
+    assert_same_outputs(again[0], want[0], mask, rtol=0, atol=0)
+
+
+def test_next_sentence_prediction_runs_on_real_tokens_only():
+    """tests/hugging_face tests the other heads."""
+    model, rows = make(BertForNextSentencePrediction), {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, inputs, name=name: rows.update({name: inputs[0].shape[:-1].numel()})
+            )
+    with nta.patch(model):
+        model(**make_batch(labels="sequence"))
+    assert rows.pop("bert.pooler.dense") == rows.pop("cls.seq_relationship") == 4
+    assert set(rows.values()) == {sum(LENGTHS)}
+
+
+def test_token_types_positions_tuples_and_embeddings_are_packed():
+    model = make(BertModel)
+    batch = make_batch()
+    batch["token_type_ids"] = torch.randint(2, (4, LENGTH))
+    batch["position_ids"] = torch.arange(3, LENGTH + 3).unsqueeze(0)
+    want = model(**batch)
+    with nta.patch(model):
+        assert_same_outputs(model(**batch), want, batch["attention_mask"])
+        as_tuple = model(**batch, return_dict=False)
+        assert isinstance(as_tuple, tuple)
+        torch.testing.assert_close(as_tuple[1], want.pooler_output)
+        embedded = {**batch, "inputs_embeds": model.embeddings.word_embeddings(batch.pop("input_ids"))}
+        embedded.pop("input_ids")
+        assert_same_outputs(model(**embedded), want, embedded["attention_mask"])
+        assert_same_outputs(model(None, **embedded), want, embedded["attention_mask"])
+
+
+def test_sequence_without_a_token():
+    model, batch = make(BertModel), make_batch()
+    batch["attention_mask"][3] = 0
+    rest = {name: value[:3] for name, value in batch.items()}
+    want = model(**rest)
+    with nta.patch(model):
+        got = model(**batch)
+    torch.testing.assert_close(got.pooler_output[:3], want.pooler_output)
+    assert torch.equal(got.last_hidden_state[3], torch.zeros_like(got.last_hidden_state[3]))
+
+
+def test_attention_mask_of_another_width_is_refused():
+    model, batch = make(LlamaForCausalLM), make_batch()
+    with nta.patch(model), pytest.raises(ValueError, match=r"is \(4, 23\), but the input is \(4, 1\).*use_cache=True"):
+        model(batch["input_ids"][:, -1:], attention_mask=batch["attention_mask"])
+
+
+def test_model_inside_of_another_module_is_patched():
+    class Embedder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = make(BertModel)
+            self.project = nn.Linear(33, 5)
+
+    with nta.patch(Embedder()) as handle:
+        assert list(handle.changed) == ["backbone"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (BertForPreTraining, r"head that is not in nt_attention.hf.families, .*: patch its base model, \.bert"),
+    ],
+)
+def test_unknown_head_is_refused_with_its_base_model(kind, reason):
+    model = make(kind)
+    with pytest.raises(ValueError, match=reason):
+        nta.patch(model)
+    with nta.patch(model.base_model):
+        model(**make_batch())
+
+
+def test_unknown_family_is_refused():
+    olmo = Olmo2Model(Olmo2Config(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=13))
+    with pytest.raises(ValueError, match=r"Olmo2Model is in no family .*pass padding_free=False"):
+        nta.patch(olmo)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_models_that_share_a_config(first, padding_free):
+    config = BertConfig(**COMMON, **BERT)
+    models = [BertModel(config).double().eval() for _ in range(2)]
+    kept, batch = dict(vars(config)), make_batch()
+    want = [model(**batch) for model in models]
+    handles = [nta.patch(model, padding_free) for model in models]
+    with pytest.raises(ValueError, match="already"):
+        nta.patch(models[0])
+    for n in (first, 1 - first):
+        for model, before in zip(models, want, strict=True):
+            assert_same_outputs(model(**batch), before, batch["attention_mask"])
+        handles[n].remove()
+    assert vars(config) == kept
+
+
+def test_sequence_classification_of_embeddings_reads_the_last_token():
+    model = tiny.make("llama", "LlamaForSequenceClassification", "sdpa").double()
+    batch = make_batch()
+    embeds = torch.randn(4, LENGTH, 48, dtype=torch.float64, requires_grad=True)
+    want = torch.cat([model(inputs_embeds=embeds[b : b + 1, :n]).logits for b, n in enumerate(LENGTHS)])
+    with nta.patch(model):
+        got = model(inputs_embeds=embeds, attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(got.sum(), embeds)
+    assert all(grad[b, n - 1].abs().max() > 0 for b, n in enumerate(LENGTHS))
+
+
+def test_heads_that_share_a_base_model():
+    kinds = (BertForSequenceClassification, BertForTokenClassification, BertForSequenceClassification)
+    first, second, third = map(make, kinds)
+    second.bert = third.bert = first.bert
+    batches = [make_batch(labels=HEADS[type(model)]) for model in (first, second, third)]
+    want = [model(**batch) for model, batch in zip((first, second, third), batches, strict=True)]
+    with nta.patch(nn.ModuleList([first, second, third])):
+        for model, batch, before in zip((first, second, third), batches, want, strict=True):
+            assert_same_outputs(model(**batch), before, batch["attention_mask"])
+    assert "forward" not in vars(first.bert)
+
+
+def test_custom_class_is_refused_with_its_base_model():
+    class MyBert(BertForTokenClassification):
+        pass
+
+    model = MyBert._from_config(BertConfig(**COMMON, **BERT), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"MyBert is a custom class around BertModel, .* patch its base model, \.bert"):
+        nta.patch(model)
+    with nta.patch(model.bert):
+        model(**make_batch())
+
+
+def test_neftune_and_custom_loss_function_fall_back():
+    model, batch = make(LlamaForCausalLM).train(), make_batch(labels="token")
+    want = model(**batch).loss
+    with nta.patch(model), pytest.warns(NotPackedWarning, match="NEFTune") as said:
+        model.get_input_embeddings().neftune_noise_alpha = 5.0
+        model(**batch)
+        assert said[0].filename == __file__
+    del model.get_input_embeddings().neftune_noise_alpha
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.new_tensor(float(logits.shape[0]))
+    with nta.patch(model), pytest.warns(NotPackedWarning, match="loss_function was replaced"):
+        assert model(**batch).loss == 4
+    del model._loss_function
+    with nta.patch(model):
+        torch.testing.assert_close(model(**batch).loss, want)
+
+
+def test_handle_lists_layers_and_calls():
+    model, batch = make(LlamaForCausalLM), make_batch(labels="token")
+    with nta.patch(model) as handle:
+        told = str(handle)
+        assert "model.layers.0.self_attn … model.layers.1.self_attn: LlamaAttention" in told
+        assert "in training with labels its logits stay packed" in told
+        assert "no calls yet" in told
+        model(**batch)
+        model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
+        model(**batch)
+        assert "2 calls ran packed\n  1 call did not run packed: there is no padding to skip" in str(handle)
+
+
+def test_attention_mask_of_other_numbers():
+    model, batch = make(BertModel), make_batch()
+    want = model(**batch)
+    with nta.patch(model):
+        assert_same_outputs(
+            model(**{**batch, "attention_mask": 3 * batch["attention_mask"]}), want, batch["attention_mask"]
+        )
+
+
+def test_class_with_the_name_of_a_transformers_class_is_refused():
+    class BertForTokenClassification(BertModel):
+        pass
+
+    model = BertForTokenClassification._from_config(BertConfig(**COMMON, **BERT), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="in no family"):
+        nta.patch(model)
+
+
+def test_labels_of_another_width_are_refused():
+    model, batch = make(BertForTokenClassification), make_batch(labels="class")
+    with nta.patch(model), pytest.raises(ValueError, match="batch_size"):
+        model(**{**batch, "labels": batch["labels"][:, 1:].contiguous()})

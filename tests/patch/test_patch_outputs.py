@@ -1,0 +1,124 @@
+"""Outputs of patched models: padded again however deep they are, and falls back where they are not known."""
+
+import pytest
+import tiny
+import torch
+from packed_rows import LENGTHS, MASK, PACKED, close, make, make_batch
+from transformers import Trainer, TrainingArguments
+from transformers.utils import ModelOutput
+
+import nt_attention as nta
+from nt_attention.hf import packed_forward
+from nt_attention.hf.packing import Packing
+from nt_attention.patching.patch import NotPackedWarning
+
+
+def test_unknown_output_comes_back_padded(monkeypatch):
+    model, batch = make(), make_batch()
+    want = model(**batch, output_hidden_states=True)
+    monkeypatch.setattr(packed_forward.families, "TOKEN_OUTPUTS", set())
+    with nta.patch(model) as handle:
+        got = model(**batch, output_hidden_states=True)
+    assert handle.calls == {None: 1}
+    close(got.logits[MASK], want.logits[MASK])
+    for mine, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
+        close(mine[MASK], theirs[MASK])
+
+
+def test_nested_outputs_are_padded():
+    packing = Packing.of(MASK.long(), None, *MASK.shape)
+    token, other = torch.randn(*PACKED, 3), torch.randn(5)
+    out = ModelOutput(new=(token, [None, {"inner": token}], other))
+    packed_forward._pad_outputs(out, packing, None, set())
+    (first, (none, inner), last), want = out["new"], packing.pad(token)
+    assert torch.equal(first, want)
+    assert torch.equal(inner["inner"], want)
+    assert none is None
+    assert last is other
+
+
+@pytest.mark.parametrize("shape", [(sum(LENGTHS), 3), (3, 1, sum(LENGTHS)), (2 * sum(LENGTHS),)])
+def test_output_of_an_unknown_shape_raises(shape):
+    packing = Packing.of(MASK.long(), None, *MASK.shape)
+    with pytest.raises(packed_forward._UnknownOutput, match="'new'"):
+        packed_forward._pad_outputs(ModelOutput(new=(torch.zeros(shape),)), packing, None, set())
+
+
+def test_call_with_an_output_of_an_unknown_shape_falls_back(monkeypatch):
+    model, batch = make("bert", "BertModel"), make_batch()
+    real = packed_forward._pad_outputs
+
+    def with_more(out, packing, kept, done):
+        out["flat"] = out["last_hidden_state"][0]  # (T, E), as router logits are
+        real(out, packing, kept, done)
+
+    want = model(**batch)
+    monkeypatch.setattr(packed_forward, "_pad_outputs", with_more)
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="its output 'flat' is not known"):
+        got = model(**batch)
+    assert torch.equal(got.last_hidden_state, want.last_hidden_state)
+    assert handle.calls["its output 'flat' is not known, and may have a value for each token"] == 1
+
+
+@pytest.mark.parametrize("wanted", [[0, 2], [1]])
+def test_output_of_some_hidden_states(wanted):
+    model, batch = make(), make_batch()
+    want = model(**batch, output_hidden_states=wanted).hidden_states
+    with nta.patch(model):
+        got = model(**batch, output_hidden_states=wanted).hidden_states
+    assert [part is None for part in got] == [part is None for part in want]
+    assert any(part is None for part in got)
+    for mine, theirs in zip(got, want, strict=True):
+        if theirs is not None:
+            close(mine[MASK], theirs[MASK])
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("logits", [None, "padded"])
+def test_sparse_prediction_has_the_logits_of_its_labels(logits, training):
+    model = make("modernbert", "ModernBertForMaskedLM", sparse_prediction=True).train(training)
+    batch = make_batch(labels=True)
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(MASK.shape) > 0.4, -100)
+    want = model(**batch)
+    with nta.patch(model, logits=logits) as handle:
+        got = model(**batch)
+        assert handle.calls == {None: 1}
+        close(model(**without_labels(batch)).logits[MASK], logits_unpatched(model, handle, batch)[MASK])
+    assert got.logits.shape == want.logits.shape == ((batch["labels"] != -100).sum(), tiny.VOCABULARY)
+    close(got.logits, want.logits)
+    close(got.loss, want.loss)
+
+
+def without_labels(batch):
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def logits_unpatched(model, handle, batch):
+    handle.active = False
+    try:
+        return model(**without_labels(batch)).logits
+    finally:
+        handle.active = True
+
+
+def test_config_that_asks_for_attention_weights_falls_back_and_is_saved(tmp_path):
+    model, batch = make("bert", "BertForMaskedLM", "eager"), make_batch()
+    model.config.output_attentions = True
+    want = model(**batch)
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="the config asks for attention weights"):
+        got = model(**batch)
+        model.save_pretrained(tmp_path)
+    assert torch.equal(got.logits, want.logits)
+    torch.testing.assert_close(got.attentions, want.attentions)
+    assert handle.calls == {"the config asks for attention weights": 1}
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    assert loaded.config.output_attentions
+    assert torch.equal(loaded(**batch).logits, want.logits)
+
+
+def test_trainer_saves_a_patched_config(tmp_path):
+    model = make("bert", "BertForMaskedLM", "eager")
+    model.config.output_attentions = True
+    with nta.patch(model):
+        Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])).save_model()
+    assert type(model).from_pretrained(tmp_path, attn_implementation="eager").config.output_attentions

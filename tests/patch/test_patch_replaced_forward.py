@@ -1,0 +1,199 @@
+"""A model whose forward, loss or index was replaced: whatever reads rows gets padded rows."""
+
+import copy
+import functools
+import types
+import warnings
+from collections import Counter
+
+import pytest
+import tiny
+import torch
+from packed_rows import MASK, PACKED, close, make, make_batch, rows_seen
+from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import nt_attention as nta
+from nt_attention.patching.patch import NotPackedWarning
+
+
+def replacement(module, **batch):
+    """Reads the rows of a padded batch, which one packed row does not have."""
+    hidden = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    last = batch["attention_mask"].sum(1) - 1
+    return CausalLMOutputWithPast(logits=module.lm_head(hidden[torch.arange(len(last)), last]))
+
+
+def declared_to_wrap(model):
+    """As in TRL: it uses functools.wraps on the forward of the class, but never calls it."""
+
+    @functools.wraps(type(model).forward)
+    def forward(module, **batch):
+        return replacement(module, **batch)
+
+    return types.MethodType(forward, model)
+
+
+FORWARD_REPLACEMENTS = {
+    "method": lambda model: types.MethodType(replacement, model),
+    "partial": lambda model: functools.partial(replacement, model),
+    "functools.wraps": declared_to_wrap,
+    "closure": lambda model: lambda **batch: replacement(model, **batch),
+}
+
+
+@pytest.mark.parametrize("way", FORWARD_REPLACEMENTS)
+def test_forward_set_on_the_instance_before_the_patch_gets_padded_rows(way):
+    model, batch = make(), make_batch()
+    model.forward = FORWARD_REPLACEMENTS[way](model)
+    want, shapes = model(**batch).logits, rows_seen(model)
+    with nta.patch(model) as handle:
+        with pytest.warns(NotPackedWarning, match=r"replaces LlamaForCausalLM\.forward") as said:
+            got = model(**batch).logits
+        assert [w.filename for w in said if w.category is NotPackedWarning] == [__file__]
+        assert handle.calls[None] == 1
+        assert sum(handle.calls.values()) == 2
+    close(got, want)
+    assert shapes == [PACKED]
+    assert torch.equal(model(**batch).logits, want)
+
+
+@pytest.mark.parametrize("way", FORWARD_REPLACEMENTS)
+def test_forward_set_on_the_instance_after_the_patch_gets_padded_rows(way):
+    model, batch = make(), make_batch()
+    want = replacement(model, **batch).logits
+    shapes = rows_seen(model)
+    with nta.patch(model) as handle, warnings.catch_warnings():
+        warnings.simplefilter("error", NotPackedWarning)
+        model.forward = FORWARD_REPLACEMENTS[way](model)
+        close(model(**batch).logits, want)
+        assert handle.calls == {None: 1}
+    assert shapes == [PACKED]
+
+
+def test_forward_set_on_a_base_model_falls_back_with_the_reason():
+    model, batch = make("bert", "BertModel"), make_batch()
+
+    def swapped(module, input_ids, attention_mask):
+        assert input_ids.shape == MASK.shape
+        return type(module).forward(module, input_ids, attention_mask).last_hidden_state.flip(1)
+
+    model.forward = types.MethodType(swapped, model)
+    want = model(**batch)
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match=r"swapped replaces BertModel"):
+        close(model(**batch), want)
+    assert list(handle.calls) == [next(iter(handle.calls))] != [None]
+
+
+def test_forward_replaced_on_the_class_falls_back(monkeypatch):
+    """As Liger does."""
+    model, batch = make(), make_batch()
+    monkeypatch.setattr(type(model), "forward", replacement)
+    want = model(**batch).logits
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="replacement replaces"):
+        close(model(**batch).logits, want)
+    assert handle.calls[None] == 1
+
+
+def test_wrapper_around_a_removed_patch_stays_outside_of_the_next_patch():
+    model, batch, rows = make(), make_batch(), []
+    first = nta.patch(model)
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def logged(*args, **kwargs):
+        out = inner(*args, **kwargs)
+        rows.append(len(out.logits))
+        return out
+
+    model.forward = logged
+    first.remove()
+    with nta.patch(model) as second:
+        model(**batch)
+    model(**batch)
+    assert rows == [4, 4]
+    assert (first.calls, second.calls) == (Counter(), {None: 1})
+
+
+def without_first(forward):
+    def minus_the_first(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state - out.last_hidden_state[:, :1]
+        return out
+
+    return minus_the_first
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_forward_set_on_the_base_model_of_a_head_gets_padded_rows(when):
+    model, batch = make().double(), tiny.batch_of("llama", "right")
+    real = batch["attention_mask"] == 1
+    stock = copy.deepcopy(model)
+    stock.model.forward = without_first(stock.model.forward)
+    if when == "before":
+        model.model.forward = without_first(model.model.forward)
+    with pytest.warns(NotPackedWarning, match="replaces LlamaModel.forward"), nta.patch(model):
+        if when == "after":
+            model.model.forward = without_first(model.model.forward)
+        torch.testing.assert_close(model(**batch).logits[real], stock(**batch).logits[real])
+
+
+def test_loss_type_of_the_caller_gets_padded_rows(monkeypatch):
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    def mean_of_rows(logits, labels, vocab_size, **_):
+        each = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        return (each.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+    monkeypatch.setitem(LOSS_MAPPING, "mean of rows", mean_of_rows)
+    model, batch = make().double(), tiny.batch_of("llama", "right")
+    model.loss_type = "mean of rows"
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    want = model(**batch, labels=labels).loss
+    with pytest.warns(NotPackedWarning, match="loss_function was replaced"), nta.patch(model):
+        torch.testing.assert_close(model(**batch, labels=labels).loss, want)
+
+
+@pytest.mark.parametrize("bound", ["logits_to_keep", "position_ids"])
+def test_forward_that_is_a_partial_with_options(bound):
+    model, batch = make().double(), tiny.batch_of("llama", "right")
+    mask = batch["attention_mask"]
+    options = {"logits_to_keep": 1, "position_ids": (mask.cumsum(1) - 1).clamp(min=0) + 3}
+    want = model(**batch, **{bound: options[bound]}).logits.detach()
+    model.forward = functools.partial(model.forward, **{bound: options[bound]})
+    with nta.patch(model) as handle:
+        found = model(**batch).logits
+    assert found.shape == want.shape
+    if bound == "position_ids":
+        assert handle.calls == {None: 1}
+        torch.testing.assert_close(found[mask == 1], want[mask == 1])
+
+
+def test_ignore_index_of_the_caller():
+    model, batch = make().double(), tiny.batch_of("llama", "right")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 0)
+    want = model(**batch, labels=labels, ignore_index=0).loss
+    with nta.patch(model):
+        torch.testing.assert_close(model(**batch, labels=labels, ignore_index=0).loss, want)
+
+
+def test_answer_positions_at_padding_fall_back():
+    model, batch = make("bert", "BertForQuestionAnswering"), tiny.batch_of("bert", "left")
+    rows = len(batch["input_ids"])
+    answers = dict.fromkeys(("start_positions", "end_positions"), torch.zeros(rows, dtype=torch.long))
+    want = model(**batch, **answers).loss
+    with pytest.warns(NotPackedWarning, match="point at padding"), nta.patch(model):
+        torch.testing.assert_close(model(**batch, **answers).loss, want)
+
+
+@pytest.mark.parametrize("change", ["remove", "set_attn_implementation"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_reentrant_checkpoint_recomputed_with_other_attention_raises(change):
+    model, batch = make().double().train(), tiny.batch_of("llama", "right")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    handle = nta.patch(model)
+    loss = model(**batch, labels=labels).loss
+    handle.remove() if change == "remove" else model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError):
+        loss.backward()
