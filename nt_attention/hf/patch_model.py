@@ -48,7 +48,8 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
             how += "; in training with labels its logits stay packed"
     elif padding_free:
         how = f"not packed, because {families.NOT_PACKED[kind]}"
-        override_forward(model, functools.partial(_run_padded, handle, families.NOT_PACKED[kind]), handle)
+        if any(name.endswith("attention_mask") for name in inspect.signature(model.forward).parameters):
+            override_forward(model, functools.partial(_run_padded, handle, families.NOT_PACKED[kind]), handle)
     handle.change(name, f"{type(model).__name__}, {how}; attn_implementation was {before!r}")
     handle.change_layers(name, _attention_layers(model))
     for path, module in model.named_modules():

@@ -88,13 +88,20 @@ def patch(
 
 
 def _patch_modules(
-    name: str, module: nn.Module, handle: PatchHandle, padding_free: bool, logits: Literal["padded"] | None
+    name: str,
+    module: nn.Module,
+    handle: PatchHandle,
+    padding_free: bool,
+    logits: Literal["padded"] | None,
+    in_encoder: bool = False,
 ) -> None:
     """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
-    if isinstance(module, nn.TransformerEncoder) and torch_modules.patch_encoder(name, module, handle, padding_free):
-        return
-    is_layer = padding_free and isinstance(module, nn.TransformerEncoderLayer)
-    if is_layer and torch_modules.patch_layer(name, cast(nn.TransformerEncoderLayer, module), handle):
+    if isinstance(module, nn.TransformerEncoder):
+        if torch_modules.patch_encoder(name, module, handle, padding_free):
+            return
+        in_encoder = True  # its layers do not pack by themselves: what runs between them may need values at padding
+    packs_alone = isinstance(module, nn.TransformerEncoderLayer) and padding_free and not in_encoder
+    if packs_alone and torch_modules.patch_layer(name, cast(nn.TransformerEncoderLayer, module), handle):
         return
     if isinstance(module, nn.MultiheadAttention):
         if not isinstance(module, VarlenMultiheadAttention):
@@ -110,7 +117,7 @@ def _patch_modules(
         if child is None:
             continue
         if not isinstance(child, nn.MultiheadAttention):
-            _patch_modules(path, child, handle, padding_free, logits)
+            _patch_modules(path, child, handle, padding_free, logits, in_encoder)
         elif (reason := torch_modules.swap_attention(module, child_name, handle)) is not None:
             handle.leave(path, reason)
         else:

@@ -132,6 +132,21 @@ def test_overridden_encoder_layer_says_that_its_mask_is_not_boolean():
     assert handle.calls == {"key_padding_mask is not boolean": 3}
 
 
+class Louder(nn.TransformerEncoder):
+    def forward(self, src, *args, **kwargs):
+        return super().forward(2 * src, *args, **kwargs)
+
+
+def test_layers_of_an_encoder_with_its_own_forward_run_padded_and_are_counted():
+    layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, batch_first=True, dtype=torch.float64)
+    encoder, x = Louder(layer, 2, enable_nested_tensor=False), rows()
+    want = encoder(x, src_key_padding_mask=PADDING)
+    handle = nta.patch(encoder)
+    with pytest.warns(NotPackedWarning, match="key_padding_mask is not boolean"):
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=PADDING), want)
+    assert handle.calls == {"key_padding_mask is not boolean": 2}
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("kind", [LayersInALoop, OneAttention])
 def test_copies_of_single_modules_run_packed(kind, copied):
