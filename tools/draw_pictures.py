@@ -80,7 +80,7 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    hf, training, layer = "hugging_face_h200.md", "forward + backward", "benchmarks/multihead.py --batch A"
+    hf, training, layer = "hugging_face_h200.md", "forward + backward", "benchmarks/multihead.py --workload A"
     return [
         Job(
             "NVIDIA H200",
