@@ -36,7 +36,10 @@ def record():
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("NT_ATTENTION_TRAINERS_JSON")
     if path and ROWS:
-        Path(path).write_text(json.dumps(ROWS, indent=1) + "\n")
+        from matrix import merge
+
+        before = json.loads(Path(path).read_text()) if Path(path).exists() else []
+        Path(path).write_text(json.dumps(merge(before, ROWS), indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -38,6 +39,16 @@ second, it was patched afterwards. The numbers in brackets are the [reasons](#re
 - **–**: not tested.
 
 """
+
+
+def merge(before: list[dict[str, str]], found: list[dict[str, str]]) -> list[dict[str, str]]:
+    """What was found now, and what was found before for libraries and machines that did not run now."""
+
+    def without_version(row: dict[str, str]) -> str:
+        return re.sub(r" [\d.]+", "", row["library"])
+
+    ran = {without_version(row) for row in found}
+    return found + [row for row in before if without_version(row) not in ran]
 
 
 def render(rows: list[dict[str, str]]) -> str:

@@ -22,3 +22,11 @@ def test_trainers_page_numbers_reasons():
     assert "| two | – | falls back (1) |" in page
     assert "| three | – | refused (2) |" in page
     assert page.endswith("1. other\n2. never\n3. why\n")
+
+
+def test_outcomes_of_libraries_that_did_not_run_are_kept():
+    def row(library, outcome="packed"):
+        return {"library": library, "task": "one", "patched": "before", "outcome": outcome}
+
+    before = [row("A 1.2.3", "falls back"), row("B 2"), row("A 1.1 on an H200")]
+    assert matrix.merge(before, [row("A 1.3")]) == [row("A 1.3"), row("B 2"), row("A 1.1 on an H200")]
