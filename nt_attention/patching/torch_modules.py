@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .. import nested
 from .._forwards import CALL_REMOVE_FIRST, PatchedForward, override_forward
@@ -79,11 +80,14 @@ def _layer_not_supported(layer: nn.Module) -> str | None:
     own = [x for part in parts if (x := layer.__dict__.get(part)) is not None and not isinstance(x, PatchedForward)]
     if own or any(getattr(type(layer), part) is not getattr(stock, part) for part in parts):
         return f"{type(layer).__name__} overrides forward, _sa_block or _ff_block."
-    for name in ("linear1", "linear2", "norm1", "norm2"):
-        part, kinds = getattr(layer, name), (nn.Linear,) if name.startswith("linear") else (nn.LayerNorm, nn.RMSNorm)
-        if not isinstance(getattr(part, "base_layer", part), kinds):  # an adapter has the layer as base_layer
-            return f"its {name} is a {type(part).__name__}, which may mix tokens."
-    if not layer.activation_relu_or_gelu and type(layer.activation) not in _ACTIVATIONS:
+    for name, kinds in _PARTS.items():
+        part = getattr(layer, name)
+        part = getattr(part, "base_layer", part)  # an adapter has the layer as base_layer
+        if not isinstance(part, kinds):
+            return f"its {name} is a {type(getattr(layer, name)).__name__}, which may mix tokens."
+        if len(getattr(part, "normalized_shape", (0,))) != 1:
+            return f"its {name} normalizes over {len(part.normalized_shape)} dimensions, which may mix tokens."
+    if layer.activation not in (F.relu, F.gelu) and type(layer.activation) not in _ACTIVATIONS:
         return "its activation may mix tokens."
     attention = layer.self_attn
     if attention._forward_hooks or attention._forward_pre_hooks:
@@ -91,7 +95,12 @@ def _layer_not_supported(layer: nn.Module) -> str | None:
     return None if type(attention) is VarlenMultiheadAttention else _attention_not_supported(attention)
 
 
-# Activations that do not mix tokens.
+# Parts of a layer that do not mix tokens. Another one may, such as stochastic depth in place of a dropout.
+_PARTS: dict[str, tuple[type[nn.Module], ...]] = {
+    **dict.fromkeys(("linear1", "linear2"), (nn.Linear,)),
+    **dict.fromkeys(("norm1", "norm2"), (nn.LayerNorm, nn.RMSNorm)),
+    **dict.fromkeys(("dropout", "dropout1", "dropout2"), (nn.Dropout, nn.Identity)),
+}
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6)
 
 
@@ -220,7 +229,7 @@ def _feed_forward(layer: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
     fused = (
         x.is_cuda
         and not (torch.is_grad_enabled() or layer.training or torch.is_autocast_enabled("cuda"))
-        and layer.activation_relu_or_gelu == 1
+        and (layer.activation is F.relu or type(layer.activation) is nn.ReLU)
         and type(first) is nn.Linear
         and first.bias is not None
         and not (first._forward_hooks or first._forward_pre_hooks or "forward" in first.__dict__)
@@ -276,15 +285,19 @@ class _PaddedBatch(NamedTuple):
         is_token: (B, L) bool, False at padding.
         is_causal: whether attention is causal.
         batch_first: whether the caller passed (B, L, E), not (L, B, E).
+        is_batched: False if the caller passed (L, E).
     """
 
     values: Tensor
     is_token: Tensor
     is_causal: bool
     batch_first: bool
+    is_batched: bool
 
     def restore(self, out: Tensor) -> Tensor:
         """Convert (B, L, E) to the form of the input."""
+        if not self.is_batched:
+            return out[0]
         return out if self.batch_first else out.transpose(0, 1)
 
 
@@ -297,14 +310,18 @@ def _padded_batch(
     is_causal: bool | None,
 ) -> _PaddedBatch | None:
     """Read the batch of an encoder or a layer, and count the call. None if it has to run padded."""
-    readable = torch.compiler.is_compiling() or can_be_read(src)  # torch.compile breaks its graph to read it
-    if src_key_padding_mask is None or src.dim() != 3 or not readable:
-        return None  # there is no padding, or the host can't read it
-    batch_first = cast(nn.MultiheadAttention, layer.self_attn).batch_first
-    padded = src if batch_first else src.transpose(0, 1)
+    if src_key_padding_mask is None or src.dim() not in (2, 3):
+        return None  # there is no padding, or the original forward raises an error
+    batch_first, is_batched = cast(nn.MultiheadAttention, layer.self_attn).batch_first, src.dim() == 3
+    padded = src if batch_first or not is_batched else src.transpose(0, 1)
     is_mask = src_key_padding_mask.dtype == torch.bool or src_key_padding_mask.is_floating_point()
-    if src_key_padding_mask.shape != padded.shape[:2] or not is_mask:
+    if src_key_padding_mask.shape != padded.shape[:-1] or not is_mask:
         return None  # the original forward raises an error
+    if not (torch.compiler.is_compiling() or can_be_read(src)):  # torch.compile breaks its graph to read it
+        handle.fall_back("its values can't be read here")
+        return None
+    if not is_batched:
+        padded, src_key_padding_mask = padded[None], src_key_padding_mask[None]
     causal = _is_causal(mask, is_causal, padded.shape[1])
     padding = _as_padding(src_key_padding_mask)
     if causal is None or padding is None:
@@ -315,7 +332,7 @@ def _padded_batch(
         )
         return None
     handle.count(None)
-    return _PaddedBatch(padded, ~padding, causal, batch_first)
+    return _PaddedBatch(padded, ~padding, causal, batch_first, is_batched)
 
 
 def _nested_forward(

@@ -83,6 +83,36 @@ def test_encoder_layer_alone_and_not_batch_first():
     torch.testing.assert_close(out.transpose(0, 1)[~PADDING], want.transpose(0, 1)[~PADDING])
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("padding", [PADDING, ADDITIVE], ids=["bool", "additive"])
+@pytest.mark.parametrize("kind", ["layer", "encoder"])
+def test_padded_row_without_batch_dimension_runs_packed(kind, padding, batch_first):
+    layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
+    model = layer if kind == "layer" else nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = rows()[1]
+    want = model(x, src_key_padding_mask=padding[1])
+    handle = nta.patch(model, on_fallback="raise")
+    out = model(x, src_key_padding_mask=padding[1])
+    assert handle.calls == {None: 1}
+    torch.testing.assert_close(out[~PADDING[1]], want[~PADDING[1]])
+    assert not out[PADDING[1]].any()
+
+
+@pytest.mark.parametrize("kind", ["layer", "encoder"])
+def test_call_under_a_function_transform_is_counted(kind):
+    layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, batch_first=True, dtype=torch.float64)
+    model, x = layer if kind == "layer" else nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), rows()
+
+    def loss(x):
+        return model(x, src_key_padding_mask=PADDING)[~PADDING].sin().sum()
+
+    want = torch.func.grad(loss)(x)
+    handle = nta.patch(model)
+    with pytest.warns(NotPackedWarning, match="its values can't be read here"):
+        torch.testing.assert_close(torch.func.grad(loss)(x), want)
+    assert handle.calls["its values can't be read here"] == 1
+
+
 def test_encoder_layer_falls_back_for_another_mask():
     model, x, band = LayersInALoop(), rows(), CAUSAL.roll(1, 1)
     want = model(x, src_mask=band, src_key_padding_mask=PADDING)
@@ -95,6 +125,45 @@ def test_encoder_layer_falls_back_for_another_mask():
     nta.patch(model, on_fallback="raise")
     with pytest.raises(NotPackedError, match="neither None nor causal"):
         model(x, src_mask=band, src_key_padding_mask=PADDING)
+
+
+class OverRows(nn.Module):
+    """Differs between (B, L, E) and (T, E), as stochastic depth does."""
+
+    def forward(self, x):
+        return x / (1 + x.abs().sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("dropout", OverRows()),
+        ("dropout1", OverRows()),
+        ("dropout2", OverRows()),
+        ("activation", OverRows()),
+        ("activation", nn.Softmax(1)),
+        ("norm1", nn.LayerNorm((LENGTH, E), dtype=torch.float64)),
+    ],
+)
+def test_encoder_layer_whose_part_was_replaced_by_one_that_may_mix_tokens(name, part):
+    model, x = LayersInALoop(), rows()
+    for layer in model.layers:
+        setattr(layer, name, part)
+    want = model(x, src_key_padding_mask=PADDING)
+    handle = nta.patch(model)
+    with pytest.warns(NotPackedWarning, match="key_padding_mask is not boolean"):
+        torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), want)
+    assert handle.calls == {"key_padding_mask is not boolean": 3}
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), torch.nn.functional.gelu])
+def test_encoder_layer_runs_its_replaced_activation(activation):
+    model, x = LayersInALoop(), rows()
+    for layer in model.layers:
+        layer.activation = activation
+    want = model(x, src_key_padding_mask=PADDING)
+    nta.patch(model, on_fallback="raise")
+    torch.testing.assert_close(model(x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
 
 
 def test_encoder_layer_without_padding_is_not_counted():
