@@ -23,7 +23,7 @@ from torch import Tensor
 from ..kernels.call import OPTIONS
 from ..kernels.select import BACKENDS, SlowBackendWarning, available_backends
 from . import timing
-from .environment import device_name, devices, versions
+from .environment import device_name, devices, positive, versions
 from .implementations import Implementation, Inputs, NotSupportedError, attention, implementations
 from .workloads import DISTRIBUTIONS, TOKENS, WORKLOADS, Workload, draw_lengths
 
@@ -52,12 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--device", choices=devices(), default=devices()[0])
     add("--forward-only", action="store_true", help="without gradients")
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, got {text!r}")
-    return int(text)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -52,6 +52,13 @@ def devices() -> list[str]:
     return [*(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus)), "cpu"]
 
 
+def positive(text: str) -> int:
+    """The type of arguments that are numbers of something."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, got {text!r}")
+    return int(text)
+
+
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or the name of the CPU and the number of torch's threads."""
     if device.type == "cuda":

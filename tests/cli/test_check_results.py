@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ class TestCheckCommand:
         assert [line.split()[-1] for line in lines[3:]] == ["16", "heads"]
 
     def test_check_saves_to_a_file(self, tmp_path, capsys):
-        file = tmp_path / "support.json"
+        file = tmp_path / "a" / "b" / "support.json"
         assert main(["check", "--device", "cpu", "--backends", "cpu", "--which", "16", "--save", str(file)]) == 0
         assert json.loads(file.read_text())["results"] == {"cpu": {"float32": {"head dims": {"16": "both"}}}}
         assert f"saved in {file}" in capsys.readouterr().out
@@ -185,6 +186,9 @@ class TestCheckCommand:
             (["--backends", "reference"], "reference can't be verified on cpu: the others are compared with it."),
             (["--backends", "torch_flash"], "torch_flash can't be verified on cpu: "),
             (["--which", "17"], "no case is left: pass --which some of ['16', "),
+            (["--jobs", "0"], "must be an integer ≥ 1, got '0'"),
+            (["--save", str(Path(__file__).parent)], "--save must be a file, got the directory "),
+            (["--save", __file__], "--save must be a new file or one that check has saved, got "),
         ],
     )
     def test_invalid_check_arguments(self, arguments, details, capsys):
