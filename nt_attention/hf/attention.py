@@ -138,7 +138,10 @@ def attention(
     if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", over == "sdpa" and _has_sdpa(cast(Any, type(module)))))
+        if hasattr(module, "is_causal"):  # no default in getattr: torch 2.11 can't compile what computes it
+            is_causal = bool(module.is_causal)
+        else:
+            is_causal = over == "sdpa" and _has_sdpa(cast(Any, type(module)))
     if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
         sliding_window += 1  # in a decoder that is called as not causal, transformers' masks include distance w
     options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}

@@ -85,7 +85,7 @@ def _layer_not_supported(layer: nn.Module) -> str | None:
         part = getattr(part, "base_layer", part)  # an adapter has the layer as base_layer
         if not isinstance(part, kinds):
             return f"its {name} is a {type(getattr(layer, name)).__name__}, which may mix tokens."
-        if len(getattr(part, "normalized_shape", (0,))) != 1:
+        if isinstance(part, (nn.LayerNorm, nn.RMSNorm)) and len(part.normalized_shape) != 1:
             return f"its {name} normalizes over {len(part.normalized_shape)} dimensions, which may mix tokens."
     if layer.activation not in (F.relu, F.gelu) and type(layer.activation) not in _ACTIVATIONS:
         return "its activation may mix tokens."

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -546,6 +547,8 @@ def attempt(combination: Combination, world: str, lengths: Both) -> Outcome:
         try:
             return Outcome(program.run(), "backward")
         except Exception as error:  # judged below
+            # In torch 2.11, the hooks of a checkpoint stay active until its generator, a local variable, is freed.
+            traceback.clear_frames(error.__traceback__)
             return Outcome(None, program.stage, error)
         finally:
             if combination.change.target == "weight" and hasattr(program, "subject"):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ class TestResults:
         assert f"saved in {file}" in capsys.readouterr().out
         written = json.loads(file.read_text())
         assert written["results"] == results
-        assert written["versions"]["torch"] == torch.__version__
+        assert written["versions"]["torch"] == version("torch")
         assert written["command"].startswith("python -m nt_attention")
         assert len(written["date"].split("-")) == 3
         monkeypatch.setattr(support.resources, "files", lambda _: tmp_path)

@@ -30,3 +30,11 @@ def fake(registered_variant):
         return ran
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def _enable_saved_tensor_hooks():
+    """In torch 2.11 a compiled torch.func.grad leaves them disabled, which breaks checkpointing in later tests."""
+    yield
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        torch._C._autograd._saved_tensors_hooks_enable()
