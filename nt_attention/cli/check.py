@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=devices(), default=devices()[0])
     add("--backends", nargs="+", choices=list(BACKENDS), help="default: all that are available")
     add("--which", nargs="+", help="only these head dims and features, such as 64 192/128 causal")
-    about = "number of processes, which compile kernels in parallel; default: 8 on a GPU, else 1"
-    add("--jobs", type=positive, help=about)
+    add("--jobs", type=positive, help="processes, which compile kernels in parallel; default: 8 on a GPU, else 1")
     about = "save the results as the verified support on this kind of GPU, or in a file"
     add("--save", type=Path, nargs="?", const=Path(), metavar="FILE", help=about)
 
@@ -48,8 +47,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.save == Path() and device.type != "cuda":
             raise ValueError("--save without a file is for a CUDA device: verified support is kept for GPUs only.")
-        if options.save not in (None, Path()):
-            read_saved(options.save)  # before the cases run, which takes long
+        if options.save not in (None, Path()) and options.save.is_dir():
+            raise ValueError(f"--save must be a file, got the directory {options.save}.")
         cases = requested_cases(options.backends, options.which, device)
     except ValueError as error:
         options.error(str(error))
@@ -130,23 +129,12 @@ def print_results(results: Results, findings: Iterable[Finding]) -> None:
                 print(f"    {finding.case}: {finding.details}")
 
 
-def read_saved(file: Path) -> Results:
-    """The results in ``file``, or none if it does not exist. A ``ValueError`` if it is something else."""
-    if file.is_dir():
-        raise ValueError(f"--save must be a file, got the directory {file}.")
-    try:
-        results: Results = json.loads(file.read_text())["results"] if file.exists() else {}
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"--save must be a new file or one that check has saved, got {file}.") from None
-    return results
-
-
 def save(results: Results, device: torch.device, file: Path, command: str) -> None:
     """Write the results for ``kernels/support.py``. Results in the file that were not verified this time are kept."""
     if file == Path():
         capability = torch.cuda.get_device_capability(device)
         file = Path(support.__file__).parent / "verified" / "sm{}{}.json".format(*capability)
-    saved = read_saved(file)
+    saved = json.loads(file.read_text())["results"] if file.exists() else {}
     for name, by_dtype in results.items():
         for dtype, kinds in by_dtype.items():
             for kind, row in kinds.items():

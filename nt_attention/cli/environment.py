@@ -53,7 +53,6 @@ def devices() -> list[str]:
 
 
 def positive(text: str) -> int:
-    """The type of arguments that are numbers of something."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, got {text!r}")
     return int(text)

@@ -189,7 +189,6 @@ class TestCheckCommand:
             (["--which", "17"], "no case is left: pass --which some of ['16', "),
             (["--jobs", "0"], "must be an integer ≥ 1, got '0'"),
             (["--save", str(Path(__file__).parent)], "--save must be a file, got the directory "),
-            (["--save", __file__], "--save must be a new file or one that check has saved, got "),
         ],
     )
     def test_invalid_check_arguments(self, arguments, details, capsys):
