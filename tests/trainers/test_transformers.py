@@ -187,7 +187,7 @@ def test_pipelines(task, record):
 def test_continuous_batching_of_a_patched_model_is_refused(record):
     model = causal()
     asked = GenerationConfig(max_new_tokens=2, pad_token_id=256)
-    with nta.patch(model), pytest.raises(ValueError, match="continuous batching|paged"):
+    with nta.patch(model), pytest.raises(ValueError, match=r"continuous batching|paged"):
         model.generate_batch([[5, 6, 7]], generation_config=asked)
     record(LIBRARY, "generate_batch", "after", "refused: continuous batching hands attention a paged cache")
 
