@@ -45,7 +45,8 @@ def patch(
             padding them costs the memory that packing saves. "padded" always pads them.
         on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
             such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
-            packed, is no fallback.
+            packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a
+            `key_padding_mask` counts.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`

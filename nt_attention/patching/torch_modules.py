@@ -62,7 +62,8 @@ def patch_layer(name: str, layer: nn.TransformerEncoderLayer, handle: PatchHandl
     Returns:
         False if it can't. Its attention can then still be replaced.
     """
-    if _layer_not_supported(layer) is not None or isinstance(layer.self_attn, VarlenMultiheadAttention):
+    if (reason := _layer_not_supported(layer)) is not None:
+        handle.leave(name, f"{reason} Only its attention is replaced.")
         return False
     swap_attention(layer, "self_attn", handle)
     override_forward(layer, functools.partial(_single_layer_forward, handle), handle)

@@ -312,3 +312,33 @@ def test_pad_of_a_nested_tensor_names_values():
     nested = layout.to_nested(torch.randn(5, 4))
     with pytest.raises(TypeError, match=r"values must be a plain tensor, got a NestedTensor: pass its \.values\(\)"):
         layout.pad(nested)
+
+
+def test_copy_of_a_patched_layer_can_be_patched_again():
+    model, x = LayersInALoop(), rows()
+    want = model(x, src_key_padding_mask=PADDING)
+    handle = nta.patch(model)
+    copied = copy.deepcopy(model)
+    handle.remove()
+    with nta.patch(copied, on_fallback="raise") as again:
+        out = copied(x, src_key_padding_mask=PADDING)
+    assert again.calls == {None: 3}
+    torch.testing.assert_close(out[~PADDING], want[~PADDING])
+
+
+def test_layers_with_a_varlen_attention_of_ones_own_run_packed():
+    model, x = LayersInALoop(), rows()
+    want = model(x, src_key_padding_mask=PADDING)
+    for layer in model.layers:
+        layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn)
+    with nta.patch(model, on_fallback="raise") as handle:
+        out = model(x, src_key_padding_mask=PADDING)
+    assert handle.calls == {None: 3}
+    torch.testing.assert_close(out[~PADDING], want[~PADDING])
+
+
+def test_handle_says_why_a_layer_is_not_packed():
+    model = LayersInALoop()
+    model.layers[1].norm1 = nn.Identity()
+    handle = nta.patch(model)
+    assert handle.left == {"layers.1": "its norm1 is a Identity, which may mix tokens. Only its attention is replaced."}
