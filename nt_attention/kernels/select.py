@@ -260,7 +260,7 @@ def check_backend_name(backend: str, source: str = "") -> None:
     Raises:
         ValueError: There is none.
     """
-    if backend != "auto" and backend not in BACKENDS:
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
 

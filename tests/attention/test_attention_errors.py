@@ -227,3 +227,11 @@ def test_unhashable_option_is_refused_with_its_own_message(function, name):
 
 def test_unhashable_cases_name_every_option():
     assert set(UNHASHABLE) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("function", [varlen_attention, explain])
+def test_backend_that_is_no_name_is_refused(function):
+    query = torch.randn(3, 2, 8)
+    for backend in ([], None, 1):
+        with pytest.raises(ValueError, match="there is no backend"):
+            function(query, query, query, SequenceLayout.from_lengths([3]), backend=backend)
