@@ -19,6 +19,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Empties the cache of torch.compile."""
+    torch._dynamo.reset()
+
+
 VARIANT_NUMBERS = itertools.count()
 
 

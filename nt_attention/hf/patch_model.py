@@ -48,8 +48,9 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
             how += "; in training with labels its logits stay packed"
     elif padding_free:
         how = f"not packed, because {families.NOT_PACKED[kind]}"
-        if any(name.endswith("attention_mask") for name in inspect.signature(model.forward).parameters):
-            override_forward(model, functools.partial(_run_padded, handle, families.NOT_PACKED[kind]), handle)
+        names = tuple(inspect.signature(model.forward).parameters)
+        if any(name.endswith("attention_mask") for name in names):
+            override_forward(model, functools.partial(_run_padded, handle, families.NOT_PACKED[kind], names), handle)
     handle.change(name, f"{type(model).__name__}, {how}; attn_implementation was {before!r}")
     handle.change_layers(name, _attention_layers(model))
     for path, module in model.named_modules():
@@ -63,14 +64,21 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
 
 
 def _run_padded(
-    handle: Handle, reason: str, model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+    handle: Handle,
+    reason: str,
+    names: tuple[str, ...],
+    model: nn.Module,
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Run a model that can't be packed, and count the call as a fallback if its batch has padding."""
-    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    masks = [
-        x for name, x in given.items() if name.endswith("attention_mask") and isinstance(x, Tensor) and x.dim() == 2
-    ]
-    if any(_has_padding(mask) for mask in masks):
+    """Run a model that can't be packed, and count the call as a fallback if its batch has padding.
+
+    `names` are the names of the model's arguments. Syncs with the device once for each mask.
+    """
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    masks = (x for name, x in given.items() if name.endswith("attention_mask"))
+    if any(isinstance(mask, Tensor) and mask.dim() == 2 and _has_padding(mask) for mask in masks):
         handle.fall_back(reason)
     return original(*args, **kwargs)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from calls import STRIDES, call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, problem
-from sweep_products import sweep_product
+from sweeps import sweep_product
 from torch.nn import functional as F
 
 from nt_attention import SequenceLayout, varlen_attention

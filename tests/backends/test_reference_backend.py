@@ -6,7 +6,7 @@ import pytest
 import torch
 from calls import call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, attention, problem
-from sweep_products import sweep_product
+from sweeps import sweep_product
 from torch.nn.attention.flex_attention import flex_attention
 
 from nt_attention import SequenceLayout, varlen_attention

@@ -7,8 +7,8 @@ from nt_attention.kernels.backends import cpu
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
+def _fresh_compiler(fresh_compiler):
+    """For every test here."""
 
 
 @pytest.fixture

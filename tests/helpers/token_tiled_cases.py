@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from oracle import EXTRAS, Problem, assert_same
-from sweep_products import sweep
+from sweeps import sweep
 from torch import Tensor
 
 import nt_attention as nta

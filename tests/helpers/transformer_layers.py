@@ -34,6 +34,12 @@ from nt_attention import VarlenMultiheadAttention
 
 BATCH, LENGTH, KEYS, EMBED, HEADS = 3, 5, 7, 12, 4
 
+# Warnings that PyTorch's own layers give in these tests.
+IGNORED_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+]
+
 
 BATCH_FIRST = pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from padding_masks import LENGTH, LENGTHS, PADDINGS
 from sweeps import covering
 from tiny import TEXT, make
 
@@ -16,23 +17,7 @@ import nt_attention as nta
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
 
-LENGTHS, LENGTH = [13, 7, 2], 13
-
-
 WINDOWED = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5}
-
-
-def right_padding(size=LENGTH):
-    return torch.arange(size) < torch.tensor(LENGTHS)[:, None]
-
-
-PADDINGS = {
-    "no mask": None,
-    "all ones": torch.ones(3, LENGTH, dtype=torch.bool),
-    "right": right_padding(),
-    "left": right_padding().flip(1),
-    "a row without tokens": right_padding() & torch.tensor([1, 0, 1]).bool()[:, None],
-}
 
 
 VISION = {

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import transformers
+from padding_masks import LENGTH, PADDINGS, right_padding
 from tiny import TEXT, config_of
 from transformers import masking_utils as stock
 
@@ -15,9 +16,6 @@ from nt_attention.hf import masks
 
 # a CPU has no kernel with gemma2's softcap
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
-LENGTHS, LENGTH = [13, 7, 2], 13
 
 
 WINDOWED = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5}
@@ -91,19 +89,6 @@ def test_is_plain_for_causal_window_and_packed_masks(name):
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_is_plain_is_false_for_other_masks(name):
     assert not masks.is_plain(NOT_PLAIN[name])
-
-
-def right_padding(size=LENGTH):
-    return torch.arange(size) < torch.tensor(LENGTHS)[:, None]
-
-
-PADDINGS = {
-    "no mask": None,
-    "all ones": torch.ones(3, LENGTH, dtype=torch.bool),
-    "right": right_padding(),
-    "left": right_padding().flip(1),
-    "a row without tokens": right_padding() & torch.tensor([1, 0, 1]).bool()[:, None],
-}
 
 
 def make_mask(over, mask_function, padding, config, function=None, **more):

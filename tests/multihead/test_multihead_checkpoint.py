@@ -4,7 +4,6 @@ import contextlib
 import functools
 
 import pytest
-import torch
 from functorch.compile import make_boxed_func
 from multihead_compile import FORMS, LENGTHS, Batch, Residual, close, compiled, make
 from sweeps import sweep_except
@@ -17,12 +16,8 @@ from nt_attention.modules.rotary import Rotary
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NestedTensor does not implement _stable_hash_for_caching"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
 
 
 class Counting(TorchDispatchMode):

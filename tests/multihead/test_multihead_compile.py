@@ -37,12 +37,8 @@ from nt_attention.modules.rotary import Rotary
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NestedTensor does not implement _stable_hash_for_caching"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
 
 
 def recording_backend(read):

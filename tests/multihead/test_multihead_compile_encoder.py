@@ -25,12 +25,8 @@ from nt_attention import VarlenMultiheadAttention
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NestedTensor does not implement _stable_hash_for_caching"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
 
 
 def encoder_layer(norm_first=False, dropout=0.0, attention=VarlenMultiheadAttention.from_torch):

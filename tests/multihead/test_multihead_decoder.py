@@ -13,6 +13,7 @@ from transformer_layers import (
     BATCH,
     EMBED,
     HEADS,
+    IGNORED_WARNINGS,
     KEYS,
     LENGTH,
     MEMORY_PADDED,
@@ -30,10 +31,7 @@ from transformer_layers import (
     with_our_attention,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 DECODER_MASKS = {

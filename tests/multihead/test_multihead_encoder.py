@@ -14,6 +14,7 @@ from transformer_layers import (
     BATCH_FIRST,
     EMBED,
     HEADS,
+    IGNORED_WARNINGS,
     KEYS,
     LENGTH,
     MODES,
@@ -32,10 +33,7 @@ from transformer_layers import (
     with_our_attention,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 ENCODER_MASKS = {

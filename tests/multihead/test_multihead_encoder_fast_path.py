@@ -12,6 +12,7 @@ from transformer_layers import (
     BATCH,
     EMBED,
     HEADS,
+    IGNORED_WARNINGS,
     LENGTH,
     SOME_PADDED,
     close,
@@ -24,10 +25,7 @@ from transformer_layers import (
 
 import nt_attention as nta
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,8 @@ from nt_attention import SequenceLayout
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NestedTensor does not implement _stable_hash_for_caching"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformer_layers import (
     EMBED,
     HEADS,
+    IGNORED_WARNINGS,
     LENGTHS,
     MEMORY_LENGTHS,
     MODES,
@@ -27,10 +28,7 @@ from transformer_layers import (
     with_our_attention,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 def without_masks(*lengths):

@@ -17,6 +17,7 @@ from transformer_layers import (
     BATCH_FIRST,
     EMBED,
     HEADS,
+    IGNORED_WARNINGS,
     KEYS,
     KEYS_PADDED,
     LENGTH,
@@ -34,10 +35,7 @@ from transformer_layers import (
 import nt_attention as nta
 from nt_attention import VarlenMultiheadAttention
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 def mask_forms():

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformer_layers import (
     BATCH,
     EMBED,
+    IGNORED_WARNINGS,
     LENGTH,
     LENGTHS,
     SOME_PADDED,
@@ -24,10 +25,7 @@ from transformer_layers import (
     with_our_attention,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
-]
+pytestmark = IGNORED_WARNINGS
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

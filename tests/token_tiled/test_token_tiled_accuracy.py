@@ -6,7 +6,7 @@ Without a GPU Triton's interpreter runs small cases in float32 and float16. On a
 import pytest
 import torch
 from oracle import EXTRAS, GEOMETRIES, Problem, assert_same
-from sweep_products import sweep_product
+from sweeps import sweep_product
 from token_tiled_cases import (
     DEVICE,
     DTYPES,

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sweep_products import sweep_product
+from sweeps import sweep_product
 
 SCRIPT = Path(__file__).with_name("compile_token_tiled.py")
 

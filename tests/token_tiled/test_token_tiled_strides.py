@@ -6,7 +6,7 @@ import calls
 import pytest
 import torch
 from oracle import Problem, assert_same
-from sweep_products import sweep_product
+from sweeps import sweep_product
 from token_tiled_cases import (
     DEVICE,
     DTYPES,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from oracle import GEOMETRIES, Problem, assert_same
-from sweep_products import sweep_product
+from sweeps import sweep_product
 from token_tiled_cases import DEVICE, DTYPES, IGNORED_WARNINGS, case_of, cases_of, check, exact, on_tiles, placed, truth
 
 import nt_attention as nta
