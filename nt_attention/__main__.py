@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
     "check": "verify the backends on this machine against float64",
+    "check-models": "prove which Hugging Face text models can be packed",
 }
 
 
@@ -37,11 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == [name]:  # the modules of the other commands are not imported
             if importlib.util.find_spec("rich") is None:
                 command.error(f"{name} needs rich: pip install 'nt-attention[cli]'")
-            importlib.import_module(f".cli.{name}", __package__).add_arguments(command)
+            importlib.import_module(f".cli.{_module(name)}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
-    module = importlib.import_module(f".cli.{options.command or 'environment'}", __package__)
+    module = importlib.import_module(f".cli.{_module(options.command or 'environment')}", __package__)
     status: int = module.main(options)
     return status
+
+
+def _module(command: str) -> str:
+    return command.replace("-", "_")
 
 
 if __name__ == "__main__":

@@ -134,8 +134,9 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     every function in the chain of wrappers must come from a package in `_WRAPPERS`.
     """
     links = _links(forward)
-    foreign = (link for link in links if _module_of(link).partition(".")[0] not in _WRAPPERS)
     own = _links(kind.forward)[-1]
+    known = {*_WRAPPERS, *(base.__module__.partition(".")[0] for base in kind.__mro__)}
+    foreign = (link for link in links if _module_of(link).partition(".")[0] not in known)
     replacement = next(foreign, None if links[-1] is own else links[-1])
     if replacement is None:
         return None

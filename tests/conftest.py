@@ -1,14 +1,21 @@
 """Fixtures for all tests: a fixed seed, variants of backends, NaN in uninitialized memory; GPU tests need a GPU."""
 
 import dataclasses
+import getpass
 import itertools
 import os
+import tempfile
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+
+# Proofs of Hugging Face models are kept from run to run, but not in the user's cache.
+os.environ.setdefault(
+    "NT_ATTENTION_CACHE", os.path.join(tempfile.gettempdir(), f"nt_attention_tests_{getpass.getuser()}")
+)
 
 # With small tensors, threads wait for each other longer than they compute.
 torch.set_num_threads(1)

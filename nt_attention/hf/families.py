@@ -1,7 +1,4 @@
-"""Tables of the Hugging Face models that can be packed, and of what differs between them.
-
-The class name of a model is the prefix of its family and an ending, such as one in `HEADS`.
-"""
+"""Tables: what is special about some families of Hugging Face models, and what arguments and outputs mean."""
 
 from __future__ import annotations
 
@@ -12,11 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..layout import SequenceLayout
 
 
-def _pool(base: Any, first: Tensor) -> Tensor | None:
+def pool_first(base: Any, first: Tensor) -> Tensor | None:
     """The pooled output (B, E), from the first token of each row (B, E)."""
     return base.pooler(first.unsqueeze(1)) if base.pooler is not None else None
 
@@ -40,77 +38,55 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
     return embeddings(inputs_embeds=(embeds * scale[:, None]).to(embeds.dtype), position_ids=position_ids)
 
 
+Positions = Literal["padded", "tokens", "ids"]
+Pool = Callable[[Any, Tensor], Tensor | None]
+Embed = Callable[[Any, Tensor, Tensor, SequenceLayout], Tensor | None]
+
+
 @dataclass(frozen=True)
 class Family:
-    """What is special about a family of models.
+    """How to pack a family of models.
 
     Attributes:
-        prefix: the beginning of its class names, for example "Bert" in BertModel and BertForMaskedLM.
         positions: how the model computes positions if the caller passes none. "padded": the index in the padded row;
             "tokens": the number of tokens before it in the attention mask (OPT); "ids": the number of input ids up to
-            it that are not the padding id, plus the padding id (RoBERTa).
-        pool: computes the pooled output from the first token of each row. None if the base model has none.
+            it that are not the padding id, plus the padding id (RoBERTa). None: the proof finds out.
+        pool: computes the pooled output from the first token of each row. None: the proof tries the base model's
+            `pooler`.
         embed: computes the embeddings of a packed row if those of a token depend on other tokens of its sequence.
-        base: the ending of the base model's class name.
-        padded_if: a flag in the config. If it is set, the model can't be packed, because only its mask says which keys
-            are visible.
+        holes: whether rows with padding between tokens can be packed. The proof finds out.
+        embeds: whether `inputs_embeds` can be packed. The proof finds out.
+        token_types: whether `token_type_ids` can be packed. The proof finds out.
     """
 
-    prefix: str
-    positions: Literal["padded", "tokens", "ids"] = "padded"
-    pool: Callable[[Any, Tensor], Tensor | None] | None = None
-    embed: Callable[[Any, Tensor, Tensor, SequenceLayout], Tensor | None] | None = None
-    base: str = "Model"
-    padded_if: str = ""
+    positions: Positions | None = None
+    pool: Pool | None = None
+    embed: Embed | None = None
+    holes: bool = True
+    embeds: bool = True
+    token_types: bool = True
 
 
-# config.model_type → family. Their models pass cu_seq_lens to attention, and sliding_window in layers that have one.
+# config.model_type → what the proof can't find by itself. `add_family` adds to it.
 FAMILIES = {
-    "albert": Family("Albert", pool=_pool_albert),
-    "bert": Family("Bert", pool=_pool),
-    "deepseek_v3": Family("DeepseekV3"),
-    "distilbert": Family("DistilBert"),
-    "electra": Family("Electra"),
-    "esm": Family("Esm", positions="ids", pool=_pool, embed=_embed_esm),
-    "eurobert": Family("EuroBert"),
-    "gemma2": Family("Gemma2", padded_if="use_bidirectional_attention"),
-    "gemma3_text": Family("Gemma3", base="TextModel"),
-    "gpt2": Family("GPT2"),
-    "gpt_neox": Family("GPTNeoX"),
-    "gpt_oss": Family("GptOss"),
-    "llama": Family("Llama"),
-    "mistral": Family("Mistral"),
-    "modernbert": Family("ModernBert"),
-    "opt": Family("OPT", positions="tokens"),
-    "phi3": Family("Phi3"),
-    "qwen2": Family("Qwen2"),
-    "qwen3": Family("Qwen3"),
-    "roberta": Family("Roberta", positions="ids", pool=_pool),
-    "xlm-roberta": Family("XLMRoberta", positions="ids", pool=_pool),
+    "albert": Family(pool=_pool_albert),
+    "esm": Family(embed=_embed_esm),
 }
 
-# Ending of a head's class name → what it predicts:
-# "token": a value for each token. Head and loss run packed.
+# How a head runs:
+# "token": it predicts a value for each token. Head and loss run packed.
 # "next token": the same, but the first token of a sequence is not predicted.
-# "span": the first and last token of an answer. The head runs packed, its loss on padded logits.
-# "sequence": a value for each row. The base model runs packed, the head gets padded hidden states.
+# "span": it predicts the first and last token of an answer. The head runs packed, its loss on padded logits.
+# "sequence": anything else. The base model runs packed, the head gets padded hidden states.
 Head = Literal["token", "next token", "sequence", "span"]
-HEADS: dict[str, Head] = {
-    "ForCausalLM": "next token",
-    "LMHeadModel": "next token",
-    "ForMaskedLM": "token",
-    "ForTokenClassification": "token",
-    "ForSequenceClassification": "sequence",
-    "ForNextSentencePrediction": "sequence",
-    "ForQuestionAnswering": "span",
-}
+HEADS: tuple[Head, ...] = ("next token", "token", "span", "sequence")
 
 # config.model_type → why the model is not packed, though its attention can be replaced.
 NOT_PACKED = {
     "bart": "self-attention and cross-attention get the same cu_seq_lens, but have different lengths",
     "clip": "its images have equal lengths, and its text is pooled at a position of the padded row",
     "siglip": "its rows have equal lengths",
-    "t5": "its position bias is computed for padded rows, and cross-attention gets the same cu_seq_lens",
+    **dict.fromkeys(("t5", "mt5", "umt5"), "its position bias is a mask of the whole row, T × T in a packed row"),
     "vit": "its images have equal lengths",
     "whisper": "its rows have equal lengths, with padding",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "its positions have three dimensions"),
@@ -133,6 +109,12 @@ NOT_ROUTED = {
 
 # Inputs with a value for each token, except position_ids.
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
+# Arguments of a model. A call with any other one can't run packed.
+INPUTS = TOKEN_INPUTS | {
+    "attention_mask", "position_ids", "logits_to_keep", "start_positions", "end_positions", "next_sentence_label",
+    "num_items_in_batch", "ignore_index", "past_key_values", "encoder_hidden_states", "encoder_attention_mask",
+    "return_dict", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
+}  # fmt: skip
 # Outputs with a value for each token. Those in LOWEST_AT_PADDING have the lowest number at padding, the others 0.
 TOKEN_OUTPUTS = {"last_hidden_state", "hidden_states", "logits", "start_logits", "end_logits"}
 LOWEST_AT_PADDING = {"start_logits", "end_logits"}
@@ -140,33 +122,71 @@ LOWEST_AT_PADDING = {"start_logits", "end_logits"}
 OTHER_OUTPUTS = {"loss", "pooler_output", "past_key_values", "attentions", "aux_loss"}
 
 
+def add_family(
+    model_type: str, *, positions: Positions | None = None, pool: Pool | None = None, embed: Embed | None = None
+) -> None:
+    """Say what is special about a family of models. Most models do not need it: `nta.patch` tries how to pack them.
+
+    A model of the family is still tried before it is packed, so a wrong family is refused.
+
+    Args:
+        model_type: the `config.model_type` of its models.
+        positions: how the models compute positions if the caller passes none. "padded": the index in the padded row;
+            "tokens": the number of tokens before it in the attention mask (OPT); "ids": the number of input ids up to
+            it that are not the padding id, plus the padding id (RoBERTa). None tries all three.
+        pool: `pool(base_model, first)` computes the pooled output (B, E) from the first token of each row, (B, E). None
+            tries the `pooler` of the base model.
+        embed: `embed(base_model, input_ids, position_ids, layout)` computes the embeddings (1, T, E) of a packed row,
+            if those of a token depend on other tokens of its sequence. `input_ids` and `position_ids` are (1, T), and
+            `layout` is the `SequenceLayout` of the row. It returns None if the model's own embeddings are right.
+
+    Raises:
+        ValueError: `positions` has another value.
+
+    Example:
+        >>> import nt_attention as nta
+        >>> nta.hf.add_family("my_model", positions="tokens")
+    """
+    if positions not in (None, "padded", "tokens", "ids"):
+        raise ValueError(f'positions must be "padded", "tokens", "ids" or None, got {positions!r}.')
+    FAMILIES[model_type] = Family(positions, pool, embed)
+
+
 def model_type(module: nn.Module) -> str:
     """The `config.model_type` of a module, or "" if it has none."""
     return getattr(getattr(module, "config", None), "model_type", "")
 
 
-def family_of(module: nn.Module) -> Family | None:
-    """The family of a Hugging Face model. None if it is in no family, or its class is not defined in transformers."""
-    family = FAMILIES.get(model_type(module))
-    if family is None or not _class_of(module).__module__.startswith("transformers."):
+def family_of(module: Any) -> Family:
+    """What is known about the family of a model."""
+    return FAMILIES.get(model_type(module), Family())
+
+
+def why_not_routed(module: Any) -> str | None:
+    """Why the attention of a model can't be replaced, or None."""
+    if kind(module) not in NOT_ROUTED and module._can_set_attn_implementation():
         return None
-    return family if re.match(f"{family.prefix}(Text)?(Model|For|LMHead)", _class_of(module).__name__) else None
+    if kind(module) not in NOT_ROUTED and class_of(module).__module__ == "__main__":
+        return "has no source that transformers could read, which it does before it replaces attention: use a file"
+    reason = f": {NOT_ROUTED[kind(module)]}" if kind(module) in NOT_ROUTED else ""
+    return f"does not route its attention through transformers' interface{reason}"
 
 
-def head_of(module: nn.Module, family: Family) -> Head | None:
-    """What the head of a model predicts, or None for a base model.
+def why_not_packed(module: Any) -> str | None:
+    """Why a model is not packed, whatever a proof would find, or None."""
+    if kind(module) in NOT_PACKED:
+        return NOT_PACKED[kind(module)]
+    if module.config.is_encoder_decoder:
+        return "self-attention and cross-attention get the same cu_seq_lens, but have different lengths"
+    if module.main_input_name != "input_ids":
+        return f"its input is {module.main_input_name}, which has no padding mask"
+    return None
 
-    Raises:
-        KeyError: the head is not in `HEADS`.
-    """
-    ending = _class_of(module).__name__.removeprefix(family.prefix)
-    return None if ending == family.base else HEADS[ending.removeprefix("Text")]
 
-
-def base_model(module: nn.Module, family: Family) -> nn.Module:
+def base_model(module: Any) -> PreTrainedModel:
     """The base model of a model with a head, or the model itself if it has no head."""
-    is_base = _class_of(module).__name__ == family.prefix + family.base
-    return module if is_base else module.base_model  # type: ignore[return-value]
+    inner = module.base_model
+    return inner if isinstance(inner, PreTrainedModel) else module
 
 
 def kind(module: nn.Module) -> str:
@@ -174,6 +194,6 @@ def kind(module: nn.Module) -> str:
     return re.sub("_(text|vision)(_model)?$", "", model_type(module))
 
 
-def _class_of(module: nn.Module) -> type:
+def class_of(module: nn.Module) -> type:
     """The class of a module, without the subclass that FSDP2 adds."""
-    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+    return next(kind for kind in type(module).__mro__ if kind.__bases__[0].__name__ != "FSDPModule")

@@ -15,9 +15,13 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from .families import FAMILIES
-
 MaskFunction = Callable[..., Any]
+
+# Models that pass is_causal, sliding_window, cu_seq_lens and position_ids to every attention call.
+_PASS_GEOMETRY = {
+    "albert", "bert", "deepseek_v3", "distilbert", "electra", "esm", "eurobert", "gemma2", "gemma3_text", "gpt2",
+    "gpt_neox", "gpt_oss", "llama", "mistral", "modernbert", "opt", "phi3", "qwen2", "qwen3", "roberta", "xlm-roberta",
+}  # fmt: skip
 
 # Mask functions whose masks attention can compute from is_causal, sliding_window, cu_seq_lens and position_ids.
 _PLAIN = {
@@ -41,10 +45,10 @@ _REMAP = {  # older versions of transformers have none
 def mask(*, over: str, **given: Any) -> Tensor | None:
     """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
-    It is None for rows without padding and without a cache, if the model is in a family and the mask is only made of
-    causality, a window and packed rows. The attention function then finds packed sequences by their positions or
-    `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of the caller), the result is that of the
-    implementation `over`. Syncs with the device once if there is an attention mask, as that implementation does.
+    It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
+    made of causality, a window and packed rows. The attention function then finds packed sequences by their positions
+    or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of the caller), the result is that of
+    the implementation `over`. Syncs with the device once if there is an attention mask, as that implementation does.
 
     Args:
         over: "sdpa" or "eager", the underlying implementation.
@@ -97,7 +101,7 @@ def _passes_geometry(config: Any, device: Any) -> bool:
     """Whether the model passes window and positions to its attention. False while a graph is traced."""
     # With this option, Gemma calls attention with is_causal=False, though its masks may be causal.
     bidirectional = getattr(config, "use_bidirectional_attention", False)
-    is_family = getattr(config, "model_type", None) in FAMILIES
+    is_family = getattr(config, "model_type", None) in _PASS_GEOMETRY
     return is_family and not bidirectional and not _is_traced(torch.empty(0, device=device))
 
 

@@ -61,7 +61,7 @@ class PackedCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        family, head: the kind of model. For a "sequence" head, this is the forward of the base model.
+        family, head: how to pack the model. For a "sequence" head, this is the forward of the base model.
         logits: "padded", or None to leave logits packed in training with labels.
         names: the parameters of the original forward, in the order of positional arguments.
         scales_rope: whether the frequencies of its rotary embedding depend on the sequence length.
@@ -104,19 +104,25 @@ class PackedCall:
             return "all"
         if "cu_seq_lens_q" in given:
             return self._count("it was packed already")
-        base = families.base_model(model, self.family)
+        base = families.base_model(model)
         if (reason := replacement_of(original, type(model))) is not None:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
             return self._fall_back(reason)  # the base model would get the packed row of the head
-        if (reason := _not_supported(given, model, self.family)) is not None:
+        if (reason := _not_supported(given, model)) is not None:
             return self._fall_back(reason)
+        if "inputs_embeds" in given and not self.family.embeds:
+            return self._fall_back("its inputs_embeds give other values in a packed row")
+        if "token_type_ids" in given and not self.family.token_types:
+            return self._fall_back("its token_type_ids give other values in a packed row")
+        if self.family.positions == "ids" and base.config.pad_token_id is None and "position_ids" not in given:
+            return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
         packing = _read_packing(given)
         if packing is not None and packing.has_holes:
-            if any(getattr(model.config, name, None) for name in ("sliding_window", "local_attention")):
-                return self._fall_back("its rows have padding between tokens, which the window would count")
+            if not self.family.holes:
+                return self._fall_back("its rows have padding between tokens, which changes its values (windows do)")
             if self.head == "next token" and "labels" in given:
                 return self._fall_back("its rows have padding between tokens, and labels are shifted over it")
         if packing is None or packing.saves_nothing:
@@ -135,7 +141,7 @@ class PackedCall:
         return "all"
 
     def _fall_back_head(self, model: PreTrainedModel, reason: str) -> Unpacked:
-        is_base = families.base_model(model, self.family) is model
+        is_base = families.base_model(model) is model
         self.handle.fall_back(reason, "this call" if is_base else "the head of this call")
         return "head"
 
@@ -143,7 +149,7 @@ class PackedCall:
         self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the original forward, in which the base model does not pack or count."""
-        base = families.base_model(model, self.family)
+        base = families.base_model(model)
         with scaled_per_sequence(None) if self.scales_rope else nullcontext():
             if base is model:
                 return original(*args, **kwargs)
@@ -181,28 +187,37 @@ class PackedCall:
         return out if as_dict else out.to_tuple()
 
 
-def _not_supported(given: dict[str, Any], model: PreTrainedModel, family: Family) -> str | None:
+def _not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
     """Why a call of the head or of the base model can't be packed, or None."""
     config = model.config
     if config.output_attentions:
         return "the config asks for attention weights"
     if config._attn_implementation not in NAME_OVER.values():
         return f"its attention was set to {config._attn_implementation!r} after the patch"
-    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+    if model.training and _has_noise(model):
         return "NEFTune scales its noise by the length of a row"
-    if family.padded_if and getattr(config, family.padded_if, None):
-        return f"with {family.padded_if}, only its mask says which keys are visible"
     if getattr(config, "output_router_logits", False):
         return _NOT_SUPPORTED["output_router_logits"]
     for name, reason in _NOT_SUPPORTED.items():
         if given.get(name, False) is not False:  # not its truth value: an empty cache is falsy
             return reason
+    for name, value in given.items():
+        if name not in families.INPUTS and value is not False:
+            return f"its argument {name!r} is not known, and may depend on padded rows"
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)"
     if position_ids is not None and position_ids.dim() != 2:
         return "its position_ids are not (batch, length)"
     return None
+
+
+def _has_noise(model: PreTrainedModel) -> bool:
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:  # a class need not say what they are
+        return False
+    return bool(getattr(embeddings, "neftune_noise_alpha", None))
 
 
 def _head_not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
@@ -258,7 +273,7 @@ def _pack_inputs(
     """The keyword arguments of the original forward for the packed row (1, T)."""
     layout = packing.layout
     given.pop("attention_mask", None)
-    base: Any = families.base_model(model, family)
+    base: Any = families.base_model(model)
     if "position_ids" in given:
         given["position_ids"] = packing.pack(given["position_ids"])
     else:
@@ -291,7 +306,7 @@ def _default_position_ids(family: Family, base: Any, packing: Packing, input_ids
     if family.positions == "tokens":
         return packing.layout.position_ids.unsqueeze(0)
     padded = packing.padded_positions.unsqueeze(0)
-    if family.positions == "padded" or getattr(base.config, "position_embedding_type", None) == "rotary":
+    if family.positions == "padded":
         return padded
     padding = base.config.pad_token_id
     if input_ids is None:

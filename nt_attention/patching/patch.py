@@ -23,12 +23,14 @@ def patch(
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
-    Changes every `nn.TransformerEncoder`, and every Hugging Face model of a family in `nt_attention.hf.families`,
-    whether it is the model itself or a part of it. A padded batch is packed once at the entry, all layers run on real
-    tokens, and the result is padded again at the exit, with 0 at padding. An `nn.TransformerEncoderLayer` that is in no
-    `nn.TransformerEncoder` packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a
-    `VarlenMultiheadAttention` with the same parameters, which also takes NestedTensors, and skips padding in calls with
-    `need_weights=False`, a boolean `key_padding_mask` and no `attn_mask`.
+    Changes every `nn.TransformerEncoder`, and every Hugging Face model that gives the same packed as each sequence
+    alone, whether it is the model itself or a part of it. This is known for the models of transformers; for another
+    class or config, a small model of the class is tried on the CPU first, which takes some seconds. A padded batch is
+    packed once at the entry, all layers run on real tokens, and the result is padded again at the exit, with 0 at
+    padding. An `nn.TransformerEncoderLayer` that is in no `nn.TransformerEncoder` packs and pads by itself. Any other
+    `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the same parameters, which also takes
+    NestedTensors, and skips padding in calls with `need_weights=False`, a boolean `key_padding_mask` and no
+    `attn_mask`.
 
     A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
     `NotPackedWarning` is shown once for each reason.

@@ -9,7 +9,6 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForNextSentencePrediction,
-    BertForPreTraining,
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
@@ -17,8 +16,6 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForTokenClassification,
     LlamaModel,
-    Olmo2Config,
-    Olmo2Model,
 )
 
 import nt_attention as nta
@@ -189,26 +186,6 @@ def test_model_inside_of_another_module_is_patched():
         assert list(handle.changed) == ["backbone"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (BertForPreTraining, r"head that is not in nt_attention.hf.families, .*: patch its base model, \.bert"),
-    ],
-)
-def test_unknown_head_is_refused_with_its_base_model(kind, reason):
-    model = make(kind)
-    with pytest.raises(ValueError, match=reason):
-        nta.patch(model)
-    with nta.patch(model.base_model):
-        model(**make_batch())
-
-
-def test_unknown_family_is_refused():
-    olmo = Olmo2Model(Olmo2Config(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=13))
-    with pytest.raises(ValueError, match=r"Olmo2Model is in no family .*pass padding_free=False"):
-        nta.patch(olmo)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_models_that_share_a_config(first, padding_free):
@@ -250,17 +227,6 @@ def test_heads_that_share_a_base_model():
     assert "forward" not in vars(first.bert)
 
 
-def test_custom_class_is_refused_with_its_base_model():
-    class MyBert(BertForTokenClassification):
-        pass
-
-    model = MyBert._from_config(BertConfig(**COMMON, **BERT), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match=r"MyBert is a custom class around BertModel, .* patch its base model, \.bert"):
-        nta.patch(model)
-    with nta.patch(model.bert):
-        model(**make_batch())
-
-
 def test_neftune_and_custom_loss_function_fall_back():
     model, batch = make(LlamaForCausalLM).train(), make_batch(labels="token")
     want = model(**batch).loss
@@ -297,15 +263,6 @@ def test_attention_mask_of_other_numbers():
         assert_same_outputs(
             model(**{**batch, "attention_mask": 3 * batch["attention_mask"]}), want, batch["attention_mask"]
         )
-
-
-def test_class_with_the_name_of_a_transformers_class_is_refused():
-    class BertForTokenClassification(BertModel):
-        pass
-
-    model = BertForTokenClassification._from_config(BertConfig(**COMMON, **BERT), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match="in no family"):
-        nta.patch(model)
 
 
 def test_labels_of_another_width_are_refused():

@@ -1,0 +1,81 @@
+"""Prove which text models of the installed transformers can be packed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from ..hf import families, proofs
+from ..hf.proof import Proof
+from ..hf.text_models import on_meta_device, text_classes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model_types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the proofs to a JSON file")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prove, print a line for each class, and return 1 if a proof differs from the shipped one."""
+    unknown = set(options.model_types) - {model_type for model_type, _, _ in text_classes()}
+    if unknown:
+        options.error(f"no text models of type {', '.join(sorted(unknown))}: pass values of config.model_type")
+    wanted = [row for row in text_classes() if not options.model_types or row[0] in options.model_types]
+    console, entries = Console(highlight=False, soft_wrap=True), []
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for entry in pool.map(_prove, wanted):
+            entries.append(entry)
+            console.print(escape(_line(entry)))
+    counts = Counter(_state(entry) for entry in entries)
+    console.print(", ".join(f"{number} {what}" for what, number in counts.items()))
+    if options.write:
+        options.write.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
+        return 0
+    shipped = proofs.shipped()
+    differ = [e for e in entries if e["key"] and e["key"] in shipped and shipped[e["key"]] != Proof(**e["proof"])]
+    for entry in differ:
+        console.print(f"{entry['class']}: differs from the shipped proof")
+    return 1 if differ else 0
+
+
+def _prove(row: tuple[str, str, str]) -> dict[str, Any]:
+    """The entry of a class: its key is empty if the class can't be built from its default config."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    model_type, class_name, head = row
+    entry: dict[str, Any] = {"type": model_type, "class": class_name, "head": head, "key": "", "proof": {}}
+    try:
+        model = on_meta_device(model_type, class_name)
+    except Exception as error:  # whatever a class raises
+        return {
+            **entry,
+            "proof": {"reason": f"no default config: {type(error).__name__}: {' '.join(str(error).split())[:100]}"},
+        }
+    entry["key"], _ = proofs.key_of(model)
+    if (reason := families.why_not_routed(model) or families.why_not_packed(model)) is not None:
+        return {**entry, "proof": {"reason": reason}}
+    return {**entry, "proof": proofs.as_fields(proofs.make(model))}
+
+
+def _state(entry: dict[str, Any]) -> str:
+    if not entry["key"]:
+        return "not built"
+    return "refused" if "reason" in entry["proof"] else "packed"
+
+
+def _line(entry: dict[str, Any]) -> str:
+    proof = Proof(**entry["proof"])
+    how = proof.reason or ", ".join(f"{name} {x}" for name, x in proofs.as_fields(proof).items() if name != "pool")
+    return f"{entry['type']:28}{entry['class']:44}{_state(entry)}: {how or 'as usual'}"

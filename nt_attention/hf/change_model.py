@@ -1,0 +1,123 @@
+"""Changes the attention implementation and the `forward` of a Hugging Face model. The handle can undo both."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
+
+from .._forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, override_forward
+from . import families
+from .attention import NAME_OVER, register
+from .families import Family, Head
+from .packed_forward import Logits, PackedCall
+from .rope import rotate_per_sequence, scales_by_length
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """A patch that has set our name in a config: its handle, its model, and the attributes that the config had."""
+
+    handle: weakref.ref[Handle]
+    model: weakref.ref[nn.Module]
+    before: dict[str, Any]
+
+
+# Config → renamings. Models may share a config, so there may be several.
+_renamings = WeakIdKeyDictionary()
+
+
+def _other_renamings(config: Any, handle: Handle) -> list[_Renaming]:
+    """The other active patches that have set our name in a config."""
+    found = [(renaming, renaming.handle()) for renaming in _renamings.get(config, ())]
+    return [renaming for renaming, other in found if other is not None and other.active and other is not handle]
+
+
+def set_attention(model: PreTrainedModel, handle: Handle) -> str:
+    """Set our name in the model's configs, let the handle undo it, and return the name that was there."""
+    configs = _configs(model)
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    handles = [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
+    _check_not_patched(model, configs, handles, handle)
+    before: str = model.config._attn_implementation
+    over = next((over for over, name in NAME_OVER.items() if name == before), None)
+    if over is not None and handles:
+        before = over  # the model is a copy, made before the patch of the original was removed
+    kept = []
+    for config in configs:
+        others = _other_renamings(config, handle)  # patches of other models with this config
+        attributes = {name: value for name, value in vars(config).items() if name.startswith("_attn")}
+        if others:
+            attributes = others[0].before
+            before = attributes["_attn_implementation_internal"] if config is model.config else before
+        kept.append((config, attributes))
+        _renamings[config] = [*others, _Renaming(weakref.ref(handle), weakref.ref(model), attributes)]
+    handle.on_remove(functools.partial(_restore_configs, handle, kept, over and before))
+    if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
+        # calls that are not packed run on the implementation that the model had, eager or sdpa
+        model.set_attn_implementation(
+            register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager"))
+        )
+    return before
+
+
+def _check_not_patched(model: PreTrainedModel, configs: list[Any], handles: list[Handle], handle: Handle) -> None:
+    renamings = [renaming for config in configs for renaming in _other_renamings(config, handle)]
+    owners = [owner for renaming in renamings if (owner := renaming.model()) is not None]
+    is_inside = any(part is model for owner in owners for part in owner.modules())
+    if is_inside or any(other.active and other is not handle for other in handles):
+        raise ValueError(
+            f"{type(model).__name__} or a part of it is already patched: {CALL_REMOVE_FIRST} "
+            "For a copied or loaded model, it is model.forward.handle."
+        )
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of a model and its parts, without duplicates."""
+    found: dict[int, Any] = {}
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+    return list(found.values())
+
+
+def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], replace_ours: str | None) -> None:
+    for config, attributes in kept:
+        if _other_renamings(config, handle):
+            continue  # the last of the patches that share the config restores it
+        for key in [key for key in vars(config) if key.startswith("_attn") and key not in attributes]:
+            del config.__dict__[key]
+        config.__dict__.update(attributes)
+        if replace_ours and config._attn_implementation_internal in NAME_OVER.values():
+            config._attn_implementation_internal = replace_ours
+
+
+def make_padding_free(
+    model: PreTrainedModel, family: Family, head: Head | None, handle: Handle, logits: Logits
+) -> None:
+    """Make the model pack, and also its base model, because callers may call it directly."""
+    base = families.base_model(model)
+    rotary = [module for module in base.modules() if scales_by_length(module)]
+    for module in rotary:
+        override_forward(module, rotate_per_sequence, handle)
+    entries: list[tuple[PreTrainedModel, Head | None]] = [(base, "sequence" if head == "sequence" else None)]
+    if model is base and head != "sequence":
+        entries = [(model, head)]
+    elif head != "sequence":
+        entries.append((model, head))
+    for entry, works_on in entries:
+        parameters = inspect.signature(entry.forward).parameters.values()
+        names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+        call = PackedCall(handle, family, works_on, logits, names, bool(rotary))
+        override_forward(entry, call, handle)
+        if works_on == "sequence":  # replaces the entry that another head with the same base model has made
+            cast(PatchedForward, entry.forward).forward = call

@@ -1,0 +1,55 @@
+"""The text models of the installed transformers, from the mappings of its Auto classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from .twin import fill_config
+
+# The mappings of transformers' Auto classes for text: mapping → the name of its heads in the documentation.
+MAPPINGS = {
+    "MODEL_MAPPING_NAMES": "base",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "causal LM",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "masked LM",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "token",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "sequence",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "QA",
+    "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES": "multiple choice",
+    "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES": "next sentence",
+    "MODEL_FOR_PRETRAINING_MAPPING_NAMES": "pretraining",
+    "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES": "text encoding",
+}
+_OF_TEXT = ("CAUSAL_LM", "MASKED_LM", "TOKEN_CLASSIFICATION", "MULTIPLE_CHOICE", "TEXT_ENCODING")
+
+
+def text_classes() -> list[tuple[str, str, str]]:
+    """Model type, class name and head of every text model, each class once."""
+    text = {kind for name in MAPPINGS if any(part in name for part in _OF_TEXT) for kind in _mapping(name)}
+    found: dict[str, tuple[str, str, str]] = {}
+    for name, head in MAPPINGS.items():
+        for model_type, class_names in _mapping(name).items():
+            for class_name in [class_names] if isinstance(class_names, str) else class_names:
+                if model_type in text and hasattr(transformers, class_name):
+                    found.setdefault(f"{model_type} {class_name}", (model_type, class_name, head))
+    return sorted(found.values())
+
+
+def _mapping(name: str) -> dict[str, Any]:
+    mapping: dict[str, Any] = getattr(modeling_auto, name)
+    return mapping
+
+
+def on_meta_device(model_type: str, class_name: str) -> PreTrainedModel:
+    """A model of a class with its default config, without values."""
+    kind: Any = getattr(transformers, class_name)
+    config = transformers.CONFIG_MAPPING[model_type]()
+    if not isinstance(config, kind.config_class):
+        config = kind.config_class()
+    with torch.device("meta"):
+        model: PreTrainedModel = kind(fill_config(config))
+        return model
