@@ -83,18 +83,18 @@ class Bench:
             tiles = plan.query_tiles(tile.block_m, shared)
             work = (kernels.forward_kernel, tile, tiles, self.heads, plan.queries, tensors, strides, (rows,))
         elif kernel == "query":
-            tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, self.delta, grad_query)
+            tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, self.delta, grad_query, None, None)
             strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, grad_query))
             tiles = plan.query_tiles(tile.block_m, shared, without_fused=True)
             work = (kernels.query_kernel, tile, tiles, self.heads, plan.queries, tensors, strides, (rows, 0, 0), False)
         elif kernel == "key":
-            tensors = (self.q, self.k, self.v, self.grad, self.lse, self.delta, grad_key, grad_value)
+            tensors = (self.q, self.k, self.v, self.grad, self.lse, self.delta, grad_key, grad_value, None)
             strides = (*inputs, *ops._rows_and_heads(self.grad, grad_key, grad_value))
             tiles = plan.key_tiles(tile.block_n, shared)
             group = self.heads // self.kv_heads
             work = (kernels.key_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, strides, (rows,), group)
         else:
-            tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, *self.grads)
+            tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, *self.grads, None, None, None)
             strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, *self.grads))
             tiles = plan.fused_tiles(shared)
             lse_strides = (rows, 0, 0)

@@ -1,6 +1,7 @@
 """Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
 from .functional import explain, varlen_attention
+from .kernels.relative import RelativeBias
 from .kernels.select import available_backends, use_backend
 from .layout import SequenceLayout
 from .modules.multihead import VarlenMultiheadAttention
@@ -9,6 +10,7 @@ from .patching.patch import patch
 
 __version__ = "0.1.0"
 __all__ = [
+    "RelativeBias",
     "Rotary",
     "SequenceLayout",
     "VarlenMultiheadAttention",

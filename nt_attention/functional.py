@@ -28,6 +28,7 @@ from .kernels.call import (
     check_slopes,
     describe,
 )
+from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layout import SequenceLayout
 
@@ -43,6 +44,7 @@ def varlen_attention(
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     **options: Unpack[Options],
@@ -67,8 +69,8 @@ def varlen_attention(
         key_layout: the sequences of packed key and value in cross-attention; None if they are those of `layout`.
         is_causal: mask the keys after the position of a query.
         causal_alignment: the position of a query among the keys of its sequence. For query i of Lq and Lk keys,
-            "lower_right" is i + Lk − Lq, as in flash-attn, and "upper_left" is i. `is_causal`, `window_size` and
-            `alibi_slopes` use this position.
+            "lower_right" is i + Lk − Lq, as in flash-attn, and "upper_left" is i. `is_causal`, `window_size`,
+            `alibi_slopes` and `relative` use this position.
         window_size: (left, right). A query sees the key at its position, `left` keys before it and `right` keys after
             it. −1 means no limit.
         scale: the factor of query · key; None is D^−0.5.
@@ -76,8 +78,10 @@ def varlen_attention(
         sinks: (H,), a score for each head that is added to the softmax and to the log-sum-exp, like that of a key whose
             value is 0.
         alibi_slopes: (H,) or (B, H), float32 or float64; adds −slope · |distance| to the scores. Gets no gradient.
+        relative: learned biases by bucket of distance, for each head, query or key, which are added to the scores. See
+            `nta.RelativeBias`.
         score_mod: as in flex_attention, `score_mod(score, b, h, q_idx, kv_idx)`. b is the index of the sequence;
-            q_idx and kv_idx are indices in this sequence. Applied after softcap and ALiBi.
+            q_idx and kv_idx are indices in this sequence. Applied after softcap, ALiBi and `relative`.
         mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, True if the query sees the key. A query sees a
             key only if `is_causal` and `window_size` allow it too.
         dropout_p: the probability with which an attention weight is dropped.
@@ -102,7 +106,7 @@ def varlen_attention(
         >>> out.shape, lse.shape
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
-    planned = _plan(_pack(query, key, value, layout, key_layout), alibi_slopes, backend, options)
+    planned = _plan(_pack(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
     if sinks is not None:
         _check_sinks(sinks, planned.query)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
@@ -123,6 +127,7 @@ def explain(
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     **options: Unpack[Options],
@@ -146,12 +151,12 @@ def explain(
         >>> explanation.chosen, explanation.reasons["cpu"]
         ('reference', ('...softcap...',))
     """
-    inputs = _pack(query, key, value, layout, key_layout)
+    inputs = _pack(query, key, value, layout, key_layout, relative)
     spec = _spec(inputs, alibi_slopes is not None, all_options(options))
     _check_rows(inputs, alibi_slopes)
     if sinks is not None:
         _check_sinks(sinks, inputs.query)
-    return explain_call(Call(inputs.layout, inputs.key_layout, alibi_slopes, spec), backend)
+    return explain_call(Call(inputs.layout, inputs.key_layout, alibi_slopes, spec, None, inputs.relative), backend)
 
 
 def _name_options(function: Any) -> None:
@@ -197,11 +202,12 @@ def plan(
     key_layout: SequenceLayout | None = None,
     *,
     alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Plan:
     """Check a call of `varlen_attention` and choose its backend, without running it."""
-    return _plan(_pack(query, key, value, layout, key_layout), alibi_slopes, backend, options)
+    return _plan(_pack(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
 
 
 def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Mapping[str, Any]) -> Plan:
@@ -214,13 +220,14 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
         spec = _spec(inputs, alibi_slopes is not None, options)
         return spec, *_choose(inputs, spec, backend)
 
-    query, key, value, layout, key_layout, rewrap, is_traced, needs_grad = inputs
+    query, key, value, layout, key_layout, rewrap, is_traced, needs_grad, relative = inputs
     if is_traced or options["score_mod"] is not None or options["mask_mod"] is not None:
         spec, chosen, dims = decide()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
         cache_key = (
             *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
             *(query.device, key.device, value.device, alibi_slopes is None, needs_grad, *selection_key(backend)),
+            relative and (relative.terms, relative.requires_grad),
             *(*options.values(), *map(type, options.values())),  # types too: 1 == True, but 1 is not a valid bool
         )
         try:
@@ -229,7 +236,7 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
             check_options(**options)  # raises a clearer error: no option has unhashable values
             raise
     _check_rows(inputs, alibi_slopes)
-    return Plan(query, key, value, Call(layout, key_layout, alibi_slopes, spec, dims), chosen, rewrap)
+    return Plan(query, key, value, Call(layout, key_layout, alibi_slopes, spec, dims, relative), chosen, rewrap)
 
 
 class _Inputs(NamedTuple):
@@ -243,20 +250,31 @@ class _Inputs(NamedTuple):
     rewrap: Callable[..., Tensor] | None
     is_traced: bool
     needs_grad: bool
+    relative: RelativeBias | None
 
 
 def _pack(
-    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout | None,
+    key_layout: SequenceLayout | None,
+    relative: RelativeBias | None,
 ) -> _Inputs:
     refuse_jit_trace()
     query, key, value, layout, key_layout, rewrap = _unwrap(query, key, value, layout, key_layout)
     query, key, value = _autocast(query, key, value)
+    if relative is not None:
+        check_type(relative)
     traced = is_traced(query)
     if traced:
         # Views: a graph's inputs do not show that a transform differentiates them, and can't be passed twice.
         query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
+        relative = relative and relative.with_tensors([x.view_as(x) for x in relative.tensors])
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return _Inputs(query, key, value, layout, key_layout, rewrap, traced, needs_grad)
+    if relative is not None and not needs_grad:
+        needs_grad = torch.is_grad_enabled() and relative.requires_grad
+    return _Inputs(query, key, value, layout, key_layout, rewrap, traced, needs_grad, relative)
 
 
 def _unwrap(
@@ -325,7 +343,9 @@ def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpe
         (query.shape, key.shape, value.shape),
         options,
         alibi=alibi,
+        relative=() if inputs.relative is None else inputs.relative.terms,
         needs_grad=inputs.needs_grad,
+        relative_grad=inputs.needs_grad and inputs.relative is not None and inputs.relative.requires_grad,
         equal_lengths=same or (not traced and layout.same_lengths(key_layout)),
         keyless=(traced and not same) or key_layout.min_seqlen == 0,
     )
@@ -340,7 +360,7 @@ def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend
             torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
             raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
-    return choose_for(Call(inputs.layout, inputs.key_layout, None, spec), backend)
+    return choose_for(Call(inputs.layout, inputs.key_layout, None, spec, None, inputs.relative), backend)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -362,12 +382,14 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_rows(inputs: _Inputs, alibi_slopes: Tensor | None) -> None:
-    """Check the number of rows and the slopes, which can change in calls with the same layout."""
+    """Check the number of rows, the slopes and the relative bias, which can change in calls with the same layout."""
     if inputs.rewrap is None:  # unwrapping has checked NestedTensors
         inputs.layout.check_rows(inputs.query, "query")
         inputs.key_layout.check_keys(inputs.key, inputs.value)
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, inputs.query.shape[1], inputs.layout.batch_size, inputs.query.device)
+    if inputs.relative is not None:
+        check_relative(inputs.relative, inputs.query, inputs.key)
 
 
 def _check_sinks(sinks: Tensor, query: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels import support
 from ..kernels.backend import Backend
 from ..kernels.call import FEATURES
+from ..kernels.relative import RelativeBias
 from .implementations import Inputs, attention, padded
 from .workloads import CAUSAL, Workload
 
@@ -40,6 +41,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "window": {"options": {"window_size": (70, 30)}},
     "softcap": {"options": {"softcap": 5.0}},
     "alibi": {"options": {"alibi_slopes": (0.05, 0.2, 0.35, 0.5)}},
+    "relative bias": {"options": {"relative": (64, 33)}},  # the largest distance, and the number of buckets
     "score_mod": {"options": {"score_mod": tilt}},
     "mask_mod": {"options": {"mask_mod": every_third}},
     "dropout": {"options": {"dropout_p": 0.2}},
@@ -124,16 +126,35 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], device=device)
     workload = dataclasses.replace(case.workload, lengths=lengths, key_lengths=keys, options=options)
-    return Inputs.random(workload, device, case.dtype, past_end=2)
+    inputs = Inputs.random(workload, device, case.dtype, past_end=2)
+    if "relative" in options:
+        radius, buckets = options["relative"]
+        options["relative"] = _relative(radius, buckets, inputs)
+    return inputs
+
+
+def _relative(radius: int, buckets: int, inputs: Inputs) -> RelativeBias:
+    """All three biases, standard normal, with NaN in the rows past the last sequence."""
+    query, key, _ = inputs.qkv
+    distance = torch.arange(-radius, radius + 1, device=query.device)
+
+    def normal(*rows: int) -> Tensor:
+        return torch.randn(*rows, query.shape[1], buckets, device=query.device).to(query.dtype)
+
+    relative = RelativeBias(distance.abs() * buckets // (radius + 1), normal(), normal(len(query)), normal(len(key)))
+    for x, layout in ((relative.query_bias, inputs.layout), (relative.key_bias, inputs.key_layout)):
+        x[layout.total :] = torch.nan  # type: ignore[index]
+    return relative
 
 
 def results_of(backend: str, inputs: Inputs, backward: bool) -> dict[str, Tensor]:
-    """out and, with ``backward``, dq, dk and dv, without the rows past the end."""
+    """out and, with ``backward``, all gradients, without the rows past the end."""
     results = attention(backend, inputs).results(backward)
-    for name, x in results.items():
-        total = (inputs.layout if name in ("out", "dq") else inputs.key_layout).total
-        assert not x[total:].any(), "rows past the last offset are not 0"
-        results[name] = x[:total]
+    queries, keys = inputs.layout.total, inputs.key_layout.total
+    totals = {"out": queries, "dq": queries, "dk": keys, "dv": keys, "query_bias": queries, "key_bias": keys}
+    for name in totals.keys() & results.keys():
+        assert not results[name][totals[name] :].any(), "rows past the last offset are not 0"
+        results[name] = results[name][: totals[name]]
     return results
 
 
@@ -150,7 +171,7 @@ def check_bits(case: Case, inputs: Inputs) -> None:
 
 
 def relative_error(case: Case, inputs: Inputs, backward: bool) -> float:
-    """The largest error of out, dq, dk and dv over that of PyTorch in the same dtype, all against float64.
+    """The largest error of out and all gradients over that of PyTorch in the same dtype, all against float64.
 
     PyTorch's error is that of the reference backend or of padded self-attention with SDPA, whichever is larger.
     """
@@ -172,7 +193,8 @@ def relative_error(case: Case, inputs: Inputs, backward: bool) -> float:
         return float((x.double() - exact).norm() / exact.norm())
 
     def ratio(name: str) -> float:
-        others = error(reference[name], exact[name]), error(sdpa[name], exact_plain[name])
+        others = [error(reference[name], exact[name])]
+        others += [error(sdpa[name], exact_plain[name])] if name in sdpa else []
         return error(got[name], exact[name]) / max(*others, torch.finfo(case.dtype).eps / 4)
 
     return max(map(ratio, got))

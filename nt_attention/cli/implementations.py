@@ -66,6 +66,8 @@ class Inputs:
     def cast(self, dtype: torch.dtype) -> Inputs:
         """In another dtype, without NaN, and without the options that do not change the result."""
         options = {name: x for name, x in self.options.items() if name not in ("deterministic", "batch_invariant")}
+        if relative := options.get("relative"):
+            options["relative"] = relative.with_tensors([x.to(dtype).nan_to_num() for x in relative.tensors])
         q, k, v, grad = (x.to(dtype).nan_to_num() for x in (*self.qkv, self.grad))
         return dataclasses.replace(self, qkv=(q, k, v), grad=grad, options=options)
 
@@ -83,11 +85,12 @@ class PreparedCall:
     """An implementation on some inputs, with tensors in its own form."""
 
     attention: Callable[[], Tensor]  # the timed part
-    leaves: tuple[Tensor, ...]  # query, key and value, which require gradients
+    leaves: tuple[Tensor, ...]  # query, key, value and relative biases, which require gradients
     grad: Tensor  # of the output
     pack: Callable[[Tensor], Tensor] = lambda x: x  # from its own form to packed rows
     repeats: int = 1  # how often key heads are repeated in the leaves
     chosen: str | None = None  # the backend that runs
+    biases: tuple[str, ...] = ()  # the names of the relative biases
 
     @torch.no_grad()
     def forward(self) -> Tensor:
@@ -99,12 +102,12 @@ class PreparedCall:
         return out.detach(), *torch.autograd.grad(out, self.leaves, self.grad)
 
     def results(self, backward: bool) -> dict[str, Tensor]:
-        """Packed rows: out and, with ``backward``, the gradients dq, dk and dv."""
+        """Packed rows: out and, with ``backward``, the gradients dq, dk and dv, and those of relative biases."""
         if not backward:
             return {"out": self.pack(self.forward())}
-        out, dq, dk, dv = map(self.pack, self.both())
+        out, dq, dk, dv, *of_biases = map(self.pack, self.both())
         dk, dv = (x.unflatten(1, (-1, self.repeats)).sum(2) for x in (dk, dv))
-        return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+        return {"out": out, "dq": dq, "dk": dk, "dv": dv} | dict(zip(self.biases, of_biases, strict=True))
 
 
 # (inputs, whether gradients are needed) → the call; raises NotSupportedError
@@ -128,14 +131,18 @@ def backend(name: str, inputs: Inputs, backward: bool) -> PreparedCall:
 
 def attention(name: str, inputs: Inputs) -> PreparedCall:
     """``varlen_attention(backend=name)``."""
-    leaves = q, k, v = tuple(x.detach().clone().requires_grad_() for x in inputs.qkv)
+    options, relative = dict(inputs.options), inputs.options.get("relative")
+    given = (*inputs.qkv, *(relative.tensors if relative else ()))
+    leaves = q, k, v, *biases = tuple(x.detach().clone().requires_grad_() for x in given)
+    if relative:
+        options["relative"] = relative.with_tensors(biases)
 
     def attend() -> Tensor:
-        out = varlen_attention(q, k, v, inputs.layout, inputs.key_layout, backend=name, **inputs.options)
+        out = varlen_attention(q, k, v, inputs.layout, inputs.key_layout, backend=name, **options)
         assert isinstance(out, Tensor)
         return out
 
-    return PreparedCall(attend, leaves, inputs.grad.nan_to_num())
+    return PreparedCall(attend, leaves, inputs.grad.nan_to_num(), biases=relative.terms if relative else ())
 
 
 def padded(inputs: Inputs, backward: bool) -> PreparedCall:

@@ -44,7 +44,7 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         rewritten_inputs = Inputs(queries.select(query), keys.select(key), keys.select(value))
         out, lse, state = forward(backend, rewritten_inputs, call)
         return queries.restore(out, rows, 0.0), queries.restore(lse, rows, -torch.inf).T.contiguous().T, state
-    layout, key_layout, _, spec, _ = call
+    layout, key_layout, _, spec, *_ = call
     if layout.total == 0 or key_layout.total == 0:  # kernels can't be launched on empty tensors
         at = "cpu" if backend.rng_on_host else query.device
         state = torch.zeros(2, dtype=torch.int64, device=at) if spec.dropout_p else None
@@ -62,20 +62,26 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
 
 
 def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
-    """The gradients of query, key and value, with the strides of `empty_like`; 0 in rows past the layouts' totals."""
+    """The gradients, 0 in rows past the layouts' totals.
+
+    Those of query, key and value have the strides of `empty_like`. Those of a relative bias are contiguous, and in its
+    dtype.
+    """
     saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
     inputs = Inputs(*contiguous_in_head_dim(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
         return _rewritten_backward(backend, saved, inputs, rewritten)
-    layout, key_layout, _, _, _ = call
+    layout, key_layout = call.layout, call.key_layout
+    biases = call.relative.tensors if call.relative is not None and call.spec.relative_grad else ()
     if layout.total == 0 or key_layout.total == 0:
-        return torch.zeros_like(inputs.query), torch.zeros_like(inputs.key), torch.zeros_like(inputs.value)
+        return (*map(torch.zeros_like, inputs), *[x.new_zeros(x.shape) for x in biases])
     if saved.grad_lse is not None:
         # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
-    query, key, value = map(_without_padding, _kernel_backward(backend, saved, inputs, call), totals, inputs)
-    return query, key, value
+    query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call)
+    grads = map(_without_padding, (query, key, value), totals, inputs)
+    return (*grads, *[grad.to(x.dtype).contiguous() for grad, x in zip(of_biases, biases, strict=True)])
 
 
 def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, rewritten: Rewrite) -> Gradients:
@@ -84,12 +90,19 @@ def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs,
     grad, grad_lse, out, lse, state = saved
     grad_lse = None if grad_lse is None else queries.select(grad_lse)
     saved = BackwardInputs(queries.select(grad), grad_lse, queries.select(out), queries.select(lse), state)
-    grads = backward(backend, saved, rewritten_inputs, call)
-    query, key, value = (
+    found = backward(backend, saved, rewritten_inputs, call)
+    grads, of_biases = found[:3], found[3:]
+    restored = [
         _with_strides_of(side.restore(grad, x.shape[0], 0.0), x)
         for side, grad, x in zip((queries, keys, keys), grads, inputs, strict=True)
-    )
-    return query, key, value
+    ]
+    if call.relative is not None and of_biases:
+        moved = call.relative.with_tensors(of_biases).map_rows(
+            lambda grad: queries.restore(grad, inputs.query.shape[0], 0.0),
+            lambda grad: keys.restore(grad, inputs.key.shape[0], 0.0),
+        )
+        of_biases = moved.tensors
+    return (*restored, *of_biases)
 
 
 def _kernel_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
@@ -137,10 +150,10 @@ def _add_lse_share(
     assert backend.backward is not None
     query, key, _ = inputs
     spec = call.spec
-    if spec.nonlinear:
+    if blocking := [*spec.nonlinear, *(["relative"] if spec.relative_grad else [])]:
         raise NotImplementedError(
             f"{backend.name} does not support the gradient of lse at head dim {query.shape[-1]} with "
-            f"{', '.join(spec.nonlinear)}: do not differentiate lse, or pass backend='reference'."
+            f"{', '.join(blocking)}: do not differentiate lse, or pass backend='reference'."
         )
     call = call._replace(spec=replace(spec, dropout_p=0.0))
     weighted_keys = backend.forward(query, key, key, call)[0]

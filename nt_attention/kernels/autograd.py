@@ -8,7 +8,7 @@ Dimensions: T query tokens, H query heads, Dv head dim of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from .adapters import Inputs
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
 from .custom_ops import arguments_of
+from .relative import RelativeBias
 
 
 def run(
@@ -62,17 +63,18 @@ class Kernel:
         """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward."""
         if self.backend is None:
             return self._operator("forward")(*inputs, *arguments_of(call), self.name)
-        if not is_observed(*inputs):
+        if not is_observed(*inputs, *_relative_tensors(call)):
             return adapters.forward(self.backend, inputs, call)
         return self._operator("forward")(*inputs, *arguments_of(call))
 
     def backward(self, saved: BackwardInputs, more: tuple[Any, ...], inputs: Inputs, call: Call) -> Gradients:
-        """The gradients of query, key and value. `more` are the further results of the forward."""
-        if self.backend is not None and not is_observed(saved.grad, *inputs):
+        """The gradients, see `Gradients`. `more` are the further results of the forward."""
+        if self.backend is not None and not is_observed(saved.grad, *inputs, *_relative_tensors(call)):
             return adapters.backward(self.backend, saved, inputs, call)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
-        return self._operator("backward")(*saved, *inputs, *arguments_of(call), *more)
+        query, key, value, biases = self._operator("backward")(*saved, *inputs, *arguments_of(call), *more)
+        return (query, key, value, *biases)
 
     def _operator(self, direction: str) -> Callable[..., Any]:
         name = "auto" if self.backend is None else self.backend.name
@@ -88,17 +90,24 @@ def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Ten
         out, lse, *_ = kernel.forward(inputs, call)  # in a graph, the custom operator itself is differentiable
     else:
         function = _Attention if transformed else _EagerAttention
-        out, lse, *_ = function.apply(*inputs, (kernel, call))
+        relative = _relative_tensors(call)
+        call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
+        out, lse, *_ = function.apply(*inputs, (kernel, call), *relative)
     return out, lse
 
 
 class _Attention(torch.autograd.Function):
-    """The autograd function of all backends. This variant also works under function transforms."""
+    """The autograd function of all backends. This variant also works under function transforms.
+
+    A relative bias is passed as further arguments, the buckets and the biases, and not in the call.
+    """
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, what: tuple[Kernel, Call]) -> tuple[Any, ...]:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, what: tuple[Kernel, Call], *relative: Tensor
+    ) -> tuple[Any, ...]:
         kernel, call = what
-        return kernel.forward(Inputs(query, key, value), call)
+        return kernel.forward(Inputs(query, key, value), _with_relative(call, relative))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -106,15 +115,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        query, key, value, slopes, out, lse, state, *more = ctx.saved_tensors
         kernel, call = ctx.what
+        query, key, value, slopes, *rest = ctx.saved_tensors
+        relative, (out, lse, state, *more) = _split_relative(call, rest)
         call = _as_in_forward(call, slopes)
         if grad is None and grad_lse is None:
-            return (None,) * 4
+            return (None,) * (4 + len(relative))
         saved = BackwardInputs(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
         if torch.is_grad_enabled():  # create_graph=True
-            return (*_Gradients.apply((kernel, call), query, key, value, *saved, *more), None)
-        return (*kernel.backward(saved, tuple(more), Inputs(query, key, value), call), None)
+            grads = _Gradients.apply((kernel, call), query, key, value, *relative, *saved, *more)
+        else:
+            grads = kernel.backward(saved, tuple(more), Inputs(query, key, value), _with_relative(call, relative))
+        if not relative:
+            return (*grads, None)
+        of_biases = grads[3:] or (None,) * (len(relative) - 1)
+        return (*grads[:3], None, None, *of_biases)
 
 
 class _Gradients(torch.autograd.Function):
@@ -123,7 +138,9 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(what: tuple[Kernel, Call], *tensors: Any) -> tuple[Tensor, ...]:
         kernel, call = what
-        return kernel.backward(BackwardInputs(*tensors[3:8]), tensors[8:], Inputs(*tensors[:3]), call)
+        relative, rest = _split_relative(call, tensors[3:])
+        saved, more = BackwardInputs(*rest[:5]), tuple(rest[5:])
+        return kernel.backward(saved, more, Inputs(*tensors[:3]), _with_relative(call, relative))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -151,12 +168,30 @@ class _EagerAttention(_Attention):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, ctx.what = inputs
+    query, key, value, ctx.what, *relative = inputs
     _, call = ctx.what
     out, lse, *more = output
     ctx.mark_non_differentiable(*[x for x in more if x is not None])
     ctx.set_materialize_grads(False)  # grad_lse is mostly None, which is cheaper than zeros
-    ctx.save_for_backward(query, key, value, call.alibi_slopes, out, lse, *more)
+    ctx.save_for_backward(query, key, value, call.alibi_slopes, *relative, out, lse, *more)
+
+
+def _relative_tensors(call: Call) -> tuple[Tensor, ...]:
+    """The buckets and the biases of a relative bias; () without one."""
+    return () if call.relative is None else (call.relative.buckets, *call.relative.tensors)
+
+
+def _with_relative(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """The call with these `_relative_tensors`. `call.spec.relative` has the names of the biases."""
+    if not tensors:
+        return call
+    return call._replace(relative=RelativeBias(tensors[0], **dict(zip(call.spec.relative, tensors[1:], strict=True))))
+
+
+def _split_relative(call: Call, tensors: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+    """`_relative_tensors`, and the tensors after them."""
+    count = len(call.spec.relative) + 1 if call.spec.relative else 0
+    return tensors[:count], tensors[count:]
 
 
 def _as_in_forward(call: Call, slopes: Tensor | None) -> Call:

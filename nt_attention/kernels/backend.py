@@ -42,7 +42,9 @@ class BackwardInputs(NamedTuple):
     rng_state: Tensor | None
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+# Of query, key and value. If `call.spec.relative_grad`, then also of `call.relative.tensors`: in the dtype of the
+# tensor or a more precise one, 0 in rows past the totals.
+Gradients = tuple[Tensor, ...]
 Backward = Callable[[BackwardInputs, Tensor, Tensor, Tensor, Call], Gradients]
 
 
@@ -95,9 +97,9 @@ class Backend:
         missing: Returns why the backend cannot run on this machine, or None if it can.
         forward: `forward(query, key, value, call)` returns out (T, H, Dv), lse (T, H), and with dropout the random
             state (2,). A fully masked row gives 0 and −inf. Rows past the layout's total may be left unwritten.
-        backward: `backward(saved, query, key, value, call)` returns the gradients of query, key and value. Rows past
-            the totals may be left unwritten. If it is not None, forward and backward are registered as custom operators
-            (`kernels/custom_ops.py`). If it is None, `forward` must consist of differentiable operations.
+        backward: `backward(saved, query, key, value, call)` returns `Gradients`. In those of query, key and value, rows
+            past the totals may be left unwritten. If it is not None, forward and backward are registered as custom
+            operators (`kernels/custom_ops.py`). If it is None, `forward` must consist of differentiable operations.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
         device_type: The device type of its tensors; None for any.
         min_capability: The lowest supported compute capability of a CUDA device, (major, minor).

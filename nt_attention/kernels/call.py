@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..layout import SequenceLayout
 from .masks import Window
+from .relative import RelativeBias
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -110,7 +111,9 @@ class AttentionSpec:
         num_heads, num_kv_heads, head_dim, value_dim: H, G, D, Dv.
         scale: The factor of query · key, as a number.
         alibi: Whether ALiBi slopes are passed.
-        needs_grad: Whether gradients of query, key or value may be needed.
+        relative: The names of the biases of a `RelativeBias`, such as ("bias",); () without one.
+        needs_grad: Whether any gradients may be needed.
+        relative_grad: Whether gradients of these biases may be needed.
         equal_lengths: Whether every sequence has as many keys as queries. Both alignments are then the same.
         keyless: Whether some sequence may have no key.
 
@@ -151,7 +154,9 @@ class AttentionSpec:
         False, _bool, "batch_invariant", "batch invariance is not supported: leave batch_invariant at False."
     )
     alibi: bool = False
+    relative: tuple[str, ...] = ()
     needs_grad: bool = False
+    relative_grad: bool = False
     equal_lengths: bool = True
     keyless: bool = True
 
@@ -198,6 +203,11 @@ class AttentionSpec:
         return self.scale >= torch.finfo(dtype).tiny
 
     @property
+    def has_bias(self) -> bool:
+        """Whether ALiBi or a relative bias is added to the scores, by the distances of keys."""
+        return self.alibi or bool(self.relative)
+
+    @property
     def nonlinear(self) -> list[str]:
         """The options of this call that make a score nonlinear in query · key."""
         return [name for name in ("softcap", "score_mod") if getattr(self, name) != OPTIONS[name].default]
@@ -229,6 +239,7 @@ class AttentionSpec:
             "causal": window.is_causal,
             "window": not (window.is_causal or window.is_open),
             "alibi": self.alibi,
+            "relative bias": bool(self.relative),
             "grouped heads": self.num_heads != self.num_kv_heads,
             "cross": not self.equal_lengths,
             "upper_left": self.is_upper_left,
@@ -269,6 +280,7 @@ FEATURES = {
     "window": "windows are not supported: leave window_size at (-1, -1).",
     **{option.feature: option.advice for option in _WITH_FEATURE.values()},
     "alibi": "ALiBi is not supported: leave out alibi_slopes.",
+    "relative bias": "relative biases are not supported: leave out relative.",
     "grouped heads": "grouped heads are not supported: repeat key and value.",
     "cross": "every sequence must have as many keys as queries.",
     "upper_left": 'upper left alignment is not supported: pass causal_alignment="lower_right".',
@@ -279,7 +291,7 @@ FEATURES = {
 
 # The type of a field → its type in an operator's schema. Options that are functions can't be arguments of operators.
 _SCHEMA_TYPES = {"bool": "bool", "float": "float", "CausalAlignment": "str", "tuple[int, int]": "int[2]"}
-_IN_SCHEMA = [name for name in (*OPTIONS, "needs_grad") if _FIELDS[name].type in _SCHEMA_TYPES]
+_IN_SCHEMA = [name for name in (*OPTIONS, "needs_grad", "relative_grad") if _FIELDS[name].type in _SCHEMA_TYPES]
 # The part of an operator's schema that declares these fields.
 SCHEMA = ", ".join(f"{_SCHEMA_TYPES[_FIELDS[name].type]} {name}" for name in _IN_SCHEMA)  # type: ignore[index]
 
@@ -325,6 +337,7 @@ class Call(NamedTuple):
         alibi_slopes: (H,) or (B, H), or None.
         spec: All other arguments.
         head_dims: The head dims (D, Dv) that the chosen backend is called with; None if not looked up yet.
+        relative: The relative bias, or None.
     """
 
     layout: SequenceLayout
@@ -332,6 +345,7 @@ class Call(NamedTuple):
     alibi_slopes: Tensor | None
     spec: AttentionSpec
     head_dims: tuple[int, int] | None = None
+    relative: RelativeBias | None = None
 
 
 def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:

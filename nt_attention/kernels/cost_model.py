@@ -42,7 +42,7 @@ class CallSize(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> CallSize:
         """The size of `call`. Pairs that take time to count are cached with the layouts."""
-        layout, key_layout, _, spec, _ = call
+        layout, key_layout, _, spec, *_ = call
         tokens = (layout.total + key_layout.total) / 2
         if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
             squares = layout.sum_of_squares

@@ -18,14 +18,19 @@ from torch import Tensor
 from ..layout import SequenceLayout
 from . import adapters
 from .adapters import Inputs
-from .backend import Backend, BackwardInputs, Gradients
+from .backend import Backend, BackwardInputs
 from .call import SCHEMA, AttentionSpec, Call, check_slopes, from_schema, schema_values
+from .relative import RelativeBias, check_relative, check_type
 
 LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
-_CALL = f"{_TENSORS}, {SCHEMA}"
+_RELATIVE = "Tensor? buckets, Tensor? bias, Tensor? query_bias, Tensor? key_bias"
+_CALL = f"{_TENSORS}, {_RELATIVE}, {SCHEMA}"
 _NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
 _ARGUMENTS = len(_NAMES)
+_Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and value, and of the biases that are given
+_BIASES = slice(_NAMES.index("bias"), _NAMES.index("bias") + 3)
+_GRADIENTS = "(Tensor, Tensor, Tensor, Tensor[])"  # the schema of `_Gradients`
 _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
 # The operators read lengths on the host, so a compiler must not capture them in a CUDA graph. Before a manual capture,
 # run the call once with the same layout, and keep the layout.
@@ -39,14 +44,14 @@ def register(backend: Backend) -> None:
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return _forward(backend, Inputs(*arguments[:3]), call_of(*arguments))
 
-    def backward(*arguments: Any) -> Gradients:
+    def backward(*arguments: Any) -> _Gradients:
         saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
-        return adapters.backward(backend, saved, Inputs(*arguments[:3]), call_of(*arguments))
+        return _backward(backend, saved, Inputs(*arguments[:3]), call_of(*arguments))
 
     fake = functools.partial(_fake_forward, backend.rng_on_host)
     random = "dropout" in backend.features
     _define(f"{backend.name}_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor rng_state)", forward, fake, random)
-    _define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> (Tensor, Tensor, Tensor)", backward, _fake_backward)
+    _define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
     _differentiate(backend.name)
 
 
@@ -69,7 +74,7 @@ def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int,
         selected = torch.tensor([index, call.layout.digest, call.key_layout.digest], device="cpu")
         return out, lse, state.to(inputs.query.device), selected
 
-    def backward(*arguments: Any) -> Gradients:
+    def backward(*arguments: Any) -> _Gradients:
         saved, (*arguments, selected) = _backward_inputs(*arguments[:8]), arguments[5:]  # type: ignore[assignment]
         index, *digests = selected.tolist()
         call = call_of(*arguments)
@@ -81,14 +86,14 @@ def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int,
             )
         if backend.rng_on_host:
             saved = saved._replace(rng_state=saved.rng_state.cpu())  # type: ignore[union-attr]
-        return adapters.backward(backend, saved, Inputs(*arguments[:3]), call)
+        return _backward(backend, saved, Inputs(*arguments[:3]), call)
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         return (*_fake_forward(False, *arguments[:-1]), torch.empty(3, dtype=torch.int64, device="cpu"))
 
     results = "Tensor out, Tensor lse, Tensor rng_state, Tensor selected"
     _define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)
-    _define(f"auto_backward({_SAVED}, {_CALL}, Tensor selected) -> (Tensor, Tensor, Tensor)", backward, _fake_backward)
+    _define(f"auto_backward({_SAVED}, {_CALL}, Tensor selected) -> {_GRADIENTS}", backward, _fake_backward)
     _differentiate("auto")
 
 
@@ -116,10 +121,15 @@ def _differentiate(name: str) -> None:
         tensors, (out, lse, state, *selected) = ctx.saved_tensors[:_ARGUMENTS], ctx.saved_tensors[_ARGUMENTS:]
         arguments = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
         arguments[argument_index("needs_grad")] = True
+        arguments[argument_index("relative_grad")] = any(ctx.needs_input_grad[_BIASES])
         grad = torch.zeros_like(out) if grad is None else grad
         backward_operator = getattr(torch.ops.nt_attention, f"{name}_backward").default
-        grads = backward_operator(grad, grad_lse, out, lse, state, *arguments, *selected)
-        return (*grads, *[None] * (ctx.given - 3))
+        *grads, of_biases = backward_operator(grad, grad_lse, out, lse, state, *arguments, *selected)
+        grads += [None] * (ctx.given - 3)
+        given = [at for at, x in enumerate(arguments[_BIASES], _BIASES.start) if x is not None]
+        for at, of_bias in zip(given, of_biases, strict=False):  # there are none if no bias needs a gradient
+            grads[at] = of_bias
+        return tuple(grads)
 
     torch.library.register_autograd(f"nt_attention::{name}_forward", backward, setup_context=setup_context, lib=LIBRARY)
 
@@ -131,7 +141,9 @@ def argument_index(name: str) -> int:
 
 def arguments_of(call: Call) -> tuple[Any, ...]:
     """An operator's arguments after query, key and value."""
-    return (call.layout.cu_seqlens, call.key_layout.cu_seqlens, call.alibi_slopes, *schema_values(call.spec))
+    layout, key_layout, slopes, spec, _, relative = call
+    of_relative = relative and (relative.buckets, relative.bias, relative.query_bias, relative.key_bias)
+    return (layout.cu_seqlens, key_layout.cu_seqlens, slopes, *(of_relative or [None] * 4), *schema_values(spec))
 
 
 def call_of(
@@ -141,6 +153,10 @@ def call_of(
     cu_seqlens: Tensor,
     key_cu_seqlens: Tensor,
     slopes: Tensor | None,
+    buckets: Tensor | None,
+    bias: Tensor | None,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
     *values: Any,
 ) -> Call:
     """The inverse of `arguments_of`. It checks the tensors, because kernels could read past their end.
@@ -156,6 +172,10 @@ def call_of(
         raise ValueError(f"cu_seqlens are of {layout.batch_size} sequences, key_cu_seqlens of {key_layout.batch_size}.")
     if slopes is not None:
         check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
+    relative = None if buckets is None else RelativeBias(buckets, bias, query_bias, key_bias)
+    if relative is not None:
+        check_type(relative)
+        check_relative(relative, query, key)
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value must share a dtype, got {query.dtype}, {key.dtype} and {value.dtype}.")
     spec = _spec(
@@ -164,16 +184,17 @@ def call_of(
         tuple(torch.Size((0, *x.shape[1:])) for x in (query, key, value)),  # one cache entry for any number of tokens
         tuple([tuple(x) if isinstance(x, list) else x for x in values]),
         alibi=slopes is not None,
+        relative=() if relative is None else relative.terms,
         equal_lengths=layout is key_layout or layout.same_lengths(key_layout),
         keyless=key_layout.min_seqlen == 0,
     )
-    return Call(layout, key_layout, slopes, spec)
+    return Call(layout, key_layout, slopes, spec, relative=relative)
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(device: torch.device, dtype: torch.dtype, shapes: Any, values: Sequence[Any], **more: bool) -> AttentionSpec:
+def _spec(device: torch.device, dtype: torch.dtype, shapes: Any, values: Sequence[Any], **more: Any) -> AttentionSpec:
     options = from_schema(values)
-    more["needs_grad"] = options.pop("needs_grad")
+    more |= {name: options.pop(name) for name in ("needs_grad", "relative_grad")}
     return AttentionSpec.of(device, dtype, shapes, options, **more)
 
 
@@ -216,6 +237,13 @@ def _fake_forward(rng_on_host: bool, *arguments: Any) -> tuple[Tensor, Tensor, T
     return out, lse, state
 
 
-def _fake_backward(*arguments: Any) -> Gradients:
-    query, key, value = adapters.contiguous_in_head_dim(*arguments[5:8])
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> _Gradients:
+    query, key, value, *of_biases = adapters.backward(backend, saved, inputs, call)
+    return query, key, value, of_biases
+
+
+def _fake_backward(*arguments: Any) -> _Gradients:
+    arguments = arguments[5:]  # the first five are those that the forward does not have
+    query, key, value = map(torch.empty_like, adapters.contiguous_in_head_dim(*arguments[:3]))
+    biases = arguments[_BIASES] if arguments[argument_index("relative_grad")] else ()
+    return query, key, value, [x.new_empty(x.shape) for x in biases if x is not None]

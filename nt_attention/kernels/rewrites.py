@@ -39,7 +39,7 @@ class Rewrite(NamedTuple):
 
 def rewrite(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Rewrite | None:
     """The rewrite of this call for `backend`; None if it is not needed."""
-    layout, key_layout, _, spec, _ = call
+    layout, key_layout, _, spec, *_ = call
     if backend.lower_right_only and spec.is_upper_left:
         return _reversed(call)
     if not backend.takes_fully_masked_rows and spec.may_have_fully_masked_rows:
@@ -53,24 +53,33 @@ def rewrite(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
     if backend.reads_past_end and (
         query.shape[0] > layout.total or key.shape[0] > key_layout.total or value.shape[0] > key_layout.total
     ):
-        return Rewrite(_first_rows(layout.total), _first_rows(key_layout.total), call)
+        return _moved(_first_rows(layout.total), _first_rows(key_layout.total), call)
     return None
+
+
+def _moved(queries: Rows, keys: Rows, call: Call) -> Rewrite:
+    """The rewrite. The rows of a relative bias are moved as well."""
+    if call.relative is not None:
+        call = call._replace(relative=call.relative.map_rows(queries.select, keys.select))
+    return Rewrite(queries, keys, call)
 
 
 def _reversed(call: Call) -> Rewrite:
     """Upper left alignment for a kernel that only supports lower right: reverse all tokens and mirror the window.
 
     Counted from the end, query i is i' = Lq − 1 − i and key j is j' = Lk − 1 − j. Then i − left ≤ j ≤ i + right becomes
-    i' + Lk − Lq − right ≤ j' ≤ i' + Lk − Lq + left. The absolute distances, which ALiBi uses, do not change.
+    i' + Lk − Lq − right ≤ j' ≤ i' + Lk − Lq + left. Distances change their sign. ALiBi uses absolute distances only.
     """
-    layout, key_layout, slopes, spec, dims = call
+    layout, key_layout, slopes, spec, dims, relative = call
     left, right = spec.window_size
     mirrored = replace(
         spec, is_causal=False, window_size=(0 if spec.is_causal else right, left), causal_alignment="lower_right"
     )
     slopes = slopes.flip(0) if slopes is not None and slopes.dim() == 2 else slopes
-    reversed_call = Call(layout.reversed, key_layout.reversed, slopes, mirrored, dims)
-    return Rewrite(_reversed_rows(layout.total), _reversed_rows(key_layout.total), reversed_call)
+    if relative is not None:
+        relative = replace(relative, buckets=relative.buckets.flip(0))
+    reversed_call = Call(layout.reversed, key_layout.reversed, slopes, mirrored, dims, relative)
+    return _moved(_reversed_rows(layout.total), _reversed_rows(key_layout.total), reversed_call)
 
 
 def _first_rows(total: int) -> Rows:
@@ -94,7 +103,7 @@ def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: SequenceLayou
         return y.new_full((rows, *y.shape[1:]), fill).index_copy_(0, kept, y)
 
     queries = Rows(lambda x: x.index_select(0, kept), restore)
-    return Rewrite(queries, Rows(lambda x: x, lambda y, rows, fill: y), call._replace(layout=narrowed))
+    return _moved(queries, Rows(lambda x: x, lambda y, rows, fill: y), call._replace(layout=narrowed))
 
 
 def _rows_with_keys(

@@ -100,8 +100,8 @@ class Inputs(NamedTuple):
         if self.layouts is not None:
             return self
         (query, key, value), padding = self[:3], self.masks.key_padding_mask
-        key_layout = _layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
-        layout = key_layout if self.is_self_attention else _layout_without_padding(query)
+        key_layout = layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
+        layout = key_layout if self.is_self_attention else layout_without_padding(query)
         q = layout.pack(query)
         k = q if key is query and key_layout is layout else key_layout.pack(key)
         v = q if value is query and key_layout is layout else k if value is key else key_layout.pack(value)
@@ -298,6 +298,6 @@ def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, valu
     return q, k, q if value is query else k if value is key else function(value)
 
 
-def _layout_without_padding(padded: Tensor) -> SequenceLayout:
+def layout_without_padding(padded: Tensor) -> SequenceLayout:
     """The layout of a batch (B, L, E) in which every position is a token."""
     return SequenceLayout.from_lengths([padded.shape[1]] * padded.shape[0], device=padded.device)

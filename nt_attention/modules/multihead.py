@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._tracing import can_be_read
+from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
 from ..layout import SequenceLayout
-from .alibi import alibi_slopes
 from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention

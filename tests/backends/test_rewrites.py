@@ -24,7 +24,7 @@ LENGTHS = {
     "some-keyless": {"lengths": [0, 7, 5, 3], "key_lengths": [2, 0, 11, 0]},
 }
 
-EXTRAS = ["plain", "gqa", "narrow-values", "alibi", "alibi-each-gqa", "all"]
+EXTRAS = ["plain", "gqa", "narrow-values", "alibi", "alibi-each-gqa", "relative", "relative-alibi-gqa", "all"]
 
 
 def call(case: Problem):

@@ -156,19 +156,30 @@ class TestFaultyBackend:
         found = run_case(case("batch_invariant", options={"batch_invariant": True}), CPU)
         assert (found.result, found.details) == ("forward", "a sequence alone gave other bits than in the batch")
 
-    @pytest.mark.parametrize("feature", ["softcap", "alibi", "score_mod", "mask_mod"])
+    @pytest.mark.parametrize("feature", ["softcap", "alibi", "relative bias", "score_mod", "mask_mod"])
     def test_ignored_option(self, fake, feature):
         def forward(query, key, value, call):
-            call = call._replace(spec=dataclasses.replace(call.spec, **ignored), alibi_slopes=None)
+            spec = dataclasses.replace(call.spec, **ignored)
+            call = call._replace(spec=spec, alibi_slopes=None, relative=None)
             return reference.forward(query, key, value, call)
 
-        ignored = {"softcap": 0.0, "score_mod": None, "mask_mod": None, "alibi": False}
+        ignored = {"softcap": 0.0, "score_mod": None, "mask_mod": None, "alibi": False, "relative": ()}
         options = cases.FIELDS[feature]["options"]
         assert run_case(case(feature, "reference", options=options), CPU).result == "both"
         fake(forward=forward, backward=None, features=frozenset(FEATURES))
         found = run_case(case(feature, options=options), CPU)
         assert found.result == "no"
         assert found.details.startswith("output off by ")
+
+    @pytest.mark.parametrize("wrong", range(3))
+    def test_wrong_gradient_of_a_relative_bias(self, fake, wrong):
+        def grads(*given):
+            return [grad * 1.1 if at == 3 + wrong else grad for at, grad in enumerate(given)]
+
+        fake(grads=grads)
+        found = run_case(case("relative bias", options=cases.FIELDS["relative bias"]["options"]), CPU)
+        assert found.result == "forward"
+        assert found.details.startswith("gradients off by ")
 
     @pytest.mark.parametrize(
         ("error", "details"),
@@ -249,10 +260,12 @@ class TestCases:
         backend = dataclasses.replace(cpu.BACKEND, features=frozenset(FEATURES))
         for c in (c for c in cases_of(backend) if c.which == feature):
             workload = c.workload
-            options = {name: x for name, x in workload.options.items() if name != "alibi_slopes"}
+            options = dict(workload.options)
+            alibi, relative = options.pop("alibi_slopes", None), options.pop("relative", None)
             spec = AttentionSpec(
                 *(CPU, c.dtype, workload.heads, workload.kv_heads, workload.head_dim, workload.value_dim),
-                **{"scale": 0.3, "alibi": "alibi_slopes" in workload.options, "needs_grad": True} | options,
+                **{"scale": 0.3, "alibi": alibi is not None, "needs_grad": True} | options,
+                relative=() if relative is None else ("bias",),
                 equal_lengths=workload.key_lengths is None,
                 keyless=not min(workload.key_lengths or workload.lengths),
             )

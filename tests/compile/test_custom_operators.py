@@ -22,8 +22,9 @@ def check(name, *arguments, grad_lse=False, **which):
 @NAMES
 @pytest.mark.parametrize("grad_lse", [False, True], ids=["out", "out-and-lse"])
 @pytest.mark.parametrize("lengths", ["self", "cross"])
-def test_opcheck(backend, lengths, grad_lse):
-    check(backend, *operands(backend, lengths, alibi=grad_lse), grad_lse=grad_lse)
+@pytest.mark.parametrize("relative", [False, True], ids=["", "relative"])
+def test_opcheck(backend, lengths, relative, grad_lse):
+    check(backend, *operands(backend, lengths, alibi=grad_lse, relative=relative), grad_lse=grad_lse)
 
 
 VARIANTS = {
@@ -37,12 +38,13 @@ VARIANTS = {
 @pytest.mark.parametrize("past", [(0, 0), (3, 2)], ids=["whole", "rows-past-the-end"])
 @pytest.mark.parametrize("heads_first", [False, True], ids=["tokens-first", "heads-first"])
 @pytest.mark.parametrize("lower_right", [False, True], ids=["upper_left", "lower_right"])
+@pytest.mark.parametrize("relative", [False, True], ids=["", "relative"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_opcheck_with_adapters_and_rewrites(fake, variant, lower_right, heads_first, past):
+def test_opcheck_with_adapters_and_rewrites(fake, variant, relative, lower_right, heads_first, past):
     """Gradients have the strides of their inputs, as compilers expect, also where rows were moved in between."""
     fake(**VARIANTS[variant])
     name = BACKENDS["fake"].name
-    arguments = operands(name, lower_right=lower_right, heads_first=heads_first, past=past)
+    arguments = operands(name, lower_right=lower_right, heads_first=heads_first, past=past, relative=relative)
     check(name, *arguments, grad_lse=True, test_utils="test_faketensor")
 
 
@@ -53,8 +55,9 @@ def as_meta(tensors):
 @NAMES
 @pytest.mark.parametrize("past", [(0, 0), (3, 2)], ids=["whole", "rows-past-the-end"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_shapes_and_strides_on_meta_and_fake_tensors(backend, dtype, past):
-    arguments = operands(backend, past=past)
+@pytest.mark.parametrize("relative", [False, True], ids=["", "relative"])
+def test_shapes_and_strides_on_meta_and_fake_tensors(backend, relative, dtype, past):
+    arguments = operands(backend, past=past, relative=relative)
     arguments = (*(x.to(dtype) for x in arguments[:3]), *arguments[3:])
     forward, backward = operator(backend, "forward"), operator(backend, "backward")
     real = forward(*arguments)

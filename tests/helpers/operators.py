@@ -41,7 +41,15 @@ def operator(name, direction):
 
 
 def operands(
-    name="cpu", lengths="cross", *, lower_right=True, causal=True, past=(0, 0), heads_first=False, alibi=False
+    name="cpu",
+    lengths="cross",
+    *,
+    lower_right=True,
+    causal=True,
+    past=(0, 0),
+    heads_first=False,
+    alibi=False,
+    relative=False,
 ):
     """An operator's arguments by position: float32, grouped heads, odd head dims."""
 
@@ -57,9 +65,12 @@ def operands(
     rows, keys = sum(LENGTHS) + past[0], sum(key_lengths) + past[1]
     tensors = (random(rows, 6, 11), random(keys, 3, 11), random(keys, 3, 7))
     slopes = torch.rand(len(LENGTHS), 6) if alibi else None
+    biases = [None] * 4
+    if relative:
+        biases = [torch.randint(13, (9,)), torch.randn(6, 13), random(rows, 6, 13), random(keys, 6, 13)]
     alignment = "lower_right" if lower_right else "upper_left"
-    options = (0.3, causal, alignment, (-1, -1), 0.0, 0.0, False, False, True)
-    return (*tensors, offsets, key_offsets, slopes, *options, *(["auto"] if name == "auto" else []))
+    options = (0.3, causal, alignment, (-1, -1), 0.0, 0.0, False, False, True, relative)
+    return (*tensors, offsets, key_offsets, slopes, *biases, *options, *(["auto"] if name == "auto" else []))
 
 
 def given_back(grad, grad_lse, results, arguments):
@@ -68,5 +79,6 @@ def given_back(grad, grad_lse, results, arguments):
     return (grad, grad_lse, *results[:3], *(arguments[:-1] if chosen else arguments), *chosen)
 
 
-def described(tensors):
-    return [(x.shape, x.stride(), x.dtype) for x in tensors]
+def described(results):
+    flat = [x for result in results for x in (result if isinstance(result, list) else [result])]
+    return [(x.shape, x.stride(), x.dtype) for x in flat]

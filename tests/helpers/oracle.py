@@ -1,6 +1,6 @@
 """The oracle: varlen attention in float64 over one dense (H, T, S) score matrix. Shares no code with the package.
 
-Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
+Dimensions: B sequences, T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims, N buckets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from nt_attention import RelativeBias
 
 
 def attention(
@@ -27,6 +29,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
     score_mod: Callable[..., Tensor] | None = None,
     mask_mod: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -58,6 +61,16 @@ def attention(
         slopes = slopes[of_query].T if slopes.dim() == 2 else slopes[:, None].expand(-1, len(of_query))
         scores = scores - slopes[:, :, None] * (aligned - j).abs()
     b, h = of_query[None, :, None], torch.arange(query.shape[1])[:, None, None]
+    if relative is not None:
+        radius = len(relative.buckets) // 2
+        bucket = relative.buckets[(j - aligned).clamp(-radius, radius) + radius]
+        t, s = torch.arange(len(query))[None, :, None], torch.arange(len(key))[None, None, :]
+        if relative.bias is not None:
+            scores = scores + relative.bias.double()[h, bucket]
+        if relative.query_bias is not None:
+            scores = scores + relative.query_bias.double()[t, h, bucket]
+        if relative.key_bias is not None:
+            scores = scores + relative.key_bias.double()[s, h, bucket]
     if score_mod is not None:
         scores = score_mod(scores, b, h, i, j)
 
@@ -121,6 +134,8 @@ class Problem:
     past: tuple[int, int] = (0, 0)  # rows past the last query, and past the last key
     sinks: bool = False
     alibi: str = ""  # "", "H" or "BH"
+    relative: Sequence[str] = ()  # of "bias", "query_bias" and "key_bias"
+    buckets: tuple[int, int] = (23, 19)  # the largest distance with a bucket of its own, and N
     dtype: torch.dtype = torch.float64
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -139,6 +154,11 @@ class Problem:
         }
         if self.sinks:
             self.inputs["sinks"] = random(self.heads).to(self.dtype)
+        radius, count = self.buckets
+        shapes = {"bias": (self.heads, count), "query_bias": (rows, self.heads, count)}
+        shapes["key_bias"] = (keys, self.heads, count)
+        self.inputs |= {name: random(*shapes[name]).to(self.dtype) for name in self.relative}
+        self.bucket_table = torch.randint(count, (2 * radius + 1,), generator=draw)
         self.grads = (random(rows, self.heads, self.value_dim).to(self.dtype), random(rows, self.heads))
         self.options = dict(self.options)
         if self.alibi:
@@ -146,12 +166,20 @@ class Problem:
             self.options["alibi_slopes"] = torch.rand(*shape, generator=draw) / 4
 
     def solve(self, function: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        """Outputs and gradients of ``function(query=, key=, value=, [sinks=,] **options)``, by name."""
+        """Outputs and gradients of ``function(query=, key=, value=, [sinks=, relative=,] **options)``, by name."""
         leaves = {name: x.detach().clone().requires_grad_() for name, x in self.inputs.items()}
-        out, lse = function(**leaves, **self.options)
+        out, lse = function(**self.arguments(leaves), **self.options)
         incoming = (self.grads[0].to(out.dtype), self.grads[1].to(lse.dtype))
         found = torch.autograd.grad((out, lse), tuple(leaves.values()), incoming)
         return {"out": out, "lse": lse} | {f"d {name}": g for name, g in zip(leaves, found, strict=True)}
+
+    def arguments(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The arguments of a call, from tensors with the names of ``inputs``."""
+        arguments: dict[str, Any] = {name: x for name, x in tensors.items() if name not in self.relative}
+        if self.relative:
+            biases = {name: tensors[name] for name in self.relative}
+            arguments["relative"] = RelativeBias(self.bucket_table.to(tensors["query"].device), **biases)
+        return arguments
 
     def truth(self) -> dict[str, Tensor]:
         def function(**arguments: Any) -> tuple[Tensor, Tensor]:
@@ -196,6 +224,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": "H"},
     "alibi-each-gqa": {"alibi": "BH", "heads": 6, "kv_heads": 3},
     "sinks": {"sinks": True},
+    "relative": {"relative": ("bias", "query_bias", "key_bias")},
+    "relative-alibi-gqa": {"relative": ("bias", "query_bias", "key_bias"), "alibi": "BH", "heads": 6, "kv_heads": 3},
     "all": {"sinks": True, "alibi": "BH", "heads": 6, "kv_heads": 3, "value_dim": 7, "options": {"scale": 0.37}},
 }
 

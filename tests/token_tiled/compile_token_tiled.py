@@ -12,16 +12,21 @@ from nt_attention.kernels.token_tiled import triton_kernels
 from nt_attention.kernels.token_tiled.configs import H200
 
 KERNELS = ("forward", "query", "key", "fused")
-INT_POINTERS, FLOAT_POINTERS = ("Tiles", "Lo", "Hi", "Own"), ("Lse", "Delta", "GradLse", "Slopes")
+INT_POINTERS = ("Tiles", "Lo", "Hi", "Own", "Buckets")
+FLOAT_POINTERS = ("Lse", "Delta", "GradLse", "Slopes", "GradBias", "GradQueryBias", "GradKeyBias")
+# switches → RELATIVE: no options, or all of them, with the gradients of biases in any order or in a fixed one
+SWITCHES = {"plain": 0, "all": 15, "ordered": 31}
 
 
-def compiled(name: str, *, plain: bool, capability: int):
-    """One kernel for bfloat16 and head dim 64: without options (plain), or with all of them."""
+def compiled(name: str, switches: str, capability: int):
+    """One kernel for bfloat16 and head dim 64."""
+    plain = switches == "plain"
     function = getattr(triton_kernels, f"{name}_kernel")
     tile = getattr(H200[64, 2][128, 48], name)
     constants = dict.fromkeys(("DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"), 64)
     constants |= {"GROUP": 2, "HEADS": 2, "UNIT": 16, "FAR": False, "EXACT": False, "PRECISION": "ieee"}
     constants |= {"LINEAR": plain} | dict.fromkeys(("SOFTCAP", "ALIBI", "DROPOUT", "LSE_GRADIENT"), not plain)
+    constants |= {"RELATIVE": SWITCHES[switches]}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     signature, given, aligned = {}, {}, {}
     for i, parameter in enumerate(function.params):
@@ -35,16 +40,16 @@ def compiled(name: str, *, plain: bool, capability: int):
         else:
             signature[kind] = "fp32" if kind in ("scale", "softcap", "dropout_p") else "i32"
     source = ASTSource(function, signature, given, aligned)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages if plain else tile.stages_with_biases}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 if __name__ == "__main__":
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     for name in sys.argv[2:] or KERNELS:
-        for plain in (True, False):
-            kernel = compiled(name, plain=plain, capability=capability)
+        for switches in SWITCHES:
+            kernel = compiled(name, switches, capability)
             ptx = kernel.asm["ptx"]
             matrix = sum(map(ptx.count, ("wgmma.mma_async", "mma.sync")))
-            wide = ptx.count("cp.async.cg")  # 16 bytes each
-            print(name, "plain" if plain else "all", matrix, "matrix", wide, "wide", kernel.metadata.shared, "bytes")
+            wide = sum(map(ptx.count, ("cp.async.cg", "ld.global.v4")))  # 16 bytes each
+            print(name, switches, matrix, "matrix", wide, "wide", kernel.metadata.shared, "bytes")

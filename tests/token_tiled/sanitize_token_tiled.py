@@ -21,7 +21,17 @@ OPTIONS = (
     {"alibi_slopes": True, "is_causal": True},
     {"dropout_p": 0.2},
     {"batch_invariant": True, "is_causal": True},
+    {"relative": True},
+    {"relative": True, "deterministic": True, "is_causal": True},
 )
+
+
+def biases(queries: int, keys: int, heads: int) -> nta.RelativeBias:
+    """Biases whose last rows are the last of their allocations, with buckets out of range."""
+    bias, query_bias, key_bias = (
+        torch.randn(*rows, heads, 33, device="cuda", requires_grad=True) for rows in ((), (queries,), (keys,))
+    )
+    return nta.RelativeBias(torch.arange(-40, 41, device="cuda"), bias, query_bias, key_bias)
 
 
 def main() -> None:
@@ -31,15 +41,18 @@ def main() -> None:
     calls = [(torch.bfloat16, (64, 64), options) for options in OPTIONS]
     calls += itertools.product((torch.bfloat16, torch.float32), ((40, 24), (128, 128), (256, 256)), OPTIONS[1:2])
     for dtype, (head_dim, value_dim), options in calls:
-        heads = {"alibi_slopes": torch.rand(4, device="cuda")} if "alibi_slopes" in options else {}
+        given = {"alibi_slopes": torch.rand(4, device="cuda")} if "alibi_slopes" in options else {}
+        if "relative" in options:
+            given["relative"] = biases(layout.total, key_layout.total, 4)
         q = torch.randn(layout.total, 4, head_dim, device="cuda", dtype=dtype, requires_grad=True)
         k = torch.randn(key_layout.total, 2, head_dim, device="cuda", dtype=dtype, requires_grad=True)
         v = torch.randn(key_layout.total, 2, value_dim, device="cuda", dtype=dtype, requires_grad=True)
         out, lse = nta.varlen_attention(
-            q, k, v, layout, key_layout, return_lse=True, backend="token_tiled", **{**options, **heads}
+            q, k, v, layout, key_layout, return_lse=True, backend="token_tiled", **{**options, **given}
         )
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        grads = torch.autograd.grad((out.float().square().sum() + lse.sum()), (q, k, v))
+        leaves = (q, k, v, *(given["relative"].tensors if "relative" in given else ()))
+        grads = torch.autograd.grad((out.float().square().sum() + lse.sum()), leaves)
         assert all(x.isfinite().all() for x in (out, *grads))
         done += 1
     torch.cuda.synchronize()

@@ -17,7 +17,9 @@ FORWARD = torch.ops.nt_attention.token_tiled_forward.default
 BACKWARD = torch.ops.nt_attention.token_tiled_backward.default
 
 
-def operands(lengths=(5, 37, 1, 13), heads=4, kv_heads=2, head_dim=20, value_dim=12, alibi=True, dropout_p=0.0):
+def operands(
+    lengths=(5, 37, 1, 13), heads=4, kv_heads=2, head_dim=20, value_dim=12, alibi=True, relative=False, dropout_p=0.0
+):
     """The positional arguments of an operator, and a gradient of its output."""
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     rows = sum(lengths)
@@ -25,13 +27,18 @@ def operands(lengths=(5, 37, 1, 13), heads=4, kv_heads=2, head_dim=20, value_dim
         q, k = torch.randn(rows, heads, head_dim), torch.randn(rows, kv_heads, head_dim)
         v, grad = torch.randn(rows, kv_heads, value_dim), torch.randn(rows, heads, value_dim)
         slopes = torch.rand(len(lengths), heads) if alibi else None
-    options = (0.3, False, "lower_right", (11, 0), 0.0, dropout_p, False, False, True)
-    return (q, k, v, cu_seqlens, cu_seqlens, slopes, *options), grad
+        biases = [None] * 4
+        if relative:
+            rows_of = torch.randn(2, rows, heads, 13)
+            biases = [torch.randint(13, (9,)), torch.randn(heads, 13), *rows_of]
+    options = (0.3, False, "lower_right", (11, 0), 0.0, dropout_p, False, False, True, relative)
+    return (q, k, v, cu_seqlens, cu_seqlens, slopes, *biases, *options), grad
 
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
-def test_opcheck(alibi):
-    arguments, grad = operands(lengths=(5, 17, 1), heads=2, kv_heads=1, alibi=alibi)
+@pytest.mark.parametrize("relative", [False, True], ids=["", "relative"])
+def test_opcheck(alibi, relative):
+    arguments, grad = operands(lengths=(5, 17, 1), heads=2, kv_heads=1, alibi=alibi, relative=relative)
     torch.library.opcheck(FORWARD, arguments)
     out, lse, state = FORWARD(*arguments)
     torch.library.opcheck(BACKWARD, (grad, torch.randn_like(lse) if alibi else None, out, lse, state, *arguments))
@@ -41,17 +48,17 @@ def test_opcheck(alibi):
 def test_heads_first_gradient_of_lse(batch_invariant):
     """The strides of lse itself. Autograd never passes such a gradient, but operators can be called directly."""
     arguments, grad = operands(lengths=(37, 5), heads=2, kv_heads=1, alibi=False)
-    arguments = (*arguments[:-2], batch_invariant, True)
+    arguments = (*arguments[:-3], batch_invariant, True, False)
     out, lse, state = FORWARD(*arguments)
     grad_lse = torch.randn_like(lse)
     assert grad_lse.stride() == (1, len(lse))
-    one, two = (BACKWARD(grad, g, out, lse, state, *arguments) for g in (grad_lse, grad_lse.contiguous()))
+    one, two = (BACKWARD(grad, g, out, lse, state, *arguments)[:3] for g in (grad_lse, grad_lse.contiguous()))
     assert all(map(torch.equal, one, two))
 
 
 def both_ways(grad, *arguments):
     out, lse, state = FORWARD(*arguments)
-    return out, lse, *BACKWARD(grad, lse, out, lse, state, *arguments)
+    return out, lse, *BACKWARD(grad, lse, out, lse, state, *arguments)[:3]
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=gpu)])

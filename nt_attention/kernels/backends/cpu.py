@@ -4,7 +4,8 @@ The kernel takes a dense (n, H, L, D) batch. So the packed rows are split into t
 queries of one sequence with all keys that they see:
 
 - Without a mask, or with upper left causality, which the kernel supports, a tile is a sequence.
-- With any other mask, a tile has at most `MASKED_ROWS` queries. So the cost of a window is tokens × window.
+- With any other mask, or with ALiBi or a relative bias, a tile has at most `MASKED_ROWS` queries. So the cost of a
+  window is tokens × window.
 - Short tiles of equal shape are gathered into one call. Each long tile runs in a call of its own, on views.
 
 The kernel crashes (SIGFPE) on tiles without rows or keys, so these are not run. It returns lse 0 for rows that are
@@ -26,6 +27,7 @@ from ...layout import SequenceLayout
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances
+from ..relative import RelativeBias
 
 MAX_GATHERED = 64  # rows and keys; from about 128 on, one call per tile is as fast and does not copy
 MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
@@ -89,7 +91,7 @@ class Plan:
 
 def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
     """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
-    key = ("cpu plan", spec.window, spec.causal_alignment, spec.alibi, spec.has_positive_scale)
+    key = ("cpu plan", spec.window, spec.causal_alignment, spec.has_bias, spec.has_positive_scale)
     return layout.cached(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
@@ -129,7 +131,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     shift = spec.shift(queries, keys)
     # the kernel masks before it scales, so a scale of 0 or less turns −inf into NaN or inf
     kernel_causal = spec.window.is_causal and shift == 0 and spec.has_positive_scale
-    if not keys or (not spec.alibi and (spec.window.is_open or kernel_causal)):
+    if not keys or (not spec.has_bias and (spec.window.is_open or kernel_causal)):
         return [(0, 0, Shape(queries, keys, 0, causal=not spec.window.is_open))]
     left, right = spec.window
     tiles = []
@@ -141,9 +143,10 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     return tiles
 
 
-def _mask(tiles: Tiles, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tuple[Tensor | None, Tensor | None]:
+def _mask(tiles: Tiles, call: Call) -> tuple[Tensor | None, Tensor | None]:
     """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True in fully masked rows."""
     rows, keys, diagonal, causal = tiles.shape
+    spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
     if causal:
         return None, None
     visible = spec.window.mask(rows, keys, diagonal, spec.device)
@@ -153,6 +156,10 @@ def _mask(tiles: Tiles, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tup
     if alibi_slopes is not None:
         slopes = alibi_slopes[tiles.sequences] if alibi_slopes.dim() == 2 else alibi_slopes[None]
         bias = alibi_bias(distances(rows, keys, diagonal, spec.device), slopes.to(dtype))
+    if relative is not None:
+        scores = _gather(relative, tiles).scores(_bucket(relative, tiles), dtype)
+        scores = (scores if scores.dim() == 4 else scores.unsqueeze(0)).contiguous()
+        bias = scores if bias is None else bias + scores
     if visible is None:
         return bias, None
     if bias is None:
@@ -161,22 +168,35 @@ def _mask(tiles: Tiles, alibi_slopes: Tensor | None, spec: AttentionSpec) -> tup
     return bias.masked_fill(~visible, -torch.inf), masked if bool(masked.any()) else None
 
 
+def _gather(relative: RelativeBias, tiles: Tiles) -> RelativeBias:
+    """The biases of the tiles' queries (n, H, rows, N) and keys (n, H, keys, N)."""
+    return relative.map_rows(
+        lambda x: tiles.queries.gather(_heads_first(x)), lambda x: tiles.keys.gather(_heads_first(x))
+    )
+
+
+def _bucket(relative: RelativeBias, tiles: Tiles) -> Tensor:
+    """(rows, keys) the bucket of each pair of a tile."""
+    rows, keys, diagonal, _ = tiles.shape
+    return relative.bucket_of(distances(rows, keys, diagonal, relative.buckets.device))
+
+
 def _heads_first(packed: Tensor) -> Tensor:
     """(T, H, …) to (1, H, T, …) for the kernel; a view."""
     return packed.transpose(0, 1).unsqueeze(0)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    layout, key_layout, alibi_slopes, spec, _ = call
+    layout, key_layout, spec = call.layout, call.key_layout, call.spec
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
     plan = make_plan(layout, key_layout, spec)
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
     query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
-    has_mask = alibi_slopes is not None or not spec.window.is_open
+    has_mask = spec.has_bias or not spec.window.is_open
     for tiles in plan.calls:
-        bias, masked = _mask(tiles, alibi_slopes, spec) if has_mask else (None, None)
+        bias, masked = _mask(tiles, call) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
         if masked is not None:
@@ -199,11 +219,48 @@ def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
     lse.masked_fill_(wrong, torch.nan)
 
 
+class BiasGradients:
+    """The gradients of a relative bias, summed over tiles in at least float32."""
+
+    def __init__(self, relative: RelativeBias, dtype: torch.dtype) -> None:
+        self._relative = relative
+        self.sums = relative.with_tensors([x.new_zeros(x.shape, dtype=dtype) for x in relative.tensors])
+
+    def add(self, tiles: Tiles, grad_scores: Tensor) -> None:
+        """Add what the gradient of the tiles' scores (n, H, rows, keys) gives."""
+        biases = _gather(self._relative, tiles)
+        found = biases.with_tensors(biases.gradients(_bucket(biases, tiles), grad_scores))
+        if self.sums.bias is not None and found.bias is not None:
+            self.sums.bias.add_(found.bias)
+        if self.sums.query_bias is not None and found.query_bias is not None:  # each query is in one tile
+            tiles.queries.scatter(_heads_first(self.sums.query_bias), found.query_bias)
+        if self.sums.key_bias is not None and found.key_bias is not None:
+            tiles.keys.scatter(_heads_first(self.sums.key_bias), found.key_bias, add=True)
+
+
+def _backward_with_scores(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and of the scores (n, H, rows, keys).
+
+    The kernel's backward has none of its mask. The formulas are those of FlashAttention-2 (Dao 2023, section 2.3.2).
+    """
+    dtype, group = q.dtype, q.shape[1] // k.shape[1]
+    grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    weights = torch.exp(q @ k.mT * scale + bias - lse.unsqueeze(-1))
+    delta = (grad * out).sum(-1, keepdim=True)
+    grad_scores = weights * (grad @ v.mT - delta)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2).to(dtype) for x in (grad_scores.mT @ q * scale, weights.mT @ grad))
+    return (grad_scores @ k * scale).to(dtype), dk, dv, grad_scores
+
+
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
     grad, _, out, lse, _ = saved
-    layout, key_layout, alibi_slopes, spec, _ = call
+    layout, key_layout, spec, relative = call.layout, call.key_layout, call.spec, call.relative
     # Not autograd through slices, which would allocate a full gradient of zeros for each slice.
     plan = make_plan(layout, key_layout, spec)
+    of_biases = BiasGradients(relative, lse.dtype) if relative is not None and spec.relative_grad else None
     grad_query = torch.empty_like(query)
     new_like = torch.empty_like if plan.all_keys_once else torch.zeros_like
     grad_key, grad_value = new_like(key), new_like(value)
@@ -211,20 +268,25 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
-    has_mask = alibi_slopes is not None or not spec.window.is_open
+    has_mask = spec.has_bias or not spec.window.is_open
     for tiles in plan.calls:
-        bias, masked = _mask(tiles, alibi_slopes, spec) if has_mask else (None, None)
+        bias, masked = _mask(tiles, call) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
         if masked is not None:  # the value of the kernel, with which its backward computes weights of 0
             tiles_lse = tiles_lse.masked_fill(masked, 0.0)
-        dq, dk, dv = _run_backward(
-            tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale
-        )
+        if of_biases is None:
+            dq, dk, dv = _run_backward(
+                tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale
+            )
+        else:
+            assert bias is not None
+            dq, dk, dv, grad_scores = _backward_with_scores(tiles_grad, q, k, v, tiles_out, tiles_lse, bias, spec.scale)
+            of_biases.add(tiles, grad_scores)
         tiles.queries.scatter(to_query, dq)
         tiles.keys.scatter(to_key, dk, add=not plan.all_keys_once)
         tiles.keys.scatter(to_value, dv, add=not plan.all_keys_once)
-    return grad_query, grad_key, grad_value
+    return (grad_query, grad_key, grad_value, *(of_biases.sums.tensors if of_biases else ()))
 
 
 BACKEND = Backend(
@@ -233,7 +295,7 @@ BACKEND = Backend(
     missing=lambda: None,
     forward=forward,
     backward=backward,
-    features=COMMON | {"scale ≤ 0", "window", "alibi", "deterministic"},
+    features=COMMON | {"scale ≤ 0", "window", "alibi", "relative bias", "deterministic"},
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     head_dims=HeadDims(equal=True),

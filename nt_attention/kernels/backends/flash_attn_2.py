@@ -31,7 +31,7 @@ def missing() -> str | None:
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     import flash_attn_2_cuda
 
-    layout, key_layout, slopes, spec, _ = call
+    layout, key_layout, slopes, spec, *_ = call
     out, lse, _, rng_state = flash_attn_2_cuda.varlen_fwd(
         *(query, key, value, None, layout.cu_seqlens, key_layout.cu_seqlens),
         *(None, None, None, slopes),  # seqused_k, leftpad_k, block_table
@@ -46,7 +46,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     import flash_attn_2_cuda
 
     grad, _, out, lse, rng_state = saved
-    layout, key_layout, slopes, spec, _ = call
+    layout, key_layout, slopes, spec, *_ = call
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     flash_attn_2_cuda.varlen_bwd(
         *(grad, query, key, value, out, heads_first(lse, spec), *grads, layout.cu_seqlens, key_layout.cu_seqlens),

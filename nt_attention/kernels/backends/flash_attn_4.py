@@ -36,7 +36,7 @@ def missing() -> str | None:
 
 
 def _options(call: Call) -> dict[str, Any]:
-    layout, key_layout, _, spec, _ = call
+    layout, key_layout, _, spec, *_ = call
     left, right = (None if side < 0 else side for side in spec.window.sizes)
     return {
         "cu_seqlens_q": layout.cu_seqlens,

@@ -49,7 +49,7 @@ def _compiled() -> Callable[..., Any]:
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    layout, key_layout, _, spec, _ = call
+    layout, key_layout, _, spec, *_ = call
     past = query.shape[0] - layout.total
     # without rows past the end, because weights of 0 do not remove a NaN
     q = query[: layout.total].transpose(0, 1).unsqueeze(0)
@@ -69,7 +69,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
 
 def _score_mod(call: Call) -> Callable[..., Tensor] | None:
-    layout, key_layout, _, spec, _ = call
+    layout, key_layout, _, spec, *_ = call
     user = spec.score_mod
     if user is None:
         return None
@@ -82,7 +82,7 @@ def _score_mod(call: Call) -> Callable[..., Tensor] | None:
 
 
 def _mask_mod(call: Call) -> Callable[..., Tensor]:
-    layout, key_layout, _, spec, _ = call
+    layout, key_layout, _, spec, *_ = call
     query_sequence, key_sequence, query_position, key_position = (
         *(layout.sequence_ids, key_layout.sequence_ids),
         *(layout.position_ids, key_layout.position_ids),
@@ -108,7 +108,7 @@ def _shift(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSp
 def _block_mask(call: Call) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    layout, key_layout, _, spec, _ = call
+    layout, key_layout, _, spec, *_ = call
 
     def build() -> tuple[Tensor, ...]:
         left, right = spec.window

@@ -52,7 +52,7 @@ def _lse_index(layout: SequenceLayout) -> tuple[Tensor, int]:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
-    layout, _, _, spec, _ = call
+    layout, _, _, spec, *_ = call
     out, padded, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
         *_inputs(query, key, value, spec),
         *(None, *_sequences(call), spec.dropout_p, _mask_type(spec), True),
@@ -66,7 +66,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
     grad, _, out, lse, rng_state = saved
-    layout, _, _, spec, _ = call
+    layout, _, _, spec, *_ = call
     index, length = _lse_index(layout)
     padded = lse.new_full((spec.num_heads, layout.batch_size * length), torch.inf)
     padded[:, index] = lse.T[:, : layout.total]

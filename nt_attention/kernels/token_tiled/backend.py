@@ -44,7 +44,8 @@ BACKEND = Backend(
     missing=missing,
     forward=ops.forward,
     backward=ops.backward,
-    features=COMMON | {"scale ≤ 0", "window", "softcap", "alibi", "dropout", "deterministic", "batch_invariant"},
+    features=COMMON
+    | {"scale ≤ 0", "window", "softcap", "alibi", "relative bias", "dropout", "deterministic", "batch_invariant"},
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     head_dims=HeadDims(256),

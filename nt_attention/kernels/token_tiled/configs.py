@@ -21,6 +21,11 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def stages_with_biases(self) -> int:
+        """The stages with a relative bias: one less, because prefetching its values takes the memory of a stage."""
+        return max(1, self.stages - 1)
+
 
 class Config(NamedTuple):
     """The tiles of the kernels of a call.

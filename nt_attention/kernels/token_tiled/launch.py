@@ -18,24 +18,29 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 def launch(
     kernel: Any,
     grid: tuple[int, int],
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | None, ...],
     integers: tuple[int, ...],
     floats: tuple[float, ...],
     constants: tuple[Any, ...],
     warps: int,
     stages: int,
 ) -> None:
-    """Launch `kernel(*tensors, *integers, *floats, *constants)` on the current device and stream."""
+    """Launch `kernel(*tensors, *integers, *floats, *constants)` on the current device and stream.
+
+    The first tensor takes the place of those that are None, which the kernel does not read.
+    """
+    first = tensors[0]
+    assert first is not None
     key = (
         kernel.fn,
-        tensors[0].device.index,
+        first.device.index,
         constants,
         warps,
         stages,
-        tuple([(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]),
+        tuple([None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]),
         tuple([i if i == 1 else (i % 16 == 0, i > _INT32_MAX) for i in integers]),
     )
-    arguments = (*tensors, *integers, *floats, *constants)
+    arguments = (*[first if x is None else x for x in tensors], *integers, *floats, *constants)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(*grid, 1)](*arguments)

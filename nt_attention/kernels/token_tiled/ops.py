@@ -14,7 +14,8 @@ from torch import Tensor
 from ...layout import SequenceLayout
 from .. import device
 from ..backend import BackwardInputs, Gradients
-from ..call import Call
+from ..call import AttentionSpec, Call
+from ..relative import RelativeBias
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .launch import launch
 
@@ -40,12 +41,12 @@ class _Settings(NamedTuple):
         device: torch.device,
         dtype: torch.dtype,
         shape: tuple[int, int, int],
-        switches: tuple[bool, ...],
+        switches: tuple[int, ...],
         window: tuple[float, float],
         upper_left: bool,
         batch_invariant: bool,
     ) -> _Settings:
-        """`shape`: query heads per key head, D, V. `switches`: LINEAR, SOFTCAP, ALIBI, DROPOUT."""
+        """`shape`: query heads per key head, D, V. `switches`: LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE."""
         from .plan import Plan  # on first use, because it imports NumPy
 
         plan = layout.cached(
@@ -74,20 +75,26 @@ class Launcher(NamedTuple):
     seed: Tensor | None
     floats: tuple[float, float, float]  # scale, softcap, dropout_p
     query_heads: int
+    biases: tuple[Tensor | None, ...]  # buckets, bias, query_bias, key_bias
+    bias_numbers: tuple[int, ...]  # R, N, and the strides of rows and heads of query_bias and of key_bias
 
     @classmethod
-    def prepare(cls, query: Tensor, key: Tensor, value: Tensor, call: Call, seed: Tensor | None) -> Launcher:
-        layout, key_layout, slopes, spec, _ = call
+    def prepare(
+        cls, query: Tensor, key: Tensor, value: Tensor, call: Call, seed: Tensor | None, bias_gradient: bool = False
+    ) -> Launcher:
+        layout, key_layout, slopes, spec, _, relative = call
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
             if slopes.dim() == 2:
                 slopes = slopes.index_select(0, layout.sequence_ids)
         shape = (query.shape[1] // key.shape[1], query.shape[2], value.shape[2])
-        linear = spec.has_positive_scale and not spec.softcap and slopes is None
-        switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0)
+        linear = spec.has_positive_scale and not spec.softcap and not spec.has_bias
+        flags = 0 if relative is None else _relative_flags(spec, bias_gradient)
+        switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0, flags)
         kind = (query.device, query.dtype, shape, switches, spec.window, not spec.lower_right, spec.batch_invariant)
         settings = layout.cached(("token_tiled", *kind), lambda: _Settings.make(layout, key_layout, *kind), key_layout)
-        return cls(settings, slopes, seed, (spec.scale, spec.softcap, spec.dropout_p), query.shape[1])
+        floats = (spec.scale, spec.softcap, spec.dropout_p)
+        return cls(settings, slopes, seed, floats, query.shape[1], *_relative_arguments(relative))
 
     def launch(
         self,
@@ -103,21 +110,70 @@ class Launcher(NamedTuple):
     ) -> None:
         if not len(tiles):
             return
-        placeholder = intervals.lo  # for tensors that this call does not have; the kernel does not read them
-        given = (*tensors, tiles, intervals.lo, intervals.hi, self.settings.plan.queries.own, self.slopes, self.seed)
+        own = self.settings.plan.queries.own
+        given = (*tensors, tiles, intervals.lo, intervals.hi, own, self.slopes, self.seed, *self.biases)
         unit = math.gcd(16, *strides)
         far = max(strides[1::2]) * self.query_heads > _INT32_MAX
         slope_row = self.slopes.stride(0) if self.slopes is not None and self.slopes.dim() == 2 else 0
         launch(
             kernel,
             (len(tiles), heads),
-            tuple([placeholder if x is None else x for x in given]),
-            (*[stride // unit for stride in strides], *more_strides, slope_row),
+            given,
+            (*[stride // unit for stride in strides], *more_strides, slope_row, *self.bias_numbers),
             self.floats,
             (*self.settings.constants, unit, far, tile.block_m, tile.block_n, *constants),
             tile.warps,
-            tile.stages,
+            tile.stages if self.biases[0] is None else tile.stages_with_biases,
         )
+
+
+def _relative_flags(spec: AttentionSpec, gradient: bool) -> int:
+    """The compile-time argument RELATIVE of the kernels."""
+    from . import triton_kernels as kernels
+
+    flags = {"bias": kernels.BIAS, "query_bias": kernels.QUERY_BIAS, "key_bias": kernels.KEY_BIAS}
+    total = sum(flags[name].value for name in spec.relative)
+    if gradient:
+        total += kernels.BIAS_GRADIENT.value
+        total += kernels.ORDERED.value if spec.deterministic or spec.batch_invariant else 0
+    return total
+
+
+def _relative_arguments(relative: RelativeBias | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """`Launcher.biases` and `Launcher.bias_numbers`."""
+    if relative is None:
+        return (None,) * 4, (0,) * 6
+    rows = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (relative.query_bias, relative.key_bias)]
+    strides = [stride for x in rows for stride in ((0, 0) if x is None else x.stride()[:2])]
+    bias = None if relative.bias is None else relative.bias.contiguous()
+    numbers = (relative.buckets.shape[0] // 2, relative.num_buckets, *strides)
+    return (relative.buckets.contiguous(), bias, *rows), numbers
+
+
+class _BiasGradients(NamedTuple):
+    """float32 sums to which the backward kernels add; None for biases that are not given.
+
+    Attributes:
+        bias: (N, H, buckets), a row for each of the N tiles of `query_kernel`, then of `fused_kernel`.
+        query_bias: (T, H, buckets).
+        key_bias: (S, H, buckets).
+    """
+
+    bias: Tensor | None = None
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, relative: RelativeBias, tiles: int) -> _BiasGradients:
+        shapes = {name: x.shape for name, x in zip(relative.terms, relative.tensors, strict=True)}
+        if relative.bias is not None:
+            shapes["bias"] = torch.Size((tiles, *relative.bias.shape))
+        return cls(**{name: relative.buckets.new_zeros(s, dtype=torch.float32) for name, s in shapes.items()})
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """The gradients of the biases that are given."""
+        bias = None if self.bias is None else self.bias.sum(0)
+        return tuple([x for x in (bias, self.query_bias, self.key_bias) if x is not None])
 
 
 def _rows_and_heads(*tensors: Tensor) -> tuple[int, ...]:
@@ -144,12 +200,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
 
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
-    """The gradients of query, key and value."""
+    """The gradients of query, key and value, and those of a relative bias if they are needed."""
     from . import triton_kernels as kernels
 
     grad, grad_lse, out, lse, rng_state = saved
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    launcher = Launcher.prepare(query, key, value, call, rng_state if call.spec.dropout_p else None)
+    seed, bias_gradient = rng_state if call.spec.dropout_p else None, call.spec.relative_grad
+    launcher = Launcher.prepare(query, key, value, call, seed, bias_gradient)
     plan, config, shared, _ = launcher.settings
     heads, key_heads = query.shape[1], key.shape[1]
     inputs = _rows_and_heads(query, key, value)
@@ -157,12 +214,15 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     lse_strides = (lse.stride(1), *((0, 0) if grad_lse is None else grad_lse.stride()))
     tiles = plan.query_tiles(config.query.block_m, shared, without_fused=True)
     key_tiles = plan.key_tiles(config.key.block_n, shared)
+    biases = _BiasGradients()
+    if call.relative is not None and bias_gradient:
+        biases = _BiasGradients.zeros(call.relative, len(tiles) + (len(plan.fused_tiles(shared)) if shared else 0))
     with device.current(query.device):
         if len(tiles) or len(key_tiles):
             delta = torch.empty_like(lse)
             launcher.launch(
                 *(kernels.query_kernel, config.query, tiles, heads, plan.queries),
-                (query, key, value, out, grad, lse, grad_lse, delta, grad_query),
+                (query, key, value, out, grad, lse, grad_lse, delta, grad_query, *biases[:2]),
                 (*inputs, *_rows_and_heads(out, grad, grad_query)),
                 lse_strides,
                 has_grad_lse,
@@ -174,7 +234,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
                 targets = [x.new_empty(x.shape[0], programs, x.shape[2], dtype=torch.float32) for x in targets]
             launcher.launch(
                 *(kernels.key_kernel, config.key, key_tiles, programs, plan.keys),
-                (query, key, value, grad, lse, delta, *targets),
+                (query, key, value, grad, lse, delta, *targets, biases.key_bias),
                 (*inputs, *_rows_and_heads(grad, *targets)),
                 lse_strides[:1],
                 heads // programs,
@@ -183,14 +243,15 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):
                     x.copy_(by_part.unflatten(1, (key_heads, parts)).sum(2))
         if shared:  # last, because the sum over parts above also writes to these rows
+            of_fused = None if biases.bias is None else biases.bias[len(tiles) :]
             launcher.launch(
                 *(kernels.fused_kernel, config.fused, plan.fused_tiles(shared), key_heads, plan.keys),
-                (query, key, value, out, grad, lse, grad_lse, *grads),
+                (query, key, value, out, grad, lse, grad_lse, *grads, of_fused, *biases[1:]),
                 (*inputs, *_rows_and_heads(out, grad, *grads)),
                 lse_strides,
                 has_grad_lse,
             )
-    return grads
+    return (*grads, *biases.finish())
 
 
 def _parts(heads: int, key_heads: int) -> int:

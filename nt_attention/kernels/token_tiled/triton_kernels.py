@@ -5,8 +5,9 @@ queries that see a key are one interval of the packed queries. `plan.py` compute
 kernels need no other description of the mask. A tile is a range of rows. Its kernel loops over the union of the rows'
 intervals, block by block. It applies a mask only in blocks that are not fully visible to all rows of the tile.
 
-The softmax is that of FlashAttention-2 (Dao 2023), in base 2. There are no atomic additions: each output row is
-written by one program only, so results are bitwise reproducible.
+The softmax is that of FlashAttention-2 (Dao 2023), in base 2. Each output row is written by one program only, so
+results are bitwise reproducible. Only the gradients of a relative bias are added by atomic operations. Several keys of
+a query can share a bucket, so their order is fixed only if RELATIVE has the flag ORDERED.
 
 Dimensions: M query rows of a tile, N key rows of a tile, D and V head dims. Names such as BLOCK_M end with them.
 """
@@ -18,6 +19,15 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
+# RELATIVE is a sum of these flags: the biases that are given, whether their gradients are needed, and in a fixed order.
+BIAS = tl.constexpr(1)
+QUERY_BIAS = tl.constexpr(2)
+KEY_BIAS = tl.constexpr(4)
+BIAS_GRADIENT = tl.constexpr(8)
+ORDERED = tl.constexpr(16)
+# Arguments for whose divisibility no kernels of their own are compiled. The last six describe a relative bias.
+UNSPECIALIZED = ["lse_head", "grad_lse_row", "grad_lse_head", "slope_row", "radius", "num_buckets"]
+UNSPECIALIZED += ["query_bias_row", "query_bias_head", "key_bias_row", "key_bias_head"]
 
 
 @triton.jit
@@ -77,12 +87,13 @@ def _visible_range(Lo, Hi, start, end):
 
 
 @triton.jit
-def _alibi_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI: tl.constexpr):
-    """The key at each query's own position, and each query's slope. Unused without ALiBi."""
+def _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI: tl.constexpr, RELATIVE: tl.constexpr):
+    """The key at each query's own position, and each query's slope. Unused without ALiBi and a relative bias."""
     own = rows
     slopes = 0.0 * rows
-    if ALIBI:
+    if ALIBI or RELATIVE:
         own = tl.load(Own + rows, mask=rows < end, other=0)
+    if ALIBI:
         slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < end, other=0.0)
     return own, slopes
 
@@ -99,16 +110,86 @@ def _tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _row(Base, row, row_stride, head, head_stride):
+    """Pointers to the first bucket of rows and a head. Offsets have 64 bits: T · H · N can exceed 32."""
+    zero = tl.full([], 0, tl.int64)
+    return Base + (row + zero) * row_stride + (head + zero) * head_stride
+
+
+@triton.jit
+def _relative(relative, rows, keys, own, indices, lo, hi, head, RELATIVE: tl.constexpr):
+    """(bucket, bias) of each pair in a block. Pairs that are not visible have the bucket N. Unused without a bias.
+
+    `indices` are those of the rows that intervals `lo` … `hi` refer to. Buckets are clamped to [0, N), because the host
+    can't check them without a sync.
+    """
+    bucket = 0
+    bias = 0.0
+    if RELATIVE:
+        visible = (indices >= lo) & (indices < hi)
+        Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_row, query_head, key_row, key_head = relative
+        distance = tl.minimum(tl.maximum(keys - own, -radius), radius)
+        bucket = tl.load(Buckets + radius + distance, mask=visible, other=0).to(tl.int32)
+        bucket = tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
+        bias = 0.0 * bucket
+        if BIAS & RELATIVE:
+            bias += tl.load(Bias + head * num_buckets + bucket, mask=visible, other=0.0).to(tl.float32)
+        if QUERY_BIAS & RELATIVE:
+            row = _row(QueryBias, rows, query_row, head, query_head)
+            bias += tl.load(row + bucket, mask=visible, other=0.0).to(tl.float32)
+        if KEY_BIAS & RELATIVE:
+            row = _row(KeyBias, keys, key_row, head, key_head)
+            bias += tl.load(row + bucket, mask=visible, other=0.0).to(tl.float32)
+        bucket = tl.where(visible, bucket, num_buckets)
+    return bucket, bias
+
+
+@triton.jit
+def _add_bias_gradients(
+    GradBias, GradQueryBias, GradKeyBias, bucket, grad_scores, num_buckets, KEY_AXIS: tl.constexpr,
+    RELATIVE: tl.constexpr,
+):  # fmt: skip
+    """Add a block's gradient of the scores to those of the biases.
+
+    `GradBias` points to the sums (N,) of this program. `GradQueryBias` and `GradKeyBias` point to the rows (N,) of the
+    block's queries and keys. RELATIVE has the flags of those that this kernel adds to.
+
+    In the loop over the buckets that occur, one thread adds to each element, so the order is fixed.
+    """
+    if not (ORDERED & RELATIVE):
+        if QUERY_BIAS & RELATIVE:
+            tl.atomic_add(GradQueryBias + bucket, grad_scores, mask=bucket < num_buckets, sem="relaxed")
+        if KEY_BIAS & RELATIVE:
+            tl.atomic_add(GradKeyBias + bucket, grad_scores, mask=bucket < num_buckets, sem="relaxed")
+    if (BIAS + ORDERED) & RELATIVE:
+        at = tl.min(bucket)
+        while at < num_buckets:
+            of_bucket = tl.where(bucket == at, grad_scores, 0.0)
+            if BIAS & RELATIVE:
+                tl.atomic_add(GradBias + at, tl.sum(of_bucket), sem="relaxed")
+            if ORDERED & RELATIVE:  # rows past the end of a tile have a sum of 0
+                if QUERY_BIAS & RELATIVE:
+                    row_sum = tl.sum(of_bucket, KEY_AXIS, keep_dims=True)
+                    tl.atomic_add(GradQueryBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
+                if KEY_BIAS & RELATIVE:
+                    row_sum = tl.sum(of_bucket, 1 - KEY_AXIS, keep_dims=True)
+                    tl.atomic_add(GradKeyBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
+            at = tl.min(tl.where(bucket > at, bucket, num_buckets))
+
+
+@triton.jit
 def _scores(
     products,
     own,
     keys,
     slopes,
+    bias,
     scale,
     softcap,
     LINEAR: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    RELATIVE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """(scores, d score / d (scale · product)). Scores times `_score_factor` are in base 2."""
@@ -123,6 +204,8 @@ def _scores(
             scores = products * (scale * LOG2E)
         if ALIBI:
             scores -= slopes * LOG2E * tl.abs(own - keys).to(tl.float32)
+        if RELATIVE:
+            scores += bias * LOG2E
     return scores, cap_gradient
 
 
@@ -157,6 +240,7 @@ def _weights(
     keys,
     own,
     slopes,
+    relative,
     head,
     Seed,
     scale,
@@ -166,13 +250,17 @@ def _weights(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr,
+    RELATIVE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(weights after dropout, gradient of scale · products) of one block, (M, N) or (N, M).
+    """(weights after dropout, gradient of scale · products, gradient of the scores, buckets) of one block.
 
-    `indices` are those of the rows that intervals `lo` … `hi` refer to.
+    All are (M, N) or (N, M). `indices` are those of the rows that intervals `lo` … `hi` refer to.
     """
-    scores, cap_gradient = _scores(products, own, keys, slopes, scale, softcap, LINEAR, SOFTCAP, ALIBI, EXACT)
+    bucket, bias = _relative(relative, rows, keys, own, indices, lo, hi, head, RELATIVE)
+    scores, cap_gradient = _scores(
+        products, own, keys, slopes, bias, scale, softcap, LINEAR, SOFTCAP, ALIBI, RELATIVE, EXACT
+    )
     if boundary:
         scores = tl.where((indices >= lo) & (indices < hi), scores, -INF)
     weights = tl.exp2(scores * _score_factor(scale, LINEAR) - lse)
@@ -181,7 +269,8 @@ def _weights(
         factor = tl.where(_dropout_mask(Seed, rows, keys, head, dropout_p), 1.0 / (1.0 - dropout_p), 0.0)
         kept_weights = weights * factor
         grad_products = grad_products * factor
-    return kept_weights, weights * (grad_products - delta) * cap_gradient
+    grad_scores = weights * (grad_products - delta)
+    return kept_weights, grad_scores * cap_gradient, grad_scores, bucket
 
 
 @triton.jit
@@ -200,14 +289,16 @@ def _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE
     return delta
 
 
-@triton.jit(do_not_specialize=["lse_head", "slope_row"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    Query, Key, Value, Out, Lse, Tiles, Lo, Hi, Own, Slopes, Seed,
+    Query, Key, Value, Out, Lse, Tiles, Lo, Hi, Own, Slopes, Seed, Buckets, Bias, QueryBias, KeyBias,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head, lse_head, slope_row,
+    radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries and one head."""
     tile = tl.program_id(0)
@@ -223,8 +314,12 @@ def forward_kernel(
     lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
     hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
     first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
-    own, slopes = _alibi_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI)
+    own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
     own, slopes = own[:, None], slopes[:, None]
+    relative = (
+        Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
+        key_bias_head,
+    )  # fmt: skip
 
     q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
     out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -236,7 +331,8 @@ def forward_kernel(
         keys = (at + tl.arange(0, BLOCK_N))[None, :]
         k = _load(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        scores, _ = _scores(products, own, keys, slopes, scale, softcap, LINEAR, SOFTCAP, ALIBI, EXACT)
+        _, bias = _relative(relative, rows[:, None], keys, own, keys, lo, hi, head, RELATIVE)
+        scores, _ = _scores(products, own, keys, slopes, bias, scale, softcap, LINEAR, SOFTCAP, ALIBI, RELATIVE, EXACT)
         if (at < unmasked_from) | (at + BLOCK_N > unmasked_to):
             scores = tl.where((keys >= lo) & (keys < hi), scores, -INF)
         new_max = tl.maximum(row_max, tl.max(scores, 1) * score_factor)
@@ -259,15 +355,18 @@ def forward_kernel(
     _store(Out, out_row, start, end, out, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
 
 
-@triton.jit(do_not_specialize=["lse_head", "grad_lse_row", "grad_lse_head", "slope_row"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_kernel(
-    Query, Key, Value, Out, Grad, Lse, GradLse, Delta, GradQuery, Tiles, Lo, Hi, Own, Slopes, Seed,
+    Query, Key, Value, Out, Grad, Lse, GradLse, Delta, GradQuery, GradBias, GradQueryBias, Tiles, Lo, Hi, Own, Slopes,
+    Seed, Buckets, Bias, QueryBias, KeyBias,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head, grad_row, grad_head,
     grad_query_row, grad_query_head, lse_head, grad_lse_row, grad_lse_head, slope_row,
+    radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of queries and one head, and delta, which `key_kernel` reads."""
@@ -286,8 +385,17 @@ def query_kernel(
     lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
     hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
     first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
-    own, slopes = _alibi_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI)
+    own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
     own, slopes = own[:, None], slopes[:, None]
+    relative = (
+        Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
+        key_bias_head,
+    )  # fmt: skip
+
+    if BIAS_GRADIENT & RELATIVE:
+        heads = tl.num_programs(1)
+        GradBias = _row(GradBias, tile, heads * num_buckets, head, num_buckets)
+        GradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
 
     q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
     grad = _load(Grad, grad_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
@@ -305,25 +413,32 @@ def query_kernel(
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         grad_products = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         boundary = (at < unmasked_from) | (at + BLOCK_N > unmasked_to)
-        _, grad_scores = _weights(
-            products, grad_products, lse, delta, keys, lo, hi, boundary, rows[:, None], keys, own, slopes, head, Seed,
-            scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, EXACT,
+        _, grad_scaled, grad_scores, bucket = _weights(
+            products, grad_products, lse, delta, keys, lo, hi, boundary, rows[:, None], keys, own, slopes, relative,
+            head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE, EXACT,
         )  # fmt: skip
-        grad_query = tl.dot(grad_scores.to(k.dtype), k, grad_query, input_precision=PRECISION)
+        if BIAS_GRADIENT & RELATIVE:
+            _add_bias_gradients(
+                GradBias, GradQueryBias, GradQueryBias, bucket, grad_scores, num_buckets, 1, ~KEY_BIAS & RELATIVE
+            )
+        grad_query = tl.dot(grad_scaled.to(k.dtype), k, grad_query, input_precision=PRECISION)
 
     grad_query *= scale
     _store(GradQuery, grad_query_row, start, end, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
 
 
-@triton.jit(do_not_specialize=["lse_head", "slope_row"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def key_kernel(
-    Query, Key, Value, Grad, Lse, Delta, GradKey, GradValue, Tiles, Lo, Hi, Own, Slopes, Seed,
+    Query, Key, Value, Grad, Lse, Delta, GradKey, GradValue, GradKeyBias, Tiles, Lo, Hi, Own, Slopes, Seed,
+    Buckets, Bias, QueryBias, KeyBias,
     query_row, query_head, key_row, key_head, value_row, value_head, grad_row, grad_head,
     grad_key_row, grad_key_head, grad_value_row, grad_value_head, lse_head, slope_row,
+    radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of keys and values, summed over HEADS of the query heads of one key head."""
@@ -346,6 +461,12 @@ def key_kernel(
     grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
+    heads = tl.num_programs(1) * HEADS
+    relative = (
+        Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
+        key_bias_head,
+    )  # fmt: skip
+
     for head in range(part * HEADS, part * HEADS + HEADS):
         HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
         HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
@@ -355,33 +476,42 @@ def key_kernel(
             grad = _load(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
             lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
             delta = tl.load(Delta + head * lse_head + rows, mask=rows < last, other=0.0)[None, :]
-            own, slopes = _alibi_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI)
+            own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
             own, slopes = own[None, :], slopes[None, :]
             products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             boundary = (at < unmasked_from) | (at + BLOCK_M > unmasked_to)
-            weights, grad_scores = _weights(
+            weights, grad_scaled, grad_scores, bucket = _weights(
                 products, grad_products, lse, delta, rows[None, :], lo, hi, boundary, rows[None, :], keys, own, slopes,
-                head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, EXACT,
+                relative, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE, EXACT,
             )  # fmt: skip
+            if (BIAS_GRADIENT & RELATIVE) and (KEY_BIAS & RELATIVE):
+                HeadGradKeyBias = _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets)
+                _add_bias_gradients(
+                    GradKeyBias, GradKeyBias, HeadGradKeyBias, bucket, grad_scores, num_buckets, 0,
+                    ~(BIAS + QUERY_BIAS) & RELATIVE,
+                )  # fmt: skip
             grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
-            grad_key = tl.dot(grad_scores.to(q.dtype), q, grad_key, input_precision=PRECISION)
+            grad_key = tl.dot(grad_scaled.to(q.dtype), q, grad_key, input_precision=PRECISION)
 
     grad_key *= scale
     _store(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
     _store(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
 
 
-@triton.jit(do_not_specialize=["lse_head", "grad_lse_row", "grad_lse_head", "slope_row"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def fused_kernel(
-    Query, Key, Value, Out, Grad, Lse, GradLse, GradQuery, GradKey, GradValue, Tiles, Lo, Hi, Own, Slopes, Seed,
+    Query, Key, Value, Out, Grad, Lse, GradLse, GradQuery, GradKey, GradValue, GradBias, GradQueryBias, GradKeyBias,
+    Tiles, Lo, Hi, Own, Slopes, Seed, Buckets, Bias, QueryBias, KeyBias,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head, grad_row, grad_head,
     grad_query_row, grad_query_head, grad_key_row, grad_key_head, grad_value_row, grad_value_head,
     lse_head, grad_lse_row, grad_lse_head, slope_row,
+    radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of queries, keys and values of one tile of whole sequences and one key head."""
@@ -404,6 +534,12 @@ def fused_kernel(
     grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
+    heads = tl.num_programs(1) * GROUP
+    relative = (
+        Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
+        key_bias_head,
+    )  # fmt: skip
+
     for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
         HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
         HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
@@ -416,18 +552,26 @@ def fused_kernel(
             out = _load(HeadOut, out_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
             delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, last, head, LSE_GRADIENT)
             lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
-            own, slopes = _alibi_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI)
+            own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
             own, slopes = own[None, :], slopes[None, :]
             products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            weights, grad_scores = _weights(
+            weights, grad_scaled, grad_scores, bucket = _weights(
                 products, grad_products, lse, delta[None, :], rows[None, :], lo, hi, True, rows[None, :], keys, own,
-                slopes, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, EXACT,
+                slopes, relative, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE,
+                EXACT,
             )  # fmt: skip
-            grad_scores = grad_scores.to(q.dtype)
+            if BIAS_GRADIENT & RELATIVE:
+                _add_bias_gradients(
+                    _row(GradBias, tile, heads * num_buckets, head, num_buckets),
+                    _row(GradQueryBias, rows[None, :], heads * num_buckets, head, num_buckets),
+                    _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets),
+                    bucket, grad_scores, num_buckets, 0, RELATIVE,
+                )  # fmt: skip
+            grad_scaled = grad_scaled.to(q.dtype)
             grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
-            grad_key = tl.dot(grad_scores, q, grad_key, input_precision=PRECISION)
-            grad_query = tl.dot(tl.trans(grad_scores), k, input_precision=PRECISION) * scale
+            grad_key = tl.dot(grad_scaled, q, grad_key, input_precision=PRECISION)
+            grad_query = tl.dot(tl.trans(grad_scaled), k, input_precision=PRECISION) * scale
             _store(HeadGradQuery, grad_query_row, at, last, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
 
     grad_key *= scale
