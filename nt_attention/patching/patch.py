@@ -8,7 +8,7 @@ from typing import Literal, cast
 from torch import nn
 
 from ..modules.multihead import VarlenMultiheadAttention
-from . import torch_modules
+from . import attention_modules, torch_modules
 from .handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 
 __all__ = ["NotPackedError", "NotPackedWarning", "PatchHandle", "patch"]
@@ -23,25 +23,27 @@ def patch(
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
-    Changes every `nn.TransformerEncoder`, and every Hugging Face model that gives the same packed as each sequence
-    alone, whether it is the model itself or a part of it. This is known for the models of transformers; for another
-    class or config, a small model of the class is tried on the CPU first, which takes some seconds. A padded batch is
-    packed once at the entry, all layers run on real tokens, and the result is padded again at the exit, with 0 at
-    padding. An `nn.TransformerEncoderLayer` that is in no `nn.TransformerEncoder` packs and pads by itself. Any other
-    `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the same parameters, which also takes
-    NestedTensors, and skips padding in calls with `need_weights=False`, a boolean `key_padding_mask` and no
-    `attn_mask`.
+    Changes every `nn.Transformer`, `nn.TransformerEncoder` and `nn.TransformerDecoder`, and every Hugging Face model
+    that gives the same packed as each sequence alone, whether it is the model itself or a part of it. This is known for
+    the models of transformers; for another class or config, a small model of the class is tried on the CPU first, which
+    takes some seconds. A padded batch is packed once at the entry, all layers run on real tokens, and the result is
+    padded again at the exit, with 0 at padding. A layer of PyTorch's encoders and decoders that is in none of them
+    packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the
+    same parameters, which also takes NestedTensors, and skips padding in calls with `need_weights=False`, a boolean
+    `key_padding_mask` and no `attn_mask`.
 
     A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
     `NotPackedWarning` is shown once for each reason.
 
-    A forward syncs with the device once to read the padding, and once more for the labels of question answering. An
-    `nn.TransformerEncoder` syncs once more for an additive padding mask, and for a `mask` without `is_causal`. Single
-    layers, and any other `nn.MultiheadAttention`, do so in each call with a padding mask.
+    A forward syncs with the device once to read the padding, and once more for the labels of question answering. A
+    module of `torch.nn` syncs once for each padding mask, and once more for each that is additive, and for the mask of
+    self-attention without `is_causal`. An `nn.Transformer` reads the padding of its source once, if it is passed for
+    the memory too; it syncs once more to compare different tensors. Single layers, and any other
+    `nn.MultiheadAttention`, sync in each call with a padding mask.
 
     Args:
         model: any module. Its parameters, state_dict and optimizer stay the same.
-        padding_free: if False, only the attention is replaced. Layers of `nn.TransformerEncoder` then take
+        padding_free: if False, only the attention is replaced. Layers of encoders and decoders then take
             NestedTensors, and Hugging Face models keep the sequences of packed rows apart.
         logits: by default, a Hugging Face head that is training with labels returns packed logits, (1, T, V), because
             padding them costs the memory that packing saves. "padded" always pads them.
@@ -96,15 +98,15 @@ def _patch_modules(
     handle: PatchHandle,
     padding_free: bool,
     logits: Literal["padded"] | None,
-    in_encoder: bool = False,
+    in_stack: bool = False,
 ) -> None:
     """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
-    if isinstance(module, nn.TransformerEncoder):
-        if torch_modules.patch_encoder(name, module, handle, padding_free):
+    if isinstance(module, torch_modules.Stack):
+        if torch_modules.patch_stack(name, module, handle, padding_free):
             return
-        in_encoder = True  # its layers do not pack by themselves: what runs between them may need values at padding
-    packs_alone = isinstance(module, nn.TransformerEncoderLayer) and padding_free and not in_encoder
-    if packs_alone and torch_modules.patch_layer(name, cast(nn.TransformerEncoderLayer, module), handle):
+        in_stack = True  # its layers do not pack by themselves: what runs between them may need values at padding
+    packs_alone = isinstance(module, torch_modules.Layer) and padding_free and not in_stack
+    if packs_alone and torch_modules.patch_layer(name, cast(torch_modules.Layer, module), handle):
         return
     if isinstance(module, nn.MultiheadAttention):
         if not isinstance(module, VarlenMultiheadAttention):
@@ -120,8 +122,8 @@ def _patch_modules(
         if child is None:
             continue
         if not isinstance(child, nn.MultiheadAttention):
-            _patch_modules(path, child, handle, padding_free, logits, in_encoder)
-        elif (reason := torch_modules.swap_attention(module, child_name, handle)) is not None:
+            _patch_modules(path, child, handle, padding_free, logits, in_stack)
+        elif (reason := attention_modules.swap_attention(module, child_name, handle)) is not None:
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
@@ -129,5 +131,7 @@ def _patch_modules(
                 description += (
                     ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
                 )
-                cast(VarlenMultiheadAttention, module._modules[child_name]).report = torch_modules.Report(handle)
+                cast(VarlenMultiheadAttention, module._modules[child_name]).report = attention_modules.Report(handle)
             handle.change_layers(name, {child_name: description})
+    if isinstance(module, nn.Transformer) and padding_free:
+        torch_modules.patch_transformer(name, module, handle)

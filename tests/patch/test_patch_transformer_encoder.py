@@ -197,15 +197,6 @@ def test_encoder_with_its_own_forward_is_patched_layer_by_layer(kind):
         assert list(handle.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
 
 
-def test_handle_of_nn_transformer_lists_its_parts():
-    model = nn.Transformer(EMBED, 4, 1, 1, 50, batch_first=True)
-    with nta.patch(model) as handle:
-        assert list(handle.changed) == ["encoder"]
-        assert list(handle.layers) == ["decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
-        assert "encoder: nn.TransformerEncoder of 1 layer," in str(handle)
-        assert "decoder.layers.0.self_attn: takes NestedTensors" in str(handle)
-
-
 def test_encoder_deepcopy_runs_its_own_weights():
     model = nn.Sequential(make_encoder())
     x = torch.randn(4, LENGTH, EMBED, dtype=torch.float64)
