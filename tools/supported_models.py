@@ -16,12 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "hugging_face.md"
 TABLES = re.compile(r"(?<=<!-- tables: begin -->\n).*(?=<!-- tables: end -->)", re.DOTALL)
 BORDER = re.compile("^|(?= |$)")  # of the first word
-HEADS = "base, text encoding, causal LM, masked LM, token, sequence, QA, multiple choice, next sentence, pretraining"
+HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence, QA, multiple choice, next sentence, "
+         "pretraining")  # fmt: skip
 # What a reason contains → what the table says. Other reasons are in the table as they are.
 WORDS = {
-    "get the same cu_seq_lens, but have different lengths": "encoder-decoder: its cross-attention has other lengths",
     "flash-linear-attention": "raises an error for packed sequences if `flash-linear-attention` is not installed",
     "uses the attention mask, which": "a layer reads the attention mask, which a packed row does not have",
+    "uses its attention mask with": "its code computes with the padding mask what a packed row can't have",
+    "computes attention over the whole row": "it has attention code of its own, for blocks or windows",
+    "computes its attention with": "it has attention code of its own, which `varlen_attention` can't express",
     "mixes all tokens of the row": "a layer mixes the tokens of a row",
     "keeps a state along the row": "a layer keeps a state along the row",
     "has a convolution along the row": "a layer has a convolution along the row",

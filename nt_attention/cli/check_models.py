@@ -64,7 +64,7 @@ def _prove(row: tuple[str, str, str]) -> dict[str, Any]:
             "proof": {"reason": f"no default config: {type(error).__name__}: {' '.join(str(error).split())[:100]}"},
         }
     entry["key"], _ = proofs.key_of(model)
-    if (reason := families.why_not_routed(model) or families.why_not_packed(model)) is not None:
+    if (reason := families.why_not_packed(model)) is not None:
         return {**entry, "proof": {"reason": reason}}
     return {**entry, "proof": proofs.as_fields(proofs.make(model))}
 

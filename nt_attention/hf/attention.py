@@ -27,6 +27,7 @@ from ..functional import varlen_attention
 from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
 from . import masks, positions
+from .packed_mask import PackedMask
 
 Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -66,6 +67,14 @@ def register(over: str = "sdpa") -> str:
     AttentionInterface.register(name, functools.partial(attention, over=over))
     AttentionMaskInterface.register(name, functools.partial(masks.mask, over=over))
     return name
+
+
+def is_stock(implementation: str | None) -> bool:
+    """Whether this name is one of transformers' own attention implementations, or ours, and runs their code."""
+    if implementation in (None, "eager", *NAME_OVER.values()):
+        return True
+    function = ALL_ATTENTION_FUNCTIONS.get(cast(str, implementation))
+    return function is None or function.__module__.startswith("transformers.")
 
 
 class _Call(NamedTuple):
@@ -134,9 +143,11 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
-    decoding = query.shape[2] == 1 and cu_seq_lens_q is None
+    decoding = query.shape[2] == 1 and cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask)
     if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
+    if isinstance(attention_mask, PackedMask):  # it stands for a mask that contains causality
+        is_causal = attention_mask.is_causal
     if is_causal is None:
         if hasattr(module, "is_causal"):  # no default in getattr: torch 2.11 can't compile what computes it
             is_causal = bool(module.is_causal)
@@ -159,7 +170,9 @@ def _plan(
     query, key, options = call.query, call.key, call.options
     traced = is_traced(query)
     layouts = None
-    if cu_seq_lens_q is not None:
+    if isinstance(mask, PackedMask):
+        layouts, mask = (mask.query_layout, mask.key_layout), None
+    elif cu_seq_lens_q is not None:
         layouts = _layouts_of(query, key, cu_seq_lens_q, cu_seq_lens_k, traced)
         mask = None if is_bypass_mask(mask) else mask
     elif ids is not None and _may_be_packed(call, ids):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import nn
@@ -15,8 +15,12 @@ from transformers import PreTrainedModel
 from .._forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, override_forward
 from . import families
 from .attention import NAME_OVER, register
-from .families import Family, Head
+from .encoder_decoder import EncoderDecoderCall
+from .families import Family
+from .own_attention import override_attention, override_methods
 from .packed_forward import Logits, PackedCall
+from .packed_row import counts_positions, embed_positions
+from .proof import Head, Proof
 from .rope import rotate_per_sequence, scales_by_length
 
 
@@ -101,23 +105,76 @@ def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], rep
             config._attn_implementation_internal = replace_ours
 
 
-def make_padding_free(
-    model: PreTrainedModel, family: Family, head: Head | None, handle: Handle, logits: Logits
-) -> None:
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The innermost attention modules, by name: those that compute attention."""
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if "Attention" in type(module).__name__ and not isinstance(module, nn.MultiheadAttention)
+    }
+    return {path: x for path, x in found.items() if not any(other.startswith(f"{path}.") for other in found)}
+
+
+def _override_positions(base: nn.Module, handle: Handle) -> bool:
+    """Override modules that count positions along the row, or scale them by its length. Returns whether there are."""
+    found = False
+    for module in base.modules():
+        override = (
+            rotate_per_sequence if scales_by_length(module) else embed_positions if counts_positions(module) else None
+        )
+        if override is not None:
+            override_forward(module, override, handle)
+            found = True
+    return found
+
+
+def make_padding_free(model: PreTrainedModel, proof: Proof, family: Family, handle: Handle, logits: Logits) -> None:
     """Make the model pack, and also its base model, because callers may call it directly."""
-    base = families.base_model(model)
-    rotary = [module for module in base.modules() if scales_by_length(module)]
-    for module in rotary:
-        override_forward(module, rotate_per_sequence, handle)
+    base, head = families.base_model(model), proof.head
+    overridden = _override_positions(base, handle)
+    is_routed = families.routes_attention(model)
+    override_methods(base, handle)
+    for module in attention_modules(base).values():
+        override_attention(module, is_routed, handle)
+    needs_row = overridden or proof.mask is not None
+    if families.is_encoder_decoder(model):
+        encoder: Any = base.get_encoder()
+        _override_call(encoder, replace(proof, head=None), family, None, handle, logits, is_routed, True)
+        for entry in {id(base): base, id(model): model if head == "token" else base}.values():
+            defaults, _ = _arguments(entry)
+            override_forward(entry, EncoderDecoderCall(handle, proof, defaults, logits, is_routed), handle)
+        return
     entries: list[tuple[PreTrainedModel, Head | None]] = [(base, "sequence" if head == "sequence" else None)]
     if model is base and head != "sequence":
         entries = [(model, head)]
     elif head != "sequence":
         entries.append((model, head))
     for entry, works_on in entries:
-        parameters = inspect.signature(entry.forward).parameters.values()
-        names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
-        call = PackedCall(handle, family, works_on, logits, names, bool(rotary))
-        override_forward(entry, call, handle)
+        call = _override_call(entry, proof, family, works_on, handle, logits, is_routed, needs_row)
         if works_on == "sequence":  # replaces the entry that another head with the same base model has made
             cast(PatchedForward, entry.forward).forward = call
+
+
+def _override_call(
+    entry: PreTrainedModel,
+    proof: Proof,
+    family: Family,
+    head: Head | None,
+    handle: Handle,
+    logits: Logits,
+    is_routed: bool,
+    needs_row: bool,
+) -> PackedCall:
+    defaults, takes_any = _arguments(entry)
+    is_base = families.base_model(entry) is entry
+    call = PackedCall(handle, proof, family, head, logits, defaults, is_base, takes_any, is_routed, needs_row)
+    override_forward(entry, call, handle)
+    return call
+
+
+def _arguments(entry: PreTrainedModel) -> tuple[dict[str, Any], bool]:
+    """The parameters of a forward and their defaults, and whether it takes other keyword arguments too."""
+    parameters = inspect.signature(entry.forward).parameters.values()
+    of_class = inspect.signature(type(entry).forward).parameters
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return {n: of_class[n].default if n in of_class else None for n in names}, len(names) < len(parameters)

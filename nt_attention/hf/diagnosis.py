@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .packed_mask import PackedMask
 from .twin import padding_of, vocabulary_of
 
 _TOLERANCE = 1e-5
@@ -134,7 +135,7 @@ def _run(base: Any, row: list[Tensor], which: int) -> list[_Seen]:
 
     def of_sequence(values: Any) -> Iterator[Tensor]:
         for x in pytree.tree_leaves(values):
-            if not isinstance(x, Tensor):
+            if not isinstance(x, Tensor) or isinstance(x, PackedMask):
                 continue
             if x.dim() > 1 and x.shape[:2] == (1, total):
                 yield x[0, begin : begin + lengths[which]].detach()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..layout import SequenceLayout
+from .proof import Positions
 
 
 def pool_first(base: Any, first: Tensor) -> Tensor | None:
@@ -38,7 +40,6 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
     return embeddings(inputs_embeds=(embeds * scale[:, None]).to(embeds.dtype), position_ids=position_ids)
 
 
-Positions = Literal["padded", "tokens", "ids"]
 Pool = Callable[[Any, Tensor], Tensor | None]
 Embed = Callable[[Any, Tensor, Tensor, SequenceLayout], Tensor | None]
 
@@ -54,17 +55,11 @@ class Family:
         pool: computes the pooled output from the first token of each row. None: the proof tries the base model's
             `pooler`.
         embed: computes the embeddings of a packed row if those of a token depend on other tokens of its sequence.
-        holes: whether rows with padding between tokens can be packed. The proof finds out.
-        embeds: whether `inputs_embeds` can be packed. The proof finds out.
-        token_types: whether `token_type_ids` can be packed. The proof finds out.
     """
 
     positions: Positions | None = None
     pool: Pool | None = None
     embed: Embed | None = None
-    holes: bool = True
-    embeds: bool = True
-    token_types: bool = True
 
 
 # config.model_type → what the proof can't find by itself. `add_family` adds to it.
@@ -73,37 +68,19 @@ FAMILIES = {
     "esm": Family(embed=_embed_esm),
 }
 
-# How a head runs:
-# "token": it predicts a value for each token. Head and loss run packed.
-# "next token": the same, but the first token of a sequence is not predicted.
-# "span": it predicts the first and last token of an answer. The head runs packed, its loss on padded logits.
-# "sequence": anything else. The base model runs packed, the head gets padded hidden states.
-Head = Literal["token", "next token", "sequence", "span"]
-HEADS: tuple[Head, ...] = ("next token", "token", "span", "sequence")
-
 # config.model_type → why the model is not packed, though its attention can be replaced.
 NOT_PACKED = {
-    "bart": "self-attention and cross-attention get the same cu_seq_lens, but have different lengths",
     "clip": "its images have equal lengths, and its text is pooled at a position of the padded row",
     "siglip": "its rows have equal lengths",
-    **dict.fromkeys(("t5", "mt5", "umt5"), "its position bias is a mask of the whole row, T × T in a packed row"),
     "vit": "its images have equal lengths",
-    "whisper": "its rows have equal lengths, with padding",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "its positions have three dimensions"),
 }
-# config.model_type → why attention can't be replaced through transformers' interface.
-_ADDS_ALIBI = "it adds ALiBi in its own attention code; varlen_attention has alibi_slopes to rewrite a layer with"
-NOT_ROUTED = {
-    **dict.fromkeys(("bloom", "mpt"), _ADDS_ALIBI),
-    **dict.fromkeys(("codegen", "gptj"), "it has its own attention code"),
-    **dict.fromkeys(("deberta", "deberta-v2"), "no flash kernel supports the two terms of its disentangled attention"),
+# config.model_type → what is special about attention that can't be replaced through transformers' interface.
+OWN_ATTENTION = {
     **dict.fromkeys(("led", "longformer"), "it has its own code for blocks of a sliding window"),
     "big_bird": "its attention is block sparse",
-    "falcon": "it has its own attention code; varlen_attention has alibi_slopes to rewrite a layer with",
-    "layoutlmv3": "no flash kernel supports the two position terms of its attention",
-    "luke": "its attention has separate queries for words and entities",
-    "mpnet": "it adds a relative position bias in its own attention code; models such as bert can be packed",
-    "wavlm": "it adds a gated position bias in its own attention code",
+    "layoutlmv3": "its attention adds two position terms",
+    "wavlm": "its attention adds a gated position bias",
     "xlnet": "its attention has two streams",
 }
 
@@ -162,13 +139,18 @@ def family_of(module: Any) -> Family:
     return FAMILIES.get(model_type(module), Family())
 
 
+def routes_attention(module: Any) -> bool:
+    """Whether the attention of a model runs through transformers' interface, so that it can be replaced by name."""
+    return why_not_routed(module) is None
+
+
 def why_not_routed(module: Any) -> str | None:
-    """Why the attention of a model can't be replaced, or None."""
-    if kind(module) not in NOT_ROUTED and module._can_set_attn_implementation():
+    """Why the attention of a model can't be replaced by name, or None."""
+    if module._can_set_attn_implementation():
         return None
-    if kind(module) not in NOT_ROUTED and class_of(module).__module__ == "__main__":
+    if class_of(module).__module__ == "__main__":
         return "has no source that transformers could read, which it does before it replaces attention: use a file"
-    reason = f": {NOT_ROUTED[kind(module)]}" if kind(module) in NOT_ROUTED else ""
+    reason = f": {OWN_ATTENTION[kind(module)]}" if kind(module) in OWN_ATTENTION else ""
     return f"does not route its attention through transformers' interface{reason}"
 
 
@@ -176,11 +158,16 @@ def why_not_packed(module: Any) -> str | None:
     """Why a model is not packed, whatever a proof would find, or None."""
     if kind(module) in NOT_PACKED:
         return NOT_PACKED[kind(module)]
-    if module.config.is_encoder_decoder:
-        return "self-attention and cross-attention get the same cu_seq_lens, but have different lengths"
     if module.main_input_name != "input_ids":
         return f"its input is {module.main_input_name}, which has no padding mask"
     return None
+
+
+def is_encoder_decoder(module: Any) -> bool:
+    """Whether a model has a decoder beside its encoder. The encoder alone may have the config of both."""
+    return module.config.is_encoder_decoder and any(
+        "decoder_input_ids" in inspect.signature(type(part).forward).parameters for part in (module, base_model(module))
+    )
 
 
 def base_model(module: Any) -> PreTrainedModel:
@@ -190,10 +177,11 @@ def base_model(module: Any) -> PreTrainedModel:
 
 
 def kind(module: nn.Module) -> str:
-    """The model type of a model as in NOT_PACKED and NOT_ROUTED, for example "clip" also for the parts of a CLIP."""
+    """The model type of a model as in NOT_PACKED and OWN_ATTENTION, for example "clip" also for the parts of a CLIP."""
     return re.sub("_(text|vision)(_model)?$", "", model_type(module))
 
 
 def class_of(module: nn.Module) -> type:
     """The class of a module, without the subclass that FSDP2 adds."""
-    return next(kind for kind in type(module).__mro__ if kind.__bases__[0].__name__ != "FSDPModule")
+    kinds = type(module).__mro__
+    return kinds[2] if kinds[1].__name__ == "FSDPModule" else kinds[0]

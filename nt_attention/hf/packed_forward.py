@@ -14,8 +14,8 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,10 +30,12 @@ from transformers.utils import ModelOutput
 from .._forwards import Handle, replacement_of
 from .._tracing import outside_of_graphs
 from . import families
-from .attention import NAME_OVER, bypass_mask, is_bypass_mask
-from .families import Family, Head
+from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
+from .families import Family
+from .packed_mask import PackedMask
+from .packed_row import PackedRow, current_row, running_row
 from .packing import Packing
-from .rope import scaled_per_sequence
+from .proof import Head, Proof
 
 Logits = Literal["padded"] | None
 
@@ -49,10 +51,25 @@ _NOT_SUPPORTED = {
 # What runs the original forward: the whole call, or only the head, so that the base model makes its own plan.
 Unpacked = Literal["all", "head"]
 
-# The base model whose head decided that the whole call runs the original forward.
-_planned_by_head: ContextVar[Any] = ContextVar("base model planned by its head", default=None)
-_set_planned = outside_of_graphs(lambda base: _planned_by_head.set(base))
+# The parts of a model, such as its base model, that do not pack because the whole call runs the original forward.
+_planned_by_head: ContextVar[tuple[Any, ...]] = ContextVar("models planned by their head", default=())
+_set_planned = outside_of_graphs(lambda models: _planned_by_head.set(models))
 _reset_planned = outside_of_graphs(lambda token: _planned_by_head.reset(token))
+
+
+@contextmanager
+def planned_by_head(*models: Any) -> Iterator[None]:
+    """A context in which these models do not pack or count, because their head has decided that they run padded."""
+    before = _set_planned(models)
+    try:
+        yield
+    finally:
+        _reset_planned(before)
+
+
+def is_planned_by_head(model: Any) -> bool:
+    """Whether the head of this model has decided that it runs padded."""
+    return any(other is model for other in _planned_by_head.get())
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,31 +78,42 @@ class PackedCall:
 
     Attributes:
         handle: the handle of the patch. It counts calls and warns.
-        family, head: how to pack the model. For a "sequence" head, this is the forward of the base model.
+        proof, family: how to pack the model.
+        head: how its head runs, or None. For a "sequence" head, this is the forward of the base model.
         logits: "padded", or None to leave logits packed in training with labels.
-        names: the parameters of the original forward, in the order of positional arguments.
-        scales_rope: whether the frequencies of its rotary embedding depend on the sequence length.
+        defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
+        is_base: whether this is the forward of the base model.
+        takes_any: whether the original forward takes other keyword arguments too.
+        is_routed: whether attention runs through transformers' interface.
+        needs_row: whether modules of the model read `current_row`.
     """
 
     handle: Handle
+    proof: Proof
     family: Family
     head: Head | None
     logits: Logits
-    names: tuple[str, ...]
-    scales_rope: bool = False
+    defaults: dict[str, Any]
+    is_base: bool
+    takes_any: bool
+    is_routed: bool
+    needs_row: bool
+
+    @property
+    def pool(self) -> families.Pool | None:
+        """How the pooled output is computed."""
+        return self.family.pool or (families.pool_first if self.proof.pool else None)
 
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while isinstance(original, functools.partial) and not original.args:  # a wrapper passes some arguments
             kwargs = {**original.keywords, **kwargs}
             original = original.func
-        positional = dict(zip(self.names, args, strict=False))
-        if len(args) > len(self.names) or positional.keys() & kwargs.keys():
+        given = given_arguments(self.defaults, args, kwargs)
+        if given is None:
             return original(*args, **kwargs)  # this raises an error
-        given = {name: value for name, value in {**positional, **kwargs}.items() if value is not None}
-        if "cu_seq_lens_q" in given and is_bypass_mask(given.get("attention_mask")):  # the head has packed the batch
-            if self.family.embed is not None:  # its embeddings would read the mask
-                del given["attention_mask"]
-            return original(**given)
+        mask = given.get("attention_mask")
+        if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in given and is_bypass_mask(mask)):
+            return self._run_row(original, given)  # the head has packed the batch
         plan = self._plan(model, original, given)
         if isinstance(plan, Packing):
             try:
@@ -100,7 +128,7 @@ class PackedCall:
     @outside_of_graphs
     def _plan(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Packing | Unpacked:
         """Return the packing of a call, or else what runs the original forward. Counts the call."""
-        if _planned_by_head.get() is model:
+        if is_planned_by_head(model):
             return "all"
         if "cu_seq_lens_q" in given:
             return self._count("it was packed already")
@@ -109,19 +137,21 @@ class PackedCall:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
             return self._fall_back(reason)  # the base model would get the packed row of the head
-        if (reason := _not_supported(given, model)) is not None:
+        if (reason := not_supported(given, model)) is not None:
             return self._fall_back(reason)
-        if "inputs_embeds" in given and not self.family.embeds:
+        if self.is_routed and model.config._attn_implementation not in NAME_OVER.values():
+            return self._fall_back(f"its attention was set to {model.config._attn_implementation!r} after the patch")
+        if "inputs_embeds" in given and not self.proof.embeds:
             return self._fall_back("its inputs_embeds give other values in a packed row")
-        if "token_type_ids" in given and not self.family.token_types:
+        if "token_type_ids" in given and not self.proof.token_types:
             return self._fall_back("its token_type_ids give other values in a packed row")
-        if self.family.positions == "ids" and base.config.pad_token_id is None and "position_ids" not in given:
+        if self.proof.positions == "ids" and base.config.pad_token_id is None and "position_ids" not in given:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
         packing = _read_packing(given)
         if packing is not None and packing.has_holes:
-            if not self.family.holes:
+            if not self.proof.holes:
                 return self._fall_back("its rows have padding between tokens, which changes its values (windows do)")
             if self.head == "next token" and "labels" in given:
                 return self._fall_back("its rows have padding between tokens, and labels are shifted over it")
@@ -150,14 +180,11 @@ class PackedCall:
     ) -> Any:
         """Run the original forward, in which the base model does not pack or count."""
         base = families.base_model(model)
-        with scaled_per_sequence(None) if self.scales_rope else nullcontext():
+        with running_row(None) if self.needs_row else nullcontext():
             if base is model:
                 return original(*args, **kwargs)
-            before = _set_planned(base)
-            try:
+            with planned_by_head(base):
                 return original(*args, **kwargs)
-            finally:
-                _reset_planned(before)
 
     def _run_packed(
         self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
@@ -169,31 +196,51 @@ class PackedCall:
         kept = _tokens_to_keep(packing, keep) if isinstance(keep, Tensor) or keep else None
         keep_packed = self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
 
-        packed = _pack_inputs(model, family, head, packing, given)
+        packed = _pack_inputs(model, self.proof, family, head, packing, given)
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
-        with scaled_per_sequence(packing.layout) if self.scales_rope else nullcontext():
-            out = original(**packed)
-        if family.pool is not None and out.get("pooler_output") is not None:
-            out["pooler_output"] = family.pool(model, packing.first_tokens(out["last_hidden_state"]))
+        row = PackedRow(packing.layout, packed["position_ids"], packing.length)
+        with running_row(row) if self.needs_row else nullcontext():
+            out = self._run_row(original, packed)
+        if self.pool is not None and out.get("pooler_output") is not None:
+            out["pooler_output"] = self.pool(model, packing.first_tokens(out["last_hidden_state"]))
         done = {"logits"} if keep_packed else set()
         if head == "sequence":  # the head may read the first or last position of a row, even if it is padding
             out["last_hidden_state"] = packing.pad_with_nearest(out["last_hidden_state"])
             done.add("last_hidden_state")
         _pad_outputs(out, packing, kept, done)
-        if spans:
+        if len(spans) == 2:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
             out = out if loss is None else type(out)(**{**out, "loss": loss})
         return out if as_dict else out.to_tuple()
 
+    def _run_row(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Run the original forward on a packed row, with the arguments that it takes."""
+        if self.proof.mask is None:
+            if self.family.embed is not None and self.is_base:  # its embeddings would read the mask
+                given.pop("attention_mask")
+            return original(**given)
+        row = current_row()
+        if row is not None and "position_ids" in self.defaults:
+            given["position_ids"] = row.position_ids
+        return original(**{name: x for name, x in given.items() if name in self.defaults or self.takes_any})
 
-def _not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
+
+def given_arguments(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call that are not their defaults, by name; None if the call has an argument twice."""
+    positional = dict(zip(defaults, args, strict=False))
+    if len(args) > len(defaults) or positional.keys() & kwargs.keys():
+        return None
+    given = {**positional, **kwargs}
+    is_default = {name: x is defaults.get(name) or (x is None and name in families.INPUTS) for name, x in given.items()}
+    return {name: x for name, x in given.items() if not is_default[name]}
+
+
+def not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
     """Why a call of the head or of the base model can't be packed, or None."""
     config = model.config
     if config.output_attentions:
         return "the config asks for attention weights"
-    if config._attn_implementation not in NAME_OVER.values():
-        return f"its attention was set to {config._attn_implementation!r} after the patch"
     if model.training and _has_noise(model):
         return "NEFTune scales its noise by the length of a row"
     if getattr(config, "output_router_logits", False):
@@ -201,9 +248,8 @@ def _not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
     for name, reason in _NOT_SUPPORTED.items():
         if given.get(name, False) is not False:  # not its truth value: an empty cache is falsy
             return reason
-    for name, value in given.items():
-        if name not in families.INPUTS and value is not False:
-            return f"its argument {name!r} is not known, and may depend on padded rows"
+    if unknown := next((name for name in given if name not in families.INPUTS), None):
+        return f"its argument {unknown!r} is not known, and may depend on padded rows"
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)"
@@ -223,8 +269,7 @@ def _has_noise(model: PreTrainedModel) -> bool:
 def _head_not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
     """Why the head can't run packed though its base model can, or None."""
     labels = given.get("labels", given.get("shift_labels"))
-    loss = vars(model).get("_loss_function") if labels is None else model.loss_function
-    if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
+    if vars(model).get("_loss_function") is not None or (labels is not None and not _has_usual_loss(model)):
         return "its loss_function was replaced, and may need padded rows"
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) and keep.dtype == torch.bool:
@@ -232,6 +277,12 @@ def _head_not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | 
     if labels is not None and (isinstance(keep, Tensor) or keep):
         return "it asks for a loss with logits_to_keep"
     return None
+
+
+def _has_usual_loss(model: PreTrainedModel) -> bool:
+    """Whether the loss is that of the class: transformers finds it by the class name."""
+    module = getattr(model.loss_function, "__module__", "")
+    return module.startswith("transformers.") and (model.loss_type or "") in type(model).__name__
 
 
 def _points_at_padding(given: dict[str, Any], packing: Packing) -> bool:
@@ -268,7 +319,7 @@ def _read_packing(given: dict[str, Any]) -> Packing | None:
 # Not compiled, because it would become dozens of small graphs.
 @outside_of_graphs
 def _pack_inputs(
-    model: PreTrainedModel, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
+    model: PreTrainedModel, proof: Proof, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The keyword arguments of the original forward for the packed row (1, T)."""
     layout = packing.layout
@@ -277,7 +328,7 @@ def _pack_inputs(
     if "position_ids" in given:
         given["position_ids"] = packing.pack(given["position_ids"])
     else:
-        given["position_ids"] = _default_position_ids(family, base, packing, given.get("input_ids"))
+        given["position_ids"] = default_position_ids(proof, base, packing, given.get("input_ids"))
     for key in families.TOKEN_INPUTS & given.keys():
         given[key] = packing.pack(given[key])
     if family.embed is not None and "input_ids" in given and "inputs_embeds" not in given:
@@ -288,25 +339,27 @@ def _pack_inputs(
     if head == "next token" and "labels" in given:  # the first token is not predicted
         ignored = given.get("ignore_index", -100)
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
-    if family.embed is None or base is not model:  # below a head, the base model removes it
-        given["attention_mask"] = bypass_mask(layout.device)
+    own = {"use_cache": False, "return_dict": True}
+    if proof.mask is not None:
+        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal)
+        return {**given, **own, "attention_mask": mask}
     return {
         **given,
+        **own,
+        "attention_mask": bypass_mask(layout.device),
         "cu_seq_lens_q": layout.cu_seqlens,
         "cu_seq_lens_k": layout.cu_seqlens,
         "max_length_q": layout.max_seqlen,
         "max_length_k": layout.max_seqlen,
-        "use_cache": False,
-        "return_dict": True,
     }
 
 
-def _default_position_ids(family: Family, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
+def default_position_ids(proof: Proof, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
     """(1, T), the positions that the model would use in the padded row."""
-    if family.positions == "tokens":
+    if proof.positions == "tokens":
         return packing.layout.position_ids.unsqueeze(0)
     padded = packing.padded_positions.unsqueeze(0)
-    if family.positions == "padded":
+    if proof.positions == "padded":
         return padded
     padding = base.config.pad_token_id
     if input_ids is None:
@@ -360,3 +413,7 @@ def _check_form(name: str, value: Any, total: int) -> None:
             unknown = total in part.shape or part.numel() % max(total, 1) == 0 < part.dim()
         if unknown:
             raise _UnknownOutput(f"its output {name!r} is not known, and may have a value for each token")
+
+
+for _over in NAME_OVER:  # a patched model that is unpickled needs the names, and unpickling imports this file
+    register(_over)

@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -20,9 +19,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from .._forwards import Handle, override_forward, replacement_of
 from .._tracing import can_be_read, outside_of_graphs
 from . import families
-from .attention import NAME_OVER, attention, register
-from .change_model import make_padding_free, set_attention
-from .families import Family
+from .attention import attention, is_stock
+from .change_model import attention_modules, make_padding_free, set_attention
 from .packed_forward import Logits
 from .proof import Proof
 from .proofs import proof_of
@@ -35,31 +33,36 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
     """Patch a Hugging Face model, or tell the handle why not. Returns False if `model` is not a Hugging Face model."""
     if not isinstance(model, PreTrainedModel):
         return False
-    reason = families.why_not_routed(model) or (_not_provable(model) if padding_free else None)
+    not_routed = families.why_not_routed(model)
+    proof, not_packed = Proof(), families.why_not_packed(model) if padding_free else None
+    reason = _not_provable(model) if padding_free else not_routed
+    if not_routed is not None and not_packed is not None:
+        reason = f"can't be packed: {not_packed}. It {not_routed}"
+    if reason is None and padding_free and not_packed is None:
+        proof, where = proof_of(model)
+        if proof.reason is not None:
+            reason = f"can't be packed: {proof.reason} (proof {where})"
+            reason += f". {_ALONE}" if not_routed is None else f". It {not_routed}"
     if reason is not None:
         handle.leave(name, f"{type(model).__name__} {reason}.")
         return True
     how = "supports rows that you pack, with cu_seq_lens or position_ids"
-    family, head, not_packed = Family(), None, families.why_not_packed(model) if padding_free else None
-    if padding_free and not_packed is None:
-        proof, where = proof_of(model)
-        if proof.reason is not None:
-            handle.leave(name, f"{type(model).__name__} can't be packed: {proof.reason} (proof {where}). {_ALONE}.")
-            return True
-        family, head = _family_of(model, proof), proof.head
-        how = "packed at the entry, padded at the exit"
-        if logits is None and head in ("token", "next token"):
-            how += "; in training with labels its logits stay packed"
-        how += f"; proof {where}"
-    before = set_attention(model, handle)
     if not_packed is not None:
         how = f"not packed, because {not_packed}"
+    elif padding_free:
+        how = "packed at the entry, padded at the exit"
+        if logits is None and proof.head in ("token", "next token"):
+            how += "; in training with labels its logits stay packed"
+        how += f"; proof {where}"
+    if not_routed is None:
+        how += f"; attn_implementation was {set_attention(model, handle)!r}"
+    if not_packed is not None:
         names = tuple(inspect.signature(model.forward).parameters)
         if any(name.endswith("attention_mask") for name in names):
             override_forward(model, functools.partial(_run_padded, handle, not_packed, names), handle)
     elif padding_free:
-        make_padding_free(model, family, head, handle, logits)
-    handle.change(name, f"{type(model).__name__}, {how}; attn_implementation was {before!r}")
+        make_padding_free(model, proof, families.family_of(model), handle, logits)
+    handle.change(name, f"{type(model).__name__}, {how}")
     handle.change_layers(name, _attention_layers(model))
     for path, module in model.named_modules():
         if _takes_packed_images(module):
@@ -101,6 +104,11 @@ _ALONE = "Pass padding_free=False to replace only its attention, for rows that y
 
 def _not_provable(model: PreTrainedModel) -> str | None:
     """Why a proof, which is made with a small model of the same class, says nothing about this model, or None."""
+    implementation = model.config._attn_implementation
+    if families.routes_attention(model) and not is_stock(implementation):
+        return f"can't be packed: {implementation!r} is not an attention implementation of transformers. {_ALONE}"
+    if (changed := _changed_in_config(model)) is not None:
+        return f"can't be packed: {changed}. {_ALONE}"
     for path, part in model.named_modules():
         if not path or isinstance(part, PreTrainedModel):
             continue
@@ -113,31 +121,27 @@ def _not_provable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _family_of(model: PreTrainedModel, proof: Proof) -> Family:
-    known = families.family_of(model)
-    pool = known.pool or (families.pool_first if proof.pool else None)
-    return replace(
-        known,
-        positions=proof.positions,
-        pool=pool,
-        holes=proof.holes,
-        embeds=proof.embeds,
-        token_types=proof.token_types,
-    )
+def _changed_in_config(model: PreTrainedModel) -> str | None:
+    """Which window or padding id of a module is not that of the config, because the config was changed, or None."""
+    config = model.config.get_text_config()
+    for path, part in model.named_modules():
+        for name in ("sliding_window", "attention_chunk_size", "padding_idx"):
+            in_config = "pad_token_id" if name == "padding_idx" else name
+            value, wanted = vars(part).get(name), getattr(config, in_config, None)
+            both = isinstance(value, int) and isinstance(wanted, int) and not isinstance(part, nn.Embedding)
+            if both and abs(value - wanted) > ("window" in name):  # some count the token itself
+                kind = type(part).__name__
+                return f"{name} of {path} ({kind}) is {value}, but {in_config} of the config is {wanted}"
+    return None
 
 
 def _attention_layers(model: nn.Module) -> dict[str, str]:
     """The innermost attention modules, by name. They are the modules that call the attention function."""
-    layers = {
-        path: module
-        for path, module in model.named_modules()
-        if "Attention" in type(module).__name__ and not isinstance(module, nn.MultiheadAttention)
-    }
+    layers = attention_modules(model)
     windows = {path: getattr(module, "sliding_window", None) for path, module in layers.items()}
     return {
         path: type(module).__name__ + (f", window {windows[path]}" if isinstance(windows[path], int) else "")
         for path, module in layers.items()
-        if not any(other.startswith(f"{path}.") for other in layers)
     }
 
 
@@ -147,6 +151,4 @@ def _takes_packed_images(module: nn.Module) -> bool:
     return "cu_seqlens" in inspect.signature(type(module).forward).parameters
 
 
-for _over in NAME_OVER:  # a patched model that is unpickled needs the names, and unpickling imports this file
-    register(_over)
 AttentionInterface.register(_VISION_NAME, functools.partial(attention, over="sdpa"))

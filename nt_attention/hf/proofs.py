@@ -32,14 +32,15 @@ from transformers import PreTrainedModel
 
 from . import families
 from .families import class_of
-from .proof import Proof, prove
+from .proof import Proof
+from .prove import prove
 from .twin import is_of_layers, isolated, marks_of, name_of, parts_of, twin_config
 
 SHIPPED = Path(__file__).parent / "proofs"
 
 _logger = logging.getLogger(__name__)
 _made: dict[str, Proof] = {}
-_alive: dict[str, Any] = {}  # the classes and functions whose id is in a key
+_alive: dict[str, Any] = {}  # the classes and functions whose address is in a key
 
 
 def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
@@ -63,7 +64,8 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
     where = f"made in {time.perf_counter() - begin:.1f} s"
     if not proof.tried:
         return proof, f"{where}, not kept"
-    _made[key], _alive[key] = proof, [families.family_of(model), *{class_of(module) for module in model.modules()}]
+    classes = {class_of(module) for module in model.modules()}
+    _made[key], _alive[key] = proof, (families.family_of(model), [(kind, dict(vars(kind))) for kind in classes])
     if not can_be_kept:
         return proof, f"{where}, not kept, because a class is defined in a function or has no source file"
     return proof, f"{where}, kept in {file.parent}" if _write(file, proof) else f"{where}, not kept"
@@ -74,7 +76,7 @@ def make(model: PreTrainedModel) -> Proof:
     kind = class_of(model)
     if (changed := _changed_after_construction(model, kind)) is not None:
         return Proof(changed)
-    return prove(kind, model.config, parts_of(model), families.family_of(model))
+    return prove(model, families.family_of(model))
 
 
 def _changed_after_construction(model: PreTrainedModel, kind: type[PreTrainedModel]) -> str | None:
@@ -109,6 +111,7 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
     fields = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "config": twin_config(kind, model.config),
+        "attention": model.config._attn_implementation if own else None,
         "parts": sorted(parts_of(model)),
         "marks": sorted(marks_of(model)),
         "family": [family.positions, *map(_code_of, quirks)],
@@ -117,10 +120,13 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
         "sources": sorted({_digest(file) for each in classes if (file := _file_of(each))}),
         "versions": [transformers.__version__, _kernels()],
     }
-    key = hashlib.sha256(_canonical(fields).encode()).hexdigest()[:24]
+    text = _canonical(fields)
+    key = hashlib.sha256(text.encode()).hexdigest()[:24]
     functions = [getattr(quirk, "__qualname__", "<locals>") for quirk in quirks]
-    if not all(map(_file_of, classes)) or any(
-        "<locals>" in name for name in functions + [c.__qualname__ for c in classes]
+    if (
+        " at 0x" in text
+        or not all(map(_file_of, classes))
+        or any("<locals>" in name for name in functions + [c.__qualname__ for c in classes])
     ):
         return f"{key} {sorted(id(each) for each in [*classes, *quirks])}", False
     return key, True
@@ -136,7 +142,9 @@ def _canonical(value: Any) -> str:
     """A text that is the same for equal values."""
     if isinstance(value, dict):
         return "{" + ", ".join(sorted(f"{_canonical(k)}: {_canonical(v)}" for k, v in value.items())) + "}"
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(_canonical, value))) + "}"
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_canonical, value)) + "]"
     return repr(value)
 
@@ -144,11 +152,12 @@ def _canonical(value: Any) -> str:
 def _state_of(kind: type) -> list[Any]:
     """What the methods and the attributes of a class are now, and the plain values in its module."""
     module = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
-    plain = [f"{name} = {x!r}" for name, x in {**module, **vars(kind)}.items() if isinstance(x, _PLAIN)]
+    named = {**module, **vars(kind)}.items()
+    plain = [f"{name} = {_canonical(x)}" for name, x in named if isinstance(x, _PLAIN) and not name.startswith("__")]
     return [kind.__qualname__, sorted(plain), sorted(_codes_of(kind))]
 
 
-_PLAIN = (bool, int, float, str, NoneType)
+_PLAIN = (bool, int, float, str, NoneType, dict, list, tuple, set, frozenset)
 
 
 def _codes_of(kind: type) -> Iterator[str]:
@@ -186,23 +195,26 @@ def read_entries(file: Path) -> list[dict[str, Any]]:
 
 def cache_directory() -> Path:
     """The directory of the user's proofs, in `$NT_ATTENTION_CACHE`, by default `~/.cache/nt_attention`."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nt_attention"
-    return Path(os.environ.get("NT_ATTENTION_CACHE") or default) / "proofs" / _own_digest()
+    given = os.environ.get("NT_ATTENTION_CACHE")
+    if not given:
+        given = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nt_attention")
+    return Path(given) / "proofs" / _own_digest()
 
 
 def _read(file: Path) -> Proof | None:
     try:
-        proof = Proof(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):  # there is none, or it can't be read
+        fields = json.loads(file.read_text())
+        proof = Proof(**fields)
+    except (OSError, ValueError, TypeError, RecursionError):  # there is none, or it can't be read
         return None
-    return proof if proof.is_valid else None
+    return proof if fields == dataclasses.asdict(proof) and proof.is_valid else None
 
 
 def _write(file: Path, proof: Proof) -> bool:
     temporary = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(as_fields(proof)))
+        temporary.write_text(json.dumps(dataclasses.asdict(proof)))
         os.replace(temporary, file)
     except OSError:  # for example, a file system that is read-only
         with suppress(OSError):
@@ -217,12 +229,25 @@ def as_fields(proof: Proof) -> dict[str, Any]:
 
 
 def _code_of(function: Any) -> list[Any]:
-    """What a function does, and which one it is if that may depend on variables around it."""
+    """What a function does: its code, its defaults, and the variables around it."""
+    if str(getattr(function, "__module__", "")).partition(".")[0] == "nt_attention":
+        return [function.__module__, function.__qualname__]  # _own_digest stands for its code
     code = getattr(function, "__code__", None)
-    if code is None or function.__closure__:
+    if code is None:
         return [str(function)]
     constants = [x.co_code.hex() if inspect.iscode(x) else repr(x) for x in code.co_consts]
-    return [code.co_qualname, code.co_firstlineno, code.co_code.hex(), code.co_names, constants, code.co_filename]
+    defaults = [_canonical(function.__defaults__), _canonical(function.__kwdefaults__)]
+    around = [_variable(cell.cell_contents) for cell in function.__closure__ or ()]
+    return [code.co_qualname, code.co_firstlineno, code.co_code.hex(), code.co_names, constants, defaults, around]
+
+
+def _variable(value: Any) -> Any:
+    """A variable that a function uses from the function around it, such as the class that `super()` uses."""
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if inspect.isfunction(value):
+        return _code_of(value)
+    return repr(value)
 
 
 # The version of transformers stands for the code of these packages.
@@ -271,5 +296,4 @@ def _replaced_functions(classes: set[type]) -> Iterator[str]:
             function = inspect.unwrap(value)
             module = str(function.__globals__.get("__name__"))
             if module.partition(".")[0] not in _KNOWN | {name.partition(".")[0]}:
-                source = _digest(function.__code__.co_filename)
-                yield f"{name} {attribute} = {module}.{function.__qualname__} {source}"
+                yield f"{name} {attribute} = {module} {_code_of(function)}"

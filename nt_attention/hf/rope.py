@@ -10,28 +10,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..layout import SequenceLayout
-
-_layout: ContextVar[SequenceLayout | None] = ContextVar("layout of the packed row", default=None)
-
-
-@contextmanager
-def scaled_per_sequence(layout: SequenceLayout | None) -> Iterator[None]:
-    """A context in which `rotate_per_sequence` uses the sequences of `layout`. None is one sequence for each row."""
-    before = _layout.set(layout)
-    try:
-        yield
-    finally:
-        _layout.reset(before)
+from .packed_row import current_row
 
 
 def scales_by_length(module: nn.Module) -> bool:
@@ -46,14 +32,14 @@ def rotate_per_sequence(
 ) -> tuple[Tensor, Tensor]:
     """The `forward` of such an embedding: cosines and sines (1, T, D), with the frequencies of each sequence's length.
 
-    Needs no sync, because the layout knows the lengths on the host.
+    Needs no sync, because the layout of the row knows the lengths on the host.
     """
-    layout = _layout.get()
+    row = current_row()
     options = {} if layer_type is None else {"layer_type": layer_type}
-    if layout is None or not _by_length(_type_of(rotary, layer_type)):
+    if row is None or not _by_length(_type_of(rotary, layer_type)):
         return original(x, position_ids, **options)
     parts, end = [], 0
-    lengths = layout.host_offsets.diff().tolist()
+    lengths = row.layout.host_offsets.diff().tolist()
     for scaled_for, neighbours in itertools.groupby(lengths, lambda length: _scaled_for(rotary, length, layer_type)):
         begin, end = end, end + sum(neighbours)
         fixed = _with_fixed_frequencies(rotary, scaled_for, layer_type, x.device)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .families import base_model, class_of
+from .families import base_model, class_of, is_encoder_decoder
 
 HEADS, HEAD_DIM, WIDTH, HIDDEN = 4, 16, 64, 96
 VOCABULARY, PADDING = 99, 1
@@ -71,7 +71,7 @@ _LAYERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")
 _NEEDED = {"head_dim", "n_routed_experts", "num_experts_per_tok", "num_key_value_heads", "vocab_size"}
 _PERIOD = re.compile("period|interval|every_n|pattern|_step$|freq")
 # Rates and small constants: they change numbers, but not which tokens depend on each other.
-_RATE = re.compile("drop|jitter")
+_RATE = re.compile("dropout|drop_path|layerdrop|layer_drop|pdrop|drop_rate|jitter|_drop$|^drop$")
 _CONSTANT = re.compile("_eps$|epsilon$|^eps$|initializer|init_std|_init$|init_scale|init_floor")
 # Fields that do not change what `forward` computes for a batch without labels.
 _NO_MATTER = {
@@ -82,22 +82,30 @@ _NO_MATTER = {
 }  # fmt: skip
 
 
-def twin_config(kind: type, config: Any, unknown: bool = True) -> dict[str, Any]:
+def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[str, Any]:
     """The fields of the twin's config, for a class and the config of a model.
 
     Args:
         kind: the class. Twins of classes that are not from transformers have more layers.
         config: the config of the model.
-        unknown: whether large integers whose name is not known become small too.
+        unknown: whether large integers whose name is not known become small too. None: if transformers has the config.
     """
     given = config.to_dict()
-    fields = _shrink(given, unknown, LAYERS if kind.__module__.startswith("transformers.") else MORE_LAYERS)
-    if kind.__module__.startswith("transformers."):  # whose code has no padding id of its own
+    own = not is_of_transformers(type(config))
+    fields = _shrink(
+        given, not own if unknown is None else unknown, LAYERS if is_of_transformers(kind) else MORE_LAYERS, own
+    )
+    if is_of_transformers(kind):  # whose code has no padding id of its own
         fields["pad_token_id"] = 0 if _default_padding(config.__class__) == 0 else PADDING
     labels = 1 if len(given.get("id2label") or "12") == 1 else 2
     fields["id2label"] = {n: f"LABEL_{n}" for n in range(labels)}
     fields["label2id"] = {f"LABEL_{n}": n for n in range(labels)}
     return fields
+
+
+def is_of_transformers(kind: type) -> bool:
+    """Whether a class is from transformers."""
+    return kind.__module__.startswith("transformers.")
 
 
 @functools.cache
@@ -110,7 +118,7 @@ def _default_padding(kind: Any) -> int | None:
     return padding if isinstance(padding, int) else None
 
 
-def _shrink(given: dict[str, Any], unknown: bool, most: int = LAYERS) -> dict[str, Any]:
+def _shrink(given: dict[str, Any], unknown: bool, most: int = LAYERS, own: bool = False) -> dict[str, Any]:
     fields = {name: value for name, value in given.items() if name not in _NO_MATTER}
     layers = next((v for k, v in given.items() if _LAYERS.fullmatch(k) and isinstance(v, int)), 0)
     chosen = _choose_layers(fields, layers, most)
@@ -136,7 +144,7 @@ def _shrink(given: dict[str, Any], unknown: bool, most: int = LAYERS) -> dict[st
         elif isinstance(value, float):
             if _RATE.search(name):
                 fields[name] = 0.0
-            elif _CONSTANT.search(name):
+            elif _CONSTANT.search(name) and not own:
                 fields[name] = 0.02 if "init" in name else 1e-6
             elif name == "rope_theta":
                 fields[name] = 10000.0
@@ -299,19 +307,15 @@ class CannotBuild(Exception):
     """No small model of the class can be built."""
 
 
-def build_twin(kind: type[PreTrainedModel], config: Any, parts: frozenset[str]) -> PreTrainedModel:
-    """A small model of a class, with random weights, in evaluation mode, on the CPU.
+def build_twin(original: PreTrainedModel) -> PreTrainedModel:
+    """A small model of the class of a model, with random weights, in evaluation mode, on the CPU.
 
     It is in float64, or in float32 if the class can't run in float64.
 
-    Args:
-        kind: the class.
-        config: the config of a model of this class.
-        parts: the classes of the modules that the twin must have, as from `parts_of`.
-
     Raises:
-        CannotBuild: no small config gives a model that has these parts and runs.
+        CannotBuild: no small config gives a model that has all kinds of modules of the original and runs.
     """
+    kind, config, parts, marks = class_of(original), original.config, parts_of(original), marks_of(original)
     error: BaseException | None = None
     for fields in _attempts(kind, config):
         for dtype in (torch.float64, torch.float32):
@@ -323,9 +327,17 @@ def build_twin(kind: type[PreTrainedModel], config: Any, parts: frozenset[str]) 
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
+                kept = marks_of(model)
+                flags = (mark for mark in marks if mark[2] not in ("None", "a number"))
+                if lost := next((mark for mark in flags if mark not in kept), None):
+                    raise CannotBuild(f"none of its {lost[0]} has {lost[1]} = {lost[2]}")
                 _randomize(model)
                 model.to(dtype).eval()
                 model.config.use_cache = False
+                if is_encoder_decoder(model) and getattr(model.config, "decoder_start_token_id", None) is None:
+                    model.config.decoder_start_token_id = padding_of(model)
+                if not is_of_transformers(kind) and config._attn_implementation == "eager":
+                    model.set_attn_implementation("eager")
                 _try(model)
                 return model
             except (Exception, SystemExit) as failure:  # any class, any config
@@ -345,7 +357,7 @@ def fill_config(config: Any) -> Any:
 def _attempts(kind: type, config: Any) -> Iterator[dict[str, Any]]:
     """The fields of the configs to try, one after the other."""
     for fill in (False, True):
-        for unknown in (True, False):
+        for unknown in (None, not is_of_transformers(type(config))):
             fields = twin_config(kind, config, unknown)
             if fill:
                 fields |= {name: size for name, size in _SIZES.items() if name in fields and fields[name] is None}
@@ -406,8 +418,8 @@ def marks_of(model: nn.Module) -> dict[tuple[str, str, str], str]:
 
 # Attributes that callers change, and that do not change what a token depends on.
 _STATES = {
-    "training", "gradient_checkpointing", "name_or_path", "warnings_issued", "use_cache", "loss_type", "padding_idx",
-    "pad_token_id",
+    "training", "gradient_checkpointing", "name_or_path", "warnings_issued", "use_cache", "padding_idx", "pad_token_id",
+    "loss_type", "attn_implementation", "_attn_implementation",
 }  # fmt: skip
 
 
@@ -421,6 +433,8 @@ def _try(model: Any) -> None:
     ids = torch.arange(3 * 23).view(3, 23) % (vocabulary_of(model) - 6) + 6
     mask = torch.arange(23) >= torch.tensor([[11], [0], [22]])
     inputs = {"input_ids": ids.masked_fill(~mask, padding_of(model)), "attention_mask": mask.long()}
+    if is_encoder_decoder(model):
+        inputs["decoder_input_ids"] = ids
     if not type(model).__name__.endswith("ForMultipleChoice"):  # it takes rows of choices
         model(**inputs)
     for value in base_model(model)(**inputs).values():

@@ -92,9 +92,7 @@ def test_bidirectional_attention_of_gemma(name):
         sizes = {**SIZES, "head_dim": 8, "num_key_value_heads": 2}
         model = kind(kind.config_class(**sizes, use_bidirectional_attention=bidirectional)).eval()
         keys.add(proofs.key_of(model))
-        if name == "Gemma2Model" and bidirectional:
-            assert "restriction that only the attention mask contains" in refusal(model)
-        elif name == "GemmaModel" and bidirectional:  # it ignores the switch for batches with padding
+        if name == "GemmaModel" and bidirectional:  # it ignores the switch for batches with padding
             assert "without the patch, its last_hidden_state of a padded batch is not that of each" in refusal(model)
         else:
             check(model)
@@ -549,7 +547,7 @@ def test_damaged_cache_is_replaced(cache, text):
     file.write_text(text)
     proofs._made.clear()
     nta.patch(model).remove()
-    assert json.loads(file.read_text()) == {"positions": "padded"} or file.read_text() == "{}"
+    assert json.loads(file.read_text())["positions"] == "padded"
 
 
 def test_cache_that_can_not_be_written(tmp_path, monkeypatch):

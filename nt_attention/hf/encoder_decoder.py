@@ -1,0 +1,207 @@
+"""Runs the call of a patched Hugging Face encoder-decoder with packed rows on both sides.
+
+The encoder runs on the packed source. The decoder runs on the packed target: self-attention with the lengths of the
+target, cross-attention with queries of the target and keys of the source. Both layouts travel in the masks
+(`packed_mask.py`).
+
+Dimensions: B rows, Ls and Lt positions of a padded source and target, S and T tokens of the packed ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from .._forwards import Handle, replacement_of
+from .._tracing import outside_of_graphs
+from . import families
+from .attention import NAME_OVER
+from .packed_forward import (
+    Logits,
+    default_position_ids,
+    given_arguments,
+    is_planned_by_head,
+    not_supported,
+    planned_by_head,
+)
+from .packed_mask import PackedMask
+from .packed_row import PackedRow, running_row
+from .packing import Packing
+from .proof import Proof
+
+# Arguments of an encoder-decoder, beside those in `families.INPUTS`. A call with any other one can't run packed.
+_INPUTS = {
+    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "encoder_outputs",
+}  # fmt: skip
+# Outputs with a value for each token of the source. Others have one for each token of the target.
+OF_SOURCE = ("encoder_last_hidden_state", "encoder_hidden_states")
+_IGNORED = -100  # labels with this value have no loss
+
+
+class _Sides(NamedTuple):
+    source: Packing
+    target: Packing
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderDecoderCall:
+    """The `forward` of a patched encoder-decoder: packs both sides, or falls back to the original forward.
+
+    Attributes:
+        handle: the handle of the patch. It counts calls and warns.
+        proof: how the model is packed.
+        defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
+        logits: "padded", or None to leave logits packed in training with labels.
+        is_routed: whether attention runs through transformers' interface.
+    """
+
+    handle: Handle
+    proof: Proof
+    defaults: dict[str, Any]
+    logits: Logits
+    is_routed: bool
+
+    def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = given_arguments(self.defaults, args, kwargs)
+        is_packed = given is not None and isinstance(given.get("decoder_attention_mask"), PackedMask)
+        if given is None or is_packed or is_planned_by_head(model):  # if it is None, this raises an error
+            return original(*args, **kwargs)
+        given = _with_target(model, given)
+        sides = self._plan(model, original, given)
+        if sides is None:
+            with running_row(None), planned_by_head(families.base_model(model), model.get_encoder()):
+                return original(**given)
+        return self._run_packed(model, original, sides, given)
+
+    @outside_of_graphs
+    def _plan(self, model: Any, original: Callable[..., Any], given: dict[str, Any]) -> _Sides | None:
+        """The packing of both sides, or None if the original forward runs. Counts the call."""
+        reason = replacement_of(original, type(model)) or _not_supported(given, model)
+        if reason is None and self.is_routed and model.config._attn_implementation not in NAME_OVER.values():
+            reason = f"its attention was set to {model.config._attn_implementation!r} after the patch"
+        if reason is not None:
+            self.handle.fall_back(reason)
+            return None
+        sides = _read_sides(given)
+        if sides is None or (sides.source.saves_nothing and sides.target.saves_nothing):
+            self.handle.count("there is no padding to skip")
+            return None
+        if sides.source.has_holes or sides.target.has_holes:
+            self.handle.fall_back("its rows have padding between tokens")
+            return None
+        self.handle.count(None)
+        return sides
+
+    def _run_packed(self, model: Any, original: Callable[..., Any], sides: _Sides, given: dict[str, Any]) -> Any:
+        source, target = sides
+        as_dict = given.pop("return_dict", model.config.return_dict)
+        keep_packed = self.logits is None and model.training and "labels" in given
+        encoder_outputs = self._encode(model, source, given)
+        positions = default_position_ids(self.proof, model, target, given.get("decoder_input_ids"))
+        tokens = {name: target.pack(given.pop(name)) for name in _TARGET & given.keys()}
+        for name in ("input_ids", "inputs_embeds", "attention_mask", "decoder_attention_mask", "use_cache"):
+            given.pop(name, None)
+        with running_row(PackedRow(target.layout, positions, target.length)):
+            out = original(
+                **given,
+                **tokens,
+                attention_mask=PackedMask.of(target.layout, source.layout, form="pairs"),
+                decoder_attention_mask=PackedMask.of(target.layout, form="pairs", is_causal=True),
+                encoder_outputs=encoder_outputs,
+                use_cache=False,
+                return_dict=True,
+            )
+        _pad_outputs(out, sides, {"logits"} if keep_packed else set())
+        return out if as_dict else out.to_tuple()
+
+    def _encode(self, model: Any, source: Packing, given: dict[str, Any]) -> BaseModelOutput:
+        """The outputs of the encoder on the packed source, (1, S, E)."""
+        encoder, made = model.get_encoder(), given.pop("encoder_outputs", None)
+        more = {name: given[name] for name in ("output_hidden_states",) if name in given}
+        if made is not None:
+            states = made[0] if not isinstance(made, Tensor) else made
+            hidden = made.get("hidden_states") if isinstance(made, ModelOutput) else None
+            packed = None if hidden is None else tuple(source.pack(x) for x in hidden)
+            return BaseModelOutput(last_hidden_state=source.pack(states), hidden_states=packed)
+        tokens = {name: source.pack(given[name]) for name in ("input_ids", "inputs_embeds") if name in given}
+        positions = default_position_ids(self.proof, model, source, given.get("input_ids"))
+        mask = PackedMask.of(source.layout, form="pairs")
+        with running_row(PackedRow(source.layout, positions, source.length)):
+            out: BaseModelOutput = encoder(**tokens, attention_mask=mask, return_dict=True, **more)
+        return out
+
+
+# Inputs with a value for each position of the target.
+_TARGET = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
+
+
+def _with_target(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the decoder's input that the model makes from labels, or from its input."""
+    if "decoder_input_ids" in given or "decoder_inputs_embeds" in given:
+        return given
+    if "labels" not in given:
+        return given
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return {**given, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(given["labels"])}
+    shift = getattr(sys.modules[families.class_of(model).__module__], "shift_tokens_right", None)
+    if shift is None:
+        return given
+    ids = model.config.pad_token_id, model.config.decoder_start_token_id
+    number = len(inspect.signature(shift).parameters)
+    return {**given, "decoder_input_ids": shift(given["labels"], *ids[: number - 1])}
+
+
+def _not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
+    """Why a call can't run packed, or None."""
+    if "decoder_input_ids" not in given and "decoder_inputs_embeds" not in given:
+        return "it has neither decoder_input_ids nor labels"
+    mask = given.get("decoder_attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        return "its decoder_attention_mask is not (batch, length)"
+    return not_supported({name: x for name, x in given.items() if name not in _INPUTS}, model)
+
+
+def _read_sides(given: dict[str, Any]) -> _Sides | None:
+    """The packing of the source and of the target. Syncs with the device at most once for each.
+
+    The target's tokens are those of its mask or, without a mask, all up to the last label that is not ignored.
+    """
+    encoded = given.get("encoder_outputs")
+    states = None if encoded is None else encoded if isinstance(encoded, Tensor) else encoded[0]
+    source: Any = next((given[name] for name in ("input_ids", "inputs_embeds") if name in given), states)
+    target: Any = given.get("decoder_input_ids", given.get("decoder_inputs_embeds"))
+    mask, labels = given.get("decoder_attention_mask"), given.get("labels")
+    if mask is None and labels is not None and labels.shape == target.shape[:2]:
+        mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
+    if source is None:
+        return None
+    return _Sides(_packing(given.get("attention_mask"), source), _packing(mask, target))
+
+
+def _packing(mask: Tensor | None, tokens: Tensor) -> Packing:
+    rows, length = tokens.shape[:2]
+    if mask is not None and mask.shape != (rows, length):
+        raise ValueError(f"a mask is {tuple(mask.shape)}, but its tokens are {(rows, length)} (batch, length).")
+    mask = torch.ones(rows, length, dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
+    return Packing.of(mask, None, rows, length)
+
+
+@outside_of_graphs
+def _pad_outputs(out: ModelOutput, sides: _Sides, done: set[str]) -> None:
+    """Pad every output with a value for each token: (1, S or T, …) → (B, Ls or Lt, …)."""
+    for name, value in list(out.items()):
+        if name in families.OTHER_OUTPUTS | done:
+            continue
+        packing = sides.source if name in OF_SOURCE else sides.target
+        many = isinstance(value, tuple)
+        padded = tuple(packing.pad(x) for x in (value if many else (value,)))
+        out[name] = padded if many else padded[0]

@@ -1,0 +1,68 @@
+"""The packed row that runs now, for modules to which the model passes neither lengths nor positions.
+
+Only for modules outside of layers: when gradient checkpointing computes a layer again, no row is set. Attention modules
+find the layout in their mask (`packed_mask.py`).
+
+Dimensions: B rows of a padded batch, L positions in a row, T tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..layout import SequenceLayout
+
+
+class PackedRow(NamedTuple):
+    """A packed row: its sequences, the positions of its tokens (1, T), and L of the padded batch."""
+
+    layout: SequenceLayout
+    position_ids: Tensor
+    length: int
+
+
+_row: ContextVar[PackedRow | None] = ContextVar("packed row", default=None)
+
+
+def current_row() -> PackedRow | None:
+    """The packed row that runs now, or None."""
+    return _row.get()
+
+
+@contextmanager
+def running_row(row: PackedRow | None) -> Iterator[None]:
+    """A context in which this row runs. None: the rows of the batch are not packed."""
+    before = _row.set(row)
+    try:
+        yield
+    finally:
+        _row.reset(before)
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether a module embeds positions that it counts along the row, as in BART and M2M-100."""
+    if "Positional" not in type(module).__name__:
+        return False
+    names = list(inspect.signature(type(module).forward).parameters)
+    return "past_key_values_length" in names and names[1] != "position_ids"
+
+
+def embed_positions(module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of such a module: in a packed row, with the positions of the row."""
+    row = current_row()
+    if row is None:
+        return original(*args, **kwargs)
+    parameters = inspect.signature(type(module).forward).parameters
+    if "position_ids" in parameters:
+        given = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
+        return original(**{**given, "position_ids": row.position_ids[0]})
+    needed = module.padding_idx + 1 + row.length
+    if needed > module.weights.shape[0]:
+        module.make_weights(needed + module.offset, module.embedding_dim, module.padding_idx)
+    return module.weights[row.position_ids].detach()

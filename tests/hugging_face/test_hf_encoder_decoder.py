@@ -1,0 +1,179 @@
+"""Encoder-decoders: the source and the target are packed."""
+
+import pytest
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+import nt_attention as nta
+from nt_attention.hf.text_models import on_meta_device
+from nt_attention.hf.twin import build_twin, isolated
+from nt_attention.patching.handle import NotPackedWarning
+
+SOURCES, TARGETS = (9, 1, 17, 4), (6, 3, 1, 11)
+MODELS = {
+    "bart": "BartForConditionalGeneration",
+    "blenderbot": "BlenderbotForConditionalGeneration",
+    "m2m_100": "M2M100ForConditionalGeneration",
+    "marian": "MarianMTModel",
+    "mbart": "MBartForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
+    "mvp": "MvpForConditionalGeneration",
+    "pegasus": "PegasusForConditionalGeneration",
+    "plbart": "PLBartForConditionalGeneration",
+    "t5": "T5ForConditionalGeneration",
+    "umt5": "UMT5ForConditionalGeneration",
+}
+
+
+def make(model_type):
+    with isolated():
+        return build_twin(on_meta_device(model_type, MODELS[model_type]))
+
+
+def padded(lengths, padding, side="right", seed=0):
+    """Ids with padding, and their mask."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1) if side == "left" else mask
+    ids = torch.randint(6, 90, mask.shape, generator=torch.Generator().manual_seed(seed))
+    return ids.masked_fill(~mask, padding), mask
+
+
+def batch_of(model, side="right"):
+    padding = model.config.pad_token_id
+    ids, mask = padded(SOURCES, padding, side)
+    target, target_mask = padded(TARGETS, padding, seed=1)
+    source = {"input_ids": ids, "attention_mask": mask.long()}
+    return source, target, target_mask
+
+
+def close(got, want):
+    tolerance = 1e-9 if got.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * max(1.0, float(want.detach().abs().max())))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_loss_and_gradients_are_those_without_the_patch(model_type, side):
+    model = make(model_type).train()
+    source, target, mask = batch_of(model, side)
+    labels = target.masked_fill(~mask, -100)
+
+    def run():
+        model.zero_grad()
+        loss = model(**source, labels=labels).loss
+        loss.backward()
+        return loss, [p.grad for p in model.parameters() if p.grad is not None]
+
+    want, want_gradients = run()
+    with nta.patch(model, on_fallback="raise") as handle:
+        got, gradients = run()
+        logits = model(**source, labels=labels).logits
+    assert handle.calls == {None: 2}
+    assert logits.shape[:2] == (1, sum(TARGETS))
+    close(got, want)
+    largest = max(float(x.abs().max()) for x in want_gradients)
+    for x, y in zip(gradients, want_gradients, strict=True):
+        assert float((x - y).abs().max()) < 1e-8 * largest
+
+
+@pytest.mark.parametrize("given", ["decoder_input_ids", "decoder_inputs_embeds", "encoder_outputs", "hidden states"])
+@pytest.mark.parametrize("model_type", ["bart", "t5", "m2m_100"])
+def test_outputs_are_those_of_each_pair_alone(model_type, given):
+    model = make(model_type)
+    source, target, mask = batch_of(model)
+    more = {"output_hidden_states": True} if given == "hidden states" else {}
+
+    def inputs_of(n=None):
+        ids = target if n is None else target[n : n + 1, : TARGETS[n]]
+        inputs = source if n is None else {name: x[n : n + 1, : SOURCES[n]] for name, x in source.items()}
+        own = {"decoder_attention_mask": mask.long()} if n is None else {}
+        if given == "encoder_outputs":
+            encoded = model.get_encoder()(**inputs)
+            inputs = {"attention_mask": inputs["attention_mask"], "encoder_outputs": encoded}
+        if given == "decoder_inputs_embeds":
+            if model_type == "m2m_100":
+                pytest.skip("its positions depend on input ids")
+            return {**inputs, **own, "decoder_inputs_embeds": model.get_input_embeddings()(ids)}
+        return {**inputs, **own, **more, "decoder_input_ids": ids}
+
+    with torch.no_grad():
+        alone = [model(**inputs_of(n)) for n in range(len(SOURCES))]
+        with nta.patch(model, on_fallback="raise"):
+            out = model(**inputs_of())
+        for n, one in enumerate(alone):
+            close(out.logits[n, : TARGETS[n]], one.logits[0])
+            assert not out.logits[n, TARGETS[n] :].any()
+            close(out.encoder_last_hidden_state[n, : SOURCES[n]], one.encoder_last_hidden_state[0])
+            for x, y in zip(out.decoder_hidden_states or (), one.decoder_hidden_states or (), strict=True):
+                close(x[n, : TARGETS[n]], y[0])
+            for x, y in zip(out.encoder_hidden_states or (), one.encoder_hidden_states or (), strict=True):
+                close(x[n, : SOURCES[n]], y[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("model_type", ["bart", "m2m_100", "marian", "t5", "umt5"])
+def test_generate_gives_the_same_tokens(model_type, options):
+    model = make(model_type)
+    source, *_ = batch_of(model)
+    options = {**options, "max_new_tokens": 12, "min_new_tokens": 12}
+    options["decoder_start_token_id"] = model.config.decoder_start_token_id
+    want = model.generate(**source, **options)
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="cache"):
+        got = model.generate(**source, **options)
+    assert torch.equal(got, want)
+    assert handle.calls[None] == 1  # the encoder
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("model_type", ["t5", "pegasus"])
+def test_gradient_checkpointing(model_type, use_reentrant):
+    model = make(model_type).train()
+    source, target, mask = batch_of(model)
+    labels = target.masked_fill(~mask, -100)
+    gradients = []
+    with nta.patch(model, on_fallback="raise"):
+        for _ in range(2):
+            model.zero_grad()
+            model(**source, labels=labels).loss.backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_encoder_outputs_as_a_tuple_and_outputs_as_a_tuple():
+    model = make("t5")
+    source, target, _ = batch_of(model)
+    states = model.get_encoder()(**source).last_hidden_state
+    given = {"attention_mask": source["attention_mask"], "decoder_input_ids": target, "return_dict": False}
+    with torch.no_grad(), nta.patch(model, on_fallback="raise"):
+        one = model(encoder_outputs=(states,), **given)
+        other = model(encoder_outputs=BaseModelOutput(last_hidden_state=states), **given)
+    assert isinstance(one, tuple)
+    torch.testing.assert_close(one[0], other[0])
+
+
+def test_fallbacks_are_counted_once():
+    model = make("bart")
+    source, target, _ = batch_of(model)
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning):
+        model(**source, decoder_input_ids=target, use_cache=True)
+        model(**source, decoder_input_ids=target, output_attentions=True)
+        model(**source)
+    assert list(handle.calls.values()) == [1, 1, 1]
+    assert "it has neither decoder_input_ids nor labels" in handle.calls
+
+
+def test_a_batch_without_padding_is_counted():
+    model = make("t5")
+    ids = torch.randint(6, 90, (2, 7))
+    with nta.patch(model) as handle:
+        model(input_ids=ids, decoder_input_ids=ids)
+    assert handle.calls == {"there is no padding to skip": 1}
+
+
+def test_mask_of_another_shape_is_an_error():
+    model = make("t5")
+    source, target, _ = batch_of(model)
+    with nta.patch(model), pytest.raises(ValueError, match="batch, length"):
+        model(**source, decoder_input_ids=target, decoder_attention_mask=torch.ones(4, 3))

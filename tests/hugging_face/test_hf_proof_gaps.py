@@ -1,0 +1,244 @@
+"""What a proof once did not compare, and what its key once did not hold: found by trying to break it."""
+
+import os
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    BertModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+import nt_attention as nta
+from nt_attention.hf import proofs
+from nt_attention.patching.handle import NotPackedWarning
+
+LENGTHS = [5, 1, 12, 8]
+MASK = torch.arange(12) < torch.tensor(LENGTHS)[:, None]
+BATCH = {"input_ids": torch.randint(5, 97, MASK.shape).masked_fill(~MASK, 0), "attention_mask": MASK.long()}
+SIZES = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
+    monkeypatch.setattr(proofs, "_made", {})
+    return tmp_path
+
+
+def refused(model, match):
+    with pytest.raises(ValueError, match=match):
+        nta.patch(model)
+
+
+def shifted(x):
+    """Each token sees the one before it."""
+    return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def doubled(*args, **kwargs):
+    out, weights = transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
+    return 2 * out, weights
+
+
+def test_attention_function_that_is_not_from_transformers_is_refused():
+    transformers.AttentionInterface.register("doubled", doubled)
+    transformers.AttentionMaskInterface.register("doubled", transformers.masking_utils.sdpa_mask)
+    model = BertModel(BertConfig(**SIZES, attn_implementation="doubled"))
+    refused(model, "'doubled' is not an attention implementation of transformers")
+    assert nta.patch(model, padding_free=False)
+
+
+@pytest.mark.parametrize("how", ["loss_type", "loss_function"])
+def test_another_loss_of_transformers_gets_padded_rows(how):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    loss = transformers.loss.loss_utils.ForMaskedLMLoss
+    setattr(model, how, "ForMaskedLM" if how == "loss_type" else loss)
+    labels = BATCH["input_ids"].masked_fill(~MASK, -100)
+    want = model(**BATCH, labels=labels).loss
+    with nta.patch(model), pytest.warns(NotPackedWarning, match="loss_function was replaced"):
+        torch.testing.assert_close(model(**BATCH, labels=labels).loss, want)
+
+
+def test_config_changed_after_construction_is_refused():
+    model = RobertaModel(RobertaConfig(**{**SIZES, "pad_token_id": 1}))
+    model.config.pad_token_id = 0
+    refused(model, "padding_idx of embeddings .* is 1, but pad_token_id of the config is 0")
+    kinds = ["sliding_attention", "full_attention"]
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8, layer_types=kinds))
+    model.config.sliding_window = 3
+    refused(model, "sliding_window of .* is 8, but sliding_window of the config is 3")
+
+
+class LastLogits(LlamaForCausalLM):
+    """In evaluation, logits of the last position only."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        keep = {} if labels is not None or self.training else {"logits_to_keep": 1}
+        return super().forward(input_ids, attention_mask=attention_mask, labels=labels, **keep, **kwargs)
+
+
+class Smoothed(BertForTokenClassification):
+    """In evaluation, neighboring tokens are mixed."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if not self.training:
+            out.logits = (out.logits + shifted(out.logits)) / 2
+        return out
+
+
+@pytest.mark.parametrize(("kind", "config"), [(LastLogits, LlamaConfig), (Smoothed, BertConfig)])
+def test_heads_are_compared_in_evaluation(kind, config):
+    """Their base model is packed, and the head gets padded rows."""
+    model = kind(config(**SIZES)).eval()
+    want = model(**BATCH).logits
+    with nta.patch(model, on_fallback="raise") as handle:
+        got = model(**BATCH).logits
+    assert handle.calls == {None: 1}
+    at = MASK if got.shape[:2] == MASK.shape else slice(2, 3)  # the row without padding
+    torch.testing.assert_close(got[at], want[at])
+
+
+class WithNumbers(BertForTokenClassification):
+    """A number of all positions of the batch, with padding."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out["z_loss"] = out.logits.logsumexp(-1).square().mean()
+        return out
+
+
+class Counting(BertModel):
+    """Counts positions in training, with padding."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if self.training:
+            self.seen += out.last_hidden_state[..., 0].numel()
+        return out
+
+
+def test_numbers_and_buffers_of_all_positions_are_refused():
+    refused(WithNumbers(BertConfig(**SIZES)), "its z_loss is a number of all positions")
+    refused(Counting(BertConfig(**SIZES)), "training updates its buffer seen from all positions")
+
+
+class Switched(LlamaModel):
+    def forward(self, *args, per_token=True, factor=2.0, **kwargs):
+        out = super().forward(*args, **kwargs)
+        x = out.last_hidden_state
+        out.last_hidden_state = (x if per_token else x + shifted(x)) * (1 if factor is None else factor)
+        return out
+
+
+@pytest.mark.parametrize("given", [{"per_token": False}, {"factor": None}])
+def test_unknown_argument_that_is_false_or_none_falls_back(given):
+    model = Switched(LlamaConfig(**SIZES)).eval()
+    want = model(**BATCH, **given).last_hidden_state
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="is not known"):
+        torch.testing.assert_close(model(**BATCH, **given).last_hidden_state, want)
+        model(**BATCH, per_token=True)
+    assert handle.calls[None] == 1
+
+
+def mixing(is_mixed):
+    def forward(self, x, *args):
+        out = self.dense(x)
+        return out + shifted(out) if is_mixed else out
+
+    return forward
+
+
+def with_default(self, x, *args, is_mixed=False):
+    out = self.dense(x)
+    return out + shifted(out) if is_mixed else out
+
+
+def test_variables_and_defaults_of_replaced_functions_are_in_the_key(monkeypatch):
+    kind = transformers.models.bert.modeling_bert.BertIntermediate
+    monkeypatch.setattr(kind, "forward", mixing(False))
+    nta.patch(BertModel(BertConfig(**SIZES))).remove()
+    monkeypatch.setattr(kind, "forward", mixing(True))
+    refused(BertModel(BertConfig(**SIZES)), "depend on sequence 1")
+    monkeypatch.setattr(kind, "forward", with_default)
+    nta.patch(BertModel(BertConfig(**SIZES))).remove()
+    monkeypatch.setattr(with_default, "__kwdefaults__", {"is_mixed": True})
+    refused(BertModel(BertConfig(**SIZES)), "depend on sequence 1")
+
+
+OPTIONS = {"is_mixed": False}
+
+
+class ByOption(BertModel):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if OPTIONS["is_mixed"]:
+            out.last_hidden_state = out.last_hidden_state + shifted(out.last_hidden_state)
+        return out
+
+
+def test_options_in_the_module_of_a_class_are_in_the_key(monkeypatch):
+    nta.patch(ByOption(BertConfig(**SIZES))).remove()
+    monkeypatch.setitem(OPTIONS, "is_mixed", True)
+    refused(ByOption(BertConfig(**SIZES)), "depend on sequence 1")
+
+
+def test_class_that_uses_super_is_kept(cache):
+    for where in ("made in", "kept in"):
+        proofs._made.clear()
+        assert f"proof {where}" in str(nta.patch(ByOption(BertConfig(**SIZES)))).replace("\n      ", " ")
+    assert len(list(cache.rglob("*.json"))) == 1
+
+
+class OwnConfig(BertConfig):
+    model_type = "own_config"
+    revision: int = 20
+    mix_epsilon: float = 0.5
+
+
+class ByRevision(BertModel):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if self.config.revision >= 18:
+            out.last_hidden_state = out.last_hidden_state + self.config.mix_epsilon * shifted(out.last_hidden_state)
+        return out
+
+
+def test_fields_of_an_own_config_keep_their_values():
+    refused(ByRevision(OwnConfig(**SIZES)), "depend on sequence 1")
+    nta.patch(ByRevision(OwnConfig(**SIZES, revision=3))).remove()
+
+
+def test_question_answering_with_one_position_only():
+    model = BertForQuestionAnswering(BertConfig(**SIZES)).eval()
+    with nta.patch(model):
+        assert model(**BATCH, start_positions=torch.tensor([1, 0, 3, 2])).loss is None
+
+
+def test_cache_directory_without_a_home(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert proofs.cache_directory().parts[-2] == "proofs"
+    monkeypatch.delenv("NT_ATTENTION_CACHE")
+    assert proofs.cache_directory().parts[-2] == "proofs"
