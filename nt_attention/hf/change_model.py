@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -131,16 +131,21 @@ def _override_positions(base: nn.Module, handle: Handle) -> bool:
 def make_padding_free(model: PreTrainedModel, proof: Proof, family: Family, handle: Handle, logits: Logits) -> None:
     """Make the model pack, and also its base model, because callers may call it directly."""
     base, head = families.base_model(model), proof.head
-    overridden = _override_positions(base, handle)
+    needs_row = _override_positions(base, handle) or proof.mask is not None
     is_routed = families.routes_attention(model)
     override_methods(base, handle)
     for module in attention_modules(base).values():
         override_attention(module, is_routed, handle)
-    needs_row = overridden or proof.mask is not None
+
+    def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
+        defaults, takes_any = _arguments(entry)
+        is_base = families.base_model(entry) is entry
+        return PackedCall(handle, proof, family, head, logits, defaults, is_base, takes_any, is_routed, needs_row)
+
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()
-        _override_call(encoder, replace(proof, head=None), family, None, handle, logits, is_routed, True)
-        for entry in {id(base): base, id(model): model if head == "token" else base}.values():
+        override_forward(encoder, packed_call(encoder, None), handle)
+        for entry in [base, model] if head == "token" and model is not base else [base]:
             defaults, _ = _arguments(entry)
             override_forward(entry, EncoderDecoderCall(handle, proof, defaults, logits, is_routed), handle)
         return
@@ -150,26 +155,10 @@ def make_padding_free(model: PreTrainedModel, proof: Proof, family: Family, hand
     elif head != "sequence":
         entries.append((model, head))
     for entry, works_on in entries:
-        call = _override_call(entry, proof, family, works_on, handle, logits, is_routed, needs_row)
+        call = packed_call(entry, works_on)
+        override_forward(entry, call, handle)
         if works_on == "sequence":  # replaces the entry that another head with the same base model has made
             cast(PatchedForward, entry.forward).forward = call
-
-
-def _override_call(
-    entry: PreTrainedModel,
-    proof: Proof,
-    family: Family,
-    head: Head | None,
-    handle: Handle,
-    logits: Logits,
-    is_routed: bool,
-    needs_row: bool,
-) -> PackedCall:
-    defaults, takes_any = _arguments(entry)
-    is_base = families.base_model(entry) is entry
-    call = PackedCall(handle, proof, family, head, logits, defaults, is_base, takes_any, is_routed, needs_row)
-    override_forward(entry, call, handle)
-    return call
 
 
 def _arguments(entry: PreTrainedModel) -> tuple[dict[str, Any], bool]:

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from proof_cases import BATCH, MASK, SIZES
 from sweeps import sweep_except
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -20,21 +21,7 @@ import nt_attention as nta
 from nt_attention.hf import families, proofs
 from nt_attention.hf.text_models import on_meta_device, text_classes
 
-LENGTHS = [5, 1, 12, 8]
-MASK = torch.arange(12) < torch.tensor(LENGTHS)[:, None]
-BATCH = {"input_ids": torch.randint(5, 97, MASK.shape).masked_fill(~MASK, 0), "attention_mask": MASK.long()}
-SIZES = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """An empty cache of proofs, on the disk and in this process."""
-    monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "_made", {})
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def refusal(model):

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import transformers
+from proof_cases import BATCH, MASK, SIZES
 from torch import nn
 from transformers import (
     BertConfig,
@@ -24,20 +25,7 @@ import nt_attention as nta
 from nt_attention.hf import proofs
 from nt_attention.patching.handle import NotPackedWarning
 
-LENGTHS = [5, 1, 12, 8]
-MASK = torch.arange(12) < torch.tensor(LENGTHS)[:, None]
-BATCH = {"input_ids": torch.randint(5, 97, MASK.shape).masked_fill(~MASK, 0), "attention_mask": MASK.long()}
-SIZES = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "pad_token_id": 0,
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "_made", {})
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def refused(model, match):
