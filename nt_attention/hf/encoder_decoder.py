@@ -10,6 +10,7 @@ Dimensions: B rows, Ls and Lt positions of a padded source and target, S and T t
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,15 +150,36 @@ def _with_target(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     if "decoder_input_ids" in given or "decoder_inputs_embeds" in given:
         return given
     if "labels" not in given:
-        return given
+        return _with_target_of_source(model, given)
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return {**given, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(given["labels"])}
+    target = _shifted(model, given["labels"])
+    return given if target is None else {**given, "decoder_input_ids": target}
+
+
+def _with_target_of_source(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the target that BART and its like make from a source with padding on the right."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if getattr(model.config, "model_type", "") not in _TARGET_FROM_SOURCE or ids is None or mask is None:
+        return given
+    if mask.dim() != 2 or not bool((mask[:, :-1] >= mask[:, 1:]).all()):  # one sync
+        return given
+    target = _shifted(model, ids)
+    return given if target is None else {**given, "decoder_input_ids": target, "decoder_attention_mask": mask}
+
+
+def _shifted(model: Any, ids: Tensor) -> Tensor | None:
+    """The ids, shifted by the function of the model's file, or None if it has none."""
     shift = getattr(sys.modules[families.class_of(model).__module__], "shift_tokens_right", None)
     if shift is None:
-        return given
-    ids = model.config.pad_token_id, model.config.decoder_start_token_id
-    number = len(inspect.signature(shift).parameters)
-    return {**given, "decoder_input_ids": shift(given["labels"], *ids[: number - 1])}
+        return None
+    special = (getattr(model.config, name, None) for name in ("pad_token_id", "decoder_start_token_id"))
+    shifted: Tensor = shift(ids, *itertools.islice(special, len(inspect.signature(shift).parameters) - 1))
+    return shifted
+
+
+# Model types that make the target from the source if a call has neither a target nor labels.
+_TARGET_FROM_SOURCE = {"bart", "mbart", "mvp", "plbart"}
 
 
 def _not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:

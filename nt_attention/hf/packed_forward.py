@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
@@ -145,7 +145,7 @@ class PackedCall:
             return self._fall_back("its inputs_embeds give other values in a packed row")
         if "token_type_ids" in given and not self.proof.token_types:
             return self._fall_back("its token_type_ids give other values in a packed row")
-        if self.proof.positions == "ids" and base.config.pad_token_id is None and "position_ids" not in given:
+        if self.proof.positions == "ids" and _padding_id(base) is None and "position_ids" not in given:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
@@ -361,11 +361,21 @@ def default_position_ids(proof: Proof, base: Any, packing: Packing, input_ids: T
     padded = packing.padded_positions.unsqueeze(0)
     if proof.positions == "padded":
         return padded
-    padding = base.config.pad_token_id
+    padding = _padding_id(base)
+    assert padding is not None
     if input_ids is None:
         return padded + padding + 1
     is_token = (input_ids != padding).long()
     return packing.pack(is_token.cumsum(1) * is_token + padding)
+
+
+def _padding_id(base: Any) -> int | None:
+    """The id that a model does not count in positions: that of its embeddings or, if they have none, of its config."""
+    for module in base.modules():
+        if not isinstance(module, nn.Embedding) and isinstance(found := vars(module).get("padding_idx"), int):
+            return found
+    padding: int | None = base.config.pad_token_id
+    return padding
 
 
 def _tokens_to_keep(packing: Packing, keep: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -122,16 +122,14 @@ def _not_provable(model: PreTrainedModel) -> str | None:
 
 
 def _changed_in_config(model: PreTrainedModel) -> str | None:
-    """Which window or padding id of a module is not that of the config, because the config was changed, or None."""
+    """Which window of a module is not that of the config, because the config was changed, or None."""
     config = model.config.get_text_config()
     for path, part in model.named_modules():
-        for name in ("sliding_window", "attention_chunk_size", "padding_idx"):
-            in_config = "pad_token_id" if name == "padding_idx" else name
-            value, wanted = vars(part).get(name), getattr(config, in_config, None)
-            both = isinstance(value, int) and isinstance(wanted, int) and not isinstance(part, nn.Embedding)
-            if both and abs(value - wanted) > ("window" in name):  # some count the token itself
-                kind = type(part).__name__
-                return f"{name} of {path} ({kind}) is {value}, but {in_config} of the config is {wanted}"
+        for name in ("sliding_window", "attention_chunk_size"):
+            value, wanted = vars(part).get(name), getattr(config, name, None)
+            both = isinstance(value, int) and isinstance(wanted, int)
+            if both and abs(value - wanted) > 1:  # some count the token itself
+                return f"{name} of {path} ({type(part).__name__}) is {value}, but {wanted} in the config"
     return None
 
 

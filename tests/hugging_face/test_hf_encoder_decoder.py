@@ -159,9 +159,22 @@ def test_fallbacks_are_counted_once():
     with nta.patch(model) as handle, pytest.warns(NotPackedWarning):
         model(**source, decoder_input_ids=target, use_cache=True)
         model(**source, decoder_input_ids=target, output_attentions=True)
-        model(**source)
+        model(**batch_of(model, "left")[0])
     assert list(handle.calls.values()) == [1, 1, 1]
     assert "it has neither decoder_input_ids nor labels" in handle.calls
+
+
+@pytest.mark.parametrize("model_type", ["bart", "mbart", "mvp", "plbart"])
+def test_target_made_from_the_source(model_type):
+    model = make(model_type)
+    source, *_ = batch_of(model)
+    with torch.no_grad():
+        want = model(**source).logits
+        with nta.patch(model, on_fallback="raise") as handle:
+            got = model(**source).logits
+    assert handle.calls == {None: 1}
+    mask = source["attention_mask"].bool()
+    close(got[mask], want[mask])
 
 
 def test_a_batch_without_padding_is_counted():

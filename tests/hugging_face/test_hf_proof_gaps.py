@@ -62,14 +62,20 @@ def test_another_loss_of_transformers_gets_padded_rows(how):
         torch.testing.assert_close(model(**BATCH, labels=labels).loss, want)
 
 
-def test_config_changed_after_construction_is_refused():
-    model = RobertaModel(RobertaConfig(**{**SIZES, "pad_token_id": 1}))
+def test_padding_id_changed_in_the_config_after_construction():
+    """Positions are counted with the padding id that the embeddings have."""
+    model = RobertaModel(RobertaConfig(**{**SIZES, "pad_token_id": 1})).eval()
     model.config.pad_token_id = 0
-    refused(model, "padding_idx of embeddings .* is 1, but pad_token_id of the config is 0")
+    want = model(**BATCH).last_hidden_state
+    with nta.patch(model, on_fallback="raise"):
+        torch.testing.assert_close(model(**BATCH).last_hidden_state[MASK], want[MASK])
+
+
+def test_window_changed_in_the_config_after_construction_is_refused():
     kinds = ["sliding_attention", "full_attention"]
     model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8, layer_types=kinds))
     model.config.sliding_window = 3
-    refused(model, "sliding_window of .* is 8, but sliding_window of the config is 3")
+    refused(model, "sliding_window of .* is 8, but 3 in the config")
 
 
 class LastLogits(LlamaForCausalLM):
