@@ -233,6 +233,8 @@ class _Deferring(TorchFunctionMode):
     def _are_queries_and_keys(self, query: Any, key: Any) -> bool:
         if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.dim() == key.dim() > 2):
             return False
+        if isinstance(key if key._base is None else key._base, nn.Parameter):  # learned keys, not those of tokens
+            return False
         return (query.shape[-2], key.shape[-1]) == self.pairs and query.shape[:-2] == key.shape[:-2]
 
     def _scores(self, query: Tensor, transposed_key: Tensor) -> DeferredScores:

@@ -72,7 +72,7 @@ def _run_method(
 # Method → what it returns in a packed row.
 _METHODS: dict[str, Callable[[Any], Any]] = {
     "build_alibi_tensor": lambda model: None,  # BLOOM
-    "compute_position_bias": lambda encoder: encoder.relative_attention_bias.weight.T,  # MPNet: (H, N), not (H, T, T)
+    "compute_position_bias": lambda encoder: _bias_of(encoder, encoder.config.relative_attention_num_buckets),  # MPNet
     "get_rel_pos": lambda encoder: None,  # DeBERTa
 }
 
@@ -94,14 +94,22 @@ def _merged(out: Tensor) -> Tensor:
     return out.transpose(0, 1).flatten(1).unsqueeze(0)
 
 
-def _dropout(module: nn.Module, p: float) -> float:
-    return p if module.training else 0.0
+def _bias_of(module: Any, buckets: int) -> Tensor:
+    """(H, N), the learned bias of each bucket. The embedding is called, because PEFT may have wrapped it."""
+    weight = module.relative_attention_bias.weight
+    bias: Tensor = module.relative_attention_bias(torch.arange(buckets, device=weight.device))
+    return bias.T
+
+
+def _rate(dropout: nn.Module) -> float:
+    """The rate of a dropout module now; 0 if another module took its place."""
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def _openai_gpt(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> list[Any]:
     query, key, value = (_heads(part, module.n_head) for part in module.c_attn(x).split(module.split_size, dim=2))
     scale = value.shape[-1] ** -0.5 if module.scale else 1.0
-    dropout = _dropout(module, module.attn_dropout.p)
+    dropout = _rate(module.attn_dropout)
     out = mask.attend(query, key, value, is_causal=True, scale=scale, dropout_p=dropout)
     return [module.resid_dropout(module.c_proj(_merged(out)))]
 
@@ -111,7 +119,7 @@ def _gpt_neo(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) ->
     projections = module.q_proj, module.k_proj, module.v_proj
     query, key, value = (_heads(project(x), module.num_heads) for project in projections)
     before = module.config.window_size - 1 if module.attention_type == "local" else -1
-    dropout = _dropout(module, module.attn_dropout.p)
+    dropout = _rate(module.attn_dropout)
     out = mask.attend(query, key, value, window_size=(before, 0), scale=1.0, dropout_p=dropout)
     return module.resid_dropout(module.out_proj(_merged(out))), None
 
@@ -125,9 +133,14 @@ def _bloom(module: Any, mask: PackedMask, /, x: Tensor, residual: Tensor, *_: An
         is_causal=True,
         scale=module.inv_norm_factor,
         alibi_slopes=alibi_slopes(module.num_heads, x.device),
-        dropout_p=_dropout(module, module.attention_dropout.p),
+        dropout_p=_rate(module.attention_dropout),
     )
-    out = F.dropout(module.dense(_merged(out)), module.hidden_dropout, module.training)
+    merged = _merged(out)
+    if module.pretraining_tp > 1 and module.slow_but_exact:  # this branch of BLOOM has no bias
+        out = F.linear(merged, module.dense.weight)
+    else:
+        out = module.dense(merged)
+    out = F.dropout(out, module.hidden_dropout, module.training)
     return residual + out, None
 
 
@@ -136,7 +149,7 @@ def _mpt(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> tup
     if module.clip_qkv:
         qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
     query, key, value = (_heads(part, module.n_heads) for part in qkv.chunk(3, dim=2))
-    dropout = _dropout(module, module.attn_dropout_p)
+    dropout = module.attn_dropout_p if module.training else 0.0
     slopes = _mpt_slopes(module.n_heads, x.device)
     out = mask.attend(
         query, key, value, is_causal=True, scale=module.softmax_scale, alibi_slopes=slopes, dropout_p=dropout
@@ -166,7 +179,7 @@ def _mpnet(
         key,
         value,
         relative=RelativeBias(buckets, bias=position_bias),
-        dropout_p=_dropout(module, module.dropout.p),
+        dropout_p=_rate(module.dropout),
     )
     return (module.o(_merged(out)),)
 
@@ -174,7 +187,9 @@ def _mpnet(
 def _t5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
     """The bias of the first layer, (H, N), goes to the others as their `position_bias`. Scores are not scaled."""
     given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-    bias = module.relative_attention_bias.weight.T if module.has_relative_attention_bias else given.get("position_bias")
+    bias = given.get("position_bias")
+    if module.has_relative_attention_bias:
+        bias = _bias_of(module, module.relative_attention_num_buckets)
     out = _t5_attention(module, mask, given["hidden_states"], given.get("key_value_states"), bias)
     return out, bias, None
 
@@ -182,7 +197,9 @@ def _t5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Te
 def _umt5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Each layer has a bias of its own."""
     given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-    bias = module.relative_attention_bias.weight.T if module.has_relative_attention_bias else None
+    bias = None
+    if module.has_relative_attention_bias:
+        bias = _bias_of(module, module.relative_attention_num_buckets)
     return _t5_attention(module, mask, given["hidden_states"], given.get("encoder_hidden_states"), bias), None
 
 
@@ -200,7 +217,7 @@ def _t5_attention(module: Any, mask: PackedMask, /, x: Tensor, memory: Tensor | 
             bucket_of = functools.partial(bucket_of, **dict(zip(names, sizes, strict=True)))
         buckets = _buckets((type(module), *sizes), bucket_of, sizes[2], x.device)
         relative = RelativeBias(buckets, bias=bias)
-    dropout = _dropout(module, module.dropout)
+    dropout = module.dropout if module.training else 0.0
     return module.o(_merged(mask.attend(query, key, value, scale=1.0, relative=relative, dropout_p=dropout)))
 
 
@@ -216,7 +233,7 @@ def _deberta(
     value = value + _heads(module.v_bias[None, None], heads)
     scale = (query.shape[-1] * (1 + len(module.pos_att_type))) ** -0.5
     relative = None
-    if module.relative_attention and rel_embeddings is not None:
+    if module.relative_attention and rel_embeddings is not None and module.pos_att_type:
         positions, span = module.pos_dropout(rel_embeddings), module.max_relative_positions
         relative = _disentangled(
             query * scale,
@@ -225,7 +242,7 @@ def _deberta(
             module.pos_q_proj(positions) if "p2c" in module.pos_att_type else None,
             _buckets(("clamped", span), functools.partial(_clamped, span=span), span + 1, x.device),
         )
-    dropout = _dropout(module, module.dropout.p)
+    dropout = _rate(module.dropout)
     return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
 
 
@@ -251,7 +268,7 @@ def _deberta_v2(
             of_queries(positions) if "p2c" in kinds else None,
             _deberta_buckets(module, span, x.device),
         )
-    dropout = _dropout(module, module.dropout.p)
+    dropout = _rate(module.dropout)
     return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
 
 
@@ -262,7 +279,7 @@ def _deberta_buckets(module: Any, span: int, device: torch.device) -> Tensor:
     logarithmic = sys.modules[type(module).__module__].make_log_bucket_position
     sizes = module.position_buckets, module.max_relative_positions
     bucket_of = functools.partial(_clamped, span=span, function=logarithmic, sizes=sizes)
-    return _buckets((logarithmic, span, *sizes), bucket_of, sizes[1] + 1, device)
+    return _buckets((logarithmic, span, *sizes), bucket_of, None, device)
 
 
 def _clamped(
@@ -296,14 +313,27 @@ def _disentangled(
 _cached_buckets: dict[Any, Tensor] = {}
 
 
-def _buckets(key: tuple[Any, ...], bucket_of: Callable[[Tensor], Tensor], radius: int, device: torch.device) -> Tensor:
-    """(2 · radius + 1,) the bucket of each distance. Cached: `key` says which function `bucket_of` is."""
+def _buckets(
+    key: tuple[Any, ...], bucket_of: Callable[[Tensor], Tensor], radius: int | None, device: torch.device
+) -> Tensor:
+    """(2 · radius + 1,) the bucket of each distance. Cached: `key` says which function `bucket_of` is.
+
+    A radius of None is the smallest one after which the bucket does not change any more.
+    """
     key = (*key, radius, device)
     if key not in _cached_buckets:
         with creating_cached_tensors():
-            distances = torch.arange(-radius, radius + 1, device="cpu")
-            _cached_buckets[key] = bucket_of(distances).to(device)
+            farthest = _FARTHEST if radius is None else radius
+            buckets = bucket_of(torch.arange(-farthest, farthest + 1, device="cpu"))
+            if radius is None:
+                change = (buckets[1:] != buckets[:-1]).nonzero().flatten() - farthest
+                radius = int(change.abs().max()) + 1
+                buckets = buckets[farthest - radius : farthest + radius + 1]
+            _cached_buckets[key] = buckets.to(device)
     return _cached_buckets[key]
+
+
+_FARTHEST = 2**17  # tokens
 
 
 # The class, after "transformers.models." → its adapter.

@@ -211,3 +211,72 @@ def test_a_patched_model_keeps_no_batch_alive():
         gc.collect()
         kept = [x for x in gc.get_objects() if type(x) is PackedMask]
     assert not kept
+
+
+def test_a_changed_embedding_of_position_biases_is_called():
+    """As with LoRA, or a hook."""
+    for model_type, name in (("t5", "transformer.encoder.block.0.layer.0.SelfAttention"), ("mpnet", "mpnet.encoder")):
+        model = make(model_type)
+        embedding = model.get_submodule(f"{name}.relative_attention_bias")
+        embedding.register_forward_hook(lambda module, args, out: 3 * out)
+        batch = batch_of(model)
+        with torch.no_grad():
+            want = logits_of(model, batch)
+            with nta.patch(model, on_fallback="raise"):
+                torch.testing.assert_close(logits_of(model, batch), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:attention runs on the slow reference")
+@pytest.mark.parametrize("model_type", ["mpnet", "deberta", "bloom", "gpt_neo"])
+def test_dropout_follows_its_own_module(model_type):
+    model = make(model_type)
+    batch = batch_of(model)
+    dropouts = [m for x in model.modules() if "Attention" in type(x).__name__ for m in x.children()]
+    dropouts = [m for m in dropouts if isinstance(m, torch.nn.Dropout)]
+    for module in dropouts:
+        module.p = 0.7
+        module.train()
+    with torch.no_grad(), nta.patch(model):
+        assert not torch.equal(logits_of(model, batch), logits_of(model, batch))
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Dropout):
+                setattr(module, name, torch.nn.Identity())
+    with torch.no_grad():
+        want = logits_of(model, batch)
+        with nta.patch(model, on_fallback="raise"):
+            torch.testing.assert_close(logits_of(model, batch), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "most", "length"), [(33, 64, 200), (256, 128, 300), (400, 150, 300), (32, 64, 200)]
+)
+def test_logarithmic_buckets_of_deberta_reach_any_distance(buckets, most, length):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    relative = {"relative_attention": True, "position_buckets": buckets, "max_relative_positions": most}
+    more = {"pos_att_type": "p2c|c2p", "position_biased_input": False, "max_position_embeddings": 64}
+    model = DebertaV2Model(DebertaV2Config(**sizes, **relative, **more, vocab_size=99)).double().eval()
+    ids = torch.randint(6, 90, (2, length))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+        want = model(input_ids=ids[:1]).last_hidden_state[0]
+        with nta.patch(model, on_fallback="raise"):
+            torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).last_hidden_state[0], want)
+
+
+def test_bloom_with_sliced_products():
+    sizes = {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    config = transformers.BloomConfig(**sizes, slow_but_exact=True, pretraining_tp=2)
+    model = transformers.BloomModel(config).double().eval()
+    batch = batch_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        want = model(**batch).last_hidden_state
+        with nta.patch(model, on_fallback="raise"):
+            got = model(**batch).last_hidden_state
+    mask = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[mask], want[mask], rtol=1e-6, atol=1e-6)
