@@ -235,10 +235,18 @@ def _code_of(function: Any) -> list[Any]:
     code = getattr(function, "__code__", None)
     if code is None:
         return [str(function)]
-    constants = [x.co_code.hex() if inspect.iscode(x) else repr(x) for x in code.co_consts]
-    defaults = [_canonical(function.__defaults__), _canonical(function.__kwdefaults__)]
+    source: Any = _digest(code.co_filename)
+    if not source:  # as in a notebook
+        constants = [x.co_code.hex() if inspect.iscode(x) else repr(x) for x in code.co_consts]
+        source = [code.co_code.hex(), code.co_names, constants]
+    given = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    defaults = [[name, _variable(value)] for name, value in given]
     around = [_variable(cell.cell_contents) for cell in function.__closure__ or ()]
-    return [code.co_qualname, code.co_firstlineno, code.co_code.hex(), code.co_names, constants, defaults, around]
+    return [code.co_qualname, code.co_firstlineno, source, defaults, around]
+
+
+def _name_of_function(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
 
 
 def _variable(value: Any) -> Any:
@@ -247,6 +255,8 @@ def _variable(value: Any) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if inspect.isfunction(value):
         return _code_of(value)
+    if type(value).__module__ in sys.stdlib_module_names and " at 0x" in repr(value):
+        return _variable(type(value))  # such as dataclasses.MISSING
     return repr(value)
 
 
@@ -281,7 +291,7 @@ def _own_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-_KNOWN = {"torch", "transformers", *sys.stdlib_module_names}
+_KNOWN = {"huggingface_hub", "torch", "transformers", *sys.stdlib_module_names}
 
 
 def _replaced_functions(classes: set[type]) -> Iterator[str]:
@@ -290,7 +300,8 @@ def _replaced_functions(classes: set[type]) -> Iterator[str]:
         owners = [vars(sys.modules[name]), *(vars(each) for each in classes if each.__module__ == name)]
         for attribute, value in (item for owner in owners for item in owner.items()):
             if isinstance(value, functools.partial | functools.partialmethod):
-                yield f"{name} {attribute} = {value!r}"
+                options = _canonical([value.args, value.keywords])
+                yield f"{name} {attribute} = partial({_name_of_function(value.func)}, {options})"
             if not inspect.isfunction(value):
                 continue
             function = inspect.unwrap(value)
