@@ -108,6 +108,8 @@ def _apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operation is None or not any(isinstance(x, DeferredScores) for x in args[:2]):
         raise _not_supported(name)
     if not isinstance(args[0], DeferredScores):  # where(condition, scores, …), or number * scores
+        if name not in ("add", "mul", "where", "max", "maximum") or kwargs:
+            raise _not_supported(name)
         args = (args[1], args[0], *args[2:])
     return operation(name, *args, **kwargs)
 
@@ -157,7 +159,8 @@ def _view(name: str, scores: DeferredScores, *shape: Any, **_: Any) -> DeferredS
 
 
 def _cast(name: str, scores: DeferredScores, *args: Any, **kwargs: Any) -> DeferredScores:
-    args = tuple(x for x in args if not isinstance(x, torch.device))
+    args = tuple(x.dtype if hasattr(x, "dtype") else x for x in args if not isinstance(x, torch.device))
+    name = "to" if name == "type_as" else name
     dtype = getattr(torch.empty((), dtype=scores.dtype, device="meta"), name)(*args, **kwargs).dtype
     return replace(scores, dtype=dtype)
 

@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoModel, DebertaV2Config, DebertaV2Model, T5Config, T5EncoderModel
 
 import nt_attention as nta
+from nt_attention.hf.deferred_scores import CannotDeferError, _Deferring
 from nt_attention.hf.packed_mask import CannotMaskError, MixesSequencesError, PackedMask
 from nt_attention.hf.text_models import on_meta_device
 from nt_attention.hf.twin import build_twin, isolated
@@ -200,6 +201,64 @@ def test_attention_that_does_not_know_packed_rows_is_an_error(form):
         query @ query.transpose(-1, -2) + (1 - mask.to(query.dtype))
     with pytest.raises(MixesSequencesError):
         torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
+def deferred(length=5):
+    """Scores of one sequence, with the query, the key and the value."""
+    mask = mask_of([length], form="pairs")
+    query, key, value = torch.randn(3, 1, 2, length, 8, dtype=torch.float64).unbind()
+    made = []
+    with _Deferring(mask):
+        made.append(query @ key.transpose(-1, -2))
+    return made[0], query, key, value
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * 0.5,
+        lambda x: 0.5 * x,
+        lambda x: x / torch.tensor(2.0),
+        lambda x: torch.mul(2.0, x) / 3,
+        lambda x: (x + 4.0).float(),
+        lambda x: x.view(2, 5, 5).unsqueeze(0) * -1.5,
+    ],
+)
+def test_deferred_scores_are_as_scores(change):
+    scores, query, key, value = deferred()
+    want = change(query @ key.transpose(-1, -2)).double().softmax(-1).reshape(1, 2, 5, 5) @ value
+    weights = torch.nn.functional.softmax(change(scores), dim=-1)
+    torch.testing.assert_close(torch.matmul(weights, value), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + torch.randn(5, 5),
+        lambda x: torch.div(torch.ones(()), x),
+        lambda x: torch.sub(torch.ones(()), x),
+        lambda x: torch.add(torch.ones(()), x, alpha=2),
+        lambda x: x * torch.randn(2, 1, 1),
+        lambda x: x.exp(),
+        lambda x: x[:, :1],
+        lambda x: x.softmax(1),
+        lambda x: x.softmax(-1).softmax(-1),
+        lambda x: x.softmax(-1) * 2,
+        lambda x: x.transpose(-1, -2),
+        lambda x: torch.randn(1, 2, 5, 5) @ x.softmax(-1),
+        lambda x: x @ torch.randn(1, 2, 5, 8),
+    ],
+)
+def test_operations_that_scores_can_not_defer_are_errors(change):
+    scores, *_ = deferred()
+    with pytest.raises(CannotDeferError, match="can't express"):
+        change(scores)
+
+
+def test_learned_keys_are_not_deferred():
+    memory = torch.nn.Parameter(torch.randn(1, 2, 5, 8))
+    with _Deferring(mask_of([5], form="pairs")):
+        assert isinstance(torch.randn(1, 2, 5, 8) @ memory.transpose(-1, -2), torch.Tensor)
 
 
 def test_a_patched_model_keeps_no_batch_alive():
