@@ -25,7 +25,6 @@ from transformers.utils import ModelOutput
 from .._forwards import Handle, replacement_of
 from .._tracing import outside_of_graphs
 from . import families
-from .attention import NAME_OVER
 from .packed_forward import (
     Logits,
     default_position_ids,
@@ -86,9 +85,7 @@ class EncoderDecoderCall:
     @outside_of_graphs
     def _plan(self, model: Any, original: Callable[..., Any], given: dict[str, Any]) -> _Sides | None:
         """The packing of both sides, or None if the original forward runs. Counts the call."""
-        reason = replacement_of(original, type(model)) or _not_supported(given, model)
-        if reason is None and self.is_routed and model.config._attn_implementation not in NAME_OVER.values():
-            reason = f"its attention was set to {model.config._attn_implementation!r} after the patch"
+        reason = replacement_of(original, type(model)) or _not_supported(given, model, self.is_routed)
         if reason is not None:
             self.handle.fall_back(reason)
             return None
@@ -182,14 +179,14 @@ def _shifted(model: Any, ids: Tensor) -> Tensor | None:
 _TARGET_FROM_SOURCE = {"bart", "mbart", "mvp", "plbart"}
 
 
-def _not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
+def _not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool) -> str | None:
     """Why a call can't run packed, or None."""
     if "decoder_input_ids" not in given and "decoder_inputs_embeds" not in given:
         return "it has neither decoder_input_ids nor labels"
     mask = given.get("decoder_attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its decoder_attention_mask is not (batch, length)"
-    return not_supported({name: x for name, x in given.items() if name not in _INPUTS}, model)
+    return not_supported({name: x for name, x in given.items() if name not in _INPUTS}, model, is_routed)
 
 
 def _read_sides(given: dict[str, Any]) -> _Sides | None:

@@ -164,7 +164,8 @@ def _mpt_slopes(heads: int, device: torch.device) -> Tensor:
     slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
     if power != heads:
         slopes = slopes[1::2] + slopes[::2]
-    return torch.tensor(slopes[:heads], device=device)
+    with creating_cached_tensors():
+        return torch.tensor(slopes[:heads], device=device)
 
 
 def _mpnet(

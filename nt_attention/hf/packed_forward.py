@@ -137,10 +137,8 @@ class PackedCall:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
             return self._fall_back(reason)  # the base model would get the packed row of the head
-        if (reason := not_supported(given, model)) is not None:
+        if (reason := not_supported(given, model, self.is_routed)) is not None:
             return self._fall_back(reason)
-        if self.is_routed and model.config._attn_implementation not in NAME_OVER.values():
-            return self._fall_back(f"its attention was set to {model.config._attn_implementation!r} after the patch")
         if "inputs_embeds" in given and not self.proof.embeds:
             return self._fall_back("its inputs_embeds give other values in a packed row")
         if "token_type_ids" in given and not self.proof.token_types:
@@ -236,7 +234,7 @@ def given_arguments(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dic
     return {name: x for name, x in given.items() if not is_default[name]}
 
 
-def not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
+def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool) -> str | None:
     """Why a call of the head or of the base model can't be packed, or None."""
     config = model.config
     if config.output_attentions:
@@ -255,6 +253,8 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
         return "its attention_mask is not (batch, length)"
     if position_ids is not None and position_ids.dim() != 2:
         return "its position_ids are not (batch, length)"
+    if is_routed and config._attn_implementation not in NAME_OVER.values():
+        return f"its attention was set to {config._attn_implementation!r} after the patch"
     return None
 
 

@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoModel, DebertaV2Config, DebertaV2Model, T5Config, T5EncoderModel
 
 import nt_attention as nta
+from nt_attention.hf import own_attention
 from nt_attention.hf.deferred_scores import CannotDeferError, _Deferring
 from nt_attention.hf.packed_mask import CannotMaskError, MixesSequencesError, PackedMask
 from nt_attention.hf.text_models import on_meta_device
@@ -339,3 +340,16 @@ def test_bloom_with_sliced_products():
             got = model(**batch).last_hidden_state
     mask = batch["attention_mask"].bool()
     torch.testing.assert_close(got[mask], want[mask], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "deberta-v2", "mpnet", "mpt"])
+def test_training_after_a_first_call_in_inference_mode(model_type):
+    """What is cached in the first call can be saved for a backward."""
+    own_attention._cached_buckets.clear()
+    own_attention._mpt_slopes.cache_clear()
+    model = make(model_type)
+    batch = batch_of(model)
+    with nta.patch(model, on_fallback="raise", logits="padded"):
+        with torch.inference_mode():
+            model(**batch)
+        assert gradients_of(model, logits_of(model, batch))
