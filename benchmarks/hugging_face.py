@@ -1,12 +1,15 @@
 """Hugging Face models on this GPU: ``nta.patch`` on padded batches, sdpa on padded batches, and rows packed by hand.
 
-    python benchmarks/hugging_face.py [--models bert llama llama-base mixtral gemma olmo2 camembert] [--save FILE]
+    python benchmarks/hugging_face.py [--models bert llama t5 …] [--save FILE]
 
-BERT-base, CamemBERT-base with its head and labels, and models of 8 layers (2048 wide), with their heads and labels or
-as a base model: Llama, Gemma and OLMo 2; and Mixtral with 4 layers (1024 wide, 8 experts). The loss of a base model is
-the mean of its output. Random weights, bf16, 16384 tokens of lognormal lengths. Times are wall-clock times, medians
-over rounds in which all alternate. Packed by hand is one row with ``cu_seq_lens`` and ``position_ids``, without a mask.
-Implementations of transformers that do not run are named on stderr.
+- Base models, whose loss is the mean of their output: BERT-base, MPNet-base, DeBERTa-v3-base.
+- Encoder-decoders with labels: T5-base, BART-base. Targets are a quarter as long as their sources.
+- Models of 8 layers (2048 wide), with their heads and labels or as a base model: Llama, Gemma and OLMo 2.
+- With head and labels: CamemBERT-base, and Mixtral with 4 layers (1024 wide, 8 experts).
+
+Random weights, bf16, 16384 tokens of lognormal lengths, no dropout. Times are wall-clock times, medians over rounds in
+which all alternate. Padded batches run with each implementation of transformers; those that do not run are named on
+stderr. Packed by hand is one row with ``cu_seq_lens`` and ``position_ids``, without a mask.
 """
 
 from __future__ import annotations
@@ -24,10 +27,14 @@ import transformers
 from by_turns import wall_clock_ms
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertModel,
     CamembertConfig,
     CamembertForMaskedLM,
+    DebertaV2Config,
+    DebertaV2Model,
     GemmaConfig,
     GemmaForCausalLM,
     LlamaConfig,
@@ -35,8 +42,12 @@ from transformers import (
     LlamaModel,
     MixtralConfig,
     MixtralForCausalLM,
+    MPNetConfig,
+    MPNetModel,
     Olmo2Config,
     Olmo2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import nt_attention as nta
@@ -52,6 +63,29 @@ SHORT = draw_lengths("lognormal:512", TOKENS, seed=82)
 WIDE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 32000}
 MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "bert": (BertModel, BertConfig(), SHORT),
+    "mpnet": (MPNetModel, MPNetConfig(vocab_size=30527, max_position_embeddings=514), SHORT),
+    "deberta-v3": (
+        DebertaV2Model,
+        DebertaV2Config(
+            vocab_size=128100, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
+            max_position_embeddings=512, type_vocab_size=0, relative_attention=True, position_buckets=256,
+            norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type=["p2c", "c2p"], position_biased_input=False,
+        ),
+        SHORT,
+    ),
+    "t5": (
+        T5ForConditionalGeneration,
+        T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0),
+        SHORT,
+    ),
+    "bart": (
+        BartForConditionalGeneration,
+        BartConfig(
+            vocab_size=50265, d_model=768, encoder_layers=6, decoder_layers=6, encoder_attention_heads=12,
+            decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072,
+        ),
+        SHORT,
+    ),
     "llama": (LlamaForCausalLM, LLAMA, LONG),
     "llama-base": (LlamaModel, LLAMA, LONG),
     "mixtral": (
@@ -68,18 +102,27 @@ MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
+# Rates of dropout, which are set to 0.
+DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "dropout_rate", "attention_dropout")
+
+
 @dataclass
 class Way:
-    """A model, its batch, and the times in ms and the peak memory in GiB of its calls."""
+    """A model, its batch, which tokens of the output are real, and the times in ms and the peak memory in GiB."""
 
     model: Any
     batch: dict[str, Any]
+    tokens: Tensor
     ms: dict[str, list[float]] = field(default_factory=dict)
     peak: float = 0.0
 
     def infer(self) -> Any:
+        batch = {name: x for name, x in self.batch.items() if name != "labels"}
+        if self.model.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = batch["input_ids"][:, : self.tokens.shape[1]]
+            batch["decoder_attention_mask"] = self.tokens
         with torch.no_grad():
-            return self.model(**{**self.batch, "labels": None} if "labels" in self.batch else self.batch)
+            return self.model(**batch)
 
     def train(self) -> None:
         out = self.model(**self.batch)
@@ -89,15 +132,63 @@ class Way:
             parameter.grad = None
 
 
+def make(kind: Any, config: Any, implementation: str) -> Any:
+    torch.manual_seed(0)
+    model = kind._from_config(config.__class__(**config.to_dict()), attn_implementation=implementation)
+    return model.to("cuda", torch.bfloat16)
+
+
 def ways(name: str) -> dict[str, Way]:
+    """Each way to run a model. The first is `nta.patch`, the second is what it is compared with."""
     kind, config, lengths = MODELS[name]
-    for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+    for key in DROPOUT:
         if hasattr(config, key):
             setattr(config, key, 0.0)
     layout = nta.SequenceLayout.from_lengths(lengths, device="cuda")
     ids = torch.randint(5, config.vocab_size, (layout.total,), device="cuda")
     mask = layout.pad(torch.ones_like(ids))
     padded = {"input_ids": layout.pad(ids), "attention_mask": mask}
+    of_output, packed = mask, packed_by_hand(kind, config, layout, ids)
+    if config.is_encoder_decoder:
+        target = nta.SequenceLayout.from_lengths([max(1, length // 4) for length in lengths], device="cuda")
+        of_output = target.pad(torch.ones(target.total, dtype=torch.long, device="cuda"))
+        labels = torch.randint(5, config.vocab_size, (target.total,), device="cuda")
+        padded["labels"] = target.pad(labels, -100)
+    elif "For" in kind.__name__:
+        padded["labels"] = padded["input_ids"].masked_fill(mask == 0, -100)
+
+    stock = "sdpa" if kind._supports_sdpa else "eager"
+    patched = make(kind, config, stock)
+    nta.patch(patched, on_fallback="raise")
+    found = {
+        "nta.patch": Way(patched, padded, of_output),
+        f"{stock}, padded": Way(make(kind, config, stock), padded, of_output),
+    }
+    if packed is not None:
+        found["nt_attention, packed by hand"] = Way(make(kind, config, nta.hf.register()), packed, mask)
+    for form, batch, implementations in (
+        ("padded", padded, ("eager", "flex_attention", "flash_attention_4", "flash_attention_2")),
+        ("packed by hand", packed, ("flash_attention_4", "flash_attention_2")),
+    ):
+        for implementation in implementations:
+            if batch is None or f"{implementation}, {form}" in found:
+                continue
+            try:
+                way = Way(make(kind, config, implementation), batch, of_output)
+                way.train()
+            except Exception as error:  # each implementation has its own
+                print(f"{name}, {implementation}, {form}: does not run: {str(error)[:120]}", file=sys.stderr)
+                gc.collect()
+                torch.cuda.empty_cache()
+            else:
+                found[f"{implementation}, {form}"] = way
+    return found
+
+
+def packed_by_hand(kind: Any, config: Any, layout: nta.SequenceLayout, ids: Tensor) -> dict[str, Any] | None:
+    """The batch as one row, or None for models that can't run it."""
+    if config.is_encoder_decoder or not kind._supports_flash_attn:
+        return None
     packed = {
         "input_ids": ids[None], "position_ids": layout.position_ids[None],
         "cu_seq_lens_q": layout.cu_seqlens, "cu_seq_lens_k": layout.cu_seqlens,
@@ -108,37 +199,9 @@ def ways(name: str) -> dict[str, Way]:
     elif kind is not BertModel:
         packed["use_cache"] = False
     if "For" in kind.__name__:
-        padded["labels"] = padded["input_ids"].masked_fill(mask == 0, -100)
         predicted = (layout.position_ids > 0) | kind.__name__.endswith("ForMaskedLM")
         packed["labels"] = ids.masked_fill(~predicted, -100)[None]
-
-    def make(implementation: str) -> Any:
-        torch.manual_seed(0)
-        model = kind._from_config(config.__class__(**config.to_dict()), attn_implementation=implementation)
-        return model.to("cuda", torch.bfloat16)
-
-    patched = make("sdpa")
-    nta.patch(patched)
-    found = {
-        "nta.patch": Way(patched, padded),
-        "sdpa, padded": Way(make("sdpa"), padded),
-        "nt_attention, packed by hand": Way(make(nta.hf.register()), packed),
-    }
-    for form, batch, implementations in (
-        ("padded", padded, ("eager", "flex_attention", "flash_attention_4", "flash_attention_2")),
-        ("packed by hand", packed, ("flash_attention_4", "flash_attention_2")),
-    ):
-        for implementation in implementations:
-            try:
-                way = Way(make(implementation), batch)
-                way.train()
-            except Exception as error:  # each implementation has its own
-                print(f"{name}, {implementation}, {form}: does not run: {str(error)[:120]}", file=sys.stderr)
-                gc.collect()
-                torch.cuda.empty_cache()
-            else:
-                found[f"{implementation}, {form}"] = way
-    return found
+    return packed
 
 
 def measure(found: dict[str, Way], rounds: int) -> None:
@@ -159,11 +222,11 @@ def measure(found: dict[str, Way], rounds: int) -> None:
         way.peak = (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def hidden(way: Way, mask: Tensor) -> Tensor:
+def hidden(way: Way) -> Tensor:
     """The output at the real tokens, (T, …)."""
     out = way.infer()
     states = out.logits if "logits" in out else out.last_hidden_state
-    return states[mask.bool()] if states.shape[:2] == mask.shape else states[0]
+    return states[way.tokens.bool()] if states.shape[:2] == way.tokens.shape else states[0]
 
 
 def main() -> None:
@@ -184,14 +247,13 @@ def main() -> None:
         found = ways(name)
         for way in found.values():
             way.model.eval()
-        ours = found["nta.patch"]
-        mask = ours.batch["attention_mask"]
-        want = hidden(found["sdpa, padded"], mask).float()
+        (_, ours), (stock, other), *_ = found.items()
+        want = hidden(other).float()
         for way_name, way in found.items():
             # The median of the tokens: rounding sends some tokens of Mixtral to another expert.
-            error = ((hidden(way, mask).float() - want).norm(dim=-1) / want.norm(dim=-1)).median()
+            error = ((hidden(way).float() - want).norm(dim=-1) / want.norm(dim=-1)).median()
             if not error < 0.03:
-                raise SystemExit(f"{name}, {way_name}: tokens differ from sdpa by {error:.3f} of their norm")
+                raise SystemExit(f"{name}, {way_name}: tokens differ from {stock} by {error:.3f} of their norm")
         del want
         measure(found, options.rounds)
         lengths = MODELS[name][2]

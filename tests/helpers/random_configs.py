@@ -1,6 +1,7 @@
 """Random configurations of Hugging Face text models, patched and compared with each sequence alone.
 
 ``python tests/helpers/random_configs.py --count 200 --jobs 14 [TYPE...]`` prints a line for each class and all errors.
+A class of which none of the first 30 configurations is packed is not tried further.
 Each configuration has its own proof, which ``patch`` makes; this comparison shares no code with it.
 """
 
@@ -27,7 +28,16 @@ from nt_attention.hf.text_models import on_meta_device, text_classes
 from nt_attention.patching.patch import NotPackedError
 
 ACTS = ["gelu", "relu", "silu", "gelu_new", "tanh"]
-WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "embedding_dim")
+WIDTHS = (
+    "hidden_size",
+    "d_model",
+    "n_embd",
+    "dim",
+    "emb_dim",
+    "embedding_size",
+    "word_embed_proj_dim",
+    "embedding_dim",
+)
 INNER = ("intermediate_size", "ffn_dim", "hidden_dim", "n_inner", "d_ff", "dff", "moe_intermediate_size",
          "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
          "ffn_hidden_size", "expert_ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim")  # fmt: skip
@@ -157,6 +167,8 @@ def outcomes(class_name: str, model_type: str, count: int) -> Counter:
         found[state] += 1
         if state in ("WRONG", "FAILS"):
             print(class_name, seed, state, why, flush=True)
+        elif seed == 29 and not found["exact"] + found["padded"]:
+            break
     return found
 
 

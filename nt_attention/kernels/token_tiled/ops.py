@@ -154,7 +154,7 @@ class _BiasGradients(NamedTuple):
     """float32 sums to which the backward kernels add; None for biases that are not given.
 
     Attributes:
-        bias: (N, H, buckets), a row for each of the N tiles of `query_kernel`, then of `fused_kernel`.
+        bias: (N, H, COPIES, buckets), a row for each of the N tiles of `query_kernel`, then of `fused_kernel`.
         query_bias: (T, H, buckets).
         key_bias: (S, H, buckets).
     """
@@ -164,15 +164,15 @@ class _BiasGradients(NamedTuple):
     key_bias: Tensor | None = None
 
     @classmethod
-    def zeros(cls, relative: RelativeBias, tiles: int) -> _BiasGradients:
+    def zeros(cls, relative: RelativeBias, tiles: int, copies: int) -> _BiasGradients:
         shapes = {name: x.shape for name, x in zip(relative.terms, relative.tensors, strict=True)}
         if relative.bias is not None:
-            shapes["bias"] = torch.Size((tiles, *relative.bias.shape))
+            shapes["bias"] = torch.Size((tiles, relative.bias.shape[0], copies, relative.bias.shape[1]))
         return cls(**{name: relative.buckets.new_zeros(s, dtype=torch.float32) for name, s in shapes.items()})
 
     def finish(self) -> tuple[Tensor, ...]:
         """The gradients of the biases that are given."""
-        bias = None if self.bias is None else self.bias.sum(0)
+        bias = None if self.bias is None else self.bias.sum((0, 2))
         return tuple([x for x in (bias, self.query_bias, self.key_bias) if x is not None])
 
 
@@ -216,7 +216,8 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     key_tiles = plan.key_tiles(config.key.block_n, shared)
     biases = _BiasGradients()
     if call.relative is not None and bias_gradient:
-        biases = _BiasGradients.zeros(call.relative, len(tiles) + (len(plan.fused_tiles(shared)) if shared else 0))
+        count = len(tiles) + (len(plan.fused_tiles(shared)) if shared else 0)
+        biases = _BiasGradients.zeros(call.relative, count, kernels.COPIES.value)
     with device.current(query.device):
         if len(tiles) or len(key_tiles):
             delta = torch.empty_like(lse)

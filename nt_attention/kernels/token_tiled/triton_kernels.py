@@ -7,7 +7,7 @@ intervals, block by block. It applies a mask only in blocks that are not fully v
 
 The softmax is that of FlashAttention-2 (Dao 2023), in base 2. Each output row is written by one program only, so
 results are bitwise reproducible. Only the gradients of a relative bias are added by atomic operations. Several keys of
-a query can share a bucket, so their order is fixed only if RELATIVE has the flag ORDERED.
+a query can share a bucket, so their order is fixed only if RELATIVE has the flag ORDERED, which is much slower.
 
 Dimensions: M query rows of a tile, N key rows of a tile, D and V head dims. Names such as BLOCK_M end with them.
 """
@@ -25,6 +25,8 @@ QUERY_BIAS = tl.constexpr(2)
 KEY_BIAS = tl.constexpr(4)
 BIAS_GRADIENT = tl.constexpr(8)
 ORDERED = tl.constexpr(16)
+# A program adds to COPIES sums of the gradient of `bias`, by rows of a block: as many as an instruction covers at once.
+COPIES = tl.constexpr(8)
 # Arguments for whose divisibility no kernels of their own are compiled. The last six describe a relative bias.
 UNSPECIALIZED = ["lse_head", "grad_lse_row", "grad_lse_head", "slope_row", "radius", "num_buckets"]
 UNSPECIALIZED += ["query_bias_row", "query_bias_head", "key_bias_row", "key_bias_head"]
@@ -151,29 +153,32 @@ def _add_bias_gradients(
 ):  # fmt: skip
     """Add a block's gradient of the scores to those of the biases.
 
-    `GradBias` points to the sums (N,) of this program. `GradQueryBias` and `GradKeyBias` point to the rows (N,) of the
-    block's queries and keys. RELATIVE has the flags of those that this kernel adds to.
+    `GradBias` points to the sums (COPIES, N) of this program. `GradQueryBias` and `GradKeyBias` point to the rows (N,)
+    of the block's queries and keys. RELATIVE has the flags of those that this kernel adds to.
 
     In the loop over the buckets that occur, one thread adds to each element, so the order is fixed.
     """
     if not (ORDERED & RELATIVE):
+        visible = bucket < num_buckets
+        if BIAS & RELATIVE:
+            copy = (tl.arange(0, grad_scores.shape[0]) % COPIES)[:, None]
+            tl.atomic_add(GradBias + copy * num_buckets + bucket, grad_scores, mask=visible, sem="relaxed")
         if QUERY_BIAS & RELATIVE:
-            tl.atomic_add(GradQueryBias + bucket, grad_scores, mask=bucket < num_buckets, sem="relaxed")
+            tl.atomic_add(GradQueryBias + bucket, grad_scores, mask=visible, sem="relaxed")
         if KEY_BIAS & RELATIVE:
-            tl.atomic_add(GradKeyBias + bucket, grad_scores, mask=bucket < num_buckets, sem="relaxed")
-    if (BIAS + ORDERED) & RELATIVE:
+            tl.atomic_add(GradKeyBias + bucket, grad_scores, mask=visible, sem="relaxed")
+    else:
         at = tl.min(bucket)
         while at < num_buckets:
             of_bucket = tl.where(bucket == at, grad_scores, 0.0)
             if BIAS & RELATIVE:
                 tl.atomic_add(GradBias + at, tl.sum(of_bucket), sem="relaxed")
-            if ORDERED & RELATIVE:  # rows past the end of a tile have a sum of 0
-                if QUERY_BIAS & RELATIVE:
-                    row_sum = tl.sum(of_bucket, KEY_AXIS, keep_dims=True)
-                    tl.atomic_add(GradQueryBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
-                if KEY_BIAS & RELATIVE:
-                    row_sum = tl.sum(of_bucket, 1 - KEY_AXIS, keep_dims=True)
-                    tl.atomic_add(GradKeyBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
+            if QUERY_BIAS & RELATIVE:  # rows past the end of a tile have a sum of 0
+                row_sum = tl.sum(of_bucket, KEY_AXIS, keep_dims=True)
+                tl.atomic_add(GradQueryBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
+            if KEY_BIAS & RELATIVE:
+                row_sum = tl.sum(of_bucket, 1 - KEY_AXIS, keep_dims=True)
+                tl.atomic_add(GradKeyBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
             at = tl.min(tl.where(bucket > at, bucket, num_buckets))
 
 
@@ -394,7 +399,7 @@ def query_kernel(
 
     if BIAS_GRADIENT & RELATIVE:
         heads = tl.num_programs(1)
-        GradBias = _row(GradBias, tile, heads * num_buckets, head, num_buckets)
+        GradBias = _row(GradBias, tile, heads * COPIES * num_buckets, head, COPIES * num_buckets)
         GradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
 
     q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
@@ -563,7 +568,7 @@ def fused_kernel(
             )  # fmt: skip
             if BIAS_GRADIENT & RELATIVE:
                 _add_bias_gradients(
-                    _row(GradBias, tile, heads * num_buckets, head, num_buckets),
+                    _row(GradBias, tile, heads * COPIES * num_buckets, head, COPIES * num_buckets),
                     _row(GradQueryBias, rows[None, :], heads * num_buckets, head, num_buckets),
                     _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets),
                     bucket, grad_scores, num_buckets, 0, RELATIVE,
