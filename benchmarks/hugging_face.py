@@ -102,6 +102,8 @@ MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
+# Model and implementation → why it is not run.
+LEFT_OUT = {("t5", "flex_attention"): "accesses invalid memory, with torch 2.11 and transformers 5.17"}
 # Rates of dropout, which are set to 0.
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "dropout_rate", "attention_dropout")
 
@@ -174,6 +176,8 @@ def ways(name: str) -> dict[str, Way]:
             if batch is None or f"{implementation}, {form}" in found:
                 continue
             try:
+                if (name, implementation) in LEFT_OUT:
+                    raise NotImplementedError(LEFT_OUT[name, implementation])
                 way = Way(make(kind, config, implementation), batch, of_output)
                 way.train()
             except Exception as error:  # each implementation has its own

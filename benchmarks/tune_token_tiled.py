@@ -77,7 +77,7 @@ class Bench:
         self.backward = ops.Launcher.prepare(self.q, self.k, self.v, call, None, self.relative is not None)
         self.biases = ops._BiasGradients()
         if self.relative is not None:
-            self.biases = ops._BiasGradients.zeros(self.relative, total, 8)  # more programs than any tile size has
+            self.biases = ops._BiasGradients.zeros(self.relative, 16)
         self.out, self.lse = torch.empty_like(self.q), self.q.new_empty(workload.heads, total, dtype=torch.float32).T
         self.delta = torch.empty_like(self.lse)
         self.grads = [torch.empty_like(x) for x in (self.q, self.k, self.v)]

@@ -101,6 +101,16 @@ def _bias_of(module: Any, buckets: int) -> Tensor:
     return bias.T
 
 
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's forward, by name."""
+    return dict(zip(_parameter_names(type(module)), args, strict=False)) | kwargs
+
+
+@functools.cache
+def _parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
 def _rate(dropout: nn.Module) -> float:
     """The rate of a dropout module now; 0 if another module took its place."""
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
@@ -187,7 +197,7 @@ def _mpnet(
 
 def _t5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
     """The bias of the first layer, (H, N), goes to the others as their `position_bias`. Scores are not scaled."""
-    given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    given = _arguments(module, args, kwargs)
     bias = given.get("position_bias")
     if module.has_relative_attention_bias:
         bias = _bias_of(module, module.relative_attention_num_buckets)
@@ -197,7 +207,7 @@ def _t5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Te
 
 def _umt5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Each layer has a bias of its own."""
-    given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    given = _arguments(module, args, kwargs)
     bias = None
     if module.has_relative_attention_bias:
         bias = _bias_of(module, module.relative_attention_num_buckets)
@@ -212,14 +222,17 @@ def _t5_attention(module: Any, mask: PackedMask, /, x: Tensor, memory: Tensor | 
     relative = None
     if bias is not None:
         sizes = (not module.is_decoder, module.relative_attention_num_buckets, module.relative_attention_max_distance)
-        bucket_of = module._relative_position_bucket
-        if "bidirectional" in inspect.signature(bucket_of).parameters:  # a static method, in UMT5 it is not one
-            names = ("bidirectional", "num_buckets", "max_distance")
-            bucket_of = functools.partial(bucket_of, **dict(zip(names, sizes, strict=True)))
-        buckets = _buckets((type(module), *sizes), bucket_of, sizes[2], x.device)
+        buckets = _buckets((type(module), *sizes), functools.partial(_t5_buckets, module, sizes), sizes[2], x.device)
         relative = RelativeBias(buckets, bias=bias)
     dropout = module.dropout if module.training else 0.0
     return module.o(_merged(mask.attend(query, key, value, scale=1.0, relative=relative, dropout_p=dropout)))
+
+
+def _t5_buckets(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> Tensor:
+    bucket_of: Callable[..., Tensor] = module._relative_position_bucket
+    if "bidirectional" in inspect.signature(bucket_of).parameters:  # a static method, in UMT5 it is not one
+        return bucket_of(distance, **dict(zip(("bidirectional", "num_buckets", "max_distance"), sizes, strict=True)))
+    return bucket_of(distance)
 
 
 def _deberta(

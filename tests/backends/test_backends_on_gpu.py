@@ -270,8 +270,8 @@ def operands(backend, cross=False):
     dtype = torch.float32 if backend == "torch_efficient" else torch.bfloat16
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype, sum(key_lengths))
     key_offsets = key_offsets if cross else offsets
-    call = (0.3, True, "lower_right", (-1, -1), 0.0, 0.0, False, False, True)
-    return (*tensors, offsets, key_offsets, None, *call), grad
+    call = (0.3, True, "lower_right", (-1, -1), 0.0, 0.0, False, False, True, False)
+    return (*tensors, offsets, key_offsets, *[None] * 5, *call), grad  # no slopes, and no relative bias
 
 
 OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": (9, -1), "window_right": (-1, 9), "deterministic": True}

@@ -15,7 +15,7 @@ KERNELS = ("forward", "query", "key", "fused")
 INT_POINTERS = ("Tiles", "Lo", "Hi", "Own", "Buckets")
 FLOAT_POINTERS = ("Lse", "Delta", "GradLse", "Slopes", "GradBias", "GradQueryBias", "GradKeyBias")
 # switches → RELATIVE: no options, or all of them, with the gradients of biases in any order or in a fixed one
-SWITCHES = {"plain": 0, "all": 15, "ordered": 31}
+SWITCHES = {"plain": 0, "all": 15, "same_tokens": 47, "ordered": 31}
 
 
 def compiled(name: str, switches: str, capability: int):

@@ -20,7 +20,7 @@ def test_kernels_compile_to_matrix_instructions_and_wide_loads(capability, kerne
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines] == [name for name in kernels.split() for _ in range(3)]
+    assert [line[0] for line in lines] == [name for name in kernels.split() for _ in range(4)]
     for kernel, switches, matrix, _, wide, _, shared, _ in lines:
         assert int(matrix) > 0, (kernel, switches)
         assert int(wide) > 0, (kernel, switches)

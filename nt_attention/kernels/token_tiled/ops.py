@@ -75,7 +75,7 @@ class Launcher(NamedTuple):
     seed: Tensor | None
     floats: tuple[float, float, float]  # scale, softcap, dropout_p
     query_heads: int
-    biases: tuple[Tensor | None, ...]  # buckets, bias, query_bias, key_bias
+    biases: tuple[Tensor | None, ...]  # buckets, the bias of each distance (H, 2R+1), query_bias, key_bias
     bias_numbers: tuple[int, ...]  # R, N, and the strides of rows and heads of query_bias and of key_bias
 
     @classmethod
@@ -89,7 +89,7 @@ class Launcher(NamedTuple):
                 slopes = slopes.index_select(0, layout.sequence_ids)
         shape = (query.shape[1] // key.shape[1], query.shape[2], value.shape[2])
         linear = spec.has_positive_scale and not spec.softcap and not spec.has_bias
-        flags = 0 if relative is None else _relative_flags(spec, bias_gradient)
+        flags = 0 if relative is None else _relative_flags(spec, bias_gradient, layout is key_layout)
         switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0, flags)
         kind = (query.device, query.dtype, shape, switches, spec.window, not spec.lower_right, spec.batch_invariant)
         settings = layout.cached(("token_tiled", *kind), lambda: _Settings.make(layout, key_layout, *kind), key_layout)
@@ -127,16 +127,22 @@ class Launcher(NamedTuple):
         )
 
 
-def _relative_flags(spec: AttentionSpec, gradient: bool) -> int:
+def _relative_flags(spec: AttentionSpec, gradient: bool, same_tokens: bool) -> int:
     """The compile-time argument RELATIVE of the kernels."""
     from . import triton_kernels as kernels
 
     flags = {"bias": kernels.BIAS, "query_bias": kernels.QUERY_BIAS, "key_bias": kernels.KEY_BIAS}
     total = sum(flags[name].value for name in spec.relative)
+    total += kernels.SAME_TOKENS.value if same_tokens else 0
     if gradient:
         total += kernels.BIAS_GRADIENT.value
-        total += kernels.ORDERED.value if spec.deterministic or spec.batch_invariant else 0
+        total += kernels.ORDERED.value if _is_ordered(spec) else 0
     return total
+
+
+def _is_ordered(spec: AttentionSpec) -> bool:
+    """Whether gradients of biases are added in a fixed order."""
+    return spec.deterministic or spec.batch_invariant
 
 
 def _relative_arguments(relative: RelativeBias | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
@@ -145,18 +151,21 @@ def _relative_arguments(relative: RelativeBias | None) -> tuple[tuple[Tensor | N
         return (None,) * 4, (0,) * 6
     rows = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (relative.query_bias, relative.key_bias)]
     strides = [stride for x in rows for stride in ((0, 0) if x is None else x.stride()[:2])]
-    bias = None if relative.bias is None else relative.bias.contiguous()
+    buckets, bias = relative.buckets.to(torch.int32).contiguous(), None
+    if relative.bias is not None:
+        bias = relative.bias.index_select(1, relative.buckets.clamp(0, relative.num_buckets - 1))
     numbers = (relative.buckets.shape[0] // 2, relative.num_buckets, *strides)
-    return (relative.buckets.contiguous(), bias, *rows), numbers
+    return (buckets, bias, *rows), numbers
 
 
 class _BiasGradients(NamedTuple):
     """float32 sums to which the backward kernels add; None for biases that are not given.
 
     Attributes:
-        bias: (N, H, COPIES, buckets), a row for each of the N tiles of `query_kernel`, then of `fused_kernel`.
-        query_bias: (T, H, buckets).
-        key_bias: (S, H, buckets).
+        bias: (P, H, 2R+1), the sums of P parts by distance. If ordered, a part is a tile of `query_kernel`, then of
+            `fused_kernel`.
+        query_bias: (T, H, N).
+        key_bias: (S, H, N).
     """
 
     bias: Tensor | None = None
@@ -164,16 +173,24 @@ class _BiasGradients(NamedTuple):
     key_bias: Tensor | None = None
 
     @classmethod
-    def zeros(cls, relative: RelativeBias, tiles: int, copies: int) -> _BiasGradients:
+    def zeros(cls, relative: RelativeBias, parts: int) -> _BiasGradients:
         shapes = {name: x.shape for name, x in zip(relative.terms, relative.tensors, strict=True)}
         if relative.bias is not None:
-            shapes["bias"] = torch.Size((tiles, relative.bias.shape[0], copies, relative.bias.shape[1]))
+            shapes["bias"] = torch.Size((parts, len(relative.bias), len(relative.buckets)))
         return cls(**{name: relative.buckets.new_zeros(s, dtype=torch.float32) for name, s in shapes.items()})
 
-    def finish(self) -> tuple[Tensor, ...]:
+    def finish(self, relative: RelativeBias | None, is_ordered: bool) -> tuple[Tensor, ...]:
         """The gradients of the biases that are given."""
-        bias = None if self.bias is None else self.bias.sum((0, 2))
-        return tuple([x for x in (bias, self.query_bias, self.key_bias) if x is not None])
+        found = [x for x in (self.query_bias, self.key_bias) if x is not None]
+        if self.bias is None or relative is None:
+            return tuple(found)
+        buckets, by_distance = relative.buckets.clamp(0, relative.num_buckets - 1), self.bias.sum(0).T
+        by_bucket = by_distance.new_zeros(relative.num_buckets, by_distance.shape[1])
+        if is_ordered:
+            by_bucket.index_put_((buckets,), by_distance, accumulate=True)
+        else:
+            by_bucket.index_add_(0, buckets, by_distance)
+        return (by_bucket.T, *found)
 
 
 def _rows_and_heads(*tensors: Tensor) -> tuple[int, ...]:
@@ -206,6 +223,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     grad, grad_lse, out, lse, rng_state = saved
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     seed, bias_gradient = rng_state if call.spec.dropout_p else None, call.spec.relative_grad
+    is_ordered = _is_ordered(call.spec)
     launcher = Launcher.prepare(query, key, value, call, seed, bias_gradient)
     plan, config, shared, _ = launcher.settings
     heads, key_heads = query.shape[1], key.shape[1]
@@ -216,8 +234,8 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     key_tiles = plan.key_tiles(config.key.block_n, shared)
     biases = _BiasGradients()
     if call.relative is not None and bias_gradient:
-        count = len(tiles) + (len(plan.fused_tiles(shared)) if shared else 0)
-        biases = _BiasGradients.zeros(call.relative, count, kernels.COPIES.value)
+        parts = len(tiles) + (len(plan.fused_tiles(shared)) if shared else 0)
+        biases = _BiasGradients.zeros(call.relative, parts if is_ordered else kernels.PARTS.value)
     with device.current(query.device):
         if len(tiles) or len(key_tiles):
             delta = torch.empty_like(lse)
@@ -244,7 +262,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):
                     x.copy_(by_part.unflatten(1, (key_heads, parts)).sum(2))
         if shared:  # last, because the sum over parts above also writes to these rows
-            of_fused = None if biases.bias is None else biases.bias[len(tiles) :]
+            of_fused = biases.bias[len(tiles) :] if biases.bias is not None and is_ordered else biases.bias
             launcher.launch(
                 *(kernels.fused_kernel, config.fused, plan.fused_tiles(shared), key_heads, plan.keys),
                 (query, key, value, out, grad, lse, grad_lse, *grads, of_fused, *biases[1:]),
@@ -252,7 +270,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
                 lse_strides,
                 has_grad_lse,
             )
-    return (*grads, *biases.finish())
+    return (*grads, *biases.finish(call.relative, is_ordered))
 
 
 def _parts(heads: int, key_heads: int) -> int:

@@ -6,8 +6,8 @@ kernels need no other description of the mask. A tile is a range of rows. Its ke
 intervals, block by block. It applies a mask only in blocks that are not fully visible to all rows of the tile.
 
 The softmax is that of FlashAttention-2 (Dao 2023), in base 2. Each output row is written by one program only, so
-results are bitwise reproducible. Only the gradients of a relative bias are added by atomic operations. Several keys of
-a query can share a bucket, so their order is fixed only if RELATIVE has the flag ORDERED, which is much slower.
+results are bitwise reproducible. Only the gradients of a relative bias are added by atomic operations. Their order is
+fixed only if RELATIVE has the flag ORDERED, which is slower.
 
 Dimensions: M query rows of a tile, N key rows of a tile, D and V head dims. Names such as BLOCK_M end with them.
 """
@@ -19,14 +19,17 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
-# RELATIVE is a sum of these flags: the biases that are given, whether their gradients are needed, and in a fixed order.
+# RELATIVE is a sum of these flags: the biases that are given, whether their gradients are needed, and in a fixed order,
+# and whether queries and keys are the same tokens.
 BIAS = tl.constexpr(1)
 QUERY_BIAS = tl.constexpr(2)
 KEY_BIAS = tl.constexpr(4)
 BIAS_GRADIENT = tl.constexpr(8)
 ORDERED = tl.constexpr(16)
-# A program adds to COPIES sums of the gradient of `bias`, by rows of a block: as many as an instruction covers at once.
-COPIES = tl.constexpr(8)
+SAME_TOKENS = tl.constexpr(32)
+# The gradient of `bias` is added to so many sums, so that fewer programs wait for each other. If ORDERED, each tile has
+# one of its own.
+PARTS = tl.constexpr(16)
 # Arguments for whose divisibility no kernels of their own are compiled. The last six describe a relative bias.
 UNSPECIALIZED = ["lse_head", "grad_lse_row", "grad_lse_head", "slope_row", "radius", "num_buckets"]
 UNSPECIALIZED += ["query_bias_row", "query_bias_head", "key_bias_row", "key_bias_head"]
@@ -93,7 +96,7 @@ def _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI: tl.constexpr, R
     """The key at each query's own position, and each query's slope. Unused without ALiBi and a relative bias."""
     own = rows
     slopes = 0.0 * rows
-    if ALIBI or RELATIVE:
+    if (ALIBI or RELATIVE) and not (SAME_TOKENS & RELATIVE):
         own = tl.load(Own + rows, mask=rows < end, other=0)
     if ALIBI:
         slopes = tl.load(Slopes + rows * slope_row + head, mask=rows < end, other=0.0)
@@ -119,67 +122,105 @@ def _row(Base, row, row_stride, head, head_stride):
 
 
 @triton.jit
-def _relative(relative, rows, keys, own, indices, lo, hi, head, RELATIVE: tl.constexpr):
-    """(bucket, bias) of each pair in a block. Pairs that are not visible have the bucket N. Unused without a bias.
+def _relative(relative, rows, keys, own, last_row, last_key, head, RELATIVE: tl.constexpr):
+    """(distance, bucket, bias) of each pair in a block, also of pairs that are not visible. Unused without a bias.
 
-    `indices` are those of the rows that intervals `lo` … `hi` refer to. Buckets are clamped to [0, N), because the host
-    can't check them without a sync.
+    Distances are clamped and count from −R: they are in [0, 2R]. Buckets are clamped to [0, N), because the host can't
+    check them without a sync. Rows after `last_row` get the values of `last_row`, and so do keys.
     """
+    distance = 0
     bucket = 0
     bias = 0.0
     if RELATIVE:
-        visible = (indices >= lo) & (indices < hi)
         Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_row, query_head, key_row, key_head = relative
-        distance = tl.minimum(tl.maximum(keys - own, -radius), radius)
-        bucket = tl.load(Buckets + radius + distance, mask=visible, other=0).to(tl.int32)
-        bucket = tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
-        bias = 0.0 * bucket
+        distance = radius + tl.minimum(tl.maximum(keys - own, -radius), radius)
         if BIAS & RELATIVE:
-            bias += tl.load(Bias + head * num_buckets + bucket, mask=visible, other=0.0).to(tl.float32)
-        if QUERY_BIAS & RELATIVE:
-            row = _row(QueryBias, rows, query_row, head, query_head)
-            bias += tl.load(row + bucket, mask=visible, other=0.0).to(tl.float32)
-        if KEY_BIAS & RELATIVE:
-            row = _row(KeyBias, keys, key_row, head, key_head)
-            bias += tl.load(row + bucket, mask=visible, other=0.0).to(tl.float32)
-        bucket = tl.where(visible, bucket, num_buckets)
-    return bucket, bias
+            bias += tl.load(Bias + head * (2 * radius + 1) + distance).to(tl.float32)
+        if (QUERY_BIAS + KEY_BIAS) & RELATIVE:
+            bucket = tl.minimum(tl.maximum(tl.load(Buckets + distance), 0), num_buckets - 1)
+            if QUERY_BIAS & RELATIVE:
+                row = _row(QueryBias, tl.minimum(rows, last_row), query_row, head, query_head)
+                bias += tl.load(row + bucket).to(tl.float32)
+            if KEY_BIAS & RELATIVE:
+                row = _row(KeyBias, tl.minimum(keys, last_key), key_row, head, key_head)
+                bias += tl.load(row + bucket).to(tl.float32)
+    return distance, bucket, bias
+
+
+@triton.jit
+def _bias_sums(GradBias, tile, heads, head, radius, RELATIVE: tl.constexpr):
+    """The sums (2R+1,) to which a program adds the gradient of `bias`, by distance."""
+    part = tile
+    if not (ORDERED & RELATIVE):
+        part = tile % PARTS
+    return _row(GradBias, part, heads * (2 * radius + 1), head, 2 * radius + 1)
 
 
 @triton.jit
 def _add_bias_gradients(
-    GradBias, GradQueryBias, GradKeyBias, bucket, grad_scores, num_buckets, KEY_AXIS: tl.constexpr,
-    RELATIVE: tl.constexpr,
+    GradBias, GradQueryBias, GradKeyBias, relative, distance, bucket, visible, grad_scores, first,
+    KEY_AXIS: tl.constexpr, RELATIVE: tl.constexpr,
 ):  # fmt: skip
     """Add a block's gradient of the scores to those of the biases.
 
-    `GradBias` points to the sums (COPIES, N) of this program. `GradQueryBias` and `GradKeyBias` point to the rows (N,)
-    of the block's queries and keys. RELATIVE has the flags of those that this kernel adds to.
-
-    In the loop over the buckets that occur, one thread adds to each element, so the order is fixed.
+    `GradBias` points to the sums of `_bias_sums`. `GradQueryBias` and `GradKeyBias` point to the rows (N,) of the
+    block's queries and keys. RELATIVE has the flags of those that this kernel adds to. `first` is the distance of the
+    block's first pair, not clamped.
     """
+    by_diagonals: tl.constexpr = BIAS & RELATIVE and SAME_TOKENS & RELATIVE
+    if by_diagonals:
+        _add_diagonals(GradBias, grad_scores, first, relative[4], KEY_AXIS, ORDERED & RELATIVE)
     if not (ORDERED & RELATIVE):
-        visible = bucket < num_buckets
-        if BIAS & RELATIVE:
-            copy = (tl.arange(0, grad_scores.shape[0]) % COPIES)[:, None]
-            tl.atomic_add(GradBias + copy * num_buckets + bucket, grad_scores, mask=visible, sem="relaxed")
+        if BIAS & RELATIVE and not by_diagonals:
+            tl.atomic_add(GradBias + distance, grad_scores, mask=visible, sem="relaxed")
         if QUERY_BIAS & RELATIVE:
             tl.atomic_add(GradQueryBias + bucket, grad_scores, mask=visible, sem="relaxed")
         if KEY_BIAS & RELATIVE:
             tl.atomic_add(GradKeyBias + bucket, grad_scores, mask=visible, sem="relaxed")
-    else:
-        at = tl.min(bucket)
-        while at < num_buckets:
-            of_bucket = tl.where(bucket == at, grad_scores, 0.0)
-            if BIAS & RELATIVE:
-                tl.atomic_add(GradBias + at, tl.sum(of_bucket), sem="relaxed")
-            if QUERY_BIAS & RELATIVE:  # rows past the end of a tile have a sum of 0
-                row_sum = tl.sum(of_bucket, KEY_AXIS, keep_dims=True)
-                tl.atomic_add(GradQueryBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
-            if KEY_BIAS & RELATIVE:
-                row_sum = tl.sum(of_bucket, 1 - KEY_AXIS, keep_dims=True)
-                tl.atomic_add(GradKeyBias + at, row_sum, mask=row_sum != 0.0, sem="relaxed")
-            at = tl.min(tl.where(bucket > at, bucket, num_buckets))
+    elif (QUERY_BIAS + KEY_BIAS) & RELATIVE or not by_diagonals:
+        # one distance after another: one thread adds to each element, so the order is fixed
+        end = 2 * relative[4] + 1
+        distance = tl.where(visible, distance, end)
+        at = tl.min(distance)
+        while at < end:
+            of_distance = tl.where(distance == at, grad_scores, 0.0)
+            if BIAS & RELATIVE and not by_diagonals:
+                tl.atomic_add(GradBias + at, tl.sum(of_distance), sem="relaxed")
+            if (QUERY_BIAS + KEY_BIAS) & RELATIVE:  # rows past the end of a tile have a sum of 0
+                at_bucket = tl.minimum(tl.maximum(tl.load(relative[0] + at), 0), relative[5] - 1)
+                if QUERY_BIAS & RELATIVE:
+                    row_sum = tl.sum(of_distance, KEY_AXIS, keep_dims=True)
+                    tl.atomic_add(GradQueryBias + at_bucket, row_sum, mask=row_sum != 0.0, sem="relaxed")
+                if KEY_BIAS & RELATIVE:
+                    row_sum = tl.sum(of_distance, 1 - KEY_AXIS, keep_dims=True)
+                    tl.atomic_add(GradKeyBias + at_bucket, row_sum, mask=row_sum != 0.0, sem="relaxed")
+            at = tl.min(tl.where(distance > at, distance, end))
+
+
+@triton.jit
+def _add_diagonals(Sums, x, first, radius, KEY_AXIS: tl.constexpr, IN_ORDER: tl.constexpr):
+    """Add the sum of each diagonal of a block (A, B) to the sum of its distance.
+
+    Row a is rotated by a, so that column c has the elements whose b − a is c, c − B, c − 2B, …
+    """
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    columns = tl.arange(0, B)[None, :] + tl.arange(0, A)[:, None]
+    rotated = tl.gather(x, columns % B, 1)
+    for turn in tl.static_range(A // B + 1 if A > B else 2):
+        sums = tl.sum(tl.where(columns // B == turn, rotated, 0.0), 0)
+        diagonal = tl.arange(0, B) - turn * B
+        distance = first + (diagonal if KEY_AXIS == 1 else -diagonal)
+        changed = sums != 0.0
+        if IN_ORDER:  # only the two farthest distances have several diagonals
+            farthest = (distance >= radius) & (distance > -radius)
+            tl.atomic_add(Sums, tl.sum(tl.where(distance <= -radius, sums, 0.0)), sem="relaxed")
+            tl.atomic_add(Sums + 2 * radius, tl.sum(tl.where(farthest, sums, 0.0)), sem="relaxed")
+            changed = changed & (distance > -radius) & (distance < radius)
+        distance = radius + tl.minimum(tl.maximum(distance, -radius), radius)
+        tl.atomic_add(Sums + distance, sums, mask=changed, sem="relaxed")
+        if IN_ORDER:
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -246,6 +287,8 @@ def _weights(
     own,
     slopes,
     relative,
+    last_row,
+    last_key,
     head,
     Seed,
     scale,
@@ -258,11 +301,12 @@ def _weights(
     RELATIVE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(weights after dropout, gradient of scale · products, gradient of the scores, buckets) of one block.
+    """(weights after dropout, gradient of scale · products, gradient of the scores, distances, buckets) of one block.
 
-    All are (M, N) or (N, M). `indices` are those of the rows that intervals `lo` … `hi` refer to.
+    All are (M, N) or (N, M). `indices` are those of the rows that intervals `lo` … `hi` refer to. Distances and buckets
+    are those of `_relative`.
     """
-    bucket, bias = _relative(relative, rows, keys, own, indices, lo, hi, head, RELATIVE)
+    distance, bucket, bias = _relative(relative, rows, keys, own, last_row, last_key, head, RELATIVE)
     scores, cap_gradient = _scores(
         products, own, keys, slopes, bias, scale, softcap, LINEAR, SOFTCAP, ALIBI, RELATIVE, EXACT
     )
@@ -275,7 +319,7 @@ def _weights(
         kept_weights = weights * factor
         grad_products = grad_products * factor
     grad_scores = weights * (grad_products - delta)
-    return kept_weights, grad_scores * cap_gradient, grad_scores, bucket
+    return kept_weights, grad_scores * cap_gradient, grad_scores, distance, bucket
 
 
 @triton.jit
@@ -336,7 +380,7 @@ def forward_kernel(
         keys = (at + tl.arange(0, BLOCK_N))[None, :]
         k = _load(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        _, bias = _relative(relative, rows[:, None], keys, own, keys, lo, hi, head, RELATIVE)
+        _, _, bias = _relative(relative, rows[:, None], keys, own, end - 1, last - 1, head, RELATIVE)
         scores, _ = _scores(products, own, keys, slopes, bias, scale, softcap, LINEAR, SOFTCAP, ALIBI, RELATIVE, EXACT)
         if (at < unmasked_from) | (at + BLOCK_N > unmasked_to):
             scores = tl.where((keys >= lo) & (keys < hi), scores, -INF)
@@ -399,7 +443,7 @@ def query_kernel(
 
     if BIAS_GRADIENT & RELATIVE:
         heads = tl.num_programs(1)
-        GradBias = _row(GradBias, tile, heads * COPIES * num_buckets, head, COPIES * num_buckets)
+        GradBias = _bias_sums(GradBias, tile, heads, head, radius, RELATIVE)
         GradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
 
     q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
@@ -418,14 +462,15 @@ def query_kernel(
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         grad_products = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         boundary = (at < unmasked_from) | (at + BLOCK_N > unmasked_to)
-        _, grad_scaled, grad_scores, bucket = _weights(
+        _, grad_scaled, grad_scores, distance, bucket = _weights(
             products, grad_products, lse, delta, keys, lo, hi, boundary, rows[:, None], keys, own, slopes, relative,
-            head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE, EXACT,
+            end - 1, last - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE, EXACT,
         )  # fmt: skip
         if BIAS_GRADIENT & RELATIVE:
             _add_bias_gradients(
-                GradBias, GradQueryBias, GradQueryBias, bucket, grad_scores, num_buckets, 1, ~KEY_BIAS & RELATIVE
-            )
+                GradBias, GradQueryBias, GradQueryBias, relative, distance, bucket, (keys >= lo) & (keys < hi),
+                grad_scores, at - start, 1, ~KEY_BIAS & RELATIVE,
+            )  # fmt: skip
         grad_query = tl.dot(grad_scaled.to(k.dtype), k, grad_query, input_precision=PRECISION)
 
     grad_query *= scale
@@ -486,14 +531,16 @@ def key_kernel(
             products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             boundary = (at < unmasked_from) | (at + BLOCK_M > unmasked_to)
-            weights, grad_scaled, grad_scores, bucket = _weights(
+            weights, grad_scaled, grad_scores, distance, bucket = _weights(
                 products, grad_products, lse, delta, rows[None, :], lo, hi, boundary, rows[None, :], keys, own, slopes,
-                relative, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE, EXACT,
+                relative, last - 1, end - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT,
+                RELATIVE, EXACT,
             )  # fmt: skip
             if (BIAS_GRADIENT & RELATIVE) and (KEY_BIAS & RELATIVE):
                 HeadGradKeyBias = _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets)
                 _add_bias_gradients(
-                    GradKeyBias, GradKeyBias, HeadGradKeyBias, bucket, grad_scores, num_buckets, 0,
+                    GradKeyBias, GradKeyBias, HeadGradKeyBias, relative, distance, bucket,
+                    (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores, start - at, 0,
                     ~(BIAS + QUERY_BIAS) & RELATIVE,
                 )  # fmt: skip
             grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
@@ -561,17 +608,18 @@ def fused_kernel(
             own, slopes = own[None, :], slopes[None, :]
             products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            weights, grad_scaled, grad_scores, bucket = _weights(
+            weights, grad_scaled, grad_scores, distance, bucket = _weights(
                 products, grad_products, lse, delta[None, :], rows[None, :], lo, hi, True, rows[None, :], keys, own,
-                slopes, relative, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE,
-                EXACT,
+                slopes, relative, last - 1, end - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI,
+                DROPOUT, RELATIVE, EXACT,
             )  # fmt: skip
             if BIAS_GRADIENT & RELATIVE:
                 _add_bias_gradients(
-                    _row(GradBias, tile, heads * COPIES * num_buckets, head, COPIES * num_buckets),
+                    _bias_sums(GradBias, tile, heads, head, radius, RELATIVE),
                     _row(GradQueryBias, rows[None, :], heads * num_buckets, head, num_buckets),
                     _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets),
-                    bucket, grad_scores, num_buckets, 0, RELATIVE,
+                    relative, distance, bucket, (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores, start - at,
+                    0, RELATIVE,
                 )  # fmt: skip
             grad_scaled = grad_scaled.to(q.dtype)
             grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
