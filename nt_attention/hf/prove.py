@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import torch
 from transformers import PreTrainedModel
 
 from . import families
@@ -34,9 +35,10 @@ def prove(model: PreTrainedModel, family: Family) -> Proof:
         except NotProven as failure:
             reason = str(failure)
             if twin.config._attn_implementation == "sdpa" and "differs" in reason:  # it ignores some options
-                with suppress(Exception):
-                    twin.set_attn_implementation("eager")
-                    return trial(twin, family).prove()
+                for dtype in (twin.dtype, torch.float32):  # softmax in float32 can overflow in masks of float64
+                    with suppress(Exception):
+                        twin.to(dtype).set_attn_implementation("eager")
+                        return trial(twin, family).prove()
             return Proof(reason)
         except Exception as error:  # the unpatched model can't run these inputs
             reason = f"a small model of its class raises an error without the patch: {first_line(error)}"

@@ -278,6 +278,15 @@ def test_deterministic_calls_give_the_same_bits_on_token_tiled():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("radius", [0, 1, 40])
+@pytest.mark.parametrize("terms", [("bias",), TERMS], ids=["bias", "all"])
+def test_deterministic_gradients_with_few_and_many_distances(radius, terms):
+    case = dataclasses.replace(
+        case_of("self", "causal", "relative", dtype=torch.float32), relative=terms, buckets=(radius, 1 + radius // 2)
+    )
+    check(placed(case), slack=2, deterministic=True)
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 class TestGraphs:
     @pytest.mark.parametrize("backend", ["cpu", "auto"])
