@@ -287,6 +287,23 @@ def test_deterministic_gradients_with_few_and_many_distances(radius, terms):
     check(placed(case), slack=2, deterministic=True)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nan_that_no_visible_pair_uses_does_not_reach_the_gradient_of_bias(deterministic):
+    """Row 63 of the key bias has NaN for distances up to −8, which no query has for the last keys but one."""
+    layout = SequenceLayout.from_lengths([70], device=DEVICE)
+    with DEVICE:
+        q, k, v = torch.randn(3, 70, 1, 16, requires_grad=True).unbind()
+        bias, key_bias = torch.zeros(1, 17, requires_grad=True), torch.zeros(70, 1, 17)
+        key_bias[63, 0, 0] = torch.nan
+        buckets = torch.arange(17)
+    results = []
+    for backend in ("reference", "token_tiled"):
+        relative = RelativeBias(buckets, bias=bias, key_bias=key_bias)
+        out = varlen_attention(q, k, v, layout, relative=relative, deterministic=deterministic, backend=backend)
+        results.append(torch.autograd.grad(out.square().sum(), bias)[0])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 class TestGraphs:
     @pytest.mark.parametrize("backend", ["cpu", "auto"])

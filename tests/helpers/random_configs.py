@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import transformers
+from transformers import PreTrainedConfig
 
 import nt_attention as nta
 from nt_attention.hf.text_models import on_meta_device, text_classes
@@ -72,7 +73,9 @@ def random_config(default, draw: random.Random):
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         drawn["head_dim"] = 8
     for name, value in fields.items():
-        if name in drawn and value is not None:
+        if isinstance(part := getattr(default, name, None), PreTrainedConfig):
+            fields[name] = random_config(part, draw).to_dict()
+        elif name in drawn and value is not None:
             fields[name] = drawn[name]
         elif isinstance(value, list) and len(value) == getattr(default, "num_hidden_layers", -1):
             fields[name] = [draw.choice(value) for _ in range(layers)]
@@ -117,7 +120,9 @@ def outcome(class_name: str, default, seed: int) -> tuple[str, str]:
         # copies, because RoPE of the type "dynamic" keeps the frequencies of a longer row
         alone = [_run(copy.deepcopy(model), input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in batch]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        ids = torch.full(mask.shape, config.pad_token_id or 0).masked_scatter(mask, torch.cat(batch, 1))
+        ids = torch.full(mask.shape, getattr(config, "pad_token_id", None) or 0).masked_scatter(
+            mask, torch.cat(batch, 1)
+        )
         padded = _run(model, input_ids=ids, attention_mask=mask.long())
         if not all(x.isfinite().all() for x in alone):
             return "skipped", "not finite"

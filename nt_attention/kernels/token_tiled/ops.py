@@ -194,7 +194,7 @@ class _BiasGradients(NamedTuple):
 
 
 def _rows_and_heads(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in (x.stride(0), x.stride(1)))
+    return tuple([stride for x in tensors for stride in x.stride()[:2]])
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:

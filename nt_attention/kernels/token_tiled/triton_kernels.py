@@ -167,9 +167,10 @@ def _add_bias_gradients(
     block's queries and keys. RELATIVE has the flags of those that this kernel adds to. `first` is the distance of the
     block's first pair, not clamped.
     """
+    Buckets, _, _, _, radius, num_buckets, _, _, _, _ = relative
     by_diagonals: tl.constexpr = BIAS & RELATIVE and SAME_TOKENS & RELATIVE
     if by_diagonals:
-        _add_diagonals(GradBias, grad_scores, first, relative[4], KEY_AXIS, ORDERED & RELATIVE)
+        _add_diagonals(GradBias, tl.where(visible, grad_scores, 0.0), first, radius, KEY_AXIS, ORDERED & RELATIVE)
     if not (ORDERED & RELATIVE):
         if BIAS & RELATIVE and not by_diagonals:
             tl.atomic_add(GradBias + distance, grad_scores, mask=visible, sem="relaxed")
@@ -177,9 +178,9 @@ def _add_bias_gradients(
             tl.atomic_add(GradQueryBias + bucket, grad_scores, mask=visible, sem="relaxed")
         if KEY_BIAS & RELATIVE:
             tl.atomic_add(GradKeyBias + bucket, grad_scores, mask=visible, sem="relaxed")
-    elif (QUERY_BIAS + KEY_BIAS) & RELATIVE or not by_diagonals:
+    elif (QUERY_BIAS + KEY_BIAS) & RELATIVE or (BIAS & RELATIVE and not by_diagonals):
         # one distance after another: one thread adds to each element, so the order is fixed
-        end = 2 * relative[4] + 1
+        end = 2 * radius + 1
         distance = tl.where(visible, distance, end)
         at = tl.min(distance)
         while at < end:
@@ -187,7 +188,7 @@ def _add_bias_gradients(
             if BIAS & RELATIVE and not by_diagonals:
                 tl.atomic_add(GradBias + at, tl.sum(of_distance), sem="relaxed")
             if (QUERY_BIAS + KEY_BIAS) & RELATIVE:  # rows past the end of a tile have a sum of 0
-                at_bucket = tl.minimum(tl.maximum(tl.load(relative[0] + at), 0), relative[5] - 1)
+                at_bucket = tl.minimum(tl.maximum(tl.load(Buckets + at), 0), num_buckets - 1)
                 if QUERY_BIAS & RELATIVE:
                     row_sum = tl.sum(of_distance, KEY_AXIS, keep_dims=True)
                     tl.atomic_add(GradQueryBias + at_bucket, row_sum, mask=row_sum != 0.0, sem="relaxed")
