@@ -45,6 +45,7 @@ stage multihead_A python -W ignore benchmarks/multihead.py --workload A --embed-
 stage multihead_E python -W ignore benchmarks/multihead.py --workload E
 stage transformer_encoder python -W ignore benchmarks/transformer_encoder.py
 stage hugging_face python -W ignore benchmarks/hugging_face.py
+stage sentence_embeddings python -W ignore benchmarks/sentence_embeddings.py --paragraphs 0
 stage decoding python -W ignore benchmarks/decoding.py
 stage pytest_gpu python -W ignore -m pytest -m gpu -v -n "$jobs" -p no:cacheprovider tests
 echo "failed: ${failed[*]:-nothing}"
