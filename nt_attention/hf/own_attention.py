@@ -103,11 +103,12 @@ def _bias_of(module: Any, buckets: int) -> Tensor:
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of a module's forward, by name."""
-    return dict(zip(_parameter_names(type(module)), args, strict=False)) | kwargs
+    kind: Any = type(module)
+    return dict(zip(_parameter_names(kind), args, strict=False)) | kwargs
 
 
 @functools.cache
-def _parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+def _parameter_names(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
