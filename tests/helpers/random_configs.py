@@ -57,23 +57,26 @@ def random_config(default, draw: random.Random):
     layers = draw.choice([1, 2, 3, 5])
     experts = draw.choice([2, 4, 5])
     kinds = list(dict.fromkeys(fields.get("layer_types") or []))
+    vocabulary = draw.choice([61, 130])
     drawn = {
         **dict.fromkeys(WIDTHS, heads * head_dim), **dict.fromkeys(INNER, draw.choice([32, 56])),
         **dict.fromkeys(HEADS, heads), **dict.fromkeys(LAYERS, layers), **dict.fromkeys(EXPERTS, experts),
         **dict.fromkeys(CHOSEN, draw.choice([1, 2])), **dict.fromkeys(WINDOWS, draw.choice([3, 7, 20, 300])),
-        "num_key_value_heads": draw.choice([1, 2, heads]), "head_dim": head_dim, "vocab_size": draw.choice([61, 130]),
+        "num_key_value_heads": draw.choice([1, 2, heads]), "head_dim": head_dim,
+        **dict.fromkeys(("vocab_size", "decoder_vocab_size"), vocabulary),
         "kv_lora_rank": 16, "q_lora_rank": draw.choice([16, 24]), "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
         "v_head_dim": draw.choice([8, 16]), "n_group": 1, "topk_group": 1, "rotary_dim": 8,
         **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 160),
         "pad_token_id": draw.choice([0, 1, 3]), "bos_token_id": 2, "eos_token_id": 4, "type_vocab_size": 2,
         "first_k_dense_replace": draw.choice([0, 1]), "decoder_sparse_step": draw.choice([1, 2]), "mlp_only_layers": [],
-        "query_pre_attn_scalar": 16, "tie_word_embeddings": draw.random() < 0.5,
+        "query_pre_attn_scalar": 16, "qk_head_dim": 16, "num_kv_shared_layers": 0, "per_layer_config": {},
+        "tie_word_embeddings": draw.random() < 0.5,
         "layer_types": [draw.choice(kinds) for _ in range(layers)] if kinds else None,
     }  # fmt: skip
     if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         drawn["head_dim"] = 8
     for name, value in fields.items():
-        if isinstance(part := getattr(default, name, None), PreTrainedConfig):
+        if isinstance(part := vars(default).get(name), PreTrainedConfig):
             fields[name] = random_config(part, draw).to_dict()
         elif name in drawn and value is not None:
             fields[name] = drawn[name]
@@ -87,7 +90,10 @@ def random_config(default, draw: random.Random):
             and not name.startswith(("output_", "return_", "use_cache"))
         ):
             fields[name] = not value
-        elif name in ("hidden_act", "activation_function", "hidden_activation"):
+        elif name in ("hidden_act", "activation_function", "hidden_activation") and value in (
+            *ACTS,
+            "gelu_pytorch_tanh",
+        ):
             fields[name] = draw.choice(ACTS)
         elif name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:
             fields[name] = value | draw.choice([
@@ -98,7 +104,9 @@ def random_config(default, draw: random.Random):
             ])  # fmt: skip
             if fields[name]["rope_type"] == "dynamic":
                 fields["max_position_embeddings"] = draw.choice([11, 160])
-    fields["is_encoder_decoder"] = False
+    if "num_layers_per_stack" in fields:  # layers run several times, and are counted each time
+        fields["num_layers_per_stack"] = 1
+        fields["num_hidden_layers"] = default.num_hidden_layers // default.num_layers_per_stack
     return type(default)(**fields)
 
 
@@ -109,6 +117,7 @@ def outcome(class_name: str, default, seed: int) -> tuple[str, str]:
     torch.manual_seed(seed)
     try:
         config = random_config(default, draw)
+        config.is_encoder_decoder = default.is_encoder_decoder and not class_name.endswith("CausalLM")
         model = getattr(transformers, class_name)(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
