@@ -1,4 +1,4 @@
-"""Hugging Face models on this GPU: ``nta.patch`` on padded batches, sdpa on padded batches, and rows packed by hand.
+"""Hugging Face models on this GPU: ``nta.patch`` and transformers on padded batches, and rows packed by hand.
 
     python benchmarks/hugging_face.py [--models bert llama t5 …] [--save FILE]
 

@@ -77,7 +77,9 @@ class Bench:
         self.backward = ops.Launcher.prepare(self.q, self.k, self.v, call, None, self.relative is not None)
         self.biases = ops._BiasGradients()
         if self.relative is not None:
-            self.biases = ops._BiasGradients.zeros(self.relative, 16)
+            from nt_attention.kernels.token_tiled import triton_kernels as kernels
+
+            self.biases = ops._BiasGradients.zeros(self.relative, kernels.PARTS.value)
         self.out, self.lse = torch.empty_like(self.q), self.q.new_empty(workload.heads, total, dtype=torch.float32).T
         self.delta = torch.empty_like(self.lse)
         self.grads = [torch.empty_like(x) for x in (self.q, self.k, self.v)]
@@ -98,20 +100,20 @@ class Bench:
             work = (kernels.forward_kernel, tile, tiles, self.heads, plan.queries, tensors, strides, (rows,))
         elif kernel == "query":
             tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, self.delta, grad_query)
-            tensors = (*tensors, bias, query_bias)
+            tensors += (bias, query_bias)
             strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, grad_query))
             tiles = plan.query_tiles(tile.block_m, shared, without_fused=True)
             work = (kernels.query_kernel, tile, tiles, self.heads, plan.queries, tensors, strides, (rows, 0, 0), False)
         elif kernel == "key":
             tensors = (self.q, self.k, self.v, self.grad, self.lse, self.delta, grad_key, grad_value)
-            tensors = (*tensors, key_bias)
+            tensors += (key_bias,)
             strides = (*inputs, *ops._rows_and_heads(self.grad, grad_key, grad_value))
             tiles = plan.key_tiles(tile.block_n, shared)
             group = self.heads // self.kv_heads
             work = (kernels.key_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, strides, (rows,), group)
         else:
             tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, *self.grads)
-            tensors = (*tensors, *self.biases)
+            tensors += self.biases
             strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, *self.grads))
             tiles = plan.fused_tiles(shared)
             lse_strides = (rows, 0, 0)
@@ -138,8 +140,9 @@ class Bench:
             left, right = self.window
             distance = position - position[:, None]
             if self.relative is not None:
-                of_rows = self.relative.map_rows(*2 * (lambda x, rows=rows: x[rows].transpose(0, 1),))
-                scores = scores + of_rows.scores(self.relative.bucket_of(distance), torch.float64)
+                of_rows = functools.partial(heads_first, rows)
+                biases = self.relative.map_rows(of_rows, of_rows)
+                scores = scores + biases.scores(self.relative.bucket_of(distance), torch.float64)
             scores = scores.masked_fill((distance < -left) | (distance > right), -torch.inf)
             out = scores.softmax(-1) @ leaves[2].repeat_interleave(group, 0)
             found = torch.autograd.grad(out, leaves, grad.transpose(0, 1))
@@ -159,6 +162,11 @@ class Bench:
         got = {"forward": [self.out], "query": self.grads[:1], "key": self.grads[1:], "fused": self.grads}[kernel]
         pairs = [(a[rows].double(), b[rows]) for a, b in zip(got, self.want[kernel], strict=True)]
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def heads_first(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """(H, L, N), some rows of a (T, H, N)."""
+    return x[rows].transpose(0, 1)
 
 
 def make_relative(kind: str, total: int, heads: int, dtype: torch.dtype) -> RelativeBias | None:

@@ -230,6 +230,7 @@ def _t5_attention(module: Any, mask: PackedMask, /, x: Tensor, memory: Tensor | 
 
 
 def _t5_buckets(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> Tensor:
+    """T5's bucket of each distance. `sizes`: whether both sides count, N, and the largest distance."""
     bucket_of: Callable[..., Tensor] = module._relative_position_bucket
     if "bidirectional" in inspect.signature(bucket_of).parameters:  # a static method, in UMT5 it is not one
         return bucket_of(distance, **dict(zip(("bidirectional", "num_buckets", "max_distance"), sizes, strict=True)))

@@ -32,6 +32,7 @@ from .rope import scales_by_length
 from .trial_batch import LENGTHS, LONG, Batch
 from .twin import padding_of, vocabulary_of
 
+UNPATCHED_IS_WRONG = "without the patch"  # the reason begins with it if padded batches are wrong even then
 # The largest error, relative to the largest value. Many models compute norms in float32 even if they are in float64.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
 
@@ -184,7 +185,7 @@ class Trial:
         unpatched = batch.values(self._run(self.base, batch.inputs))
         wrong = None if self.scaled_by_length else self._different(unpatched, _of_tokens(alone))
         if wrong is not None:
-            raise NotProven(f"without the patch, its {wrong} of a padded batch is not that of each sequence alone")
+            raise NotProven(f"{UNPATCHED_IS_WRONG}, its {wrong} of a padded batch is not that of each sequence alone")
 
     def _refusal(self, proof: Proof, output: str) -> NotProven:
         """Why an output differs from that of each sequence alone."""

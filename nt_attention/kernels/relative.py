@@ -88,10 +88,15 @@ class RelativeBias:
             key_bias=None if self.key_bias is None else of_keys(self.key_bias),
         )
 
+    @property
+    def valid_buckets(self) -> Tensor:
+        """`buckets` in int64. Values out of range are the nearest bucket."""
+        return self.buckets.long().clamp(0, self.num_buckets - 1)
+
     def bucket_of(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, int64, in [0, N)."""
         radius = self.buckets.shape[0] // 2
-        return self.buckets[distance.clamp(-radius, radius) + radius].long().clamp(0, self.num_buckets - 1)
+        return self.valid_buckets[distance.clamp(-radius, radius) + radius]
 
     def scores(self, bucket: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum of the biases of some queries and keys, for their buckets (Lq, Lk).

@@ -289,7 +289,7 @@ def test_deterministic_gradients_with_few_and_many_distances(radius, terms):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nan_that_no_visible_pair_uses_does_not_reach_the_gradient_of_bias(deterministic):
-    """Row 63 of the key bias has NaN for distances up to −8, which no query has for the last keys but one."""
+    """Key 63 of 70 has NaN for distances up to −8. No query comes 8 tokens after it, so no pair uses the NaN."""
     layout = SequenceLayout.from_lengths([70], device=DEVICE)
     with DEVICE:
         q, k, v = torch.randn(3, 70, 1, 16, requires_grad=True).unbind()

@@ -29,16 +29,9 @@ from nt_attention.hf.text_models import on_meta_device, text_classes
 from nt_attention.patching.patch import NotPackedError
 
 ACTS = ["gelu", "relu", "silu", "gelu_new", "tanh"]
-WIDTHS = (
-    "hidden_size",
-    "d_model",
-    "n_embd",
-    "dim",
-    "emb_dim",
-    "embedding_size",
-    "word_embed_proj_dim",
-    "embedding_dim",
-)
+REDRAWN = (*ACTS, "gelu_pytorch_tanh")  # a class may take no other activation than its default
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size", "embedding_dim",
+          "word_embed_proj_dim")  # fmt: skip
 INNER = ("intermediate_size", "ffn_dim", "hidden_dim", "n_inner", "d_ff", "dff", "moe_intermediate_size",
          "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
          "ffn_hidden_size", "expert_ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim")  # fmt: skip
@@ -63,7 +56,7 @@ def random_config(default, draw: random.Random):
         **dict.fromkeys(HEADS, heads), **dict.fromkeys(LAYERS, layers), **dict.fromkeys(EXPERTS, experts),
         **dict.fromkeys(CHOSEN, draw.choice([1, 2])), **dict.fromkeys(WINDOWS, draw.choice([3, 7, 20, 300])),
         "num_key_value_heads": draw.choice([1, 2, heads]), "head_dim": head_dim,
-        **dict.fromkeys(("vocab_size", "decoder_vocab_size"), vocabulary),
+        **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), vocabulary),
         "kv_lora_rank": 16, "q_lora_rank": draw.choice([16, 24]), "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
         "v_head_dim": draw.choice([8, 16]), "n_group": 1, "topk_group": 1, "rotary_dim": 8,
         **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 160),
@@ -90,10 +83,7 @@ def random_config(default, draw: random.Random):
             and not name.startswith(("output_", "return_", "use_cache"))
         ):
             fields[name] = not value
-        elif name in ("hidden_act", "activation_function", "hidden_activation") and value in (
-            *ACTS,
-            "gelu_pytorch_tanh",
-        ):
+        elif name in ("hidden_act", "activation_function", "hidden_activation") and value in REDRAWN:
             fields[name] = draw.choice(ACTS)
         elif name == "rope_parameters" and isinstance(value, dict) and "rope_type" in value:
             fields[name] = value | draw.choice([
@@ -129,9 +119,8 @@ def outcome(class_name: str, default, seed: int) -> tuple[str, str]:
         # copies, because RoPE of the type "dynamic" keeps the frequencies of a longer row
         alone = [_run(copy.deepcopy(model), input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in batch]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        ids = torch.full(mask.shape, getattr(config, "pad_token_id", None) or 0).masked_scatter(
-            mask, torch.cat(batch, 1)
-        )
+        pad = getattr(config, "pad_token_id", None) or 0
+        ids = torch.full(mask.shape, pad).masked_scatter(mask, torch.cat(batch, 1))
         padded = _run(model, input_ids=ids, attention_mask=mask.long())
         if not all(x.isfinite().all() for x in alone):
             return "skipped", "not finite"

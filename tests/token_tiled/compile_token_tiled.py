@@ -14,7 +14,8 @@ from nt_attention.kernels.token_tiled.configs import H200
 KERNELS = ("forward", "query", "key", "fused")
 INT_POINTERS = ("Tiles", "Lo", "Hi", "Own", "Buckets")
 FLOAT_POINTERS = ("Lse", "Delta", "GradLse", "Slopes", "GradBias", "GradQueryBias", "GradKeyBias")
-# switches → RELATIVE: no options, or all of them, with the gradients of biases in any order or in a fixed one
+# switches → RELATIVE: no options, or all of them, with the gradients of biases: in any order, the same between queries
+# and keys that are the same tokens, and in a fixed order
 SWITCHES = {"plain": 0, "all": 15, "same_tokens": 47, "ordered": 31}
 
 

@@ -151,11 +151,9 @@ def _relative_arguments(relative: RelativeBias | None) -> tuple[tuple[Tensor | N
         return (None,) * 4, (0,) * 6
     rows = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (relative.query_bias, relative.key_bias)]
     strides = [stride for x in rows for stride in ((0, 0) if x is None else x.stride()[:2])]
-    buckets, bias = relative.buckets.to(torch.int32).contiguous(), None
-    if relative.bias is not None:
-        bias = relative.bias.index_select(1, relative.buckets.clamp(0, relative.num_buckets - 1))
+    bias = None if relative.bias is None else relative.bias.index_select(1, relative.valid_buckets)
     numbers = (relative.buckets.shape[0] // 2, relative.num_buckets, *strides)
-    return (buckets, bias, *rows), numbers
+    return (relative.buckets.to(torch.int32).contiguous(), bias, *rows), numbers
 
 
 class _BiasGradients(NamedTuple):
@@ -184,7 +182,7 @@ class _BiasGradients(NamedTuple):
         found = [x for x in (self.query_bias, self.key_bias) if x is not None]
         if self.bias is None or relative is None:
             return tuple(found)
-        buckets, by_distance = relative.buckets.clamp(0, relative.num_buckets - 1), self.bias.sum(0).T
+        buckets, by_distance = relative.valid_buckets, self.bias.sum(0).T
         by_bucket = by_distance.new_zeros(relative.num_buckets, by_distance.shape[1])
         if is_ordered:
             by_bucket.index_put_((buckets,), by_distance, accumulate=True)

@@ -27,8 +27,8 @@ KEY_BIAS = tl.constexpr(4)
 BIAS_GRADIENT = tl.constexpr(8)
 ORDERED = tl.constexpr(16)
 SAME_TOKENS = tl.constexpr(32)
-# The gradient of `bias` is added to so many sums, so that fewer programs wait for each other. If ORDERED, each tile has
-# one of its own.
+# The gradient of `bias` has this many tables of sums, so that fewer programs wait for each other. If ORDERED, each tile
+# has a table of its own.
 PARTS = tl.constexpr(16)
 # Arguments for whose divisibility no kernels of their own are compiled. The last six describe a relative bias.
 UNSPECIALIZED = ["lse_head", "grad_lse_row", "grad_lse_head", "slope_row", "radius", "num_buckets"]
