@@ -46,7 +46,7 @@ class Cache:
     def find_or_build(self, key: object, build: Callable[[], Any], other: Cache | None = None) -> Any:
         """The value of `key`, built the first time. With `other`, it is kept until one of both caches is freed."""
         if other is not None:
-            values = self.find_or_build((key, "with"), WeakIdKeyDictionary)
+            values = self.find_or_build((key, "with"), weakref.WeakKeyDictionary)
             value = values.get(other, _MISSING)
             if value is _MISSING:
                 with creating_cached_tensors():
@@ -227,9 +227,19 @@ def _no_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
-@contextmanager
-def creating_cached_tensors() -> Iterator[None]:
+def creating_cached_tensors() -> AbstractContextManager[None]:
     """A context to make cached tensors in: without inference mode, gradients, dispatch modes and transforms."""
+    is_plain = not (
+        torch.is_inference_mode_enabled()
+        or torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    )
+    return nullcontext() if is_plain else _without_modes()  # it is often nested
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), _no_modes():
         yield
 

@@ -408,7 +408,7 @@ class SequenceLayout:
         """
         if torch.compiler.is_compiling():
             return build()  # a graph's tensors can't be cached
-        other_cache = None if other is None else other._facts.cache
+        other_cache = None if other is None or other is self else other._facts.cache
         return cast(_T, self._facts.cache.find_or_build(key, build, other_cache))
 
     def same_lengths(self, other: SequenceLayout) -> bool:

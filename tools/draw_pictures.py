@@ -13,6 +13,7 @@ plan. The background is white, which a dark theme does not change.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
@@ -215,7 +217,10 @@ ROWS, KEYS = 64, 32  # of a tile, and of the blocks of keys that it goes through
 
 def tiles_data() -> list[dict[str, Any]]:
     """For both ways to tile: a title, the sequences, and the blocks of keys of each tile as (key, query)."""
-    layout = SequenceLayout.from_lengths(LENGTHS)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    layout = SequenceLayout.from_lengths(LENGTHS, device=device)
     plan = Plan.make(layout, layout, Window(), False)
     ends = [0, *accumulate(LENGTHS)]
     found = []

@@ -3,51 +3,83 @@
 Triton's own `kernel[grid](...)` takes about 45 µs for 40 arguments, to find the compiled kernel for them. The compiled
 kernel depends on dtypes, constants, which pointers and strides are multiples of 16, and which strides are 1.
 This module caches compiled kernels by these, and launches them as `compiled[grid](...)`, which Triton documents for
-kernels that were compiled ahead of time.
+kernels that were compiled ahead of time. The layers of a model launch a kernel many times with the same numbers on
+other tensors. For them, everything but the addresses of these tensors is kept too.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_INT32_MAX = 2**31 - 1
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    tensors: tuple[Tensor | None, ...],
-    integers: tuple[int, ...],
-    floats: tuple[float, ...],
-    constants: tuple[Any, ...],
-    warps: int,
-    stages: int,
-) -> None:
-    """Launch `kernel(*tensors, *integers, *floats, *constants)` on the current device and stream.
+class Launch(NamedTuple):
+    """A kernel and its arguments after the first tensors: `kernel[grid](*first, *tensors, *integers, …)`."""
 
-    The first tensor takes the place of those that are None, which the kernel does not read.
+    kernel: Any
+    grid: tuple[int, int]
+    tensors: tuple[Tensor, ...]
+    integers: tuple[int, ...]
+    floats: tuple[float, ...]
+    constants: tuple[Any, ...]
+    warps: int
+    stages: int
+
+
+# Launches that were made before: a key and the kinds of the first tensors → the launcher and the arguments after them.
+Launches = dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def launch(launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]) -> None:
+    """Launch a kernel on the current device and stream.
+
+    Args:
+        launches: the cache of launches. Its user keeps their tensors alive.
+        key: the key of the launch in this cache.
+        first: the first arguments, which may differ in each call. The kernel does not read those that are None.
+        make: makes the launch, if there is none of this key for tensors of these dtypes and this alignment.
     """
-    first = tensors[0]
-    assert first is not None
+    addresses = [0 if x is None else x.data_ptr() for x in first]
+    kinds = (key, *[None if x is None else x.dtype for x in first], *[address % 16 == 0 for address in addresses])
+    known = launches.get(kinds)
+    if known is not None:
+        again, rest = known
+        again(*addresses, *rest)
+        return
+    found = make()
+    compiled = run(found, first)
+    if compiled is not None:
+        pointers = [x.data_ptr() for x in found.tensors]
+        launches[kinds] = (
+            compiled[(*found.grid, 1)],
+            (*pointers, *found.integers, *found.floats, *found.constants),
+        )
+
+
+def run(launch: Launch, first: Sequence[Tensor | None] = ()) -> Any:
+    """Launch a kernel, and return it compiled. Returns None in Triton's interpreter, which compiles nothing."""
+    kernel, grid, tensors, integers, floats, constants, warps, stages = launch
     key = (
         kernel.fn,
-        first.device.index,
+        tensors[0].device.index,
         constants,
         warps,
         stages,
-        tuple([None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]),
+        tuple([None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in (*first, *tensors)]),
         tuple([i if i == 1 else (i % 16 == 0, i > _INT32_MAX) for i in integers]),
     )
-    arguments = (*[first if x is None else x for x in tensors], *integers, *floats, *constants)
+    pointers = [tensors[0] if x is None else x for x in first]
+    arguments = (*pointers, *tensors, *integers, *floats, *constants)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(*grid, 1)](*arguments)
-        return
+        return compiled
     compiled = kernel[grid](*arguments, num_warps=warps, num_stages=stages)
-    if compiled is not None:  # None in Triton's interpreter, which compiles nothing
+    if compiled is not None:
         _compiled[key] = compiled
-
-
-_INT32_MAX = 2**31 - 1
+    return compiled

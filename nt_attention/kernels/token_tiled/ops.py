@@ -6,95 +6,131 @@ Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and V he
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...layout import SequenceLayout
 from .. import device
 from ..backend import BackwardInputs, Gradients
 from ..call import AttentionSpec, Call
 from ..relative import RelativeBias
 from .configs import ANY_BATCH, Config, Tile, config_for
-from .launch import launch
+from .launch import Launch, Launches, launch
 
 if TYPE_CHECKING:
     from .plan import Intervals, Plan
 
 _INT32_MAX = 2**31 - 1
+Shapes = tuple[Sequence[int], int, int]  # (H, D), G, V
 
 
-class _Settings(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Settings:
     """The part of a call that is the same for all layers of a model; cached with the layout."""
 
     plan: Plan
     config: Config
     shared: int
     constants: tuple[Any, ...]  # the compile-time arguments of the kernels, without those of the tile
+    floats: tuple[float, float, float]  # scale, softcap, dropout_p
+    launches: Launches = field(default_factory=dict, repr=False)
 
     @classmethod
-    def make(
-        cls,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout,
-        device: torch.device,
-        dtype: torch.dtype,
-        shape: tuple[int, int, int],
-        switches: tuple[int, ...],
-        window: tuple[float, float],
-        upper_left: bool,
-        batch_invariant: bool,
-    ) -> _Settings:
-        """`shape`: query heads per key head, D, V. `switches`: LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE."""
+    def make(cls, shapes: Shapes, call: Call, bias_gradient: bool) -> Settings:
+        """The settings of calls with these shapes and this spec and these layouts."""
         from .plan import Plan  # on first use, because it imports NumPy
 
+        layout, key_layout, _, spec, *_ = call
+        (heads, dim), key_heads, value_dim = shapes
+        window, upper_left = spec.window, not spec.lower_right
         plan = layout.cached(
             ("token_tiled plan", window, upper_left),
             lambda: Plan.make(layout, key_layout, window, upper_left),
             key_layout,
         )
         # tl.dot needs powers of 2 of at least 16
-        blocks = [max(16, 1 << (dim - 1).bit_length()) for dim in shape[1:]]
+        blocks = [max(16, 1 << (size - 1).bit_length()) for size in (dim, value_dim)]
         # three tf32 products are more accurate than float32 multiply-adds, and twice as fast
         precision = "ieee" if torch.version.hip else "tf32x3"
-        constants = (*shape, *blocks, *switches, dtype == torch.float32, precision)
-        if batch_invariant:
-            return cls(plan, config_for(device, max(blocks), dtype.itemsize, *ANY_BATCH), 0, constants)
+        constants = (
+            *(heads // key_heads, dim, value_dim, *blocks, *_switches(spec, bias_gradient, layout is key_layout)),
+            *(spec.dtype == torch.float32, precision),
+        )
+        floats = (spec.scale, spec.softcap, spec.dropout_p)
+        itemsize = spec.dtype.itemsize
+        if spec.batch_invariant:
+            return cls(plan, config_for(spec.device, max(blocks), itemsize, *ANY_BATCH), 0, constants, floats)
         longest = min(max(layout.max_seqlen, key_layout.max_seqlen), sum(window) + 1)
         mean = layout.total / max(1, layout.batch_size)
-        config = config_for(device, max(blocks), dtype.itemsize, longest, mean)
-        return cls(plan, config, config.shared, constants)
+        config = config_for(spec.device, max(blocks), itemsize, longest, mean)
+        return cls(plan, config, config.shared, constants, floats)
+
+    @cached_property
+    def forward_tiles(self) -> Tensor:
+        """The tiles of `forward_kernel`."""
+        return self.plan.query_tiles(self.config.forward.block_m, self.shared)
+
+    @cached_property
+    def query_tiles(self) -> Tensor:
+        """The tiles of `query_kernel`."""
+        return self.plan.query_tiles(self.config.query.block_m, self.shared, without_fused=True)
+
+    @cached_property
+    def key_tiles(self) -> Tensor:
+        """The tiles of `key_kernel`."""
+        return self.plan.key_tiles(self.config.key.block_n, self.shared)
+
+    @cached_property
+    def fused_tiles(self) -> Tensor:
+        """The tiles of `fused_kernel`. There are none if no sequences share a tile."""
+        return self.plan.fused_tiles(self.shared) if self.shared else self.query_tiles[:0]
+
+
+def _switches(spec: AttentionSpec, bias_gradient: bool, same_tokens: bool) -> tuple[int, ...]:
+    """The compile-time arguments LINEAR, SOFTCAP, ALIBI, DROPOUT and RELATIVE of the kernels."""
+    linear = spec.has_positive_scale and not spec.softcap and not spec.has_bias
+    relative = _relative_flags(spec, bias_gradient, same_tokens) if spec.relative else 0
+    return linear, spec.softcap != 0, spec.alibi, spec.dropout_p > 0, relative
 
 
 class Launcher(NamedTuple):
-    """The arguments that all launches of a call share."""
+    """What all launches of a call share.
 
-    settings: _Settings
-    slopes: Tensor | None
-    seed: Tensor | None
-    floats: tuple[float, float, float]  # scale, softcap, dropout_p
-    query_heads: int
-    biases: tuple[Tensor | None, ...]  # buckets, the bias of each distance (H, 2R+1), query_bias, key_bias
-    bias_numbers: tuple[int, ...]  # R, N, and the strides of rows and heads of query_bias and of key_bias
+    Attributes:
+        settings: the settings.
+        heads: the number of query heads.
+        tensors: slopes, seed, buckets, the bias of each distance (H, 2R+1), query_bias and key_bias.
+        integers: the stride of a row of slopes, R, N, and the strides of rows and heads of query_bias and of key_bias.
+    """
+
+    settings: Settings
+    heads: int
+    tensors: tuple[Tensor | None, ...]
+    integers: tuple[int, ...]
 
     @classmethod
     def prepare(
         cls, query: Tensor, key: Tensor, value: Tensor, call: Call, seed: Tensor | None, bias_gradient: bool = False
     ) -> Launcher:
         layout, key_layout, slopes, spec, _, relative = call
+        slope_row = 0
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
             if slopes.dim() == 2:
                 slopes = slopes.index_select(0, layout.sequence_ids)
-        shape = (query.shape[1] // key.shape[1], query.shape[2], value.shape[2])
-        linear = spec.has_positive_scale and not spec.softcap and not spec.has_bias
-        flags = 0 if relative is None else _relative_flags(spec, bias_gradient, layout is key_layout)
-        switches = (linear, spec.softcap != 0, slopes is not None, spec.dropout_p > 0, flags)
-        kind = (query.device, query.dtype, shape, switches, spec.window, not spec.lower_right, spec.batch_invariant)
-        settings = layout.cached(("token_tiled", *kind), lambda: _Settings.make(layout, key_layout, *kind), key_layout)
-        floats = (spec.scale, spec.softcap, spec.dropout_p)
-        return cls(settings, slopes, seed, floats, query.shape[1], *_relative_arguments(relative))
+                slope_row = slopes.stride(0)
+        shapes = (query.shape[1:], key.shape[1], value.shape[2])
+        settings = layout.cached(
+            ("token_tiled", spec, shapes, bias_gradient),
+            lambda: Settings.make(shapes, call, bias_gradient),
+            key_layout,
+        )
+        biases, numbers = _relative_arguments(relative)
+        return cls(settings, query.shape[1], (slopes, seed, *biases), (slope_row, *numbers))
 
     def launch(
         self,
@@ -108,23 +144,26 @@ class Launcher(NamedTuple):
         more_strides: tuple[int, ...],
         *constants: int,
     ) -> None:
-        if not len(tiles):
+        if not tiles.shape[0]:
             return
-        own = self.settings.plan.queries.own
-        given = (*tensors, tiles, intervals.lo, intervals.hi, own, self.slopes, self.seed, *self.biases)
-        unit = math.gcd(16, *strides)
-        far = max(strides[1::2]) * self.query_heads > _INT32_MAX
-        slope_row = self.slopes.stride(0) if self.slopes is not None and self.slopes.dim() == 2 else 0
-        launch(
-            kernel,
-            (len(tiles), heads),
-            given,
-            (*[stride // unit for stride in strides], *more_strides, slope_row, *self.bias_numbers),
-            self.floats,
-            (*self.settings.constants, unit, far, tile.block_m, tile.block_n, *constants),
-            tile.warps,
-            tile.stages if self.biases[0] is None else tile.stages_with_biases,
-        )
+
+        def make() -> Launch:
+            unit = math.gcd(16, *strides)
+            far = max(strides[1::2]) * self.heads > _INT32_MAX
+            return Launch(
+                kernel,
+                (tiles.shape[0], heads),
+                (tiles, intervals.lo, intervals.hi, self.settings.plan.queries.own),
+                (*[stride // unit for stride in strides], *more_strides, *self.integers),
+                self.settings.floats,
+                (*self.settings.constants, unit, far, tile.block_m, tile.block_n, *constants),
+                tile.warps,
+                tile.stages_with_biases if self.tensors[2] is not None else tile.stages,
+            )
+
+        # the settings keep the tiles and intervals of these launches
+        key = (kernel.fn, tile, strides, more_strides, self.integers, constants)
+        launch(self.settings.launches, key, (*tensors, *self.tensors), make)
 
 
 def _relative_flags(spec: AttentionSpec, gradient: bool, same_tokens: bool) -> int:
@@ -203,13 +242,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     out = query.new_empty(*query.shape[:2], value.shape[2])
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
     launcher = Launcher.prepare(query, key, value, call, seed)
-    plan, tile = launcher.settings.plan, launcher.settings.config.forward
+    settings = launcher.settings
     tensors = (query, key, value, out, lse)
     strides = _rows_and_heads(query, key, value, out)
-    tiles = plan.query_tiles(tile.block_m, launcher.settings.shared)
     with device.current(query.device):
         launcher.launch(
-            kernels.forward_kernel, tile, tiles, query.shape[1], plan.queries, tensors, strides, (lse.stride(1),)
+            *(kernels.forward_kernel, settings.config.forward, settings.forward_tiles, query.shape[1]),
+            *(settings.plan.queries, tensors, strides, (lse.stride(1),)),
         )
     return (out, lse) if seed is None else (out, lse, seed)
 
@@ -223,16 +262,16 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     seed, bias_gradient = rng_state if call.spec.dropout_p else None, call.spec.relative_grad
     is_ordered = _is_ordered(call.spec)
     launcher = Launcher.prepare(query, key, value, call, seed, bias_gradient)
-    plan, config, shared, _ = launcher.settings
+    settings = launcher.settings
+    plan, config = settings.plan, settings.config
     heads, key_heads = query.shape[1], key.shape[1]
     inputs = _rows_and_heads(query, key, value)
     has_grad_lse = grad_lse is not None
     lse_strides = (lse.stride(1), *((0, 0) if grad_lse is None else grad_lse.stride()))
-    tiles = plan.query_tiles(config.query.block_m, shared, without_fused=True)
-    key_tiles = plan.key_tiles(config.key.block_n, shared)
+    tiles, key_tiles = settings.query_tiles, settings.key_tiles
     biases = _BiasGradients()
     if call.relative is not None and bias_gradient:
-        parts = len(tiles) + (len(plan.fused_tiles(shared)) if shared else 0)
+        parts = len(tiles) + len(settings.fused_tiles)
         biases = _BiasGradients.zeros(call.relative, parts if is_ordered else kernels.PARTS.value)
     with device.current(query.device):
         if len(tiles) or len(key_tiles):
@@ -259,10 +298,10 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             if parts > 1:
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):
                     x.copy_(by_part.unflatten(1, (key_heads, parts)).sum(2))
-        if shared:  # last, because the sum over parts above also writes to these rows
+        if settings.shared:  # last, because the sum over parts above also writes to these rows
             of_fused = biases.bias[len(tiles) :] if biases.bias is not None and is_ordered else biases.bias
             launcher.launch(
-                *(kernels.fused_kernel, config.fused, plan.fused_tiles(shared), key_heads, plan.keys),
+                *(kernels.fused_kernel, config.fused, settings.fused_tiles, key_heads, plan.keys),
                 (query, key, value, out, grad, lse, grad_lse, *grads, of_fused, *biases[1:]),
                 (*inputs, *_rows_and_heads(out, grad, *grads)),
                 lse_strides,

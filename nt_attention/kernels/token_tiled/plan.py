@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._offsets import to_device
 from ...layout import SequenceLayout
+from .. import device
+from .launch import Launch, run
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -101,21 +102,18 @@ class Plan:
     ) -> Plan:
         """The plan for these lengths and this window, (left, right) with inf for no limit. Does not sync.
 
-        Intervals are computed on the device, and tiles on the host in NumPy: there are about forty operations on a few
-        hundred numbers, for which torch takes several times as long.
+        Intervals are computed on the device, by one kernel for each side. Tiles are computed on the host in NumPy:
+        there are about forty operations on a few hundred numbers, for which torch takes several times as long.
         """
         left, right = window
         offsets = layout.host_offsets.numpy()
         key_offsets = offsets if layout is key_layout else key_layout.host_offsets.numpy()
         shift = np.zeros_like(offsets[1:]) if upper_left else np.diff(key_offsets) - np.diff(offsets)
         sides = Side(offsets, key_offsets, shift, left, right), Side(key_offsets, offsets, -shift, right, left)
-        if layout is key_layout:
-            queries = _intervals(layout, layout, None, left, right)
-            keys = queries if left == right else _intervals(layout, layout, None, right, left)
-            return cls(queries, keys, sides)
-        on_device = to_device(shift, layout.device)
-        queries = _intervals(layout, key_layout, on_device, left, right)
-        return cls(queries, _intervals(key_layout, layout, -on_device, right, left), sides)
+        queries = _intervals(layout, key_layout, left, right, upper_left)
+        if layout is key_layout and left == right:
+            return cls(queries, queries, sides)
+        return cls(queries, _intervals(key_layout, layout, right, left, upper_left), sides)
 
     def query_tiles(self, rows: int, shared: int, *, without_fused: bool = False) -> Tensor:
         """(N, 2) int32, begin and end of tiles of up to `rows` queries.
@@ -198,20 +196,23 @@ class Plan:
         return to_device(np.stack(columns, 1).astype(np.int32), self.queries.lo.device)
 
 
-def _intervals(
-    mine: SequenceLayout, other: SequenceLayout, shift: Tensor | None, before: float, after: float
-) -> Intervals:
-    """The visible rows of each token of `mine`. The other arguments are as in `Side`; a shift of None is 0."""
-    of_token = mine.sequence_ids
-    begins, ends = (x.index_select(0, of_token) for x in (other.cu_seqlens[:-1], other.cu_seqlens[1:]))
-    if shift is None:
-        own = torch.arange(mine.total, dtype=torch.int32, device=mine.device)
-    else:
-        own = (mine.position_ids + begins + shift[of_token]).int()
-    # sequences have less than 2^31 rows, so a larger window changes nothing
-    lo = begins if math.isinf(before) else (own.long() - int(min(before, 2**31))).clamp(begins, ends).int()
-    hi = ends if math.isinf(after) else (own.long() + int(min(after, 2**31)) + 1).clamp(begins, ends).int()
+def _intervals(mine: SequenceLayout, other: SequenceLayout, before: float, after: float, upper_left: bool) -> Intervals:
+    """The visible rows of each token of `mine`. `before` and `after` are as in `Side`."""
+    from . import triton_kernels as kernels
+
+    lo, hi, own = (mine.cu_seqlens.new_empty(mine.total) for _ in range(3))
+    if mine.total:
+        # sequences have less than 2^31 rows, so a larger window changes nothing
+        window = [int(min(side, 2**31 - 1)) for side in (before, after)]
+        tensors = (mine.cu_seqlens, other.cu_seqlens, lo, hi, own)
+        integers = (mine.batch_size, mine.total, *window)
+        grid = (-(-mine.total // _BLOCK), 1)
+        with device.current(mine.device):
+            run(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, _BLOCK), 4, 1))
     return Intervals(lo, hi, own)
+
+
+_BLOCK = 256  # tokens of a program of `interval_kernel`
 
 
 def _split(begins: Ints, ends: Ints, rows: int) -> tuple[Ints, Ints, Ints]:

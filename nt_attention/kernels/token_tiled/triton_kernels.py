@@ -35,6 +35,37 @@ UNSPECIALIZED = ["lse_head", "grad_lse_row", "grad_lse_head", "slope_row", "radi
 UNSPECIALIZED += ["query_bias_row", "query_bias_head", "key_bias_row", "key_bias_head"]
 
 
+@triton.jit(do_not_specialize=["num_sequences", "total", "before", "after"])
+def interval_kernel(
+    Offsets, Other, Lo, Hi, Own, num_sequences, total, before, after, UPPER_LEFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The visible rows of BLOCK tokens of one side, see `plan.Intervals`.
+
+    `Offsets` are those of this side, and `Other` those of the other side. A token sees the rows from `before` rows
+    before its own position to `after` rows after it.
+    """
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = token < total
+    sequence = tl.zeros([BLOCK], tl.int32)  # by bisection: the number of sequences that end at the token or before it
+    most = sequence + num_sequences
+    while tl.max(most - sequence) > 0:
+        middle = (sequence + most) // 2
+        is_past = tl.load(Offsets + middle + 1, mask=sequence < most, other=0) <= token
+        most = tl.where(is_past, most, middle)
+        sequence = tl.where(is_past & (sequence < most), middle + 1, sequence)
+    begin = tl.load(Offsets + sequence, mask=valid, other=0)
+    lowest = tl.load(Other + sequence, mask=valid, other=0).to(tl.int64)
+    highest = tl.load(Other + sequence + 1, mask=valid, other=0).to(tl.int64)
+    own = token - begin + lowest
+    if not UPPER_LEFT:
+        own += highest - lowest - (tl.load(Offsets + sequence + 1, mask=valid, other=0) - begin)
+    lo = tl.minimum(tl.maximum(own - before, lowest), highest)
+    hi = tl.minimum(tl.maximum(own + after + 1, lowest), highest)
+    tl.store(Lo + token, lo.to(tl.int32), mask=valid)
+    tl.store(Hi + token, hi.to(tl.int32), mask=valid)
+    tl.store(Own + token, own.to(tl.int32), mask=valid)
+
+
 @triton.jit
 def _head_pointer(Base, head, head_stride, UNIT: tl.constexpr, FAR: tl.constexpr):
     """The pointer to the first row of a head. Strides are in units of UNIT, so that Triton knows a divisor of them.
@@ -341,7 +372,7 @@ def _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    Query, Key, Value, Out, Lse, Tiles, Lo, Hi, Own, Slopes, Seed, Buckets, Bias, QueryBias, KeyBias,
+    Query, Key, Value, Out, Lse, Slopes, Seed, Buckets, Bias, QueryBias, KeyBias, Tiles, Lo, Hi, Own,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head, lse_head, slope_row,
     radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
@@ -407,8 +438,8 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def query_kernel(
-    Query, Key, Value, Out, Grad, Lse, GradLse, Delta, GradQuery, GradBias, GradQueryBias, Tiles, Lo, Hi, Own, Slopes,
-    Seed, Buckets, Bias, QueryBias, KeyBias,
+    Query, Key, Value, Out, Grad, Lse, GradLse, Delta, GradQuery, GradBias, GradQueryBias,
+    Slopes, Seed, Buckets, Bias, QueryBias, KeyBias, Tiles, Lo, Hi, Own,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head, grad_row, grad_head,
     grad_query_row, grad_query_head, lse_head, grad_lse_row, grad_lse_head, slope_row,
     radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
@@ -480,8 +511,8 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def key_kernel(
-    Query, Key, Value, Grad, Lse, Delta, GradKey, GradValue, GradKeyBias, Tiles, Lo, Hi, Own, Slopes, Seed,
-    Buckets, Bias, QueryBias, KeyBias,
+    Query, Key, Value, Grad, Lse, Delta, GradKey, GradValue, GradKeyBias,
+    Slopes, Seed, Buckets, Bias, QueryBias, KeyBias, Tiles, Lo, Hi, Own,
     query_row, query_head, key_row, key_head, value_row, value_head, grad_row, grad_head,
     grad_key_row, grad_key_head, grad_value_row, grad_value_head, lse_head, slope_row,
     radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
@@ -555,7 +586,7 @@ def key_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def fused_kernel(
     Query, Key, Value, Out, Grad, Lse, GradLse, GradQuery, GradKey, GradValue, GradBias, GradQueryBias, GradKeyBias,
-    Tiles, Lo, Hi, Own, Slopes, Seed, Buckets, Bias, QueryBias, KeyBias,
+    Slopes, Seed, Buckets, Bias, QueryBias, KeyBias, Tiles, Lo, Hi, Own,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head, grad_row, grad_head,
     grad_query_row, grad_query_head, grad_key_row, grad_key_head, grad_value_row, grad_value_head,
     lse_head, grad_lse_row, grad_lse_head, slope_row,
