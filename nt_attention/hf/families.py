@@ -73,7 +73,6 @@ NOT_PACKED = {
     "clip": "its images have equal lengths, and its text is pooled at a position of the padded row",
     "siglip": "its rows have equal lengths",
     "vit": "its images have equal lengths",
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "its positions have three dimensions"),
 }
 # config.model_type → what is special about attention that can't be replaced through transformers' interface.
 OWN_ATTENTION = {
@@ -158,9 +157,11 @@ def why_not_packed(module: Any) -> str | None:
     """Why a model is not packed, whatever a proof would find, or None."""
     if kind(module) in NOT_PACKED:
         return NOT_PACKED[kind(module)]
-    if module.main_input_name != "input_ids":
-        return f"its input is {module.main_input_name}, which has no padding mask"
-    return None
+    kind_of: Any = class_of(module)
+    main, names = module.main_input_name, list(inspect.signature(kind_of.forward).parameters)[1:]
+    if main not in names and not {"attention_mask", "args"} & set(names):  # as in the vision towers of Qwen-VL
+        main = names[0]
+    return None if main == "input_ids" else f"its input is {main}, which has no padding mask"
 
 
 def is_encoder_decoder(module: Any) -> bool:

@@ -124,8 +124,10 @@ def _not_provable(model: PreTrainedModel) -> str | None:
 def _changed_in_config(model: PreTrainedModel) -> str | None:
     """Which window of a module is not that of the config, because the config was changed, or None."""
     config = model.config.get_text_config()
+    by_layer = [name for of_layer in (config.to_dict().get("per_layer_config") or {}).values() for name in of_layer]
+    names = {"sliding_window", "attention_chunk_size"}.difference(by_layer)  # the config has no single value of these
     for path, part in model.named_modules():
-        for name in ("sliding_window", "attention_chunk_size"):
+        for name in names:
             value, wanted = vars(part).get(name), getattr(config, name, None)
             both = isinstance(value, int) and isinstance(wanted, int)
             if both and abs(value - wanted) > 1:  # some count the token itself

@@ -256,7 +256,14 @@ def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
         if isinstance(rope.get(name), list):
             spread = [rope[name][n * len(rope[name]) // dims] for n in range(dims)]
             small[name] = spread
+    if rope.get("mrope_section"):  # a part for each of three axes; together all rotated pairs of dims
+        first = dims // 4
+        small["mrope_section"] = [first, *_halves(dims - first)]
     return small
+
+
+def _halves(number: int) -> tuple[int, int]:
+    return number // 2, number - number // 2
 
 
 def _is_int(value: Any) -> bool:

@@ -23,6 +23,8 @@ from transformers import (
 
 import nt_attention as nta
 from nt_attention.hf import proofs
+from nt_attention.hf.text_models import on_meta_device
+from nt_attention.hf.twin import build_twin, isolated
 from nt_attention.patching.handle import NotPackedWarning
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -236,3 +238,18 @@ def test_cache_directory_without_a_home(monkeypatch):
     assert proofs.cache_directory().parts[-2] == "proofs"
     monkeypatch.delenv("NT_ATTENTION_CACHE")
     assert proofs.cache_directory().parts[-2] == "proofs"
+
+
+@pytest.mark.skipif(not hasattr(transformers, "NeoMMEForMaskedLM"), reason="this version of transformers has no NeoMME")
+def test_config_with_other_windows_in_some_layers():
+    """Reading a field of such a config, of which layers have their own values, raises an error."""
+    with isolated():
+        model = build_twin(on_meta_device("neomme", "NeoMMEForMaskedLM"))
+    assert model.config.to_dict()["per_layer_config"]
+    ids = BATCH["input_ids"] % 61  # the vocabulary of a small model
+    want = [model(input_ids=x[mask][None]).logits[0] for x, mask in zip(ids, MASK, strict=True)]
+    with nta.patch(model, on_fallback="raise") as handle:
+        logits = model(input_ids=ids, attention_mask=BATCH["attention_mask"]).logits
+    assert handle.calls == {None: 1}
+    for n, alone in enumerate(want):
+        torch.testing.assert_close(logits[n][MASK[n]], alone, rtol=1e-5, atol=1e-5)

@@ -210,6 +210,19 @@ def test_vision_tower_attends_to_all_images_in_one_call(kind, monkeypatch):
 
 
 @towers
+def test_vision_tower_reads_each_offsets_tensor_once(kind, monkeypatch):
+    from nt_attention import _offsets
+
+    reads, there = [], _offsets.HostFacts.__init__
+    monkeypatch.setattr(_offsets.HostFacts, "__init__", lambda *args: reads.append(0) or there(*args))
+    model, inputs = make_tower(kind), images((1, 4, 6), (1, 2, 2), (2, 8, 4))
+    with nta.patch(model):
+        run(model, inputs)
+    # all layers of Qwen2-VL have the same offsets; those of Qwen2.5-VL have either those of images or of windows
+    assert len(reads) == {"qwen2_vl": 1, "qwen2_5_vl": 2}[kind]
+
+
+@towers
 def test_vision_tower_remove_restores_the_original_configs(kind):
     model = make_tower(kind)
     configs = {path: module.config for path, module in model.named_modules() if hasattr(module, "config")}
@@ -244,6 +257,37 @@ def test_vision_tower_inside_of_its_model(kind):
     ]
     model.set_attn_implementation(nta.hf.register())
     check(run(model, inputs), want, inputs)
+
+
+@towers
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_text_beside_images_is_packed_by_a_patch_of_the_language_model(kind, side):
+    model, inputs = make_whole(kind)
+    if side == "left":
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+            inputs[name][1] = inputs[name][1].roll(8)
+    tokens = inputs["attention_mask"].bool()
+    assert tokens.sum(1).tolist() == [13, 5]
+    parameters = list(model.language_model.parameters())
+
+    def results():
+        hidden = model(**inputs).last_hidden_state[tokens]
+        return hidden, torch.autograd.grad(hidden.square().sum(), parameters, allow_unused=True)
+
+    want = results()
+    with nta.patch(model.language_model, on_fallback="raise") as handle:
+        got = results()
+    assert handle.calls == {None: 1}
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+
+
+def test_positions_of_axes_need_a_mask():
+    model, _ = make_whole("qwen2_vl")
+    embeds = torch.randn(2, 13, 48)
+    positions = torch.arange(13).expand(3, 2, 13)
+    with nta.patch(model.language_model) as handle, pytest.warns(UserWarning, match="position_ids are not"):
+        model.language_model(inputs_embeds=embeds, position_ids=positions)
+    assert handle.calls == {"its position_ids are not (batch, length)": 1}
 
 
 NOT_ROUTED_CONFIGS = {
