@@ -254,13 +254,18 @@ def test_generate_of_encoder_decoders(model_type, mode, side):
             assert_same_tokens(generate(model, batch, **mode), want)
 
 
+def small_cache():
+    """A paged cache of a few blocks. By default, transformers takes most of the machine's memory for it."""
+    return transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
+
+
 def test_continuous_batching_refuses_the_registered_name():
     """On a CPU, continuous batching of transformers only supports sdpa and eager."""
     model = make_decoder("llama", implementation=nta.hf.register())
     batch = [row[mask.bool()].tolist() for row, mask in zip(*prompts().values(), strict=True)]
     config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=PAD)
     with pytest.raises(ValueError, match=r"nt_attention\W{0,2} is not supported"):
-        model.generate_batch(batch, generation_config=config)
+        model.generate_batch(batch, generation_config=config, continuous_batching_config=small_cache())
     assert model.config._attn_implementation == "nt_attention"
 
 
@@ -274,7 +279,8 @@ def test_continuous_batching_under_an_accepted_name_gives_the_reason():
     model = make("llama", "LlamaForCausalLM", "sdpa")
     asked = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=1)
     model.config._attn_implementation_internal = _VISION_NAME
-    found = model.generate_batch([[5, 6, 7], [9, 11, 7, 8]], generation_config=asked, progress_bar=False)
+    prompts = [[5, 6, 7], [9, 11, 7, 8]]
+    found = model.generate_batch(prompts, asked, small_cache(), progress_bar=False)
     assert len(found) == 2
     for request in found.values():
         assert request.generated_tokens == []

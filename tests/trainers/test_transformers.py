@@ -18,6 +18,7 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
+    ContinuousBatchingConfig,
     GenerationConfig,
     LlamaForCausalLM,
     Trainer,
@@ -188,7 +189,8 @@ def test_continuous_batching_of_a_patched_model_is_refused(record):
     model = causal()
     asked = GenerationConfig(max_new_tokens=2, pad_token_id=256)
     with nta.patch(model), pytest.raises(ValueError, match=r"continuous batching|paged"):
-        model.generate_batch([[5, 6, 7]], generation_config=asked)
+        # a small cache: by default, it takes most of the machine's memory
+        model.generate_batch([[5, 6, 7]], asked, ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32))
     record(LIBRARY, "generate_batch", "after", "refused: continuous batching hands attention a paged cache")
 
 

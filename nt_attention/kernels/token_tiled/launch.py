@@ -31,16 +31,17 @@ class Launch(NamedTuple):
     stages: int
 
 
-# Launches that were made before: a key and the kinds of the first tensors → the launcher and the arguments after them.
-Launches = dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...]]]
+# Launches that were made before: a key and the kinds of the first tensors → the launcher, the arguments after them as
+# addresses and numbers, and the tensors at these addresses, which must not be freed.
+Launches = dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Tensor, ...]]]
 
 
 def launch(launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]) -> None:
     """Launch a kernel on the current device and stream.
 
     Args:
-        launches: the cache of launches. Its user keeps their tensors alive.
-        key: the key of the launch in this cache.
+        launches: the cache of launches.
+        key: the key of the launch in this cache. It determines everything that `make` returns.
         first: the first arguments, which may differ in each call. The kernel does not read those that are None.
         make: makes the launch, if there is none of this key for tensors of these dtypes and this alignment.
     """
@@ -48,17 +49,15 @@ def launch(launches: Launches, key: object, first: Sequence[Tensor | None], make
     kinds = (key, *[None if x is None else x.dtype for x in first], *[address % 16 == 0 for address in addresses])
     known = launches.get(kinds)
     if known is not None:
-        again, rest = known
+        again, rest, _ = known
         again(*addresses, *rest)
         return
-    found = make()
-    compiled = run(found, first)
+    made = make()
+    compiled = run(made, first)
     if compiled is not None:
-        pointers = [x.data_ptr() for x in found.tensors]
-        launches[kinds] = (
-            compiled[(*found.grid, 1)],
-            (*pointers, *found.integers, *found.floats, *found.constants),
-        )
+        pointers = [x.data_ptr() for x in made.tensors]
+        rest = (*pointers, *made.integers, *made.floats, *made.constants)
+        launches[kinds] = compiled[(*made.grid, 1)], rest, made.tensors
 
 
 def run(launch: Launch, first: Sequence[Tensor | None] = ()) -> Any:

@@ -161,8 +161,7 @@ class Launcher(NamedTuple):
                 tile.stages_with_biases if self.tensors[2] is not None else tile.stages,
             )
 
-        # the settings keep the tiles and intervals of these launches
-        key = (kernel.fn, tile, strides, more_strides, self.integers, constants)
+        key = (kernel.fn, tile, tiles.data_ptr(), strides, more_strides, self.integers, constants)
         launch(self.settings.launches, key, (*tensors, *self.tensors), make)
 
 

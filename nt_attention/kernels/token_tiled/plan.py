@@ -24,6 +24,7 @@ from .launch import Launch, run
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
+_BLOCK = 256  # tokens of a program of `interval_kernel`
 
 
 @dataclass(frozen=True)
@@ -210,9 +211,6 @@ def _intervals(mine: SequenceLayout, other: SequenceLayout, before: float, after
         with device.current(mine.device):
             run(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, _BLOCK), 4, 1))
     return Intervals(lo, hi, own)
-
-
-_BLOCK = 256  # tokens of a program of `interval_kernel`
 
 
 def _split(begins: Ints, ends: Ints, rows: int) -> tuple[Ints, Ints, Ints]:
