@@ -141,5 +141,5 @@ def save(results: Results, device: torch.device, file: Path, command: str) -> No
                 saved.setdefault(name, {}).setdefault(dtype, {}).setdefault(kind, {}).update(row)
     header = {"command": command, "date": str(date.today()), "gpu": device_name(device), "versions": versions()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(header | {"results": saved}, indent=1) + "\n")
+    file.write_text(json.dumps(header | {"results": saved}, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(f"\nsaved in {file}")

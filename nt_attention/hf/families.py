@@ -157,9 +157,10 @@ def why_not_packed(module: Any) -> str | None:
     """Why a model is not packed, whatever a proof would find, or None."""
     if kind(module) in NOT_PACKED:
         return NOT_PACKED[kind(module)]
-    kind_of: Any = class_of(module)
-    main, names = module.main_input_name, list(inspect.signature(kind_of.forward).parameters)[1:]
-    if main not in names and not {"attention_mask", "args"} & set(names):  # as in the vision towers of Qwen-VL
+    cls: Any = class_of(module)
+    parameters = inspect.signature(cls.forward).parameters.values()
+    main, names = module.main_input_name, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    if names and main not in names and "attention_mask" not in names:  # as in the vision towers of Qwen-VL
         main = names[0]
     return None if main == "input_ids" else f"its input is {main}, which has no padding mask"
 

@@ -251,7 +251,7 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)"
-    if position_ids is not None and position_ids.dim() != 2 and not _is_of_axes(position_ids, mask):
+    if position_ids is not None and position_ids.dim() != 2 and not _has_axes(position_ids, mask):
         return "its position_ids are not (batch, length)"
     if is_routed and config._attn_implementation not in NAME_OVER.values():
         return f"its attention was set to {config._attn_implementation!r} after the patch"
@@ -295,16 +295,17 @@ def _points_at_padding(given: dict[str, Any], packing: Packing) -> bool:
     return bool(((positions < packing.length) & ~is_token).any())  # the loss ignores larger positions
 
 
-def _is_of_axes(position_ids: Tensor, mask: Tensor | None) -> bool:
+def _has_axes(position_ids: Tensor, mask: Tensor | None) -> bool:
     """Whether positions are (axes, batch, length), as in M-RoPE. They don't show where sequences begin."""
-    return mask is not None and position_ids.dim() == 3 and position_ids.shape[1:] == mask.shape
+    is_3d = position_ids.dim() == 3 and len(position_ids) > 1
+    return is_3d and mask is not None and position_ids.shape[1:] == mask.shape
 
 
 def _read_packing(given: dict[str, Any]) -> Packing | None:
     """The packing of a call, or None if it has neither a mask nor positions."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
-    if position_ids is not None and _is_of_axes(position_ids, mask):
+    if position_ids is not None and _has_axes(position_ids, mask):
         position_ids = None
     if tokens is None or (mask is None and position_ids is None):
         return None

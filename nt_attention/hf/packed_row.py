@@ -20,7 +20,7 @@ from ..layout import SequenceLayout
 
 
 class PackedRow(NamedTuple):
-    """A packed row: its sequences, the positions of its tokens (1, T), and L of the padded batch."""
+    """A packed row: its sequences, the positions of its tokens, (1, T) or (axes, 1, T), and L of the padded batch."""
 
     layout: SequenceLayout
     position_ids: Tensor

@@ -43,9 +43,9 @@ def rotate_per_sequence(
     for scaled_for, neighbours in itertools.groupby(lengths, lambda length: _scaled_for(rotary, length, layer_type)):
         begin, end = end, end + sum(neighbours)
         fixed = _with_fixed_frequencies(rotary, scaled_for, layer_type, x.device)
-        parts.append(type(rotary).forward(fixed, x, position_ids[:, begin:end], **options))
+        parts.append(type(rotary).forward(fixed, x, position_ids[..., begin:end], **options))
     cosines, sines = zip(*parts, strict=True)
-    return torch.cat(cosines, 1), torch.cat(sines, 1)
+    return torch.cat(cosines, -2), torch.cat(sines, -2)
 
 
 def _by_length(rope_type: str | None) -> bool:

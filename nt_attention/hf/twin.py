@@ -7,6 +7,7 @@ All other fields of the config stay as they are, so two models with the same twi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import re
@@ -256,14 +257,10 @@ def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
         if isinstance(rope.get(name), list):
             spread = [rope[name][n * len(rope[name]) // dims] for n in range(dims)]
             small[name] = spread
-    if rope.get("mrope_section"):  # a part for each of three axes; together all rotated pairs of dims
-        first = dims // 4
-        small["mrope_section"] = [first, *_halves(dims - first)]
+    if section := rope.get("mrope_section"):  # the rotated pairs of dims of each axis
+        ends = [round(end * dims / sum(section)) for end in itertools.accumulate(section)]
+        small["mrope_section"] = [end - begin for begin, end in itertools.pairwise([0, *ends])]
     return small
-
-
-def _halves(number: int) -> tuple[int, int]:
-    return number // 2, number - number // 2
 
 
 def _is_int(value: Any) -> bool:

@@ -29,7 +29,10 @@ from nt_attention.hf.text_models import on_meta_device, text_classes
 from nt_attention.patching.patch import NotPackedError
 
 ACTS = ["gelu", "relu", "silu", "gelu_new", "tanh"]
-REDRAWN = (*ACTS, "gelu_pytorch_tanh")  # a class may take no other activation than its default
+REDRAWN = (
+    *ACTS,
+    "gelu_pytorch_tanh",
+)  # default activations that a random one replaces; a class with another may take no other
 WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_size", "embedding_dim",
           "word_embed_proj_dim")  # fmt: skip
 INNER = ("intermediate_size", "ffn_dim", "hidden_dim", "n_inner", "d_ff", "dff", "moe_intermediate_size",
@@ -39,7 +42,7 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_atten
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
-NEEDED = ("pad_token_id", "mask_token_id")  # ESM runs with its tokenizer's ids only
+NEEDED = ("pad_token_id", "mask_token_id")  # drawn though their default is None: ESM does not run without them
 WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "sliding_window_size")
 
 

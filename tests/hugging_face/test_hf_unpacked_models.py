@@ -281,6 +281,47 @@ def test_text_beside_images_is_packed_by_a_patch_of_the_language_model(kind, sid
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_positions_of_axes_with_frequencies_by_length(rope_type):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope_type == "longrope" else {}
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "mrope_section": [2, 3, 3], **factors}
+    config = transformers.Qwen2VLConfig(
+        text_config={
+            **TOKENS, **SIZES, "hidden_size": 48, "num_key_value_heads": 1, "max_position_embeddings": 8,
+            "rope_parameters": rope | {"original_max_position_embeddings": 8},
+        },
+        vision_config=TOWERS["qwen2_vl"],
+    ).text_config  # fmt: skip
+    model = AutoModel.from_config(config).eval()
+    rows = [torch.randint(5, 80, (1, n)) for n in (13, 5, 7)]
+    mask = torch.arange(13) < torch.tensor([[13], [5], [7]])
+    ids = torch.zeros(3, 13, dtype=torch.long).masked_scatter(mask, torch.cat(rows, 1))
+    with nta.patch(model, on_fallback="raise"):
+        out = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    for n, row in enumerate(rows):  # after the patched call, because RoPE keeps the frequencies of a longer row
+        alone = AutoModel.from_config(config).eval()
+        alone.load_state_dict(model.state_dict())
+        want = alone(input_ids=row).last_hidden_state[0]
+        torch.testing.assert_close(out[n, : row.shape[1]], want, atol=2e-5, rtol=1e-4)
+
+
+def test_one_axis_falls_back():
+    model = AutoModel.from_config(transformers.LlamaConfig(**TEXT, num_key_value_heads=3)).eval()
+    ids, mask = tokens_of([11], 13)
+    positions = torch.arange(13).expand(1, 1, 13)
+    with nta.patch(model) as handle, pytest.warns(UserWarning, match="position_ids are not"):
+        model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    assert handle.calls == {"its position_ids are not (batch, length)": 1}
+
+
+def test_forward_that_only_takes_keywords_is_packed():
+    class Keywords(transformers.LlamaModel):
+        def forward(self, **kwargs):
+            return super().forward(**kwargs)
+
+    assert families.why_not_packed(Keywords(transformers.LlamaConfig(**TEXT, num_key_value_heads=3))) is None
+
+
 def test_positions_of_axes_need_a_mask():
     model, _ = make_whole("qwen2_vl")
     embeds = torch.randn(2, 13, 48)

@@ -188,3 +188,13 @@ def test_plan_of_one_layout_equals_that_of_two_equal_ones(window):
     for side in ("queries", "keys"):
         for name in ("lo", "hi", "own"):
             assert torch.equal(getattr(getattr(got, side), name), getattr(getattr(want, side), name)), (side, name)
+
+
+def test_offsets_that_are_not_contiguous():
+    offsets = torch.tensor([0, 99, 3, 7, 7, 55, 12, 1], dtype=torch.int32)[::2]
+    other = torch.tensor([[0, 9], [2, 99], [2, 50], [6, 1]], dtype=torch.int32)[:, 0]
+    got = Plan.make(SequenceLayout.from_offsets(offsets), SequenceLayout.from_offsets(other), (3, 0), False)
+    want = plan_of([(3, 2), (4, 0), (5, 4)], (3, 0))
+    for side in ("queries", "keys"):
+        for name in ("lo", "hi", "own"):
+            assert torch.equal(getattr(getattr(got, side), name), getattr(getattr(want, side), name)), (side, name)

@@ -184,7 +184,7 @@ def _is_ordered(spec: AttentionSpec) -> bool:
 
 
 def _relative_arguments(relative: RelativeBias | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """`Launcher.biases` and `Launcher.bias_numbers`."""
+    """The last four of `Launcher.tensors` and the last six of `Launcher.integers`."""
     if relative is None:
         return (None,) * 4, (0,) * 6
     rows = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (relative.query_bias, relative.key_bias)]

@@ -205,7 +205,7 @@ def _intervals(mine: SequenceLayout, other: SequenceLayout, before: float, after
     if mine.total:
         # sequences have less than 2^31 rows, so a larger window changes nothing
         window = [int(min(side, 2**31 - 1)) for side in (before, after)]
-        tensors = (mine.cu_seqlens, other.cu_seqlens, lo, hi, own)
+        tensors = (mine.cu_seqlens.contiguous(), other.cu_seqlens.contiguous(), lo, hi, own)
         integers = (mine.batch_size, mine.total, *window)
         grid = (-(-mine.total // _BLOCK), 1)
         with device.current(mine.device):
