@@ -8,6 +8,11 @@ import tempfile
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
+
+# torch keeps a list of the functions that `torch.device("meta")` applies to, made at its first use. A fixture below
+# replaces torch.empty; a list made then would lack it, and models on the meta device would take real memory.
+_device_constructors()
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported

@@ -50,8 +50,6 @@ class CallSize(NamedTuple):
 
         def count() -> int:
             queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
-            if spec.window.is_open:
-                return int(queries @ keys)
             return int(spec.window.pairs(queries, keys, spec.lower_right).sum())
 
         pairs = layout.cached(("pairs", spec.window, spec.lower_right), count, key_layout)

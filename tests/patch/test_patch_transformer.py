@@ -243,7 +243,7 @@ def test_transformer_without_padding_is_not_counted():
     model, (source, target) = make(), draw(SOURCE_PADDING, PADDING)
     want = run(model, source, target, tgt_mask=causal_mask())
     with nta.patch(model, on_fallback="raise") as handle:
-        assert torch.equal(run(model, source, target, tgt_mask=causal_mask()), want)
+        close(run(model, source, target, tgt_mask=causal_mask()), want)  # on some CPUs not the same bits
     assert not handle.calls
 
 
