@@ -123,15 +123,15 @@ def _not_provable(model: PreTrainedModel) -> str | None:
 
 def _changed_in_config(model: PreTrainedModel) -> str | None:
     """Which window of a module is not that of the config, because the config was changed, or None."""
-    config = model.config.get_text_config()
-    by_layer = [name for of_layer in (config.to_dict().get("per_layer_config") or {}).values() for name in of_layer]
-    names = {"sliding_window", "attention_chunk_size"}.difference(by_layer)  # the config has no single value of these
-    for path, part in model.named_modules():
-        for name in names:
-            value, wanted = vars(part).get(name), getattr(config, name, None)
-            both = isinstance(value, int) and isinstance(wanted, int)
-            if both and abs(value - wanted) > 1:  # some count the token itself
-                return f"{name} of {path} ({type(part).__name__}) is {value}, but {wanted} in the config"
+    config = model.config.get_text_config().to_dict()
+    of_layers = (config.get("per_layer_config") or {}).values()  # settings that some layers have in place of the config's
+    for name in ("sliding_window", "attention_chunk_size"):
+        wanted = [x[name] for x in (config, *of_layers) if isinstance(x.get(name), int)]
+        for path, part in model.named_modules():
+            value = vars(part).get(name)
+            # some count the token itself
+            if wanted and isinstance(value, int) and all(abs(value - x) > 1 for x in wanted):
+                return f"{name} of {path} ({type(part).__name__}) is {value}, but {wanted[0]} in the config"
     return None
 
 

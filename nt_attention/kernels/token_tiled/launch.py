@@ -31,12 +31,15 @@ class Launch(NamedTuple):
     stages: int
 
 
-# Launches that were made before: a key and the kinds of the first tensors → the launcher, the arguments after them as
-# addresses and numbers, and the tensors at these addresses, which must not be freed.
+# Launches that were made before. The key is that of `launch_cached` with the dtypes and alignment of the first tensors.
+# The value is the launcher, all arguments but the first tensors, as addresses and numbers, and the tensors at these
+# addresses, which must not be freed.
 Launches = dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Tensor, ...]]]
 
 
-def launch(launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]) -> None:
+def launch_cached(
+    launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]
+) -> None:
     """Launch a kernel on the current device and stream.
 
     Args:
@@ -46,23 +49,23 @@ def launch(launches: Launches, key: object, first: Sequence[Tensor | None], make
         make: makes the launch, if there is none of this key for tensors of these dtypes and this alignment.
     """
     addresses = [0 if x is None else x.data_ptr() for x in first]
-    kinds = (key, *[None if x is None else x.dtype for x in first], *[address % 16 == 0 for address in addresses])
-    known = launches.get(kinds)
-    if known is not None:
-        again, rest, _ = known
-        again(*addresses, *rest)
+    full_key = (key, *[None if x is None else x.dtype for x in first], *[address % 16 == 0 for address in addresses])
+    cached = launches.get(full_key)
+    if cached is not None:
+        launcher, other_arguments, _ = cached
+        launcher(*addresses, *other_arguments)
         return
     made = make()
-    compiled = run(made, first)
+    compiled = launch(made, first)
     if compiled is not None:
         pointers = [x.data_ptr() for x in made.tensors]
-        rest = (*pointers, *made.integers, *made.floats, *made.constants)
-        launches[kinds] = compiled[(*made.grid, 1)], rest, made.tensors
+        other_arguments = (*pointers, *made.integers, *made.floats, *made.constants)
+        launches[full_key] = compiled[(*made.grid, 1)], other_arguments, made.tensors
 
 
-def run(launch: Launch, first: Sequence[Tensor | None] = ()) -> Any:
+def launch(made: Launch, first: Sequence[Tensor | None] = ()) -> Any:
     """Launch a kernel, and return it compiled. Returns None in Triton's interpreter, which compiles nothing."""
-    kernel, grid, tensors, integers, floats, constants, warps, stages = launch
+    kernel, grid, tensors, integers, floats, constants, warps, stages = made
     key = (
         kernel.fn,
         tensors[0].device.index,

@@ -19,7 +19,7 @@ from ..backend import BackwardInputs, Gradients
 from ..call import AttentionSpec, Call
 from ..relative import RelativeBias
 from .configs import ANY_BATCH, Config, Tile, config_for
-from .launch import Launch, Launches, launch
+from .launch import Launch, Launches, launch_cached
 
 if TYPE_CHECKING:
     from .plan import Intervals, Plan
@@ -37,6 +37,7 @@ class Settings:
     shared: int
     constants: tuple[Any, ...]  # the compile-time arguments of the kernels, without those of the tile
     floats: tuple[float, float, float]  # scale, softcap, dropout_p
+    has_relative_bias: bool
     launches: Launches = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -61,13 +62,12 @@ class Settings:
             *(spec.dtype == torch.float32, precision),
         )
         floats = (spec.scale, spec.softcap, spec.dropout_p)
-        itemsize = spec.dtype.itemsize
-        if spec.batch_invariant:
-            return cls(plan, config_for(spec.device, max(blocks), itemsize, *ANY_BATCH), 0, constants, floats)
         longest = min(max(layout.max_seqlen, key_layout.max_seqlen), sum(window) + 1)
         mean = layout.total / max(1, layout.batch_size)
-        config = config_for(spec.device, max(blocks), itemsize, longest, mean)
-        return cls(plan, config, config.shared, constants, floats)
+        batch = ANY_BATCH if spec.batch_invariant else (longest, mean)
+        config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
+        shared = 0 if spec.batch_invariant else config.shared
+        return cls(plan, config, shared, constants, floats, bool(spec.relative))
 
     @cached_property
     def forward_tiles(self) -> Tensor:
@@ -158,11 +158,11 @@ class Launcher(NamedTuple):
                 self.settings.floats,
                 (*self.settings.constants, unit, far, tile.block_m, tile.block_n, *constants),
                 tile.warps,
-                tile.stages_with_biases if self.tensors[2] is not None else tile.stages,
+                tile.stages_with_biases if self.settings.has_relative_bias else tile.stages,
             )
 
         key = (kernel.fn, tile, tiles.data_ptr(), strides, more_strides, self.integers, constants)
-        launch(self.settings.launches, key, (*tensors, *self.tensors), make)
+        launch_cached(self.settings.launches, key, (*tensors, *self.tensors), make)
 
 
 def _relative_flags(spec: AttentionSpec, gradient: bool, same_tokens: bool) -> int:

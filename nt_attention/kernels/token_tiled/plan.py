@@ -20,7 +20,7 @@ from torch import Tensor
 from ..._offsets import to_device
 from ...layout import SequenceLayout
 from .. import device
-from .launch import Launch, run
+from .launch import Launch, launch
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -209,7 +209,7 @@ def _intervals(mine: SequenceLayout, other: SequenceLayout, before: float, after
         integers = (mine.batch_size, mine.total, *window)
         grid = (-(-mine.total // _BLOCK), 1)
         with device.current(mine.device):
-            run(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, _BLOCK), 4, 1))
+            launch(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, _BLOCK), 4, 1))
     return Intervals(lo, hi, own)
 
 

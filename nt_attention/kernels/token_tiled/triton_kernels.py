@@ -46,13 +46,14 @@ def interval_kernel(
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = token < total
-    sequence = tl.zeros([BLOCK], tl.int32)  # by bisection: the number of sequences that end at the token or before it
-    most = sequence + num_sequences
-    while tl.max(most - sequence) > 0:
-        middle = (sequence + most) // 2
-        is_past = tl.load(Offsets + middle + 1, mask=sequence < most, other=0) <= token
-        most = tl.where(is_past, most, middle)
-        sequence = tl.where(is_past & (sequence < most), middle + 1, sequence)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + num_sequences
+    while tl.max(high - low) > 0:
+        middle = (low + high) // 2
+        is_past = tl.load(Offsets + middle + 1, mask=low < high, other=0) <= token
+        high = tl.where(is_past, high, middle)
+        low = tl.where(is_past & (low < high), middle + 1, low)
+    sequence = low  # the number of sequences that end at the token or before it
     begin = tl.load(Offsets + sequence, mask=valid, other=0)
     lowest = tl.load(Other + sequence, mask=valid, other=0).to(tl.int64)
     highest = tl.load(Other + sequence + 1, mask=valid, other=0).to(tl.int64)
