@@ -20,7 +20,8 @@ HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence
          "pretraining")  # fmt: skip
 # What a reason contains → what the table says. Other reasons are in the table as they are.
 WORDS = {
-    "flash-linear-attention": "raises an error for packed sequences if `flash-linear-attention` is not installed",
+    "apart without `flash-linear-attention`": "packed only if `flash-linear-attention` is installed",
+    "apart without `causal_conv1d`": "packed only if `causal_conv1d` is installed",
     "uses the attention mask, which": "a layer reads the attention mask, which a packed row does not have",
     "uses its attention mask with": "its code computes with the padding mask what a packed row can't have",
     "computes attention over the whole row": "it has attention code of its own, for blocks or windows",

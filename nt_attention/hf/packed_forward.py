@@ -348,10 +348,12 @@ def _pack_inputs(
     if head == "next token" and "labels" in given:  # the first token is not predicted
         ignored = given.get("ignore_index", -100)
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
-    own = {"use_cache": False, "return_dict": True}
+    own: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if proof.mask is not None:
         mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal)
         return {**given, **own, "attention_mask": mask}
+    if proof.sequence_ids:
+        own["seq_idx"] = layout.cached("seq_idx", lambda: layout.sequence_ids.int().unsqueeze(0))
     return {
         **given,
         **own,

@@ -123,10 +123,13 @@ def _not_provable(model: PreTrainedModel) -> str | None:
 
 def _changed_in_config(model: PreTrainedModel) -> str | None:
     """Which window of a module is not that of the config, because the config was changed, or None."""
-    config = model.config.get_text_config().to_dict()
-    of_layers = (config.get("per_layer_config") or {}).values()  # settings that some layers have in place of the config's
+    config = model.config.get_text_config()
+    fields = config.to_dict()
+    of_layers = (fields.get("per_layer_config") or {}).values()  # settings that some layers have of their own
     for name in ("sliding_window", "attention_chunk_size"):
-        wanted = [x[name] for x in (config, *of_layers) if isinstance(x.get(name), int)]
+        own = [layer[name] for layer in of_layers if name in layer]
+        usual = fields.get(name) if own else getattr(config, name, None)  # getattr raises an error if layers differ
+        wanted = [x for x in (usual, *own) if isinstance(x, int)]
         for path, part in model.named_modules():
             value = vars(part).get(name)
             # some count the token itself

@@ -30,6 +30,8 @@ class Proof:
         mask: the form of the `PackedMask` that the model gets, or None if it gets a mask without elements, because it
             passes `cu_seq_lens` to its attention.
         is_causal: whether the attention of a model that gets a `PackedMask` is causal.
+        sequence_ids: whether the model gets the sequence of each token as `seq_idx`, (1, T) int32. Kernels that keep a
+            state along the row take it.
         holes: whether rows with padding between tokens can be packed.
         embeds: whether `inputs_embeds` can be packed.
         token_types: whether `token_type_ids` can be packed.
@@ -42,6 +44,7 @@ class Proof:
     head: Head | None = None
     mask: Form | None = None
     is_causal: bool = False
+    sequence_ids: bool = False
     holes: bool = True
     embeds: bool = True
     token_types: bool = True
@@ -50,7 +53,9 @@ class Proof:
     @property
     def is_valid(self) -> bool:
         """Whether the fields have values that they can have; a file of the cache may have others."""
-        flags = (self.pool, self.is_causal, self.holes, self.embeds, self.token_types, self.tried)
+        flags = (
+            *(self.pool, self.is_causal, self.sequence_ids, self.holes, self.embeds, self.token_types, self.tried),
+        )
         return (
             (self.reason is None or isinstance(self.reason, str))
             and self.positions in get_args(Positions)

@@ -37,9 +37,7 @@ class Launch(NamedTuple):
 Launches = dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Tensor, ...]]]
 
 
-def launch_cached(
-    launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]
-) -> None:
+def launch_cached(launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]) -> None:
     """Launch a kernel on the current device and stream.
 
     Args:
