@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -23,6 +24,10 @@ def pool_first(base: Any, first: Tensor) -> Tensor | None:
 
 def _pool_albert(base: Any, first: Tensor) -> Tensor | None:
     return base.pooler_activation(base.pooler(first)) if base.pooler is not None else None
+
+
+def _pool_big_bird(base: Any, first: Tensor) -> Tensor | None:
+    return base.activation(base.pooler(first)) if base.pooler is not None else None
 
 
 def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: SequenceLayout) -> Tensor | None:
@@ -55,16 +60,20 @@ class Family:
         pool: computes the pooled output from the first token of each row. None: the proof tries the base model's
             `pooler`.
         embed: computes the embeddings of a packed row if those of a token depend on other tokens of its sequence.
+        token_types: whether a packed row needs `token_type_ids`, because the model's own are as short as its longest
+            sequence.
     """
 
     positions: Positions | None = None
     pool: Pool | None = None
     embed: Embed | None = None
+    token_types: bool = False
 
 
 # config.model_type → what the proof can't find by itself. `add_family` adds to it.
 FAMILIES = {
     "albert": Family(pool=_pool_albert),
+    "big_bird": Family(pool=_pool_big_bird, token_types=True),
     "esm": Family(embed=_embed_esm),
 }
 
@@ -77,7 +86,6 @@ NOT_PACKED = {
 # config.model_type → what is special about attention that can't be replaced through transformers' interface.
 OWN_ATTENTION = {
     **dict.fromkeys(("led", "longformer"), "it has its own code for blocks of a sliding window"),
-    "big_bird": "its attention is block sparse",
     "layoutlmv3": "its attention adds two position terms",
     "wavlm": "its attention adds a gated position bias",
     "xlnet": "its attention has two streams",
@@ -157,6 +165,9 @@ def why_not_packed(module: Any) -> str | None:
     """Why a model is not packed, whatever a proof would find, or None."""
     if kind(module) in NOT_PACKED:
         return NOT_PACKED[kind(module)]
+    if getattr(base_model(module), "attention_type", None) == "block_sparse":
+        how = "call set_attention_type('original_full') on its base model before the patch"
+        return f"its attention is block sparse, which mixes sequences: {how}"
     cls: Any = class_of(module)
     parameters = inspect.signature(cls.forward).parameters.values()
     main, names = module.main_input_name, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
@@ -170,6 +181,16 @@ def is_encoder_decoder(module: Any) -> bool:
     return module.config.is_encoder_decoder and any(
         "decoder_input_ids" in inspect.signature(type(part).forward).parameters for part in (module, base_model(module))
     )
+
+
+def config_of(module: Any) -> Any:
+    """The config of a model, with the kind of attention that it has now. BigBird changes it, but not its config."""
+    kind, config = getattr(base_model(module), "attention_type", None), module.config
+    if not isinstance(kind, str) or kind == getattr(config, "attention_type", kind):
+        return config
+    config = copy.deepcopy(config)
+    config.attention_type = kind
+    return config
 
 
 def base_model(module: Any) -> PreTrainedModel:

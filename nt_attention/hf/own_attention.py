@@ -23,6 +23,7 @@ from .._forwards import Handle, override_forward
 from .._offsets import creating_cached_tensors
 from ..kernels.alibi import alibi_slopes
 from ..kernels.relative import RelativeBias
+from ..layout import SequenceLayout
 from .deferred_scores import run_attention_module
 from .packed_mask import PackedMask, packed_mask_in
 from .packed_row import current_row
@@ -237,6 +238,44 @@ def _t5_buckets(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> 
     return bucket_of(distance)
 
 
+def _llama4(
+    module: Any, mask: PackedMask, /, hidden_states: Tensor, position_embeddings: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Layers without RoPE scale queries by their positions. In other layers, a query sees keys of its chunk only."""
+    shape = (*hidden_states.shape[:2], -1, module.head_dim)
+    projections = module.q_proj, module.k_proj, module.v_proj
+    query, key, value = (project(hidden_states).view(shape) for project in projections)
+    if module.use_rope:
+        rotate = sys.modules[type(module).__module__].apply_rotary_emb
+        query, key = rotate(query, key, position_embeddings.to(query.device))
+    if hasattr(module, "qk_norm"):
+        query, key = module.qk_norm(query), module.qk_norm(key)
+    if module.attn_temperature_tuning and not module.use_rope:
+        assert mask.padded_positions is not None
+        steps = torch.floor((mask.padded_positions.float() + 1.0) / module.floor_scale)
+        scales = torch.log1p(steps) * module.attn_scale + 1.0
+        query = (query * scales[:, None, None]).to(query.dtype)
+    if module.config.layer_types[module.layer_idx] == "chunked_attention":
+        mask = PackedMask.of(_in_chunks(mask.query_layout, module.config.attention_chunk_size), form="pairs")
+    dropout = module.attention_dropout if module.training else 0.0
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out = mask.attend(query, key, value, is_causal=True, scale=module.scaling, dropout_p=dropout)
+    return module.o_proj(_merged(out)), None
+
+
+def _in_chunks(layout: SequenceLayout, size: int) -> SequenceLayout:
+    """The layout in which each chunk of up to `size` tokens of a sequence is a sequence."""
+    if layout.max_seqlen <= size:
+        return layout
+
+    def build() -> SequenceLayout:
+        lengths = layout.host_offsets.diff().tolist()
+        chunks = [min(size, length - begin) for length in lengths for begin in range(0, length, size)]
+        return SequenceLayout.from_lengths(chunks, device=layout.device)
+
+    return layout.cached(("chunks", size), build)
+
+
 def _deberta(
     module: Any, mask: PackedMask, /, x: Tensor, *_: Any, rel_embeddings: Tensor | None = None, **__: Any
 ) -> tuple[Tensor, None]:
@@ -358,6 +397,7 @@ _ADAPTERS: dict[str, Adapter] = {
     "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
     "bloom.modeling_bloom.BloomAttention": _bloom,
     "mpt.modeling_mpt.MptAttention": _mpt,
+    "llama4.modeling_llama4.Llama4TextAttention": _llama4,
     "mpnet.modeling_mpnet.MPNetSelfAttention": _mpnet,
     "t5.modeling_t5.T5Attention": _t5,
     "mt5.modeling_mt5.MT5Attention": _t5,

@@ -340,6 +340,8 @@ def _pack_inputs(
         given["position_ids"] = default_position_ids(proof, base, packing, given.get("input_ids"))
     for key in families.TOKEN_INPUTS & given.keys():
         given[key] = packing.pack(given[key])
+    if family.token_types and "token_type_ids" not in given:
+        given["token_type_ids"] = torch.zeros((1, layout.total), dtype=torch.int64, device=layout.device)
     if family.embed is not None and "input_ids" in given and "inputs_embeds" not in given:
         embeds = family.embed(base, given["input_ids"], given["position_ids"], layout)
         if embeds is not None:
@@ -350,10 +352,13 @@ def _pack_inputs(
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
     own: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if proof.mask is not None:
-        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal)
+        where = packing.padded_positions
+        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, padded_positions=where)
         return {**given, **own, "attention_mask": mask}
-    if proof.sequence_ids:
+    if proof.extra == "seq_idx":
         own["seq_idx"] = layout.cached("seq_idx", lambda: layout.sequence_ids.int().unsqueeze(0))
+    elif proof.extra == "sliding_window":
+        own["sliding_window"] = base.config.sliding_window
     return {
         **given,
         **own,

@@ -17,6 +17,11 @@ Positions = Literal["padded", "tokens", "ids"]
 # "sequence": anything else. The base model runs packed, the head gets padded hidden states.
 Head = Literal["next token", "token", "span", "sequence"]
 
+# Arguments that some models need in a packed row:
+# "seq_idx": the sequence of each token, (1, T) int32, for kernels that keep a state along the row.
+# "sliding_window": that of the config, for attention modules that leave the window to the mask.
+Extra = Literal["seq_idx", "sliding_window"]
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -30,8 +35,7 @@ class Proof:
         mask: the form of the `PackedMask` that the model gets, or None if it gets a mask without elements, because it
             passes `cu_seq_lens` to its attention.
         is_causal: whether the attention of a model that gets a `PackedMask` is causal.
-        sequence_ids: whether the model gets the sequence of each token as `seq_idx`, (1, T) int32. Kernels that keep a
-            state along the row take it.
+        extra: an argument that the model gets besides its inputs and `cu_seq_lens`, or None.
         holes: whether rows with padding between tokens can be packed.
         embeds: whether `inputs_embeds` can be packed.
         token_types: whether `token_type_ids` can be packed.
@@ -44,7 +48,7 @@ class Proof:
     head: Head | None = None
     mask: Form | None = None
     is_causal: bool = False
-    sequence_ids: bool = False
+    extra: Extra | None = None
     holes: bool = True
     embeds: bool = True
     token_types: bool = True
@@ -53,13 +57,12 @@ class Proof:
     @property
     def is_valid(self) -> bool:
         """Whether the fields have values that they can have; a file of the cache may have others."""
-        flags = (
-            *(self.pool, self.is_causal, self.sequence_ids, self.holes, self.embeds, self.token_types, self.tried),
-        )
+        flags = (self.pool, self.is_causal, self.holes, self.embeds, self.token_types, self.tried)
         return (
             (self.reason is None or isinstance(self.reason, str))
             and self.positions in get_args(Positions)
             and self.head in (None, *get_args(Head))
             and self.mask in (None, *get_args(Form))
+            and self.extra in (None, *get_args(Extra))
             and all(isinstance(flag, bool) for flag in flags)
         )

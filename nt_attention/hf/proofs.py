@@ -83,7 +83,7 @@ def _changed_after_construction(model: PreTrainedModel, kind: type[PreTrainedMod
     """Which module or flag is not what the class makes from the config of the model, or None."""
     try:
         with isolated(), torch.device("meta"):
-            new = kind(copy.deepcopy(model.config))
+            new = kind(copy.deepcopy(families.config_of(model)))
     except (Exception, SystemExit):  # then no small model can be built either
         return None
     missing, fresh = parts_of(model) - parts_of(new), marks_of(new)
@@ -110,7 +110,7 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
     quirks = [function for function in (family.pool, family.embed) if function is not None]
     fields = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "config": twin_config(kind, model.config),
+        "config": twin_config(kind, families.config_of(model)),
         "attention": model.config._attn_implementation if own else None,
         "parts": sorted(parts_of(model)),
         "marks": sorted(marks_of(model)),

@@ -27,7 +27,7 @@ from .deferred_scores import CannotDeferError
 from .families import Family
 from .own_attention import has_adapter
 from .packed_mask import CannotMaskError, Form, MixesSequencesError
-from .proof import Head, Positions, Proof
+from .proof import Extra, Head, Positions, Proof
 from .rope import scales_by_length
 from .trial_batch import LENGTHS, LONG, Batch
 from .twin import padding_of, vocabulary_of
@@ -182,9 +182,10 @@ class Trial:
         if has_adapter(self.twin):
             forms = get_args(Form)
         elif families.routes_attention(self.twin):
-            yield from (Proof(positions=each, pool=pool) for each in positions)
+            extras: list[Extra | None] = [None]
             if _takes_any(self.base):
-                yield from (Proof(positions=each, pool=pool, sequence_ids=True) for each in positions)
+                extras += ["seq_idx", "sliding_window"] if _has_window(self.base) else ["seq_idx"]
+            yield from (Proof(positions=each, pool=pool, extra=extra) for extra in extras for each in positions)
             forms = ("pairs",)
         for form, is_causal, each in itertools.product(forms, (False, True), positions):
             yield Proof(positions=each, pool=pool, mask=form, is_causal=is_causal)
@@ -441,6 +442,12 @@ def _of_tokens(values: dict[str, Tensor]) -> dict[str, Tensor]:
 def _takes_any(model: PreTrainedModel) -> bool:
     """Whether the forward of a model takes any keyword arguments."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+
+
+def _has_window(model: PreTrainedModel) -> bool:
+    """Whether the config has one window for all layers."""
+    fields = model.config.to_dict()
+    return isinstance(fields.get("sliding_window"), int) and not fields.get("per_layer_config")
 
 
 def first_line(error: Exception) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .families import base_model, class_of, is_encoder_decoder
+from .families import base_model, class_of, config_of, is_encoder_decoder
 
 HEADS, HEAD_DIM, WIDTH, HIDDEN = 4, 16, 64, 96
 VOCABULARY, PADDING = 99, 1
@@ -319,7 +319,7 @@ def build_twin(original: PreTrainedModel) -> PreTrainedModel:
     Raises:
         CannotBuild: no small config gives a model that has all kinds of modules of the original and runs.
     """
-    kind, config, parts, marks = class_of(original), original.config, parts_of(original), marks_of(original)
+    kind, config, parts, marks = class_of(original), config_of(original), parts_of(original), marks_of(original)
     error: BaseException | None = None
     for fields in _attempts(kind, config):
         for dtype in (torch.float64, torch.float32):

@@ -135,11 +135,6 @@ def test_everything_else_changes_the_key(change):
     assert proofs.key_of(llama()) != proofs.key_of(llama(**change))
 
 
-def test_windows_that_only_the_mask_has_are_refused():
-    config = transformers.PhimoeConfig(**SIZES, num_key_value_heads=2, num_local_experts=2, sliding_window=5)
-    assert "restriction that only the attention mask contains" in refusal(transformers.PhimoeForCausalLM(config))
-
-
 # Models of one's own
 
 
@@ -192,6 +187,22 @@ class OwnModel(transformers.PreTrainedModel):
         return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x)
 
 
+class OwnModelWithBlocks(OwnModel):
+    """Only its mask knows that a token sees the tokens of its own block of 3."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs):
+        from transformers.masking_utils import create_causal_mask
+
+        kwargs.pop("return_dict", None)
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        given = {"past_key_values": None, "position_ids": position_ids}
+        blocks = {"and_mask_function": lambda row, head, query, key: query // 3 == key // 3}
+        mask = create_causal_mask(self.config, x, attention_mask, **given, **blocks)
+        for layer in self.layers:
+            x = x + layer(x, mask, position_ids=position_ids, **kwargs)
+        return transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x)
+
+
 class OwnForReward(transformers.PreTrainedModel):
     """A reward head without a name that any table knows: the mean over the tokens."""
 
@@ -216,6 +227,11 @@ class OwnForReward(transformers.PreTrainedModel):
 def test_own_classes(kind):
     handle = check(kind(OwnConfig()).eval())
     assert "proof made in" in str(handle)
+
+
+def test_restrictions_that_only_the_mask_has_are_refused():
+    reason = "restriction that only the attention mask contains"
+    assert reason in refusal(OwnModelWithBlocks(OwnConfig()).eval())
 
 
 def test_own_reward_head_with_its_loss():

@@ -1,0 +1,122 @@
+"""Models whose attention mask has more than causality and padding: windows, chunks, and blocks."""
+
+import pytest
+import torch
+from transformers import (
+    BigBirdConfig,
+    BigBirdForMaskedLM,
+    BigBirdForSequenceClassification,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
+
+import nt_attention as nta
+
+LENGTHS = (9, 1, 40, 23)
+SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def phimoe(window):
+    config = PhimoeConfig(**GROUPED, sliding_window=window)
+    return PhimoeForCausalLM(config).eval()
+
+
+def llama4(**changed):
+    layers = {"no_rope_layers": [1, 0, 1, 0], "floor_scale": 4, "attn_scale": 0.9, "attention_chunk_size": 8}
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 48}
+    torch.manual_seed(0)
+    return Llama4ForCausalLM(Llama4TextConfig(**{**GROUPED, **sizes, **layers, **changed})).eval()
+
+
+def big_bird(kind, head=BigBirdForMaskedLM):
+    config = BigBirdConfig(**SIZES, intermediate_size=48, attention_type=kind, block_size=4, num_random_blocks=1)
+    return head(config).double().eval()
+
+
+def batch_of(side="right"):
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    mask = mask.flip(1) if side == "left" else mask
+    ids = torch.randint(6, 90, mask.shape, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long()}
+
+
+def logits_alone(model, batch):
+    masks = batch["attention_mask"].bool()
+    return torch.cat([model(ids[mask][None]).logits[0] for ids, mask in zip(batch["input_ids"], masks, strict=True)])
+
+
+def check(model, batch, want, tolerance=1e-9):
+    """Check outputs and gradients of a patched call against those in `want`, (T, V)."""
+    parameters = list(model.parameters())
+    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype)
+    want_gradients = torch.autograd.grad((want * weights).sum(), parameters, allow_unused=True, materialize_grads=True)
+    with nta.patch(model, on_fallback="raise", logits="padded") as handle:
+        got = model(**batch).logits[batch["attention_mask"].bool()]
+        gradients = torch.autograd.grad((got * weights).sum(), parameters, allow_unused=True, materialize_grads=True)
+        assert handle.calls == {None: 1}
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    for x, y in zip(gradients, want_gradients, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * max(1.0, float(y.abs().max())))
+
+
+def test_window_that_only_the_mask_has():
+    batch = batch_of()
+    windowed, whole = phimoe(5), phimoe(None)
+    whole.load_state_dict(windowed.state_dict())
+    want = logits_alone(windowed, batch)
+    assert not torch.allclose(want, logits_alone(whole, batch))  # the window hides something
+    check(windowed, batch, want, tolerance=2e-5)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"use_qk_norm": False}, {"attn_temperature_tuning": False}, {"floor_scale": 64}]
+)
+def test_llama4_with_chunks_and_scales(changed):
+    model, batch = llama4(**changed), batch_of()
+    check(model, batch, logits_alone(model, batch), tolerance=2e-5)
+
+
+def test_llama4_chunks_and_scales_change_the_result():
+    batch, model = batch_of(), llama4()
+    want = logits_alone(model, batch)
+    for changed in ({"attention_chunk_size": 64}, {"attn_scale": 0.1}):
+        other = llama4(**changed)
+        other.load_state_dict(model.state_dict())
+        assert not torch.allclose(want, logits_alone(other, batch), atol=1e-4)
+
+
+def test_llama4_with_padding_on_the_left_gives_what_the_padded_batch_gives():
+    model, batch = llama4(), batch_of("left")
+    check(model, batch, model(**batch).logits[batch["attention_mask"].bool()], tolerance=2e-5)
+
+
+def test_llama4_with_gradient_checkpointing():
+    model, batch = llama4(), batch_of()
+    want = logits_alone(model, batch)
+    model.gradient_checkpointing_enable()
+    check(model.train(), batch, want, tolerance=2e-5)
+
+
+def test_block_sparse_attention_is_refused():
+    with pytest.raises(ValueError, match=r"its attention is block sparse.* call set_attention_type\('original_full'\)"):
+        nta.patch(big_bird("block_sparse"))
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_big_bird_with_full_attention(switched):
+    model, batch = big_bird("block_sparse" if switched else "original_full"), batch_of()
+    if switched:
+        model.bert.set_attention_type("original_full")
+    check(model, batch, logits_alone(model, batch))
+
+
+def test_pooled_output_of_big_bird():
+    model, batch = big_bird("original_full", BigBirdForSequenceClassification).bert, batch_of()
+    masks = batch["attention_mask"].bool()
+    rows = [ids[mask][None] for ids, mask in zip(batch["input_ids"], masks, strict=True)]
+    want = torch.cat([model(row).pooler_output for row in rows])
+    with nta.patch(model, on_fallback="raise"):
+        torch.testing.assert_close(model(**batch).pooler_output, want, rtol=1e-9, atol=1e-9)
