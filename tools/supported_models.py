@@ -20,8 +20,8 @@ HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence
          "pretraining")  # fmt: skip
 # What a reason contains → what the table says. Other reasons are in the table as they are.
 WORDS = {
-    "apart without `flash-linear-attention`": "packed only if `flash-linear-attention` is installed",
-    "apart without `causal_conv1d`": "packed only if `causal_conv1d` is installed",
+    "apart without `flash-linear-attention`": "needs `flash-linear-attention` to keep packed sequences apart",
+    "apart without `causal_conv1d`": "needs `causal_conv1d` to keep packed sequences apart",
     "uses the attention mask, which": "a layer reads the attention mask, which a packed row does not have",
     "uses its attention mask with": "its code computes with the padding mask what a packed row can't have",
     "computes attention over the whole row": "it has attention code of its own, for blocks or windows",

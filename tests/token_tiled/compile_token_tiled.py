@@ -45,9 +45,24 @@ def compiled(name: str, switches: str, capability: int):
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def compiled_intervals(upper_left: bool, capability: int):
+    """The kernel that computes the intervals of visible rows."""
+    function = triton_kernels.interval_kernel
+    constants = {"UPPER_LEFT": upper_left, "BLOCK": 256}
+    kinds = {parameter.name: "*i32" if parameter.name[0].isupper() else "i32" for parameter in function.params}
+    signature = kinds | dict.fromkeys(constants, "constexpr")
+    given = {(list(kinds).index(name),): value for name, value in constants.items()}
+    return compile(ASTSource(function, signature, given), target=GPUTarget("cuda", capability, 32))
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    for name in sys.argv[2:] or KERNELS:
+    names = sys.argv[2:] or (*KERNELS, "interval")
+    if "interval" in names:
+        for upper_left in (False, True):
+            ptx = compiled_intervals(upper_left, capability).asm["ptx"]
+            print("interval", upper_left, ptx.count("st.global"), "stores")
+    for name in [name for name in names if name != "interval"]:
         for switches in SWITCHES:
             kernel = compiled(name, switches, capability)
             ptx = kernel.asm["ptx"]
