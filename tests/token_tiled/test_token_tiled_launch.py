@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nt_attention.kernels.token_tiled import launch as module
-from nt_attention.kernels.token_tiled.launch import Launch, launch
+from nt_attention.kernels.token_tiled.launch import Launch, launch_cached
 
 
 class RecordingKernel:
@@ -46,7 +46,7 @@ def test_next_launch_passes_other_addresses_and_the_same_numbers(kernel):
     launches, tiles = {}, torch.zeros(4)
     for _ in range(2):
         x = torch.zeros(64)
-        launch(launches, "a key", (x, None), prepared(kernel, tiles))
+        launch_cached(launches, "a key", (x, None), prepared(kernel, tiles))
     assert kernel.compiled == [((5, 2), (kernel.compiled[0][1][0], tiles, tiles, 3, 0.5, True))]
     assert kernel.launched == [((5, 2, 1), (x.data_ptr(), 0, tiles.data_ptr(), 3, 0.5, True))]
 
@@ -63,7 +63,7 @@ def test_next_launch_passes_other_addresses_and_the_same_numbers(kernel):
 def test_tensors_of_another_kind_are_compiled_for_themselves(kernel, other):
     launches, tiles = {}, torch.zeros(4)
     for first in ((torch.zeros(64), None), other):
-        launch(launches, "a key", first, prepared(kernel, tiles))
+        launch_cached(launches, "a key", first, prepared(kernel, tiles))
     assert len(kernel.compiled) == 2
     assert not kernel.launched
 
@@ -71,15 +71,15 @@ def test_tensors_of_another_kind_are_compiled_for_themselves(kernel, other):
 def test_another_key_makes_another_launch_of_the_same_compiled_kernel(kernel):
     launches, x = {}, torch.zeros(64)
     tiles, others = torch.zeros(4), torch.zeros(4)
-    launch(launches, "a key", (x,), prepared(kernel, tiles))
-    launch(launches, "another key", (x,), prepared(kernel, others, integers=(5,)))
+    launch_cached(launches, "a key", (x,), prepared(kernel, tiles))
+    launch_cached(launches, "another key", (x,), prepared(kernel, others, integers=(5,)))
     assert len(kernel.compiled) == 1
     assert kernel.launched == [((5, 2, 1), (x, others, 5, 0.5, True))]
 
 
 def test_tensors_at_kept_addresses_are_not_freed(kernel):
     launches, tiles = {}, torch.zeros(4)
-    launch(launches, "a key", (torch.zeros(64),), prepared(kernel, tiles))
+    launch_cached(launches, "a key", (torch.zeros(64),), prepared(kernel, tiles))
     reference = weakref.ref(tiles)
     del tiles
     kernel.compiled.clear()
