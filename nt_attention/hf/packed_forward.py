@@ -352,8 +352,8 @@ def _pack_inputs(
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
     own: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if proof.mask is not None:
-        where = packing.padded_positions
-        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, padded_positions=where)
+        positions = layout.position_ids if packing.shares_rows else packing.padded_positions
+        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, positions=positions)
         return {**given, **own, "attention_mask": mask}
     if proof.extra == "seq_idx":
         own["seq_idx"] = layout.cached("seq_idx", lambda: layout.sequence_ids.int().unsqueeze(0))

@@ -40,14 +40,15 @@ class PackedMask(Tensor):
     Attributes:
         query_layout, key_layout: the sequences of the queries and of the keys.
         is_causal: whether a query sees only the keys up to its position, for attention code that can't know it.
-        padded_positions: (T,) the position of each query in its padded row, or None if the mask is not of such a row.
+        positions: (T,) the position of each query in its padded row, or in its sequence if rows have several. None if
+            nothing needs them.
         value: the value at all positions.
     """
 
     query_layout: SequenceLayout
     key_layout: SequenceLayout
     is_causal: bool
-    padded_positions: Tensor | None
+    positions: Tensor | None
     value: bool | int | float
 
     @classmethod
@@ -58,14 +59,14 @@ class PackedMask(Tensor):
         *,
         form: Form,
         is_causal: bool = False,
-        padded_positions: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> PackedMask:
         """The mask of a packed row: int64 if it is a row, bool if it has all pairs."""
         key_layout = layout if key_layout is None else key_layout
         shape = (1, key_layout.total) if form == "row" else (1, 1, layout.total, key_layout.total)
         mask = cls._empty(shape, torch.int64 if form == "row" else torch.bool, layout.device)
         mask.query_layout, mask.key_layout, mask.is_causal, mask.value = layout, key_layout, is_causal, 1
-        mask.padded_positions = padded_positions
+        mask.positions = positions
         return mask
 
     @classmethod
@@ -77,7 +78,7 @@ class PackedMask(Tensor):
         """This mask with another shape, and the value and dtype of a scalar on the CPU."""
         mask = self._empty(shape, scalar.dtype, device)
         mask.query_layout, mask.key_layout, mask.is_causal = self.query_layout, self.key_layout, self.is_causal
-        mask.padded_positions, mask.value = self.padded_positions, scalar.item()
+        mask.positions, mask.value = self.positions, scalar.item()
         return mask
 
     def filled(self, value: float, shape: Iterable[int], dtype: torch.dtype | None) -> PackedMask:

@@ -24,6 +24,7 @@ class Packing:
         index: (T,) int64, the position of each token in the flattened batch. None if there is no padding.
         rows, length: B and L.
         has_holes: whether a sequence has padding between its tokens.
+        shares_rows: whether a row has several sequences.
     """
 
     layout: SequenceLayout
@@ -31,6 +32,7 @@ class Packing:
     rows: int
     length: int
     has_holes: bool = False
+    shares_rows: bool = False
 
     @classmethod
     def of(cls, mask: Tensor | None, position_ids: Tensor | None, rows: int, length: int) -> Packing:
@@ -52,7 +54,8 @@ class Packing:
             index = layout.padded_index if layout.total < mask.numel() else None
             return cls(layout, index, rows, length, layout.has_holes)
         if mask is None:
-            return cls(SequenceLayout.from_position_ids(position_ids.expand(rows, -1)), None, rows, length)
+            layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
+            return cls(layout, None, rows, length, shares_rows=layout.batch_size > rows)
         tokens = mask != 0
         before = previous_token(tokens)
         first = tokens & (starts(position_ids, tokens) | (before < 0))
@@ -64,7 +67,8 @@ class Packing:
         of_tokens = on_host[on_host > 0]
         layout = layout_where(of_tokens & 2, mask.device)
         index = to_device(on_host.nonzero()[0], mask.device) if layout.total < mask.numel() else None
-        return cls(layout, index, rows, length, bool((of_tokens & 4).any()))
+        shares_rows = bool(((on_host & 2) > 0).reshape(rows, length).sum(1).max(initial=0) > 1)
+        return cls(layout, index, rows, length, bool((of_tokens & 4).any()), shares_rows)
 
     @property
     def saves_nothing(self) -> bool:

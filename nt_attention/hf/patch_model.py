@@ -23,7 +23,7 @@ from .attention import attention, is_stock
 from .change_model import attention_modules, make_padding_free, set_attention
 from .packed_forward import Logits
 from .proof import Proof
-from .proofs import proof_of
+from .proofs import new_model, proof_of
 
 # Vision towers that get all images in one row only run them in one call if the name contains "flash".
 _VISION_NAME = "nt_attention_flash_for_packed_images"
@@ -107,7 +107,7 @@ def _not_provable(model: PreTrainedModel) -> str | None:
     implementation = model.config._attn_implementation
     if families.routes_attention(model) and not is_stock(implementation):
         return f"can't be packed: {implementation!r} is not an attention implementation of transformers. {_ALONE}"
-    if (changed := _changed_in_config(model)) is not None:
+    if (changed := _changed_window(model)) is not None:
         return f"can't be packed: {changed}. {_ALONE}"
     for path, part in model.named_modules():
         if not path or isinstance(part, PreTrainedModel):
@@ -121,20 +121,22 @@ def _not_provable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _changed_in_config(model: PreTrainedModel) -> str | None:
-    """Which window of a module is not that of the config, because the config was changed, or None."""
-    config = model.config.get_text_config()
-    fields = config.to_dict()
-    of_layers = (fields.get("per_layer_config") or {}).values()  # settings that some layers have of their own
-    for name in ("sliding_window", "attention_chunk_size"):
-        own = [layer[name] for layer in of_layers if name in layer]
-        usual = fields.get(name) if own else getattr(config, name, None)  # getattr raises an error if layers differ
-        wanted = [x for x in (usual, *own) if isinstance(x, int)]
-        for path, part in model.named_modules():
-            value = vars(part).get(name)
-            # some count the token itself
-            if wanted and isinstance(value, int) and all(abs(value - x) > 1 for x in wanted):
-                return f"{name} of {path} ({type(part).__name__}) is {value}, but {wanted[0]} in the config"
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+def _changed_window(model: PreTrainedModel) -> str | None:
+    """Which window of a module is not what the class makes from the config of the model, or None."""
+    has_windows = any(isinstance(vars(part).get(name), int) for part in model.modules() for name in _WINDOWS)
+    new = new_model(model) if has_windows else None
+    if new is None:
+        return None
+    parts = dict(new.named_modules())
+    for path, part in model.named_modules():
+        for name in _WINDOWS if path in parts else ():
+            value, usual = vars(part).get(name), vars(parts[path]).get(name)
+            if value != usual:
+                where = f"{path} ({type(part).__name__})"
+                return f"{name} of {where} is {value}, but {usual} in a new model with the same config"
     return None
 
 

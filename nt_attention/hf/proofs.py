@@ -79,12 +79,19 @@ def make(model: PreTrainedModel) -> Proof:
     return prove(model, families.family_of(model))
 
 
-def _changed_after_construction(model: PreTrainedModel, kind: type[PreTrainedModel]) -> str | None:
-    """Which module or flag is not what the class makes from the config of the model, or None."""
+def new_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """What the class makes from the config of a model, on the meta device. None if it raises an error."""
     try:
         with isolated(), torch.device("meta"):
-            new = kind(copy.deepcopy(families.config_of(model)))
-    except (Exception, SystemExit):  # then no small model can be built either
+            return class_of(model)(copy.deepcopy(families.config_of(model)))
+    except (Exception, SystemExit):  # any class, any config
+        return None
+
+
+def _changed_after_construction(model: PreTrainedModel, kind: type[PreTrainedModel]) -> str | None:
+    """Which module or flag is not what the class makes from the config of the model, or None."""
+    new = new_model(model)
+    if new is None:  # then no small model can be built either
         return None
     missing, fresh = parts_of(model) - parts_of(new), marks_of(new)
     for path, module in model.named_modules():

@@ -10,13 +10,16 @@ from transformers import (
     Llama4TextConfig,
     PhimoeConfig,
     PhimoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 import nt_attention as nta
 
 LENGTHS = (9, 1, 40, 23)
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0}
-GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 2, "num_experts_per_tok": 1}
+GROUPED_WIDTHS = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
+GROUPED = {**GROUPED_WIDTHS, "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 def phimoe(window):
@@ -98,6 +101,40 @@ def test_llama4_with_gradient_checkpointing():
     want = logits_alone(model, batch)
     model.gradient_checkpointing_enable()
     check(model.train(), batch, want, tolerance=2e-5)
+
+
+def test_llama4_with_several_sequences_in_a_row():
+    """Each counts its own positions, also beside a row without tokens."""
+    model = llama4()
+    ids = torch.randint(6, 90, (2, 30), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    positions = torch.cat([torch.arange(17), torch.arange(13)]).expand(2, 30)
+    want = torch.cat([model(part).logits[0] for part in (ids[:1, :17], ids[:1, 17:])])
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "position_ids": positions}
+    check(model, batch, want, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("window", [2, 4, None])
+@pytest.mark.parametrize("layer", [0, 3])
+def test_window_of_one_layer_that_was_changed(layer, window):
+    config = Qwen2Config(**GROUPED_WIDTHS, use_sliding_window=True, sliding_window=3, max_window_layers=2)
+    model = Qwen2ForCausalLM(config)
+    before = model.model.layers[layer].self_attn.sliding_window
+    model.model.layers[layer].self_attn.sliding_window = window
+    if before == window:
+        nta.patch(model)
+    else:
+        with pytest.raises(ValueError, match=f"layers.{layer}.self_attn .* is {window}, but {before} in a new model"):
+            nta.patch(model)
+
+
+def test_window_of_the_config_that_was_changed():
+    config = Qwen2Config(**GROUPED_WIDTHS, use_sliding_window=True, sliding_window=3, max_window_layers=2)
+    model = Qwen2ForCausalLM(config)
+    model.config.sliding_window = 2
+    with pytest.raises(ValueError, match=r"sliding_window of .* is 3, but 2 in a new model"):
+        nta.patch(model)
 
 
 def test_block_sparse_attention_is_refused():

@@ -77,7 +77,7 @@ def test_window_changed_in_the_config_after_construction_is_refused():
     kinds = ["sliding_attention", "full_attention"]
     model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8, layer_types=kinds))
     model.config.sliding_window = 3
-    refused(model, "sliding_window of .* is 8, but 3 in the config")
+    refused(model, "sliding_window of .* is 8, but 3 in a new model with the same config")
 
 
 class LastLogits(LlamaForCausalLM):
