@@ -60,20 +60,20 @@ class Family:
         pool: computes the pooled output from the first token of each row. None: the proof tries the base model's
             `pooler`.
         embed: computes the embeddings of a packed row if those of a token depend on other tokens of its sequence.
-        token_types: whether a packed row needs `token_type_ids`, because the model's own are as short as its longest
-            sequence.
+        needs_token_types: whether a packed row needs `token_type_ids`, because those that the model makes are only as
+            long as its longest sequence.
     """
 
     positions: Positions | None = None
     pool: Pool | None = None
     embed: Embed | None = None
-    token_types: bool = False
+    needs_token_types: bool = False
 
 
 # config.model_type → what the proof can't find by itself. `add_family` adds to it.
 FAMILIES = {
     "albert": Family(pool=_pool_albert),
-    "big_bird": Family(pool=_pool_big_bird, token_types=True),
+    "big_bird": Family(pool=_pool_big_bird, needs_token_types=True),
     "esm": Family(embed=_embed_esm),
 }
 

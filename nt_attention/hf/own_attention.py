@@ -251,8 +251,8 @@ def _llama4(
     if hasattr(module, "qk_norm"):
         query, key = module.qk_norm(query), module.qk_norm(key)
     if module.attn_temperature_tuning and not module.use_rope:
-        assert mask.positions is not None
-        steps = torch.floor((mask.positions.float() + 1.0) / module.floor_scale)
+        assert mask.packing is not None
+        steps = torch.floor((mask.packing.own_positions.float() + 1.0) / module.floor_scale)
         scales = torch.log1p(steps) * module.attn_scale + 1.0
         query = (query * scales[:, None, None]).to(query.dtype)
     if module.config.layer_types[module.layer_idx] == "chunked_attention":

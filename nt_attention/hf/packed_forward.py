@@ -340,7 +340,7 @@ def _pack_inputs(
         given["position_ids"] = default_position_ids(proof, base, packing, given.get("input_ids"))
     for key in families.TOKEN_INPUTS & given.keys():
         given[key] = packing.pack(given[key])
-    if family.token_types and "token_type_ids" not in given:
+    if family.needs_token_types and "token_type_ids" not in given:
         given["token_type_ids"] = torch.zeros((1, layout.total), dtype=torch.int64, device=layout.device)
     if family.embed is not None and "input_ids" in given and "inputs_embeds" not in given:
         embeds = family.embed(base, given["input_ids"], given["position_ids"], layout)
@@ -352,8 +352,7 @@ def _pack_inputs(
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
     own: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if proof.mask is not None:
-        positions = layout.position_ids if packing.shares_rows else packing.padded_positions
-        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, positions=positions)
+        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)
         return {**given, **own, "attention_mask": mask}
     if proof.extra == "seq_idx":
         own["seq_idx"] = layout.cached("seq_idx", lambda: layout.sequence_ids.int().unsqueeze(0))

@@ -10,7 +10,7 @@ Dimensions: T query and S key tokens of a packed row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.nn import functional as F
 
 from ..functional import varlen_attention
 from ..layout import SequenceLayout
+
+if TYPE_CHECKING:
+    from .packing import Packing
 
 # "row" is (1, S), as callers pass it. "pairs" is (1, 1, T, S), as transformers' mask functions return it.
 Form = Literal["row", "pairs"]
@@ -40,15 +43,14 @@ class PackedMask(Tensor):
     Attributes:
         query_layout, key_layout: the sequences of the queries and of the keys.
         is_causal: whether a query sees only the keys up to its position, for attention code that can't know it.
-        positions: (T,) the position of each query in its padded row, or in its sequence if rows have several. None if
-            nothing needs them.
+        packing: the padded batch that the row was made from, or None if the mask is not of such a row.
         value: the value at all positions.
     """
 
     query_layout: SequenceLayout
     key_layout: SequenceLayout
     is_causal: bool
-    positions: Tensor | None
+    packing: Packing | None
     value: bool | int | float
 
     @classmethod
@@ -59,14 +61,14 @@ class PackedMask(Tensor):
         *,
         form: Form,
         is_causal: bool = False,
-        positions: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> PackedMask:
         """The mask of a packed row: int64 if it is a row, bool if it has all pairs."""
         key_layout = layout if key_layout is None else key_layout
         shape = (1, key_layout.total) if form == "row" else (1, 1, layout.total, key_layout.total)
         mask = cls._empty(shape, torch.int64 if form == "row" else torch.bool, layout.device)
         mask.query_layout, mask.key_layout, mask.is_causal, mask.value = layout, key_layout, is_causal, 1
-        mask.positions = positions
+        mask.packing = packing
         return mask
 
     @classmethod
@@ -78,7 +80,7 @@ class PackedMask(Tensor):
         """This mask with another shape, and the value and dtype of a scalar on the CPU."""
         mask = self._empty(shape, scalar.dtype, device)
         mask.query_layout, mask.key_layout, mask.is_causal = self.query_layout, self.key_layout, self.is_causal
-        mask.positions, mask.value = self.positions, scalar.item()
+        mask.packing, mask.value = self.packing, scalar.item()
         return mask
 
     def filled(self, value: float, shape: Iterable[int], dtype: torch.dtype | None) -> PackedMask:

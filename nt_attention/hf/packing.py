@@ -6,6 +6,7 @@ Dimensions: B rows, L positions in a padded row, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -82,6 +83,11 @@ class Packing:
         if self.index is None:
             return torch.arange(self.length, device=self.layout.device).repeat(self.rows)
         return self.index % self.length
+
+    @cached_property
+    def own_positions(self) -> Tensor:
+        """(T,) int64, the position of each token in its padded row, or in its sequence if rows have several."""
+        return self.layout.position_ids if self.shares_rows else self.padded_positions
 
     def first_tokens(self, packed: Tensor) -> Tensor:
         """The first token of each row, (1, T, …) → (B, …). It is 0 for a row without tokens."""

@@ -126,7 +126,8 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 def _changed_window(model: PreTrainedModel) -> str | None:
     """Which window of a module is not what the class makes from the config of the model, or None."""
-    has_windows = any(isinstance(vars(part).get(name), int) for part in model.modules() for name in _WINDOWS)
+    owners = [model.config.get_text_config().to_dict(), *map(vars, model.modules())]
+    has_windows = any(isinstance(owner.get(name), int) for owner in owners for name in _WINDOWS)
     new = new_model(model) if has_windows else None
     if new is None:
         return None

@@ -73,8 +73,7 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
 
 def make(model: PreTrainedModel) -> Proof:
     """Make a new proof. Takes up to some seconds."""
-    kind = class_of(model)
-    if (changed := _changed_after_construction(model, kind)) is not None:
+    if (changed := _changed_after_construction(model)) is not None:
         return Proof(changed)
     return prove(model, families.family_of(model))
 
@@ -88,7 +87,7 @@ def new_model(model: PreTrainedModel) -> PreTrainedModel | None:
         return None
 
 
-def _changed_after_construction(model: PreTrainedModel, kind: type[PreTrainedModel]) -> str | None:
+def _changed_after_construction(model: PreTrainedModel) -> str | None:
     """Which module or flag is not what the class makes from the config of the model, or None."""
     new = new_model(model)
     if new is None:  # then no small model can be built either

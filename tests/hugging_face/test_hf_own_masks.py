@@ -129,6 +129,15 @@ def test_window_of_one_layer_that_was_changed(layer, window):
             nta.patch(model)
 
 
+def test_windows_of_all_layers_that_were_removed():
+    config = Qwen2Config(**GROUPED_WIDTHS, use_sliding_window=True, sliding_window=5, max_window_layers=2)
+    model = Qwen2ForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    with pytest.raises(ValueError, match=r"sliding_window of .* is None, but 5 in a new model"):
+        nta.patch(model)
+
+
 def test_window_of_the_config_that_was_changed():
     config = Qwen2Config(**GROUPED_WIDTHS, use_sliding_window=True, sliding_window=3, max_window_layers=2)
     model = Qwen2ForCausalLM(config)
