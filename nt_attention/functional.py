@@ -32,7 +32,7 @@ from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layout import SequenceLayout
 
-_NO_OPERATOR = "no custom operator supports this call (mask_mod, score_mod, and on a CPU dropout and softcap)"
+_NO_OPERATOR = "no custom operator supports this call (it has mask_mod, score_mod or backend='flex')"
 
 
 def varlen_attention(

@@ -40,7 +40,7 @@ def run(
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
-    if isinstance(backend, Backend) and backend.backward is None:
+    if isinstance(backend, Backend) and backend.differentiable:
         out, lse = backend.forward(query, key, value, call)[:2]
     else:
         kernel = Kernel(None, backend) if isinstance(backend, str) else Kernel(backend)

@@ -99,7 +99,9 @@ class Backend:
             state (2,). A fully masked row gives 0 and −inf. Rows past the layout's total may be left unwritten.
         backward: `backward(saved, query, key, value, call)` returns `Gradients`. In those of query, key and value, rows
             past the totals may be left unwritten. If it is not None, forward and backward are registered as custom
-            operators (`kernels/custom_ops.py`). If it is None, `forward` must consist of differentiable operations.
+            operators (`kernels/custom_ops.py`).
+        differentiable: Whether `forward` consists of differentiable operations. Outside of graphs, PyTorch then
+            differentiates these, any number of times, and `backward` is not used. Needed if `backward` is None.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
         device_type: The device type of its tensors; None for any.
         min_capability: The lowest supported compute capability of a CUDA device, (major, minor).
@@ -119,7 +121,8 @@ class Backend:
         >>> from nt_attention.kernels.backend import COMMON, Backend
         >>> from nt_attention.kernels.backends import reference
         >>> from nt_attention.kernels.call import AttentionSpec
-        >>> backend = Backend("mine", "an example", lambda: None, reference.forward, features=COMMON)
+        >>> more = {"differentiable": True, "features": COMMON}
+        >>> backend = Backend("mine", "an example", lambda: None, reference.forward, **more)
         >>> shapes, options = ((14, 8, 64),) * 3, {"scale": None, "dropout_p": 0.1}
         >>> spec = AttentionSpec.of(torch.device("cpu"), torch.float32, shapes, options)
         >>> backend.unsupported(spec)
@@ -131,6 +134,7 @@ class Backend:
     missing: Callable[[], str | None]
     forward: Forward
     backward: Backward | None = None
+    differentiable: bool = False
     features: frozenset[str] = frozenset()
     device_type: str | None = None
     min_capability: tuple[int, int] = (0, 0)
@@ -145,6 +149,8 @@ class Backend:
     is_reference: bool = False
 
     def __post_init__(self) -> None:
+        if self.backward is None and not self.differentiable:
+            raise ValueError(f"{self.name}: pass backward, or differentiable=True if forward is.")
         # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.
         if not self.takes_fully_masked_rows and "window" in self.features:
             raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")

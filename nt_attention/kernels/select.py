@@ -162,6 +162,8 @@ def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
 def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
     """Whether some custom operator supports this call, so that a graph can select the backend when it runs."""
     check_backend_name(backend)
+    if spec.score_mod is not None or spec.mask_mod is not None:  # functions can't be arguments of operators
+        return False
     candidates = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(
         # cheap checks first, because a compiler traces this code
@@ -178,6 +180,8 @@ def _choose_in_graph(call: Call, backend: str) -> int:
             f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
             f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, backend)}"
         )
+    if chosen.is_reference:
+        warn_if_slow(call, backend, stacklevel=2)
     return list(BACKENDS.values()).index(chosen)
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from calls import PassThrough
-from operators import NAMES, call, case_of, only, operator
+from operators import call, case_of, only, operator
 from oracle import assert_same
 
 from nt_attention.kernels import autograd
 
 
-@NAMES
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
 @pytest.mark.parametrize("extra", ["wide-values-gqa", "all"])
 def test_dispatch_mode_sees_operators_with_the_same_bits(backend, extra):
     case = case_of("cross", "causal", extra, dtype=torch.float32)

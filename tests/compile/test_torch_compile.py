@@ -9,8 +9,7 @@ from oracle import assert_same, problem
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nt_attention import SequenceLayout, use_backend, varlen_attention
-from nt_attention.kernels import custom_ops
-from nt_attention.kernels.backends import cpu
+from nt_attention.kernels.backends import cpu, reference
 from nt_attention.kernels.select import ENVIRONMENT_VARIABLE, SlowBackendWarning
 
 COMPILED = {
@@ -47,7 +46,7 @@ def test_one_graph_without_recompiling(lengths, which, backend):
         torch._dynamo.config.error_on_recompile = False
 
 
-@NAMES
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
 def test_graph_gives_the_same_bits_as_eager(backend):
     case = case_of("cross", "causal", "wide-values-gqa", dtype=torch.float32)
     one, two = case.solve(compiled(case, backend)), case.solve(lambda **inputs: call(case, backend)(**only(inputs)))
@@ -124,22 +123,39 @@ class TestBackendOfAGraph:
 
 class TestNoOperatorSupportsTheCall:
     def test_graph_break_and_the_reference(self):
-        case = problem("self", "full", "plain", lengths=[3], options={"softcap": 2.0})
-        with pytest.warns(SlowBackendWarning, match="softcap is not supported"):
+        case = problem("self", "full", "plain", lengths=[3], options={"mask_mod": lambda b, h, q, k: q >= k})
+        with pytest.warns(SlowBackendWarning, match="mask_mod is not supported"):
             out, lse = compiled(case, "auto", fullgraph=False)(**case.inputs)
         want = case.truth()
         assert_same({"out": out, "lse": lse}, {name: want[name] for name in ("out", "lse")}, 1e-9)
 
-    def test_auto_operator_raises_if_only_the_reference_can_run(self):
-        arguments = list(operands("auto"))
-        arguments[:3] = [x.double() for x in arguments[:3]]
-        arguments[custom_ops.argument_index("softcap")] = 2.0
-        with pytest.raises(ValueError, match=r"(?s)'reference' is not a custom operator.* softcap is not supported"):
-            operator("auto", "forward")(*arguments)
+    def test_auto_operator_raises_if_the_backend_of_the_block_is_no_operator(self, registered_variant):
+        registered_variant(reference.BACKEND, "fake", backward=None)
+        with use_backend("fake"), pytest.raises(ValueError, match="'reference' is not a custom operator"):
+            operator("auto", "forward")(*operands("auto"))
 
     def test_unknown_backend_lists_the_known_ones(self):
         with pytest.raises(ValueError, match=r"no backend 'unknown'.*'cpu', 'reference'"):
             operator("auto", "forward")(*operands("auto")[:-1], "unknown")
+
+
+DROPOUT = {"softcap": {"softcap": 2.0}, "dropout": {"dropout_p": 0.3}}
+
+
+@pytest.mark.parametrize("option", DROPOUT)
+def test_reference_is_chosen_in_one_graph_with_a_warning(option):
+    """With dropout, the backward drops the same weights as the forward."""
+    case = problem("self", "causal", "gqa", lengths=[5, 0, 7], options=DROPOUT[option])
+    function = compiled(case, "auto")
+
+    def solve(function):
+        torch.manual_seed(3)
+        return case.solve(function)
+
+    with pytest.warns(SlowBackendWarning, match=f"{option} is not supported"):
+        got = solve(function)
+    eager = call(case, "reference")
+    assert_same(got, solve(lambda **inputs: eager(**only(inputs))), 1e-9)
 
 
 @NAMES

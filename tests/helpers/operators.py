@@ -1,4 +1,4 @@
-"""Calls and arguments of the custom operators of the CPU backend and of "auto"."""
+"""Calls and arguments of the custom operators of the CPU backends and of "auto"."""
 
 import itertools
 from functools import partial
@@ -9,7 +9,7 @@ from oracle import Problem, problem
 
 from nt_attention import SequenceLayout, varlen_attention
 
-NAMES = pytest.mark.parametrize("backend", ["cpu", "auto"])
+NAMES = pytest.mark.parametrize("backend", ["cpu", "reference", "auto"])
 
 LENGTHS, KEY_LENGTHS = [5, 0, 1, 17, 3], [2, 3, 0, 19, 7]
 

@@ -170,6 +170,7 @@ BACKEND = Backend(
     about="compiled flex_attention (CUDA; any score_mod and mask_mod; the first call compiles for minutes)",
     missing=missing,
     forward=forward,
+    differentiable=True,
     features=COMMON | {"scale ≤ 0", "window", "score_mod", "mask_mod"},
     device_type="cuda",
     min_capability=(8, 0),
