@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._tracing import check_readable, outside_of_graphs
+from ._tracing import check_readable, is_replayed, outside_of_graphs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -131,17 +131,22 @@ class HostFacts:
 _facts_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Converted offsets → a weak reference to the offsets they were made from, because callers may pass either.
 _source_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The results of `copy_for_graph` → their snapshot, and the offsets and facts that they were made from.
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Offsets that an operator has read → the reader, their snapshot, and the copy that was read.
+_read_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     """Read `offsets` (B+1,) on the host.
 
     This syncs the first time that a tensor object is passed, and after each in-place change of it. Inference tensors
-    are read each time, because they have no version counter.
+    are read each time, because they have no version counter. So are the outputs of a compiled function that runs as a
+    CUDA graph: each replay writes other values to them, without a change of their version.
 
     Returns:
-        The offsets and their facts. If `offsets` is the converted copy of another tensor and neither was changed, that
-        other tensor is returned.
+        The offsets and their facts. If `offsets` is a copy of another tensor (the converted one, or one for a graph)
+        and neither was changed, that other tensor is returned.
 
     Raises:
         TypeError: `offsets` is not a tensor.
@@ -151,6 +156,60 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
     offsets = plain(offsets)
+    found = _find(offsets) or _find_copied(offsets)
+    if found is not None:
+        return found
+    facts = _read(offsets)
+    return offsets, facts if is_replayed(offsets) else cache_facts(offsets, facts)
+
+
+def read_in_operator(offsets: Tensor, reader: int | None = None, *, is_copy: bool = False) -> tuple[Tensor, HostFacts]:
+    """`read_offsets` in an operator of a graph.
+
+    Offsets that were read outside of graphs need no sync. Others may have been computed in the graph. A compiler may
+    reuse the memory and the tensor object of such a tensor for other offsets, without a change of its version. So they
+    are read again, unless another reader has read them: a model passes the same offsets to all of its layers.
+
+    Args:
+        offsets: (B+1,).
+        reader: the index of the layer, or None if it is not known.
+        is_copy: whether the offsets come from `copy_for_graph`, if they are not an input of the graph.
+
+    Returns:
+        The offsets, or a copy of those that were read, and their facts.
+    """
+    found = _find(offsets) or (_find_copied(offsets) if is_copy else None)
+    if found is not None:
+        return found
+    entry = _read_by.get(offsets)
+    if entry is not None and entry[0] != reader is not None and entry[1] == snapshot(offsets):
+        return read_offsets(entry[2])
+    with creating_cached_tensors():
+        copy = offsets.detach().clone()
+    if reader is not None:
+        _read_by[offsets] = (reader, snapshot(offsets), copy)
+    return read_offsets(copy)
+
+
+def copy_for_graph(offsets: Tensor, facts: HostFacts, size: int) -> Tensor:
+    """Offsets for a graph. Reading them returns `offsets` and `facts`, without a sync.
+
+    Args:
+        offsets, facts: (B+1,) offsets that begin at 0, and their facts.
+        size: the size of the result, at least B+1. A graph may not know B.
+
+    Returns:
+        (size,) int32, the offsets, then the total: sequences without tokens.
+    """
+    with creating_cached_tensors():
+        copy = offsets.new_full((size,), facts.total, dtype=torch.int32)
+        copy[: offsets.shape[0]] = offsets
+        _copies[copy] = (snapshot(copy), offsets, facts)
+    return copy
+
+
+def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
+    """The offsets that `offsets` are, or are a copy of, and their facts, if they are cached and were not changed."""
     facts: HostFacts | None = _facts_of.get(offsets)
     if facts is not None and facts.match(offsets):
         return offsets, facts
@@ -160,7 +219,13 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
         facts = _facts_of.get(source)
         if facts is not None and facts.converted is offsets and facts.match(source) and facts.match(offsets):
             return source, facts
-    return offsets, _read(offsets)
+    return None
+
+
+def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
+    """What `copy_for_graph` was called with, if it made these offsets."""
+    entry = _copies.get(offsets)
+    return (entry[1], entry[2]) if entry is not None and entry[0] == snapshot(offsets) else None
 
 
 def _read(offsets: Tensor) -> HostFacts:
@@ -188,7 +253,7 @@ def _read(offsets: Tensor) -> HostFacts:
     if numbers[0] < 0 or numbers[-1] > INT32_MAX:
         bad = numbers[0] if numbers[0] < 0 else numbers[-1]
         raise ValueError(f"offsets must be in the kernels' range, 0 to {INT32_MAX}, got {bad}.")
-    return cache_facts(offsets, HostFacts(offsets_snapshot, host, converted))
+    return HostFacts(offsets_snapshot, host, converted)
 
 
 def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:

@@ -74,6 +74,17 @@ def is_observed(*tensors: Tensor) -> bool:
     )
 
 
+def is_replayed(tensor: Tensor) -> bool:
+    """Whether it is an output of a CUDA graph of torch.compile. Replays write to it without changing its version."""
+    return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
+
+
+@_inline_only
+def is_in_jit_trace() -> bool:
+    """Whether torch.jit.trace is tracing."""
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
+
+
 @_inline_only
 def refuse_jit_trace() -> None:
     """Raise an error in torch.jit.trace, which would store the lengths of its example inputs as constants.
@@ -81,7 +92,7 @@ def refuse_jit_trace() -> None:
     Raises:
         RuntimeError: torch.jit.trace is tracing.
     """
-    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+    if is_in_jit_trace():
         raise RuntimeError(
             "torch.jit.trace keeps the lengths of its example inputs as constants, so other lengths would give wrong "
             "results: use torch.export or torch.compile."
@@ -145,7 +156,8 @@ class TracedLayout:
         """Does nothing: the backward operator checks whether the offsets were changed."""
 
     def extended(self, extra: int) -> TracedLayout:
-        return TracedLayout(self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device))
+        longer = self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device)
+        return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         row = torch.arange(rows, device=self.device)

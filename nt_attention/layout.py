@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _offsets
 from ._offsets import HostFacts, creating_cached_tensors, facts_of_lengths, on_host, plain
+from ._operators import define
 from ._tracing import TracedLayout, check_readable, is_traced, is_tracing, outside_of_graphs, refuse_jit_trace
 
 if TYPE_CHECKING:
@@ -101,8 +102,18 @@ class SequenceLayout:
         """
         refuse_jit_trace()
         if is_traced(offsets):
-            return cast(SequenceLayout, TracedLayout(offsets))
+            return cls.in_graph(offsets)
         return cls.from_facts(*_offsets.read_offsets(offsets), max_seqlen)
+
+    @classmethod
+    def in_graph(cls, offsets: Tensor, reader: int | None = None) -> SequenceLayout:
+        """The layout of a graph. The offsets are read when it runs; see `_offsets.read_in_operator`."""
+        return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, reader)))
+
+    @classmethod
+    def in_operator(cls, offsets: Tensor) -> SequenceLayout:
+        """The layout of the offsets that an operator in a graph gets, from `in_graph` or from outside."""
+        return cls.from_facts(*_offsets.read_in_operator(offsets, is_copy=True))
 
     @classmethod
     def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
@@ -353,8 +364,12 @@ class SequenceLayout:
                 f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths) or .from_attention_mask(mask)."
             )
-        if is_tracing() or isinstance(given, TracedLayout):  # outside of graphs, this reads a TracedLayout
-            return SequenceLayout.from_offsets(given.offsets)
+        if isinstance(given, TracedLayout):
+            return (
+                cast(SequenceLayout, given) if is_traced(given.offsets) else SequenceLayout.from_offsets(given.offsets)
+            )
+        if is_tracing():
+            return cast(SequenceLayout, TracedLayout(given.offsets))
         given.check_unchanged(name)
         return given
 
@@ -436,6 +451,10 @@ class SequenceLayout:
             return self.from_facts(*facts_of_lengths(lengths(np.diff(self.host_offsets.numpy())), self.device))
 
         return self.cached(key, build)
+
+    def offsets_for_graph(self, size: int) -> Tensor:
+        """(size,) int32, `cu_seqlens`, then the total. `from_offsets` of them gives this layout, without a sync."""
+        return _offsets.copy_for_graph(self.offsets, self._facts, size)
 
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding from a batch. Needs no sync.
@@ -573,6 +592,11 @@ class SequenceLayout:
         return self.cached(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
 
 
+define(
+    "offsets(Tensor offsets, int? reader) -> Tensor",
+    lambda offsets, reader: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, reader), offsets.shape[0]),
+    lambda offsets, reader: offsets.new_empty(offsets.shape, dtype=torch.int32),
+)
 TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda offsets: SequenceLayout.from_offsets(offsets)))
 
 

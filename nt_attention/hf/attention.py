@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .._tracing import is_traced
+from .._tracing import TracedLayout, is_traced
 from ..functional import varlen_attention
 from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
@@ -173,21 +173,26 @@ def _plan(
     if isinstance(mask, PackedMask):
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
-        layouts = _layouts_of(query, key, cu_seq_lens_q, cu_seq_lens_k, traced)
-        mask = None if is_bypass_mask(mask) else mask
+        is_ours = is_bypass_mask(mask)  # the model is patched
+        layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours)
+        mask = None if is_ours else mask
     elif ids is not None and _may_be_packed(call, ids):
-        if traced:
-            mask = _both(_causal_mask(call) if mask is None else mask, positions.same_sequence(ids, query.shape[0]))
-        elif (source := masks.source_of(mask)) is not None:  # a mask of the caller has its own packing
-            layer = getattr(call.module, "layer_idx", None)
-            layout = positions.read_layout(ids, query.shape[0], layer, source.token_mask)
-            layouts = None if layout is None else (layout, layout)
+        rows, layer = query.shape[0], getattr(call.module, "layer_idx", None)
+        source = None if traced else masks.source_of(mask)
+        if traced and mask is None:
+            layout = positions.layout_in_graph(ids, rows, layer)
+            layouts = layout, layout
+        elif traced or (source is not None and not positions.can_read_layout(ids, rows, layer, source.token_mask)):
+            mask = _both(_causal_mask(call) if mask is None else mask, positions.same_sequence(ids, rows))
+        elif source is not None:  # a mask of the caller has its own packing
+            found = positions.read_layout(ids, rows, layer, source.token_mask)
+            layouts = None if found is None else (found, found)
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
         if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
             mask = _causal_mask(call)
         elif windowed or "softcap" in options or "s_aux" in options:
-            layout = _one_sequence_per_row(query.shape[0], query.shape[2], query.device)
+            layout = positions.one_sequence_per_row(query.shape[0], query.shape[2], query.device)
             layouts = layout, layout
     if layouts is not None and (mask is not None or "position_bias" in options):
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
@@ -249,12 +254,21 @@ def _has_sdpa(kind: Any) -> bool:
 
 
 def _layouts_of(
-    query: Tensor, key: Tensor, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool
+    call: _Call, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool, is_ours: bool
 ) -> Layouts:
-    layout = SequenceLayout.from_offsets(cu_seq_lens_q)
+    """The layouts of these offsets. `is_ours`: they are those of a layout that the patch made."""
+
+    def layout_of(offsets: Tensor) -> SequenceLayout:
+        if not traced:
+            return SequenceLayout.from_offsets(offsets)
+        if is_ours:
+            return cast(SequenceLayout, TracedLayout(offsets))
+        return SequenceLayout.in_graph(offsets, reader=getattr(call.module, "layer_idx", None))
+
+    layout = layout_of(cu_seq_lens_q)
     same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
-    key_layout = layout if same else SequenceLayout.from_offsets(cast(Tensor, cu_seq_lens_k))
-    for which, what, lengths, tokens in (("q", "queries", layout, query), ("k", "keys", key_layout, key)):
+    key_layout = layout if same else layout_of(cast(Tensor, cu_seq_lens_k))
+    for which, what, lengths, tokens in (("q", "queries", layout, call.query), ("k", "keys", key_layout, call.key)):
         expected = tokens.shape[0] * tokens.shape[2]
         if not traced and lengths.total != expected:  # in a graph, the operator checks this
             raise ValueError(
@@ -271,12 +285,6 @@ def _may_be_packed(call: _Call, position_ids: Tensor) -> bool:
         return False  # with three dimensions (M-RoPE), positions need not increase by one
     is_cross = bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
     return position_ids.shape[0] in (1, query.shape[0]) and not is_cross
-
-
-@functools.lru_cache(maxsize=64)
-def _one_sequence_per_row(rows: int, length: int, device: torch.device) -> SequenceLayout:
-    """The layout of rows without padding, in which each row is one sequence."""
-    return SequenceLayout.from_lengths([length] * rows, device=device)
 
 
 def _causal_mask(call: _Call) -> Tensor:

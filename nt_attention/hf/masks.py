@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.utils.import_utils import is_tracing
+
+from .._tracing import can_be_read, is_in_jit_trace, is_traced
 
 MaskFunction = Callable[..., Any]
 
@@ -60,13 +61,14 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     if (
         whole
         and not given.get("use_vmap")  # set if the caller combined another mask with the model's
-        and _passes_geometry(given.get("config"), given.get("device"))
+        and _passes_geometry(given.get("config"))
         and is_plain(given.get("mask_function", stock.causal_mask_function))
-        and (token_mask is None or bool(token_mask.all()))
+        and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
+        and (token_mask is None or _is_all_true(token_mask))
     ):
         return None
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
-    if whole and isinstance(made, Tensor) and not _is_traced(made):
+    if whole and isinstance(made, Tensor) and not is_traced(made):
         setattr(made.untyped_storage(), _SOURCE, Source(token_mask))
     return made
 
@@ -90,6 +92,8 @@ def source_of(attention_mask: Tensor | None) -> Source | None:
 def is_plain(mask_function: MaskFunction) -> bool:
     """Whether a mask function is only made of causality, a window and packed rows."""
     code = getattr(mask_function, "__code__", None)
+    if torch.compiler.is_dynamo_compiling() and (code is _AND or code in _REMAP):
+        return True  # it can't read closures; models in `_PASS_GEOMETRY` combine no other masks, or set use_vmap
     if code is _AND:
         return all(map(is_plain, inspect.getclosurevars(mask_function).nonlocals["mask_functions"]))
     if code in _REMAP:
@@ -97,13 +101,14 @@ def is_plain(mask_function: MaskFunction) -> bool:
     return code in _PLAIN
 
 
-def _passes_geometry(config: Any, device: Any) -> bool:
-    """Whether the model passes window and positions to its attention. False while a graph is traced."""
+def _passes_geometry(config: Any) -> bool:
+    """Whether the model passes window and positions to its attention."""
     # With this option, Gemma calls attention with is_causal=False, though its masks may be causal.
     bidirectional = getattr(config, "use_bidirectional_attention", False)
-    is_family = getattr(config, "model_type", None) in _PASS_GEOMETRY
-    return is_family and not bidirectional and not _is_traced(torch.empty(0, device=device))
+    return getattr(config, "model_type", None) in _PASS_GEOMETRY and not bidirectional
 
 
-def _is_traced(tensor: Tensor) -> bool:
-    return torch.compiler.is_compiling() or is_tracing(tensor)
+def _is_all_true(token_mask: Tensor) -> bool:
+    """Whether there is no padding. False if the host can't read the mask, in a graph or the capture of a CUDA graph."""
+    capturing = token_mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return can_be_read(token_mask) and not capturing and bool(token_mask.all())

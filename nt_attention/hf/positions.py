@@ -5,12 +5,15 @@ Dimensions: B rows, L positions in a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._operators import define
+from .._tracing import TracedLayout, is_replayed
 from ..layout import SequenceLayout, layout_where
 
 
@@ -71,18 +74,17 @@ _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _NO_MASK = torch.empty(0)
 
 
-def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> SequenceLayout | None:
+def read_layout(
+    position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None, *, in_operator: bool = False
+) -> SequenceLayout | None:
     """The layout of all B · L positions, or None if each row is one sequence. Read once for all layers of a model.
 
-    Padding is part of the sequence before it, or of the first sequence of the row.
+    Padding is part of the sequence before it, or of the first sequence of the row. For `in_operator`, see
+    `_offsets.read_in_operator`.
     """
-    version = None if position_ids.is_inference() else position_ids._version
-    by_mask = _cache.setdefault(position_ids, WeakIdKeyDictionary())
-    key = _NO_MASK if token_mask is None else token_mask
-    entry = by_mask.get(key)
-    # Inference tensors have no version, so the first layer reads them again in each forward.
-    stale = version is None and (layer is None or entry is None or layer == entry.layer)
-    if entry is not None and (entry.version, entry.rows) == (version, rows) and not stale:
+    version = None if in_operator else _version(position_ids)
+    entry = _find(position_ids, version, rows, layer, token_mask)
+    if entry is not None:
         return entry.layout
     if token_mask is None:
         layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
@@ -91,5 +93,59 @@ def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: 
         first[:, :1] = True
         layout = layout_where(first.flatten().cpu().numpy(), position_ids.device)
     found = layout if layout.batch_size > rows else None
-    by_mask[key] = _Entry(version, rows, layer, found)
+    by_mask = _cache.setdefault(position_ids, WeakIdKeyDictionary())
+    by_mask[_NO_MASK if token_mask is None else token_mask] = _Entry(version, rows, layer, found)
     return found
+
+
+def can_read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> bool:
+    """Whether `read_layout` can be called: a captured CUDA graph can't read positions that were not read before."""
+    capturing = position_ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not capturing or _find(position_ids, _version(position_ids), rows, layer, token_mask) is not None
+
+
+def _find(
+    position_ids: Tensor, version: int | None, rows: int, layer: int | None, token_mask: Tensor | None
+) -> _Entry | None:
+    by_mask = _cache.get(position_ids)
+    entry: _Entry | None = None if by_mask is None else by_mask.get(_NO_MASK if token_mask is None else token_mask)
+    if entry is None or (entry.version, entry.rows) != (version, rows):
+        return None
+    # Without a version, the first layer reads them again in each forward.
+    return None if version is None and (layer is None or layer == entry.layer) else entry
+
+
+def _version(position_ids: Tensor) -> int | None:
+    """The version of the positions, or None if they may change without another version."""
+    unknown = position_ids.is_inference() or is_replayed(position_ids)
+    return None if unknown else position_ids._version
+
+
+def layout_in_graph(position_ids: Tensor, rows: int, layer: int | None) -> SequenceLayout:
+    """The layout of all B · L positions, in a graph. They are read when the graph runs, once for all layers."""
+    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, layer)
+    return cast(SequenceLayout, TracedLayout(offsets))
+
+
+def _offsets_of_positions(position_ids: Tensor, rows: int, layer: int | None) -> Tensor:
+    """(B·L+1,) int32, see `copy_for_graph`."""
+    length = position_ids.shape[1]
+    layout = read_layout(position_ids, rows, layer, None, in_operator=True)
+    if layout is None:
+        layout = one_sequence_per_row(rows, length, position_ids.device)
+    return layout.offsets_for_graph(rows * length + 1)
+
+
+def _fake_offsets(position_ids: Tensor, rows: int, layer: int | None) -> Tensor:
+    return position_ids.new_empty(rows * position_ids.shape[1] + 1, dtype=torch.int32)
+
+
+define(
+    "offsets_of_positions(Tensor position_ids, SymInt rows, int? layer) -> Tensor", _offsets_of_positions, _fake_offsets
+)
+
+
+@functools.lru_cache(maxsize=64)
+def one_sequence_per_row(rows: int, length: int, device: torch.device) -> SequenceLayout:
+    """The layout of rows without padding, in which each row is one sequence."""
+    return SequenceLayout.from_lengths([length] * rows, device=device)

@@ -246,7 +246,7 @@ class AttentionSpec:
             "no keys": not self.equal_lengths and self.keyless,
             "scale ≤ 0": not self.has_positive_scale,
             "value dim": self.head_dim != self.value_dim,
-            **{option.feature: getattr(self, name) != option.default for name, option in _WITH_FEATURE.items()},
+            **{option.feature: bool(getattr(self, name)) for name, option in _WITH_FEATURE.items()},
         }
         needed["deterministic"] &= self.needs_grad
         return frozenset(name for name, is_needed in needed.items() if is_needed)
@@ -270,9 +270,11 @@ class Options(TypedDict, total=False):
 _FIELDS = {field.name: field for field in dataclasses.fields(AttentionSpec)}
 # The keyword arguments that `varlen_attention` passes on to kernels.
 OPTIONS: dict[str, Option] = {name: field.metadata["option"] for name, field in _FIELDS.items() if field.metadata}
-_DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+# 0 stands for 0.0: torch.compile makes inputs of floats in a dictionary, which checkpoints in a graph can't read.
+_DEFAULTS = {name: 0 if isinstance(option.default, float) else option.default for name, option in OPTIONS.items()}
 _WITH_FEATURE = {name: option for name, option in OPTIONS.items() if option.feature}
 assert Options.__annotations__.keys() == OPTIONS.keys()
+assert not any(option.default for option in _WITH_FEATURE.values())  # a feature is needed if its option is truthy
 
 # What a call may need beyond plain attention → the reason, and what to change, if a kernel does not support it.
 FEATURES = {

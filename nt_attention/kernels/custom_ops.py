@@ -1,7 +1,7 @@
 """Backends as custom operators, which all have the same schema, and their fake implementations.
 
 A graph holds tensors and numbers, so an operator takes offsets instead of a layout. What was read from the offsets is
-cached, so the operator creates the layout again without a sync. The operator `auto` selects a backend when it runs.
+cached, so the operator finds the layout without a sync. The operator `auto` selects a backend when it runs.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._operators import LIBRARY, define
 from ..layout import SequenceLayout
 from . import adapters
 from .adapters import Inputs
@@ -22,7 +23,6 @@ from .backend import Backend, BackwardInputs
 from .call import SCHEMA, AttentionSpec, Call, check_slopes, from_schema, schema_values
 from .relative import RelativeBias, check_relative, check_type
 
-LIBRARY = torch.library.Library("nt_attention", "FRAGMENT")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
 _RELATIVE = "Tensor? buckets, Tensor? bias, Tensor? query_bias, Tensor? key_bias"
 _CALL = f"{_TENSORS}, {_RELATIVE}, {SCHEMA}"
@@ -32,9 +32,6 @@ _Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and va
 _BIASES = slice(_NAMES.index("bias"), _NAMES.index("bias") + 3)
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor[])"  # the schema of `_Gradients`
 _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
-# The operators read lengths on the host, so a compiler must not capture them in a CUDA graph. Before a manual capture,
-# run the call once with the same layout, and keep the layout.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def register(backend: Backend) -> None:
@@ -50,8 +47,10 @@ def register(backend: Backend) -> None:
 
     fake = functools.partial(_fake_forward, backend.rng_on_host)
     random = "dropout" in backend.features
-    _define(f"{backend.name}_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor rng_state)", forward, fake, random)
-    _define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
+    define(
+        f"{backend.name}_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor rng_state)", forward, fake, random=random
+    )
+    define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
     _differentiate(backend.name)
 
 
@@ -92,16 +91,9 @@ def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int,
         return (*_fake_forward(False, *arguments[:-1]), torch.empty(3, dtype=torch.int64, device="cpu"))
 
     results = "Tensor out, Tensor lse, Tensor rng_state, Tensor selected"
-    _define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)
-    _define(f"auto_backward({_SAVED}, {_CALL}, Tensor selected) -> {_GRADIENTS}", backward, _fake_backward)
+    define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)
+    define(f"auto_backward({_SAVED}, {_CALL}, Tensor selected) -> {_GRADIENTS}", backward, _fake_backward)
     _differentiate("auto")
-
-
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any], random: bool = False) -> None:
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(*_TAGS, torch.Tag.nondeterministic_seeded) if random else _TAGS)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nt_attention::{name}", fake, lib=LIBRARY)
 
 
 def _differentiate(name: str) -> None:
@@ -164,8 +156,8 @@ def call_of(
     Raises:
         ValueError: The tensors do not fit each other.
     """
-    layout = SequenceLayout.from_offsets(cu_seqlens)
-    key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.from_offsets(key_cu_seqlens)
+    layout = SequenceLayout.in_operator(cu_seqlens)
+    key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.in_operator(key_cu_seqlens)
     layout.check_rows(query, "query")
     key_layout.check_keys(key, value)
     if layout.batch_size != key_layout.batch_size:

@@ -1,15 +1,16 @@
-"""Layouts that are made inside of a graph or from fake tensors.
+"""Layouts that are made inside of a graph or from fake tensors, and what their operators read.
 
 Dimensions: T tokens, H heads, D head dim, E embed dim.
 """
 
+import numpy as np
 import pytest
 import torch
 from calls import OFFSETS, attend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import nt_attention as nta
-from nt_attention import SequenceLayout, varlen_attention
+from nt_attention import SequenceLayout, _offsets, varlen_attention
 
 
 def test_graph_of_a_value_with_more_rows_than_the_key():
@@ -43,3 +44,84 @@ def test_fake_tensors_have_the_shapes_of_real_ones(options):
         out, _ = module(x, x, x, layout=SequenceLayout.from_offsets(offsets))
     assert isinstance(out, FakeTensor)
     assert out.shape == (14, 24)
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """Snapshots of tensors have their version, but no content, as on a GPU. Returns the tensors that are read."""
+    reads, read = [], _offsets._read
+
+    def counting(offsets):
+        reads.append(offsets)
+        return read(offsets)
+
+    monkeypatch.setattr(_offsets, "snapshot", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
+    monkeypatch.setattr(_offsets, "_read", counting)
+    return reads
+
+
+def without_vectors():
+    """Inductor without vectorization, which compiles faster."""
+    options = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    return torch._inductor.config.patch(options)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_buffers_that_the_compiler_reuses_for_other_offsets(like_a_gpu, mode):
+    """Inductor writes the second offsets to the tensor object of the first ones, and does not change its version."""
+
+    def attend_twice(x, lengths, ends):
+        first = SequenceLayout.from_offsets(torch.cumsum(lengths, 0).int() * 1)
+        x = varlen_attention(x, x, x, first).sin()
+        second = SequenceLayout.from_offsets((ends * x.sum().sign().abs().int()).int() + 0)
+        return varlen_attention(x, x, x, second)
+
+    inputs = torch.randn(12, 2, 8), torch.tensor([0, 5, 7]), torch.tensor([0, 2, 12], dtype=torch.int32)
+    torch._dynamo.reset()
+    with mode(), without_vectors():
+        want = attend_twice(*inputs)
+        torch.testing.assert_close(torch.compile(attend_twice, fullgraph=True)(*inputs), want)
+
+
+def test_tensor_object_that_is_written_without_another_version(like_a_gpu):
+    """As by the replay of a CUDA graph. Operators read offsets again that they have not made."""
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    operator = torch.ops.nt_attention.offsets.default
+    for ends in ([5, 12], [2, 12], [0, 12]):
+        offsets.data[1:] = torch.tensor(ends)
+        assert SequenceLayout.from_offsets(operator(offsets, None)).lengths.tolist() == np.diff([0, *ends]).tolist()
+    assert len(like_a_gpu) == 3
+    for reader in (0, 1, 2):
+        operator(offsets, reader)
+    assert len(like_a_gpu) == 4  # only the first of three readers has read them
+    operator(offsets, 0)
+    assert len(like_a_gpu) == 5
+
+
+def test_offsets_that_were_read_outside_are_not_read_in_a_graph(like_a_gpu):
+    torch._dynamo.reset()
+    layout = SequenceLayout.from_offsets(OFFSETS.clone())
+    x = torch.randn(14, 3, 7, requires_grad=True)
+
+    def run(x, offsets):
+        for _ in range(3):
+            x = varlen_attention(x, x, x, SequenceLayout.from_offsets(offsets))
+        return x
+
+    like_a_gpu.clear()
+    torch.compile(run, fullgraph=True, backend="aot_eager")(x, layout.offsets).sum().backward()
+    assert not like_a_gpu
+
+
+def test_offsets_of_a_graph_are_read_in_the_forward_only(like_a_gpu):
+    torch._dynamo.reset()
+    x = torch.randn(14, 3, 7, requires_grad=True)
+
+    def run(x, lengths):
+        layout = SequenceLayout.from_offsets(lengths.cumsum(0))
+        for _ in range(3):
+            x = varlen_attention(x, x, x, layout)
+        return x
+
+    torch.compile(run, fullgraph=True, backend="aot_eager")(x, OFFSETS.diff(prepend=OFFSETS[:1])).sum().backward()
+    assert len(like_a_gpu) == 1

@@ -5,6 +5,7 @@ import torch
 from sweeps import covering
 
 import nt_attention as nta
+from nt_attention.hf import positions
 
 LENGTHS, LENGTH = [11, 4, 7], 11
 
@@ -23,9 +24,103 @@ def test_compiled_model_is_one_graph_and_gives_what_eager_gives(model_type, form
         if form == "padded":
             call = {"input_ids": ids, "attention_mask": mask.long()}
         else:
-            positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-            call = {"input_ids": ids[mask][None], "position_ids": positions, "use_cache": False}
+            call = packed_row(LENGTHS)
+            call["input_ids"] = ids[mask][None]
             if form == "packed under a mask":
-                call["attention_mask"] = torch.ones_like(positions)
+                call["attention_mask"] = torch.ones_like(call["position_ids"])
         got = torch.compile(model, backend="eager", fullgraph=True)(**call)[0]
     torch.testing.assert_close(got[mask] if form == "padded" else got[0], alone, rtol=0, atol=5e-5)
+
+
+def packed_row(lengths, *, with_offsets=False):
+    """The inputs of sequences that are packed into one row."""
+    total = sum(lengths)
+    row = {"input_ids": torch.randint(5, tiny.VOCABULARY, (1, total)), "use_cache": False}
+    row["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    if with_offsets:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        row |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": max(lengths)}
+        row["max_length_k"] = max(lengths)
+    return row
+
+
+class Recorder:
+    """A compiler that keeps its graphs, forward and backward."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph
+
+    def backend(self):
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=self, bw_compiler=self)
+
+    def shapes(self):
+        """The shapes of all tensors in the graphs."""
+        found = [node.meta.get("val") for graph in self.graphs for node in graph.graph.nodes]
+        return [tuple(x.shape) for x in found if isinstance(x, torch.Tensor)]
+
+
+ROWS = [[11, 4, 7], [3, 30], [1, 1, 1, 9], [40], [5, 0, 13, 2], [8, 24]]
+
+
+@covering(
+    {
+        "model_type": MODELS,
+        "with_offsets": [False, True],
+        "checkpointing": [False, True],
+        "autocast": [False, True],
+    }
+)
+def test_training_of_packed_rows_is_one_graph_without_a_mask(model_type, with_offsets, checkpointing, autocast):
+    """No tensor of a graph has T × T elements, and one graph serves all lengths."""
+    torch._dynamo.reset()
+    model = tiny.make(model_type, MODELS[model_type], nta.hf.register()).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recorder = Recorder()
+    compiled = torch.compile(model, backend=recorder.backend(), dynamic=True, fullgraph=True)
+    parameters = [x for x in model.parameters() if x.requires_grad]
+
+    def solve(function, row):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = function(**row)[0]
+        loss = out.float().square().mean()
+        return out, torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+
+    for lengths in ROWS:
+        row = packed_row([n for n in lengths if n or with_offsets], with_offsets=with_offsets)
+        (got, got_grads), (want, want_grads) = solve(compiled, row), solve(model, row)
+        tolerance = 0.05 if autocast else 1e-4
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(got_grads, want_grads, rtol=tolerance, atol=tolerance)
+    assert len(recorder.graphs) <= 6  # forward and backward, of at most 3 graphs
+    squares = [shape for shape in recorder.shapes() if len(shape) >= 2 and shape[-1] == shape[-2]]
+    assert all(isinstance(shape[-1], int) for shape in squares), squares  # none has two sizes of T tokens
+
+
+def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
+    torch._dynamo.reset()
+    reads = []
+    read = nta.SequenceLayout.from_position_ids
+
+    def counting(position_ids):
+        reads.append(position_ids)
+        return read(position_ids)
+
+    model = tiny.make("llama", "LlamaForCausalLM", nta.hf.register(), num_hidden_layers=3)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+    rows = [packed_row(lengths) for lengths in ([11, 4, 7], [3, 30])]
+    monkeypatch.setattr(positions.SequenceLayout, "from_position_ids", counting)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            for row in rows:
+                reads.clear()
+                made = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in row.items()}
+                got = compiled(**made)[0]
+                assert len(reads) == 1
+                torch.testing.assert_close(got, model(**made)[0], rtol=0, atol=5e-5)
