@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ from ..layout import SequenceLayout
 from . import adapters
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs
-from .call import SCHEMA, AttentionSpec, Call, check_slopes, from_schema, schema_values
+from .call import OPTIONS, SCHEMA, AttentionSpec, Call, check_slopes, from_schema, schema_values
 from .relative import RelativeBias, check_relative, check_type
 
+_T = TypeVar("_T")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
 _RELATIVE = "Tensor? buckets, Tensor? bias, Tensor? query_bias, Tensor? key_bias"
 _CALL = f"{_TENSORS}, {_RELATIVE}, {SCHEMA}"
 _NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
 _ARGUMENTS = len(_NAMES)
 _Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and value, and of the biases that are given
-_BIASES = slice(_NAMES.index("bias"), _NAMES.index("bias") + 3)
+_VALUES = _NAMES.index("key_bias") + 1  # the arguments from here on are not tensors
+_BIASES = slice(_NAMES.index("bias"), _VALUES)
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor[])"  # the schema of `_Gradients`
 _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
 
@@ -47,37 +49,52 @@ def register(backend: Backend) -> None:
 
     fake = functools.partial(_fake_forward, backend.rng_on_host)
     random = "dropout" in backend.features
-    define(
-        f"{backend.name}_forward({_CALL}) -> (Tensor out, Tensor lse, Tensor rng_state)", forward, fake, random=random
-    )
+    results = "Tensor out, Tensor lse, Tensor rng_state"
+    define(f"{backend.name}_forward({_CALL}) -> ({results})", forward, fake, random=random)
     define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
     _differentiate(backend.name)
 
 
-def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int, Call], Backend]) -> None:
+class Selection(NamedTuple):
+    """A backend that was selected for a call: its number, by which the backward finds it, and `Call.head_dims`."""
+
+    number: int
+    backend: Backend
+    head_dims: tuple[int, int] | None
+
+
+def register_auto(
+    select: Callable[[Call, str], Selection], select_again: Callable[[Call, int], Selection], key: Callable[[str], Any]
+) -> None:
     """Define `nt_attention::auto_forward`, which selects a backend when it runs, and `auto_backward`.
 
-    The forward's result `selected` (3,) int64, on the CPU, holds the index of the backend and a digest of each layout.
+    The forward's result `selected` (3,) int64, on the CPU, holds the number of the backend and a digest of each layout.
     The backward compares the digests, to detect offsets that were modified in place.
 
     Args:
-        select: Returns the index of the backend for a call and a requested name.
-        backend_at: Returns the backend at an index, or raises a ValueError if it cannot run the call.
+        select: Selects a backend for a call and a requested name.
+        select_again: Selects the backend of a number, or raises a ValueError if it cannot run the call.
+        key: Everything besides the call on which `select` depends, for a requested name.
     """
+
+    def select_first(call: Call, name: str) -> tuple[Selection, Tensor]:
+        found = select(call, name)
+        return found, torch.tensor([found.number, call.layout.digest, call.key_layout.digest], device="cpu")
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         *arguments, name = arguments  # type: ignore[assignment]
-        inputs, call = Inputs(*arguments[:3]), call_of(*arguments)
-        index = select(call, name)
-        out, lse, state = _forward(backend_at(index, call), inputs, call)
-        selected = torch.tensor([index, call.layout.digest, call.key_layout.digest], device="cpu")
-        return out, lse, state.to(inputs.query.device), selected
+        call, ((_, backend, dims), selected) = _cached_call(
+            arguments, ("forward", key(name)), lambda call: select_first(call, name)
+        )
+        out, lse, state = _forward(backend, Inputs(*arguments[:3]), call._replace(head_dims=dims))
+        return out, lse, state.to(out.device) if backend.rng_on_host else state, selected.clone()
 
     def backward(*arguments: Any) -> _Gradients:
         saved, (*arguments, selected) = _backward_inputs(*arguments[:8]), arguments[5:]  # type: ignore[assignment]
-        index, *digests = selected.tolist()
-        call = call_of(*arguments)
-        backend = backend_at(index, call)
+        number, *digests = selected.tolist()
+        call, (_, backend, dims) = _cached_call(
+            arguments, ("backward", number), lambda call: select_again(call, number)
+        )
         if digests != [call.layout.digest, call.key_layout.digest]:  # not all compilers check saved tensors
             raise RuntimeError(
                 "the offsets of a layout, which are needed for gradient computation, have been modified by an inplace "
@@ -85,7 +102,7 @@ def register_auto(select: Callable[[Call, str], int], backend_at: Callable[[int,
             )
         if backend.rng_on_host:
             saved = saved._replace(rng_state=saved.rng_state.cpu())  # type: ignore[union-attr]
-        return _backward(backend, saved, Inputs(*arguments[:3]), call)
+        return _backward(backend, saved, Inputs(*arguments[:3]), call._replace(head_dims=dims))
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         return (*_fake_forward(False, *arguments[:-1]), torch.empty(3, dtype=torch.int64, device="cpu"))
@@ -138,56 +155,70 @@ def arguments_of(call: Call) -> tuple[Any, ...]:
     return (layout.cu_seqlens, key_layout.cu_seqlens, slopes, *(of_relative or [None] * 4), *schema_values(spec))
 
 
-def call_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    slopes: Tensor | None,
-    buckets: Tensor | None,
-    bias: Tensor | None,
-    query_bias: Tensor | None,
-    key_bias: Tensor | None,
-    *values: Any,
-) -> Call:
-    """The inverse of `arguments_of`. It checks the tensors, because kernels could read past their end.
+def call_of(*arguments: Any) -> Call:
+    """The inverse of `arguments_of`, for the arguments of a forward operator.
+
+    It checks the tensors, because kernels could read past their end.
 
     Raises:
         ValueError: The tensors do not fit each other.
     """
+    return _cached_call(arguments, (), lambda call: None)[0]
+
+
+def _cached_call(arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[[Call], _T]) -> tuple[Call, _T]:
+    """`call_of`, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
+    query, k, value, cu_seqlens, key_cu_seqlens, slopes, *of_relative = arguments[:_VALUES]
     layout = SequenceLayout.in_operator(cu_seqlens)
     key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.in_operator(key_cu_seqlens)
-    layout.check_rows(query, "query")
-    key_layout.check_keys(key, value)
-    if layout.batch_size != key_layout.batch_size:
-        raise ValueError(f"cu_seqlens are of {layout.batch_size} sequences, key_cu_seqlens of {key_layout.batch_size}.")
-    if slopes is not None:
-        check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
-    relative = None if buckets is None else RelativeBias(buckets, bias, query_bias, key_bias)
+    relative = None if of_relative[0] is None else RelativeBias(*of_relative)
     if relative is not None:
         check_type(relative)
-        check_relative(relative, query, key)
+    terms = () if relative is None else relative.terms
+    values = tuple([tuple(x) if isinstance(x, list) else x for x in arguments[_VALUES:]])
+
+    def build() -> tuple[AttentionSpec, _T]:
+        layout.check_rows(query, "query")
+        key_layout.check_keys(k, value)
+        spec = _spec(query, k, value, layout, key_layout, slopes is not None, terms, values)
+        return spec, more(Call(layout, key_layout, slopes, spec, None, relative))
+
+    of_tensors = [item for x in (query, k, value) for item in (x.shape, x.dtype, x.device)]
+    full_key = ("operator", *of_tensors, slopes is None, terms, values, key)
+    spec, found = layout.cached(full_key, build, key_layout)
+    if slopes is not None:
+        check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
+    if relative is not None:
+        check_relative(relative, query, k)
+    return Call(layout, key_layout, slopes, spec, None, relative), found
+
+
+def _spec(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout,
+    key_layout: SequenceLayout,
+    alibi: bool,
+    relative: tuple[str, ...],
+    values: Sequence[Any],
+) -> AttentionSpec:
+    if layout.batch_size != key_layout.batch_size:
+        raise ValueError(f"cu_seqlens are of {layout.batch_size} sequences, key_cu_seqlens of {key_layout.batch_size}.")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value must share a dtype, got {query.dtype}, {key.dtype} and {value.dtype}.")
-    spec = _spec(
+    options = from_schema(values)
+    return AttentionSpec.of(
         query.device,
         query.dtype,
-        tuple(torch.Size((0, *x.shape[1:])) for x in (query, key, value)),  # one cache entry for any number of tokens
-        tuple([tuple(x) if isinstance(x, list) else x for x in values]),
-        alibi=slopes is not None,
-        relative=() if relative is None else relative.terms,
+        (query.shape, key.shape, value.shape),
+        {name: x for name, x in options.items() if name in OPTIONS},
+        alibi=alibi,
+        relative=relative,
         equal_lengths=layout is key_layout or layout.same_lengths(key_layout),
         keyless=key_layout.min_seqlen == 0,
+        **{name: x for name, x in options.items() if name not in OPTIONS},
     )
-    return Call(layout, key_layout, slopes, spec, relative=relative)
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec(device: torch.device, dtype: torch.dtype, shapes: Any, values: Sequence[Any], **more: Any) -> AttentionSpec:
-    options = from_schema(values)
-    more |= {name: options.pop(name) for name in ("needs_grad", "relative_grad")}
-    return AttentionSpec.of(device, dtype, shapes, options, **more)
 
 
 def _backward_inputs(

@@ -19,6 +19,7 @@ from .backend import Backend
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
 from .call import AttentionSpec, Call
 from .cost_model import CallSize
+from .custom_ops import Selection
 
 ENVIRONMENT_VARIABLE = "NT_ATTENTION_BACKEND"
 
@@ -172,31 +173,31 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
     )
 
 
-def _choose_in_graph(call: Call, backend: str) -> int:
-    """The index of the chosen backend in `BACKENDS`, which the forward passes on to the backward."""
-    chosen = choose(call.spec, CallSize.of(call), backend)
+def _select_in_graph(call: Call, name: str) -> Selection:
+    """The chosen backend. Its number is its index in `BACKENDS`."""
+    chosen, dims = choose_for(call, name)
     if chosen.backward is None:
         raise ValueError(
             f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
-            f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, backend)}"
+            f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
         )
     if chosen.is_reference:
-        warn_if_slow(call, backend, stacklevel=2)
-    return list(BACKENDS.values()).index(chosen)
+        warn_if_slow(call, name, stacklevel=2)
+    return Selection(list(BACKENDS.values()).index(chosen), chosen, dims)
 
 
-def _backend_at(index: int, call: Call) -> Backend:
-    """The backend at that index of `BACKENDS`.
+def _select_again(call: Call, number: int) -> Selection:
+    """The backend of a number that `_select_in_graph` returned.
 
     Raises:
         ValueError: It cannot run this call, for example because a graph that was recorded without gradients selected a
             backend that only supports the forward.
     """
-    backend = list(BACKENDS.values())[index]
+    backend = list(BACKENDS.values())[number]
     if not _can_run(backend, call.spec):
         why = " ".join(_reasons(backend, call.spec))
         raise ValueError(f"{backend.name} cannot run this call: {why} Record the graph with gradients.")
-    return backend
+    return Selection(number, backend, support.head_dims(backend, call.spec))
 
 
 def selection_key(backend: str) -> tuple[object, ...]:
@@ -292,4 +293,4 @@ def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 for _backend in BACKENDS.values():
     if _backend.backward is not None:
         custom_ops.register(_backend)
-custom_ops.register_auto(_choose_in_graph, _backend_at)
+custom_ops.register_auto(_select_in_graph, _select_again, selection_key)
