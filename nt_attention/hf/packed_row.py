@@ -9,9 +9,9 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -27,22 +27,28 @@ class PackedRow(NamedTuple):
     length: int
 
 
-_row: ContextVar[PackedRow | None] = ContextVar("packed row", default=None)
+class _Thread(threading.local):
+    """The row of each thread. Graphs of torch.compile can read it; they can't read a context variable."""
+
+    row: PackedRow | None = None
+
+
+_thread = _Thread()
 
 
 def current_row() -> PackedRow | None:
-    """The packed row that runs now, or None."""
-    return _row.get()
+    """The packed row that runs now in this thread, or None."""
+    return _thread.row
 
 
 @contextmanager
 def running_row(row: PackedRow | None) -> Iterator[None]:
     """A context in which this row runs. None: the rows of the batch are not packed."""
-    before = _row.set(row)
+    before, _thread.row = _thread.row, row
     try:
         yield
     finally:
-        _row.reset(before)
+        _thread.row = before
 
 
 def counts_positions(module: nn.Module) -> bool:

@@ -127,7 +127,8 @@ def _differentiate(name: str) -> None:
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        tensors, (out, lse, state, *selected) = ctx.saved_tensors[:_ARGUMENTS], ctx.saved_tensors[_ARGUMENTS:]
+        saved = ctx.saved_tensors  # read once: a checkpoint computes the tensors for each reading
+        tensors, (out, lse, state, *selected) = saved[:_ARGUMENTS], saved[_ARGUMENTS:]
         arguments = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
         arguments[argument_index("needs_grad")] = True
         arguments[argument_index("relative_grad")] = any(ctx.needs_input_grad[_BIASES])

@@ -66,6 +66,7 @@ class PackedInput(NamedTuple):
     batch_first: bool
     is_batched: bool
 
+    @outside_of_graphs  # the number of rows would be a constant of the graph
     def restore(self, out: Tensor) -> Tensor:
         """Convert (T, E) to the form of the input, with 0 at padding."""
         padded = self.layout.pad(out) if self.full_shape is None else out.unflatten(0, self.full_shape)
@@ -77,7 +78,9 @@ class PackedInput(NamedTuple):
 def pack_inputs(
     *inputs: PaddedInput, batch_first: bool, reason: str | None = None
 ) -> tuple[PackedInput, ...] | str | None:
-    """Pack the inputs of one call. Syncs once for each padding mask, and once for each mask whose values are read.
+    """Pack the inputs of one call, outside of graphs.
+
+    Syncs once for each padding mask, and once for each mask whose values are read.
 
     Args:
         inputs: inputs with the same batch size.
@@ -94,7 +97,7 @@ def pack_inputs(
     if not all(x.dim() == rows[0].dim() and (x.dim() == 2 or x.shape[0] == rows[0].shape[0]) for x in rows):
         return None
     read = [*rows, *(x.padding for x in inputs if x.padding is not None)]
-    if not (torch.compiler.is_compiling() or all(map(can_be_read, read))):  # torch.compile breaks its graph to read
+    if not all(map(can_be_read, read)):
         return "its values can't be read here"
     if reason is not None:
         return reason
@@ -120,7 +123,6 @@ def _pack(rows: Tensor, padding: Tensor | None, causal: bool, batch_first: bool)
     return PackedInput(rows.flatten(0, 1), layout, causal, (rows.shape[0], rows.shape[1]), batch_first, is_batched)
 
 
-@outside_of_graphs
 def _layout(rows: Tensor, padding: Tensor | None) -> SequenceLayout:
     return layout_without_padding(rows) if padding is None else SequenceLayout.from_attention_mask(~padding)
 
@@ -138,7 +140,6 @@ def causality(mask: Tensor | None, is_causal: bool | None, length: int) -> bool 
     return _read_causality(mask) if mask.shape == (length, length) else None
 
 
-@outside_of_graphs
 def _read_causality(mask: Tensor) -> bool | None:
     later = torch.ones_like(mask, dtype=torch.bool).triu(1)
     causal = later if mask.dtype == torch.bool else _additive(later, mask)
@@ -154,7 +155,6 @@ def as_padding(mask: Tensor) -> Tensor | None:
     return mask if mask.dtype == torch.bool else _read_padding(mask)
 
 
-@outside_of_graphs
 def _read_padding(mask: Tensor) -> Tensor | None:
     padding = mask == -torch.inf
     return padding if torch.equal(mask, _additive(padding, mask)) else None
@@ -181,12 +181,10 @@ def padding_of_memory(source: Tensor, memory: Tensor | None) -> Literal["same", 
     if memory is source:
         return "same"
     masks = [source] if memory is None else [source, memory]
-    can_be_compared = torch.compiler.is_compiling() or all(map(can_be_read, masks))
-    can_be_compared &= all(_is_mask(x) and x.shape == source.shape for x in masks)
+    can_be_compared = all(can_be_read(x) and _is_mask(x) and x.shape == source.shape for x in masks)
     return _compare_padding(source, memory) if can_be_compared else "hidden"
 
 
-@outside_of_graphs
 def _compare_padding(source: Tensor, memory: Tensor | None) -> Literal["same", "hidden", "visible"]:
     padding = as_padding(source)
     if padding is None:

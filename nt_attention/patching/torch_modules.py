@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from .. import nested
 from .._forwards import PatchedForward, override_forward
+from .._tracing import outside_of_graphs
 from .handle import PatchHandle
 from .padded_inputs import PackedInput, PaddedInput, pack_inputs, padding_of_memory
 from .transformer_layers import (
@@ -259,17 +260,31 @@ def _transformer(
     is_nested = call.src.is_nested or call.tgt.is_nested
     if padding is None or is_nested or not _is_patched(model.encoder, nn.TransformerEncoder):
         return original(*args, **kwargs)
+    plan = _plan_transformer(handle, model, call, padding)
+    if plan == "padded encoder":
+        masks = {"mask": call.src_mask, "src_key_padding_mask": padding, "is_causal": call.src_is_causal}
+        return model.decoder(call.tgt, model.encoder(call.src, **masks, run_padded=True), **call.decoder_masks)
+    if plan == "one by one":
+        return original(*args, **kwargs)
+    source, target = plan
+    memory = source._replace(values=_run_encoder(model.encoder, source, source.is_causal))
+    return target.restore(_run_decoder(model.decoder, target, memory, target.is_causal))
+
+
+@outside_of_graphs  # the host reads the masks, and graphs support no locks
+def _plan_transformer(
+    handle: PatchHandle, model: nn.Transformer, call: _TransformerCall, padding: Tensor
+) -> tuple[PackedInput, ...] | Literal["padded encoder", "one by one"]:
+    """Pack and count the call, or say how encoder and decoder are called."""
     in_memory = padding_of_memory(padding, call.memory_key_padding_mask)
     if in_memory == "visible":
         handle.fall_back("memory_key_padding_mask does not hide the padding of src", "the encoder of this call")
-        masks = {"mask": call.src_mask, "src_key_padding_mask": padding, "is_causal": call.src_is_causal}
-        return model.decoder(call.tgt, model.encoder(call.src, **masks, run_padded=True), **call.decoder_masks)
-    if in_memory == "same" and (packed := _pack_both(model, call)) is not None:
-        handle.count(None)
-        source, target = packed
-        memory = source._replace(values=_run_encoder(model.encoder, source, source.is_causal))
-        return target.restore(_run_decoder(model.decoder, target, memory, target.is_causal))
-    return original(*args, **kwargs)
+        return "padded encoder"
+    packed = _pack_both(model, call) if in_memory == "same" else None
+    if packed is None:
+        return "one by one"
+    handle.count(None)
+    return packed
 
 
 def _pack_both(model: nn.Transformer, call: _TransformerCall) -> tuple[PackedInput, ...] | None:
@@ -305,7 +320,16 @@ def _pack(
     handle: PatchHandle, module: nn.Module, *inputs: PaddedInput, reason: str | None = None
 ) -> tuple[PackedInput, ...] | None:
     """Pack the inputs of a call, and count the call. None if it has to run padded; see `pack_inputs`."""
-    packed = pack_inputs(*inputs, batch_first=_batch_first(module), reason=reason)
+    if all(x.padding is None for x in inputs):
+        return None
+    return _pack_and_count(handle, _batch_first(module), inputs, reason)
+
+
+@outside_of_graphs  # the host reads the masks, and graphs support no locks
+def _pack_and_count(
+    handle: PatchHandle, batch_first: bool, inputs: tuple[PaddedInput, ...], reason: str | None
+) -> tuple[PackedInput, ...] | None:
+    packed = pack_inputs(*inputs, batch_first=batch_first, reason=reason)
     if isinstance(packed, str):
         handle.fall_back(packed)
         return None

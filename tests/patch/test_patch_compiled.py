@@ -1,0 +1,146 @@
+"""Patched models under torch.compile: packing and padding are outside, everything between them is one graph."""
+
+import random
+
+import pytest
+import tiny
+import torch
+from sweeps import sweep_except
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import nt_attention as nta
+
+CLASSES = {model_type: tiny.classes(model_type)[-1] for model_type in tiny.CONFIGS} | {
+    "bert": "BertForMaskedLM",
+    "llama": "LlamaForCausalLM",
+    "modernbert": "ModernBertForMaskedLM",
+}
+GRAPHS = {"esm": 4}  # it embeds its tokens outside of the graph
+# What each variant changes: the arguments of torch.compile, checkpointing, autocast and dropout.
+VARIANTS = ("plain", "static first", "checkpointing", "autocast", "dropout", "evaluation")
+BATCHES = [[7, 1, 13, 19], [3, 11, 2, 5], [5, 5, 17], [23, 2, 3, 8, 4]]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(fresh_compiler):
+    """For every test here."""
+
+
+def batch_of(model, lengths):
+    mask = torch.arange(max(lengths) + 2) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(4, tiny.VOCABULARY, mask.shape).masked_fill(~mask, tiny.PAD)
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    if type(model).__name__.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel")):
+        batch["labels"] = ids.masked_fill(~mask, -100)
+    return batch
+
+
+def solve(function, model, batch, *, autocast=False):
+    """The main output at real tokens, the loss and the gradients of the parameters."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = function(**batch)
+    mask = batch["attention_mask"].bool()
+    main = next(iter(x for name, x in out.items() if name != "loss"))
+    parts = [main] if isinstance(main, torch.Tensor) else list(main)
+    parts = [x[mask] if x.shape[:2] == mask.shape else x for x in parts]
+    loss = out["loss"] if "loss" in out else sum(x.float().square().sum() for x in parts)
+    if not loss.requires_grad:
+        return parts, []
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [*parts, loss], list(grads)
+
+
+@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+@pytest.mark.parametrize("model_type", sweep_except(list(CLASSES), "bert", "llama", "modernbert"))
+def test_outputs_loss_and_gradients(model_type):
+    implementation = "eager" if model_type in ("gemma2", "gpt_oss") else "sdpa"  # they have no sdpa
+    model = tiny.make(model_type, CLASSES[model_type], implementation).train()
+    batches = [batch_of(model, lengths) for lengths in BATCHES]
+    want = [solve(model, model, batch) for batch in batches]
+    counter = CompileCounterWithBackend("aot_eager")
+    with nta.patch(model, logits="padded", on_fallback="raise") as handle:
+        compiled = torch.compile(model, backend=counter, dynamic=True)
+        for batch, theirs in zip(batches, want, strict=True):
+            torch.testing.assert_close(solve(compiled, model, batch), theirs, rtol=1e-4, atol=1e-4)
+        assert handle.calls == {None: len(BATCHES)}
+    assert counter.frame_count <= GRAPHS.get(model_type, 3)
+
+
+@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+@pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
+@pytest.mark.parametrize("variant", sweep_except(VARIANTS, "dropout", "checkpointing"))
+def test_24_batches_of_other_lengths(variant, model_type):
+    dropout = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3, "attention_dropout": 0.3}
+    model = tiny.make(model_type, CLASSES[model_type], "sdpa", **(dropout if variant == "dropout" else {}))
+    model.train(variant != "evaluation")
+    if variant == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    counter, numbers = CompileCounterWithBackend("aot_eager"), random.Random(0)
+    with (
+        nta.patch(model, logits="padded", on_fallback="raise") as handle,
+        torch.set_grad_enabled(variant != "evaluation"),
+    ):
+        compiled = torch.compile(model, backend=counter, dynamic=None if variant == "static first" else True)
+        for _ in range(24):
+            batch = batch_of(model, [numbers.randint(1, 40) for _ in range(numbers.randint(2, 6))])
+            got = solve(compiled, model, batch, autocast=variant == "autocast")
+            if variant != "dropout":  # a graph draws other random numbers
+                want = solve(model, model, batch, autocast=variant == "autocast")
+                tolerance = 0.1 if variant == "autocast" else 2e-4
+                torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        assert handle.calls == {None: 24 if variant == "dropout" else 48}
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backward_of_a_checkpoint_reads_saved_tensors_once(backend):
+    """PyTorch raises an error if a tensor of a checkpoint is unpacked twice."""
+    model = tiny.make("bert", "BertModel", "sdpa").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = batch_of(model, BATCHES[0])
+    want = solve(model, model, batch)
+    with nta.patch(model):
+        got = solve(torch.compile(model, backend=backend, dynamic=True), model, batch)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
+def test_inductor(model_type):
+    model = tiny.make(model_type, CLASSES[model_type], "sdpa").train()
+    batches = [batch_of(model, lengths) for lengths in BATCHES]
+    want = [solve(model, model, batch) for batch in batches]
+    plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}  # compiles faster
+    with nta.patch(model, logits="padded", on_fallback="raise"), torch._inductor.config.patch(plainest):
+        compiled = torch.compile(model, dynamic=True)
+        for batch, theirs in zip(batches, want, strict=True):
+            torch.testing.assert_close(solve(compiled, model, batch), theirs, rtol=1e-3, atol=1e-4)
+
+
+class Embedded(nn.Module):
+    """A model that is not patched itself, but has a patched encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(tiny.VOCABULARY, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(32))
+
+    def forward(self, input_ids, attention_mask):
+        return {"out": self.encoder(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)}
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_transformer_encoder_in_a_model(train):
+    model = Embedded().train(train)
+    batches = [batch_of(model, lengths) for lengths in BATCHES]
+    want = [solve(model, model, batch) for batch in batches]
+    counter = CompileCounterWithBackend("aot_eager")
+    with nta.patch(model, on_fallback="raise") as handle:
+        compiled = torch.compile(model, backend=counter, dynamic=True)
+        for batch, theirs in zip(batches, want, strict=True):
+            torch.testing.assert_close(solve(compiled, model, batch), theirs, rtol=1e-4, atol=1e-5)
+        assert handle.calls == {None: len(BATCHES)}
+    assert counter.frame_count <= 4  # two for the embedding, which runs before the packing
