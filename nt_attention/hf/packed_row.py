@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .._tracing import outside_of_graphs
 from ..layout import SequenceLayout
 
 
@@ -41,14 +42,20 @@ def current_row() -> PackedRow | None:
     return _thread.row
 
 
+@outside_of_graphs
+def _replace_row(row: PackedRow | None) -> PackedRow | None:
+    before, _thread.row = _thread.row, row
+    return before
+
+
 @contextmanager
 def running_row(row: PackedRow | None) -> Iterator[None]:
     """A context in which this row runs. None: the rows of the batch are not packed."""
-    before, _thread.row = _thread.row, row
+    before = _replace_row(row)
     try:
         yield
     finally:
-        _thread.row = before
+        _replace_row(before)
 
 
 def counts_positions(module: nn.Module) -> bool:
