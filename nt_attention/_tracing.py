@@ -74,6 +74,11 @@ def is_observed(*tensors: Tensor) -> bool:
     )
 
 
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which the host can't read the tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def is_replayed(tensor: Tensor) -> bool:
     """Whether it is an output of a CUDA graph of torch.compile. Replays write to it without changing its version."""
     return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -75,6 +76,12 @@ def is_stock(implementation: str | None) -> bool:
         return True
     function = ALL_ATTENTION_FUNCTIONS.get(cast(str, implementation))
     return function is None or function.__module__.startswith("transformers.")
+
+
+_NOT_READ = (
+    "a CUDA graph is captured, in which position_ids can't be read for the first time, so a dense mask of all pairs of "
+    "positions keeps packed rows apart: run the call once with the same position_ids before the capture."
+)
 
 
 class _Call(NamedTuple):
@@ -182,8 +189,11 @@ def _plan(
         if traced and mask is None:
             layout = positions.layout_in_graph(ids, rows, layer)
             layouts = layout, layout
-        elif traced or (source is not None and not positions.can_read_layout(ids, rows, layer, source.token_mask)):
-            mask = _both(_causal_mask(call) if mask is None else mask, positions.same_sequence(ids, rows))
+        elif source is not None and not positions.can_read_layout(ids, rows, layer, source.token_mask):
+            warnings.warn(_NOT_READ, stacklevel=2)
+            mask = _dense_mask(call, mask, ids)
+        elif traced:
+            mask = _dense_mask(call, mask, ids)
         elif source is not None:  # a mask of the caller has its own packing
             found = positions.read_layout(ids, rows, layer, source.token_mask)
             layouts = None if found is None else (found, found)
@@ -293,6 +303,13 @@ def _causal_mask(call: _Call) -> Tensor:
     window = Window.of(((call.sliding_window or 0) - 1,) * 2, call.is_causal)
     visible = window.visible(distances(queries, keys, 0, device))
     return (torch.ones(queries, keys, dtype=torch.bool, device=device) if visible is None else visible)[None, None]
+
+
+def _dense_mask(call: _Call, mask: Tensor | None, position_ids: Tensor) -> Tensor:
+    """(1 or B, 1, T, S) the mask, by which sequences that restart in a row do not see each other."""
+    return _both(
+        _causal_mask(call) if mask is None else mask, positions.same_sequence(position_ids, call.query.shape[0])
+    )
 
 
 def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .._tracing import can_be_read, is_in_jit_trace, is_traced
+from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced
 
 MaskFunction = Callable[..., Any]
 
@@ -110,5 +110,4 @@ def _passes_geometry(config: Any) -> bool:
 
 def _is_all_true(token_mask: Tensor) -> bool:
     """Whether there is no padding. False if the host can't read the mask, in a graph or the capture of a CUDA graph."""
-    capturing = token_mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    return can_be_read(token_mask) and not capturing and bool(token_mask.all())
+    return can_be_read(token_mask) and not is_captured(token_mask) and bool(token_mask.all())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._operators import define
-from .._tracing import TracedLayout, is_replayed
+from .._tracing import TracedLayout, is_captured, is_replayed
 from ..layout import SequenceLayout, layout_where
 
 
@@ -100,8 +100,9 @@ def read_layout(
 
 def can_read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> bool:
     """Whether `read_layout` can be called: a captured CUDA graph can't read positions that were not read before."""
-    capturing = position_ids.is_cuda and torch.cuda.is_current_stream_capturing()
-    return not capturing or _find(position_ids, _version(position_ids), rows, layer, token_mask) is not None
+    if not is_captured(position_ids):
+        return True
+    return _find(position_ids, _version(position_ids), rows, layer, token_mask) is not None
 
 
 def _find(

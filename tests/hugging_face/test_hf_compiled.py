@@ -1,11 +1,14 @@
 """Models under the registered name compile as one graph, and packed rows stay apart in it."""
 
+import warnings
+
+import pytest
 import tiny
 import torch
 from sweeps import covering
 
 import nt_attention as nta
-from nt_attention.hf import positions
+from nt_attention.hf import masks, positions
 
 LENGTHS, LENGTH = [11, 4, 7], 11
 
@@ -124,3 +127,19 @@ def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
                 got = compiled(**made)[0]
                 assert len(reads) == 1
                 torch.testing.assert_close(got, model(**made)[0], rtol=0, atol=5e-5)
+
+
+def test_capture_of_a_cuda_graph_reads_no_positions(monkeypatch):
+    """Positions that were read before are used. Others get a dense mask, with a warning."""
+    model = tiny.make("llama", "LlamaForCausalLM", nta.hf.register())
+    row, other = packed_row([11, 4, 7]), packed_row([11, 4, 7])
+    with torch.no_grad():
+        want, others = (model(**x)[0] for x in (row, other))
+        other["position_ids"] = other["position_ids"].clone()
+        for module in (positions, masks):
+            monkeypatch.setattr(module, "is_captured", lambda tensor: True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(model(**row)[0], want)
+        with pytest.warns(UserWarning, match="run the call once with the same position_ids before the capture"):
+            torch.testing.assert_close(model(**other)[0], others, rtol=0, atol=5e-5)

@@ -5,6 +5,7 @@ import random
 import pytest
 import tiny
 import torch
+import transformers
 from sweeps import sweep_except
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -22,6 +23,8 @@ CLASSES = {model_type: tiny.classes(model_type)[-1] for model_type in TYPES} | {
     "modernbert": "ModernBertForMaskedLM",
 }
 GRAPHS = {"esm": 4}  # it embeds its tokens outside of the graph
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):  # their code breaks graphs, also without a patch
+    GRAPHS |= {"opt": 8, "gpt_oss": 32}
 # Variants: the arguments of torch.compile, checkpointing, autocast, dropout, or the mode of the model.
 VARIANTS = [
     *(("plain", "llama"), ("static first", "bert"), ("checkpointing", "bert"), ("checkpointing", "llama")),
