@@ -307,9 +307,8 @@ def _causal_mask(call: _Call) -> Tensor:
 
 def _dense_mask(call: _Call, mask: Tensor | None, position_ids: Tensor) -> Tensor:
     """(1 or B, 1, T, S) the mask, by which sequences that restart in a row do not see each other."""
-    return _both(
-        _causal_mask(call) if mask is None else mask, positions.same_sequence(position_ids, call.query.shape[0])
-    )
+    together = positions.same_sequence(position_ids, call.query.shape[0])
+    return _both(_causal_mask(call) if mask is None else mask, together)
 
 
 def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
