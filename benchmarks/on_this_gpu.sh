@@ -41,6 +41,7 @@ done
 bench float32 --dtype float32 --workloads A E
 bench float32_A_128 --dtype float32 --workloads A --heads 8 --head-dim 128
 stage host_time python -W ignore benchmarks/host_time.py
+stage operator_host_time python -W ignore benchmarks/operator_host_time.py
 stage multihead_A python -W ignore benchmarks/multihead.py --workload A --embed-dim 1024 --heads 16
 stage multihead_E python -W ignore benchmarks/multihead.py --workload E
 stage transformer_encoder python -W ignore benchmarks/transformer_encoder.py
