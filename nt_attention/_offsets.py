@@ -160,8 +160,8 @@ _facts_of: WeakTensorDict[HostFacts] = WeakTensorDict()
 _source_of: WeakTensorDict[weakref.ref[Tensor]] = WeakTensorDict()
 # The results of `copy_for_graph` → their snapshot, and the offsets and facts that they were made from.
 _copies: WeakTensorDict[tuple[object, Tensor, HostFacts]] = WeakTensorDict()
-# Offsets that an operator has read → the reader, their snapshot, and the copy that was read.
-_read_by: WeakTensorDict[tuple[int, object, Tensor]] = WeakTensorDict()
+# Offsets that an operator has read → the token of the forward, their snapshot, and the copy that was read.
+_read_in: WeakTensorDict[tuple[weakref.ref[Tensor], object, Tensor]] = WeakTensorDict()
 
 
 def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
@@ -190,16 +190,16 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     return offsets, facts if is_replayed(offsets) else cache_facts(offsets, facts)
 
 
-def read_in_operator(offsets: Tensor, reader: int | None = None, *, is_copy: bool = False) -> tuple[Tensor, HostFacts]:
+def read_in_operator(offsets: Tensor, token: Tensor | None, *, is_copy: bool = False) -> tuple[Tensor, HostFacts]:
     """`read_offsets` in an operator of a graph.
 
     Offsets that were read outside of graphs need no sync. Others may have been computed in the graph. A compiler may
     reuse the memory and the tensor object of such a tensor for other offsets, without a change of its version. So they
-    are read again, unless another reader has read them: a model passes the same offsets to all of its layers.
+    are read again, unless they were read in this forward of the model, which passes them to all of its layers.
 
     Args:
         offsets: (B+1,).
-        reader: the index of the layer, or None if it is not known.
+        token: a tensor that is made once in each forward of a model; None if it is not known.
         is_copy: whether the offsets come from `copy_for_graph`, if they are not an input of the graph.
 
     Returns:
@@ -208,13 +208,13 @@ def read_in_operator(offsets: Tensor, reader: int | None = None, *, is_copy: boo
     found = _find(offsets) or (_find_copied(offsets) if is_copy else None)
     if found is not None:
         return found
-    entry = _read_by.get(offsets)
-    if entry is not None and entry[0] != reader is not None and entry[1] == snapshot(offsets):
+    entry = _read_in.get(offsets)
+    if entry is not None and entry[0]() is token is not None and entry[1] == snapshot(offsets):
         return read_offsets(entry[2])
     with creating_cached_tensors():
         copy = offsets.detach().clone()
-    if reader is not None:
-        _read_by[offsets] = (reader, snapshot(offsets), copy)
+    if token is not None:
+        _read_in[offsets] = (weakref.ref(token), snapshot(offsets), copy)
     return read_offsets(copy)
 
 

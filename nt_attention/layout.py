@@ -106,14 +106,14 @@ class SequenceLayout:
         return cls.from_facts(*_offsets.read_offsets(offsets), max_seqlen)
 
     @classmethod
-    def in_graph(cls, offsets: Tensor, reader: int | None = None) -> SequenceLayout:
+    def in_graph(cls, offsets: Tensor, token: Tensor | None = None) -> SequenceLayout:
         """The layout of a graph. The offsets are read when it runs; see `_offsets.read_in_operator`."""
-        return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, reader)))
+        return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, token)))
 
     @classmethod
     def in_operator(cls, offsets: Tensor) -> SequenceLayout:
         """The layout of the offsets that an operator in a graph gets, from `in_graph` or from outside."""
-        return cls.from_facts(*_offsets.read_in_operator(offsets, is_copy=True))
+        return cls.from_facts(*_offsets.read_in_operator(offsets, None, is_copy=True))
 
     @classmethod
     def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
@@ -593,9 +593,9 @@ class SequenceLayout:
 
 
 define(
-    "offsets(Tensor offsets, int? reader) -> Tensor",
-    lambda offsets, reader: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, reader), offsets.shape[0]),
-    lambda offsets, reader: offsets.new_empty(offsets.shape, dtype=torch.int32),
+    "offsets(Tensor offsets, Tensor? token) -> Tensor",
+    lambda offsets, token: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, token), offsets.shape[0]),
+    lambda offsets, token: offsets.new_empty(offsets.shape, dtype=torch.int32),
 )
 TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda offsets: SequenceLayout.from_offsets(offsets)))
 

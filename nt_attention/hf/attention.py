@@ -150,6 +150,9 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
+    token = None
+    if positions.is_token(attention_mask):
+        token, attention_mask = attention_mask, None
     decoding = query.shape[2] == 1 and cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask)
     if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
@@ -166,14 +169,19 @@ def attention(
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
     if not decoding:
-        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids)
+        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, token)
     return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
 
 
 def _plan(
-    call: _Call, mask: Tensor | None, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, ids: Tensor | None
+    call: _Call,
+    mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    ids: Tensor | None,
+    token: Tensor | None,
 ) -> tuple[Layouts | None, Tensor | None]:
-    """The layouts to run a call packed, or None; and the mask to run it padded."""
+    """The layouts to run a call packed, or None; and the mask to run it padded. For `token`, see `new_token`."""
     query, key, options = call.query, call.key, call.options
     traced = is_traced(query)
     layouts = None
@@ -181,22 +189,23 @@ def _plan(
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
-        layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours)
+        layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, token)
         mask = None if is_ours else mask
     elif ids is not None and _may_be_packed(call, ids):
-        rows, layer = query.shape[0], getattr(call.module, "layer_idx", None)
-        source = None if traced else masks.source_of(mask)
+        rows, source = query.shape[0], masks.source_of(mask)
         if traced and mask is None:
-            layout = positions.layout_in_graph(ids, rows, layer)
+            layout = positions.layout_in_graph(ids, rows, token)
             layouts = layout, layout
-        elif source is not None and not positions.can_read_layout(ids, rows, layer, source.token_mask):
-            warnings.warn(_NOT_READ, stacklevel=2)
-            mask = _dense_mask(call, mask, ids)
-        elif traced:
-            mask = _dense_mask(call, mask, ids)
         elif source is not None:  # a mask of the caller has its own packing
-            found = positions.read_layout(ids, rows, layer, source.token_mask)
-            layouts = None if found is None else (found, found)
+            layer = None if traced else getattr(call.module, "layer_idx", None)
+            if traced or not positions.can_read_layout(ids, rows, layer, source.token_mask):
+                if not traced:
+                    warnings.warn(_NOT_READ, stacklevel=2)
+                together = positions.same_sequence(ids, rows, source.token_mask)
+                mask = _both(_causal_mask(call) if mask is None else mask, together)
+            else:
+                found = positions.read_layout(ids, rows, layer, source.token_mask)
+                layouts = None if found is None else (found, found)
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
         if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
@@ -264,7 +273,12 @@ def _has_sdpa(kind: Any) -> bool:
 
 
 def _layouts_of(
-    call: _Call, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool, is_ours: bool
+    call: _Call,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor | None,
+    traced: bool,
+    is_ours: bool,
+    token: Tensor | None,
 ) -> Layouts:
     """The layouts of these offsets. `is_ours`: they are those of a layout that the patch made."""
 
@@ -273,7 +287,7 @@ def _layouts_of(
             return SequenceLayout.from_offsets(offsets)
         if is_ours:
             return cast(SequenceLayout, TracedLayout(offsets))
-        return SequenceLayout.in_graph(offsets, reader=getattr(call.module, "layer_idx", None))
+        return SequenceLayout.in_graph(offsets, token)
 
     layout = layout_of(cu_seq_lens_q)
     same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
@@ -305,12 +319,6 @@ def _causal_mask(call: _Call) -> Tensor:
     return (torch.ones(queries, keys, dtype=torch.bool, device=device) if visible is None else visible)[None, None]
 
 
-def _dense_mask(call: _Call, mask: Tensor | None, position_ids: Tensor) -> Tensor:
-    """(1 or B, 1, T, S) the mask, by which sequences that restart in a row do not see each other."""
-    together = positions.same_sequence(position_ids, call.query.shape[0])
-    return _both(_causal_mask(call) if mask is None else mask, together)
-
-
 def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
     """(B, 1, T, S) bool, True if query and key are in one sequence."""
     rows = query.shape[0]
@@ -336,4 +344,4 @@ def bypass_mask(device: torch.device) -> Tensor:
 
 def is_bypass_mask(mask: Any) -> bool:
     """Whether a mask was made by `bypass_mask`."""
-    return isinstance(mask, Tensor) and mask.shape == (1, 1, 0, 0)
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (1, 1, 0, 0)

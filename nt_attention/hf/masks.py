@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced
+from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
+from .positions import new_token
 
 MaskFunction = Callable[..., Any]
 
@@ -47,7 +48,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
     It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
-    made of causality, a window and packed rows. The attention function then finds packed sequences by their positions
+    made of causality, a window and packed rows. In a graph it is then `new_token`. The attention function then finds packed sequences by their positions
     or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of the caller), the result is that of
     the implementation `over`. Syncs with the device once if there is an attention mask, as that implementation does.
 
@@ -66,10 +67,10 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
         and (token_mask is None or _is_all_true(token_mask))
     ):
-        return None
+        return new_token(given.get("device") or torch.device("cpu")) if is_tracing() else None
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
-    if whole and isinstance(made, Tensor) and not is_traced(made):
-        setattr(made.untyped_storage(), _SOURCE, Source(token_mask))
+    if whole and isinstance(made, Tensor):
+        setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, Source(token_mask))
     return made
 
 
@@ -80,13 +81,15 @@ class Source(NamedTuple):
 
 
 # The attribute that stores the Source of a mask. It is set on the mask's storage, because checkpointing detaches masks.
-# It is freed with the storage, and no two threads share it.
+# It is freed with the storage, and no two threads share it. In a graph it is set on the mask.
 _SOURCE = "_nt_attention_source"
 
 
 def source_of(attention_mask: Tensor | None) -> Source | None:
     """What a mask of this file was made from. None for a mask of the caller."""
-    return Source() if attention_mask is None else getattr(attention_mask.untyped_storage(), _SOURCE, None)
+    if attention_mask is None:
+        return Source()
+    return getattr(attention_mask if is_traced(attention_mask) else attention_mask.untyped_storage(), _SOURCE, None)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:

@@ -6,12 +6,14 @@ Dimensions: B rows, L positions in a row.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._offsets import WeakTensorDict, snapshot
 from .._operators import define
 from .._tracing import TracedLayout, is_captured, is_replayed
 from ..layout import SequenceLayout, layout_where
@@ -54,9 +56,9 @@ def previous_token(token_mask: Tensor) -> Tensor:
     return torch.cat([index.new_full((len(token_mask), 1), -1), index.cummax(1).values[:, :-1]], 1)
 
 
-def same_sequence(position_ids: Tensor, rows: int) -> Tensor:
+def same_sequence(position_ids: Tensor, rows: int, token_mask: Tensor | None) -> Tensor:
     """(B, 1, L, L) bool, True if query and key are in one sequence. Needs no sync."""
-    ids = starts(position_ids).cumsum(1)
+    ids = starts(position_ids, token_mask).cumsum(1)
     return (ids[:, None, :, None] == ids[:, None, None, :]).expand(rows, -1, -1, -1)
 
 
@@ -74,15 +76,12 @@ _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _NO_MASK = torch.empty(0)
 
 
-def read_layout(
-    position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None, *, in_operator: bool = False
-) -> SequenceLayout | None:
+def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> SequenceLayout | None:
     """The layout of all B · L positions, or None if each row is one sequence. Read once for all layers of a model.
 
-    Padding is part of the sequence before it, or of the first sequence of the row. For `in_operator`, see
-    `_offsets.read_in_operator`.
+    Padding is part of the sequence before it, or of the first sequence of the row.
     """
-    version = None if in_operator else _version(position_ids)
+    version = _version(position_ids)
     entry = _find(position_ids, version, rows, layer, token_mask)
     if entry is not None:
         return entry.layout
@@ -122,28 +121,64 @@ def _version(position_ids: Tensor) -> int | None:
     return None if unknown else position_ids._version
 
 
-def layout_in_graph(position_ids: Tensor, rows: int, layer: int | None) -> SequenceLayout:
-    """The layout of all B · L positions, in a graph. They are read when the graph runs, once for all layers."""
-    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, layer)
+def layout_in_graph(position_ids: Tensor, rows: int, token: Tensor | None) -> SequenceLayout:
+    """The layout of all B · L positions, in a graph. They are read when it runs, once for each `new_token`."""
+    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, token)
     return cast(SequenceLayout, TracedLayout(offsets))
 
 
-def _offsets_of_positions(position_ids: Tensor, rows: int, layer: int | None) -> Tensor:
+def new_token(device: torch.device) -> Tensor:
+    """A tensor of a graph that is another object in each forward of a model; see `_offsets.read_in_operator`."""
+    return torch.ops.nt_attention.forward_token.default(device)
+
+
+def is_token(tensor: Tensor | None) -> bool:
+    """Whether `new_token` made this tensor."""
+    return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == _TOKEN
+
+
+_TOKEN = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
+
+
+class _ReadInGraph(NamedTuple):
+    """The layout of positions that an operator has read, the token of the forward, the positions' snapshot, and B."""
+
+    token: weakref.ref[Tensor]
+    snapshot: object
+    rows: int
+    layout: SequenceLayout
+
+
+_read_in: WeakTensorDict[_ReadInGraph] = WeakTensorDict()
+
+
+def _offsets_of_positions(position_ids: Tensor, rows: int, token: Tensor | None) -> Tensor:
     """(B·L+1,) int32, see `copy_for_graph`."""
-    length = position_ids.shape[1]
-    layout = read_layout(position_ids, rows, layer, None, in_operator=True)
-    if layout is None:
-        layout = one_sequence_per_row(rows, length, position_ids.device)
-    return layout.offsets_for_graph(rows * length + 1)
+    now, entry = snapshot(position_ids), _read_in.get(position_ids)
+    if entry is not None and entry.token() is token is not None and (entry.snapshot, entry.rows) == (now, rows):
+        layout = entry.layout
+    else:
+        layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
+        if token is not None:
+            _read_in[position_ids] = _ReadInGraph(weakref.ref(token), now, rows, layout)
+    return layout.offsets_for_graph(rows * position_ids.shape[1] + 1)
 
 
-def _fake_offsets(position_ids: Tensor, rows: int, layer: int | None) -> Tensor:
+def _fake_offsets(position_ids: Tensor, rows: int, token: Tensor | None) -> Tensor:
     return position_ids.new_empty(rows * position_ids.shape[1] + 1, dtype=torch.int32)
 
 
+def _make_token(device: torch.device) -> Tensor:
+    return torch.empty(_TOKEN, dtype=torch.int8, device=device)
+
+
 define(
-    "offsets_of_positions(Tensor position_ids, SymInt rows, int? layer) -> Tensor", _offsets_of_positions, _fake_offsets
+    "offsets_of_positions(Tensor position_ids, SymInt rows, Tensor? token) -> Tensor",
+    _offsets_of_positions,
+    _fake_offsets,
 )
+# As an operator with random results, so that compilers do not replace it by a constant.
+define("forward_token(Device device) -> Tensor", _make_token, _make_token, random=True)
 
 
 @functools.lru_cache(maxsize=64)

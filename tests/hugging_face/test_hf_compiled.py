@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from sweeps import covering
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
 from nt_attention.hf import masks, positions
@@ -143,3 +144,110 @@ def test_capture_of_a_cuda_graph_reads_no_positions(monkeypatch):
             assert torch.equal(model(**row)[0], want)
         with pytest.warns(UserWarning, match="run the call once with the same position_ids before the capture"):
             torch.testing.assert_close(model(**other)[0], others, rtol=0, atol=5e-5)
+
+
+def pair(model_type="llama", **more):
+    """A model under transformers' sdpa, and the same under the registered name."""
+    models = [tiny.make(model_type, MODELS[model_type], name, **more) for name in ("sdpa", nta.hf.register())]
+    models[1].load_state_dict(models[0].state_dict())
+    return models
+
+
+HOLES = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+TREE = torch.tensor([[0, 1, 1, 2, 2, 2]])
+
+
+def tree_mask():
+    """(2, 1, 6, 6) bool, in which each token sees itself and the tokens above it in a tree."""
+    above, visible = [-1, 0, 0, 1, 2, 1], torch.zeros(6, 6, dtype=torch.bool)
+    for i in range(6):
+        j = i
+        while j >= 0:
+            visible[i, j], j = True, above[j]
+    return visible.expand(2, 1, 6, 6).contiguous()
+
+
+MASKED = {
+    "padding between tokens": (HOLES, (HOLES.cumsum(-1) - 1).masked_fill(HOLES == 0, 1)),
+    "mask of the caller": (tree_mask(), TREE.expand(2, -1).contiguous()),
+    "the same position everywhere": (torch.tensor([[1] * 6, [1] * 4 + [0] * 2]), torch.zeros(2, 6, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("case", MASKED)
+def test_masks_that_are_given_with_positions(case, backend):
+    torch._dynamo.reset()
+    stock, model = pair()
+    mask, position_ids = MASKED[case]
+    call = {
+        "input_ids": torch.randint(5, tiny.VOCABULARY, (2, 6)),
+        "attention_mask": mask,
+        "position_ids": position_ids,
+    }
+    with torch.no_grad():
+        want, got = stock(**call)[0], torch.compile(model, backend=backend)(**call)[0]
+    is_token = mask.bool() if mask.dim() == 2 else torch.ones(2, 6, dtype=torch.bool)
+    torch.testing.assert_close(got[is_token], want[is_token], rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("like_a_gpu", [False, True])
+def test_two_packings_that_one_graph_computes(like_a_gpu, mode, monkeypatch):
+    """Inductor reuses the buffer of the positions of the first call for those of the second."""
+    torch._dynamo.reset()
+    if like_a_gpu:  # snapshots without content
+        monkeypatch.setattr(positions, "snapshot", lambda x: None if x.is_inference() else x._version)
+    model = tiny.make("llama", "LlamaModel", nta.hf.register())
+
+    def one(ids, begins):
+        index = torch.arange(begins.shape[1])
+        first = torch.where(begins[0].bool(), index, torch.zeros_like(index)).cummax(0).values
+        return model(ids, position_ids=(index - first)[None], use_cache=False)[0]
+
+    def two(ids, begins, others):
+        return one(ids, begins), one(ids, others)
+
+    def begins_of(lengths):
+        return torch.zeros(1, 8, dtype=torch.long).index_fill(1, torch.tensor([0, *lengths[:-1]]).cumsum(0), 1)
+
+    ids = torch.randint(5, tiny.VOCABULARY, (1, 8))
+    plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    with mode(), torch._inductor.config.patch(plainest):
+        call = ids, begins_of([3, 5]), begins_of([1, 7])
+        torch.testing.assert_close(torch.compile(two)(*call), two(*call), rtol=0, atol=5e-5)
+
+
+def test_layers_that_run_alone_after_positions_were_changed():
+    torch._dynamo.reset()
+    model = tiny.make("llama", "LlamaModel", nta.hf.register())
+
+    def run(ids, position_ids, first):
+        x = model.embed_tokens(ids)
+        rotation = model.rotary_emb(x, position_ids)
+        for layer in model.layers[first:]:
+            x = layer(x, attention_mask=None, position_ids=position_ids, position_embeddings=rotation)
+        return x
+
+    ids, position_ids = torch.randint(5, tiny.VOCABULARY, (1, 8)), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    compiled = torch.compile(run, backend="eager")
+    with torch.no_grad():
+        compiled(ids, position_ids, 0)
+        position_ids.copy_(torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]]))
+        want = run(ids, position_ids.clone(), 1)
+        torch.testing.assert_close(compiled(ids, position_ids, 1), want, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("with_offsets", [False, True])
+def test_layers_that_are_compiled_one_by_one_share_a_graph(with_offsets):
+    torch._dynamo.reset()
+    model = tiny.make("llama", "LlamaModel", nta.hf.register(), num_hidden_layers=5)
+    counter = CompileCounterWithBackend("eager")
+    rows = [packed_row(lengths, with_offsets=with_offsets) for lengths in ROWS if 0 not in lengths]
+    with torch.no_grad():
+        want = [model(**row)[0] for row in rows]
+        for layer in model.layers:
+            layer.compile(backend=counter, dynamic=True)
+        for row, theirs in zip(rows, want, strict=True):
+            torch.testing.assert_close(model(**row)[0], theirs, rtol=0, atol=5e-5)
+    assert counter.frame_count <= 2
