@@ -49,8 +49,9 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
 
     It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
     made of causality, a window and packed rows. In a graph it is then `new_token`. The attention function then finds
-    packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of the caller), the result is that of
-    the implementation `over`. Syncs with the device once if there is an attention mask, as that implementation does.
+    packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of
+    the caller), the result is that of the implementation `over`. Syncs with the device once if there is an attention
+    mask, as that implementation does.
 
     Args:
         over: "sdpa" or "eager", the underlying implementation.
