@@ -364,12 +364,12 @@ class SequenceLayout:
                 f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths) or .from_attention_mask(mask)."
             )
-        if isinstance(given, TracedLayout):
-            return (
-                cast(SequenceLayout, given) if is_traced(given.offsets) else SequenceLayout.from_offsets(given.offsets)
-            )
+        if isinstance(given, TracedLayout) and not is_traced(given.offsets):  # outside of graphs
+            return SequenceLayout.from_offsets(given.offsets)
         if is_tracing():
             return cast(SequenceLayout, TracedLayout(given.offsets))
+        if isinstance(given, TracedLayout):
+            return cast(SequenceLayout, given)
         given.check_unchanged(name)
         return given
 

@@ -192,20 +192,7 @@ def _plan(
         layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, token)
         mask = None if is_ours else mask
     elif ids is not None and _may_be_packed(call, ids):
-        rows, source = query.shape[0], masks.source_of(mask)
-        if traced and mask is None:
-            layout = positions.layout_in_graph(ids, rows, token)
-            layouts = layout, layout
-        elif source is not None:  # a mask of the caller has its own packing
-            layer = None if traced else getattr(call.module, "layer_idx", None)
-            if traced or not positions.can_read_layout(ids, rows, layer, source.token_mask):
-                if not traced:
-                    warnings.warn(_NOT_READ, stacklevel=2)
-                together = positions.same_sequence(ids, rows, source.token_mask)
-                mask = _both(_causal_mask(call) if mask is None else mask, together)
-            else:
-                found = positions.read_layout(ids, rows, layer, source.token_mask)
-                layouts = None if found is None else (found, found)
+        layouts, mask = _plan_by_positions(call, mask, ids, token)
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
         if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
@@ -217,6 +204,27 @@ def _plan(
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
         layouts = None
     return layouts, mask
+
+
+def _plan_by_positions(
+    call: _Call, mask: Tensor | None, ids: Tensor, token: Tensor | None
+) -> tuple[Layouts | None, Tensor | None]:
+    """`_plan` for `position_ids` that may restart in a row."""
+    rows, traced = call.query.shape[0], is_traced(call.query)
+    if traced and mask is None:
+        layout = positions.layout_in_graph(ids, rows, token)
+        return (layout, layout), None
+    source = masks.source_of(mask)
+    if source is None:  # a mask of the caller has its own packing
+        return None, mask
+    if not traced:
+        layer = getattr(call.module, "layer_idx", None)
+        if positions.can_read_layout(ids, rows, layer, source.token_mask):
+            found = positions.read_layout(ids, rows, layer, source.token_mask)
+            return None if found is None else (found, found), mask
+        warnings.warn(_NOT_READ, stacklevel=2)
+    together = positions.same_sequence(ids, rows, source.token_mask)
+    return None, _both(_causal_mask(call) if mask is None else mask, together)
 
 
 def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
