@@ -160,7 +160,7 @@ _facts_of: WeakTensorDict[HostFacts] = WeakTensorDict()
 _source_of: WeakTensorDict[weakref.ref[Tensor]] = WeakTensorDict()
 # The results of `copy_for_graph` → their snapshot, and the offsets and facts that they were made from.
 _copies: WeakTensorDict[tuple[object, Tensor, HostFacts]] = WeakTensorDict()
-# Offsets that an operator has read → the token of the forward, their snapshot, and the copy that was read.
+# Offsets that an operator has read → the marker of the forward, their snapshot, and the copy that was read.
 _read_in: WeakTensorDict[tuple[weakref.ref[Tensor], object, Tensor]] = WeakTensorDict()
 
 
@@ -190,7 +190,7 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     return offsets, facts if is_replayed(offsets) else cache_facts(offsets, facts)
 
 
-def read_in_operator(offsets: Tensor, token: Tensor | None, *, is_copy: bool = False) -> tuple[Tensor, HostFacts]:
+def read_in_operator(offsets: Tensor, marker: Tensor | None, *, is_copy: bool = False) -> tuple[Tensor, HostFacts]:
     """`read_offsets` in an operator of a graph.
 
     Offsets that were read outside of graphs need no sync. Others may have been computed in the graph. A compiler may
@@ -199,7 +199,7 @@ def read_in_operator(offsets: Tensor, token: Tensor | None, *, is_copy: bool = F
 
     Args:
         offsets: (B+1,).
-        token: a tensor that is made once in each forward of a model; None if it is not known.
+        marker: a tensor that is made once in each forward of a model; None if it is not known.
         is_copy: whether the offsets come from `copy_for_graph`, if they are not an input of the graph.
 
     Returns:
@@ -209,12 +209,12 @@ def read_in_operator(offsets: Tensor, token: Tensor | None, *, is_copy: bool = F
     if found is not None:
         return found
     entry = _read_in.get(offsets)
-    if entry is not None and entry[0]() is token is not None and entry[1] == snapshot(offsets):
+    if entry is not None and entry[0]() is marker is not None and entry[1] == snapshot(offsets):
         return read_offsets(entry[2])
     with creating_cached_tensors():
         copy = offsets.detach().clone()
-    if token is not None:
-        _read_in[offsets] = (weakref.ref(token), snapshot(offsets), copy)
+    if marker is not None:
+        _read_in[offsets] = (weakref.ref(marker), snapshot(offsets), copy)
     return read_offsets(copy)
 
 

@@ -106,9 +106,9 @@ class SequenceLayout:
         return cls.from_facts(*_offsets.read_offsets(offsets), max_seqlen)
 
     @classmethod
-    def in_graph(cls, offsets: Tensor, token: Tensor | None = None) -> SequenceLayout:
+    def in_graph(cls, offsets: Tensor, marker: Tensor | None = None) -> SequenceLayout:
         """The layout of a graph. The offsets are read when it runs; see `_offsets.read_in_operator`."""
-        return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, token)))
+        return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, marker)))
 
     @classmethod
     def in_operator(cls, offsets: Tensor) -> SequenceLayout:
@@ -593,9 +593,9 @@ class SequenceLayout:
 
 
 define(
-    "offsets(Tensor offsets, Tensor? token) -> Tensor",
-    lambda offsets, token: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, token), offsets.shape[0]),
-    lambda offsets, token: offsets.new_empty(offsets.shape, dtype=torch.int32),
+    "offsets(Tensor offsets, Tensor? marker) -> Tensor",
+    lambda offsets, marker: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, marker), offsets.shape[0]),
+    lambda offsets, marker: offsets.new_empty(offsets.shape, dtype=torch.int32),
 )
 TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda offsets: SequenceLayout.from_offsets(offsets)))
 

@@ -150,9 +150,9 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
-    token = None
-    if positions.is_token(attention_mask):
-        token, attention_mask = attention_mask, None
+    marker = None
+    if positions.is_marker(attention_mask):
+        marker, attention_mask = attention_mask, None
     decoding = query.shape[2] == 1 and cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask)
     if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
@@ -169,7 +169,7 @@ def attention(
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
     if not decoding:
-        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, token)
+        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
     return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
 
 
@@ -179,9 +179,9 @@ def _plan(
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
     ids: Tensor | None,
-    token: Tensor | None,
+    marker: Tensor | None,
 ) -> tuple[Layouts | None, Tensor | None]:
-    """The layouts to run a call packed, or None; and the mask to run it padded. For `token`, see `new_token`."""
+    """The layouts to run a call packed, or None; and the mask to run it padded. For `marker`, see `new_marker`."""
     query, key, options = call.query, call.key, call.options
     traced = is_traced(query)
     layouts = None
@@ -189,10 +189,10 @@ def _plan(
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
-        layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, token)
+        layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
         mask = None if is_ours else mask
     elif ids is not None and _may_be_packed(call, ids):
-        layouts, mask = _plan_by_positions(call, mask, ids, token)
+        layouts, mask = _plan_by_positions(call, mask, ids, marker)
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
         if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
@@ -207,12 +207,12 @@ def _plan(
 
 
 def _plan_by_positions(
-    call: _Call, mask: Tensor | None, ids: Tensor, token: Tensor | None
+    call: _Call, mask: Tensor | None, ids: Tensor, marker: Tensor | None
 ) -> tuple[Layouts | None, Tensor | None]:
     """`_plan` for `position_ids` that may restart in a row."""
     rows, traced = call.query.shape[0], is_traced(call.query)
     if traced and mask is None:
-        layout = positions.layout_in_graph(ids, rows, token)
+        layout = positions.layout_in_graph(ids, rows, marker)
         return (layout, layout), None
     source = masks.source_of(mask)
     if source is None:  # a mask of the caller has its own packing
@@ -286,7 +286,7 @@ def _layouts_of(
     cu_seq_lens_k: Tensor | None,
     traced: bool,
     is_ours: bool,
-    token: Tensor | None,
+    marker: Tensor | None,
 ) -> Layouts:
     """The layouts of these offsets. `is_ours`: they are those of a layout that the patch made."""
 
@@ -295,7 +295,7 @@ def _layouts_of(
             return SequenceLayout.from_offsets(offsets)
         if is_ours:
             return cast(SequenceLayout, TracedLayout(offsets))
-        return SequenceLayout.in_graph(offsets, token)
+        return SequenceLayout.in_graph(offsets, marker)
 
     layout = layout_of(cu_seq_lens_q)
     same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q

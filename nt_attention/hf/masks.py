@@ -15,7 +15,7 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from .positions import new_token
+from .positions import new_marker
 
 MaskFunction = Callable[..., Any]
 
@@ -48,7 +48,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
     It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
-    made of causality, a window and packed rows. In a graph it is then `new_token`. The attention function then finds
+    made of causality, a window and packed rows. In a graph it is then `new_marker`. The attention function then finds
     packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of
     the caller), the result is that of the implementation `over`. Syncs with the device once if there is an attention
     mask, as that implementation does.
@@ -68,7 +68,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
         and (token_mask is None or _is_all_true(token_mask))
     ):
-        return new_token(given.get("device") or torch.device("cpu")) if is_tracing() else None
+        return new_marker(given.get("device") or torch.device("cpu")) if is_tracing() else None
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor):
         setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, Source(token_mask))

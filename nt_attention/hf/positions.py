@@ -121,29 +121,29 @@ def _version(position_ids: Tensor) -> int | None:
     return None if unknown else position_ids._version
 
 
-def layout_in_graph(position_ids: Tensor, rows: int, token: Tensor | None) -> SequenceLayout:
-    """The layout of all B · L positions, in a graph. They are read when it runs, once for each `new_token`."""
-    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, token)
+def layout_in_graph(position_ids: Tensor, rows: int, marker: Tensor | None) -> SequenceLayout:
+    """The layout of all B · L positions, in a graph. They are read when it runs, once for each `new_marker`."""
+    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, marker)
     return cast(SequenceLayout, TracedLayout(offsets))
 
 
-def new_token(device: torch.device) -> Tensor:
+def new_marker(device: torch.device) -> Tensor:
     """A tensor of a graph that is another object in each forward of a model; see `_offsets.read_in_operator`."""
-    return torch.ops.nt_attention.forward_token.default(device)
+    return torch.ops.nt_attention.forward_marker.default(device)
 
 
-def is_token(tensor: Tensor | None) -> bool:
-    """Whether `new_token` made this tensor."""
-    return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == _TOKEN
+def is_marker(tensor: Tensor | None) -> bool:
+    """Whether `new_marker` made this tensor."""
+    return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == _MARKER
 
 
-_TOKEN = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
+_MARKER = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
 
 
 class _ReadInGraph(NamedTuple):
-    """The layout of positions that an operator has read, the token of the forward, the positions' snapshot, and B."""
+    """The layout of positions that an operator has read, the marker of the forward, the positions' snapshot, and B."""
 
-    token: weakref.ref[Tensor]
+    marker: weakref.ref[Tensor]
     snapshot: object
     rows: int
     layout: SequenceLayout
@@ -152,33 +152,33 @@ class _ReadInGraph(NamedTuple):
 _read_in: WeakTensorDict[_ReadInGraph] = WeakTensorDict()
 
 
-def _offsets_of_positions(position_ids: Tensor, rows: int, token: Tensor | None) -> Tensor:
+def _offsets_of_positions(position_ids: Tensor, rows: int, marker: Tensor | None) -> Tensor:
     """(B·L+1,) int32, see `copy_for_graph`."""
     now, entry = snapshot(position_ids), _read_in.get(position_ids)
-    if entry is not None and entry.token() is token is not None and (entry.snapshot, entry.rows) == (now, rows):
+    if entry is not None and entry.marker() is marker is not None and (entry.snapshot, entry.rows) == (now, rows):
         layout = entry.layout
     else:
         layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
-        if token is not None:
-            _read_in[position_ids] = _ReadInGraph(weakref.ref(token), now, rows, layout)
+        if marker is not None:
+            _read_in[position_ids] = _ReadInGraph(weakref.ref(marker), now, rows, layout)
     return layout.offsets_for_graph(rows * position_ids.shape[1] + 1)
 
 
-def _fake_offsets(position_ids: Tensor, rows: int, token: Tensor | None) -> Tensor:
+def _fake_offsets(position_ids: Tensor, rows: int, marker: Tensor | None) -> Tensor:
     return position_ids.new_empty(rows * position_ids.shape[1] + 1, dtype=torch.int32)
 
 
-def _make_token(device: torch.device) -> Tensor:
-    return torch.empty(_TOKEN, dtype=torch.int8, device=device)
+def _make_marker(device: torch.device) -> Tensor:
+    return torch.empty(_MARKER, dtype=torch.int8, device=device)
 
 
 define(
-    "offsets_of_positions(Tensor position_ids, SymInt rows, Tensor? token) -> Tensor",
+    "offsets_of_positions(Tensor position_ids, SymInt rows, Tensor? marker) -> Tensor",
     _offsets_of_positions,
     _fake_offsets,
 )
 # As an operator with random results, so that compilers do not replace it by a constant.
-define("forward_token(Device device) -> Tensor", _make_token, _make_token, random=True)
+define("forward_marker(Device device) -> Tensor", _make_marker, _make_marker, random=True)
 
 
 @functools.lru_cache(maxsize=64)
