@@ -136,7 +136,7 @@ class TestFaultyBackend:
             past = torch.arange(len(out)) >= problem.layout.total
             return out.masked_fill(past[:, None, None], value), lse
 
-        fake(forward=forward, backward=None)
+        fake(forward=forward, backward=None, differentiable=True)
         assert run_case(case(), CPU) == Finding(case(), "no", "rows past the last offset are not 0")
 
     def test_rows_past_the_end_are_read(self, fake):
@@ -166,7 +166,7 @@ class TestFaultyBackend:
         ignored = {"softcap": 0.0, "score_mod": None, "mask_mod": None, "alibi": False, "relative": ()}
         options = cases.FIELDS[feature]["options"]
         assert run_case(case(feature, "reference", options=options), CPU).result == "both"
-        fake(forward=forward, backward=None, features=frozenset(FEATURES))
+        fake(forward=forward, backward=None, differentiable=True, features=frozenset(FEATURES))
         found = run_case(case(feature, options=options), CPU)
         assert found.result == "no"
         assert found.details.startswith("output off by ")
@@ -226,10 +226,16 @@ class TestDropout:
         def forward(query, key, value, problem):
             forth, back = factor
             value = value * back - (value * (back - 1)).detach()  # its gradient is off, and it is not
-            out, lse = reference.forward(query, key, value, problem)
-            return out * forth, lse
+            out, *rest = reference.forward(query, key, value, problem)
+            return out * forth, *rest
 
-        fake(forward=forward, backward=None, features=cpu.BACKEND.features | {"dropout"})
+        fake(
+            forward=forward,
+            backward=None,
+            differentiable=True,
+            features=cpu.BACKEND.features | {"dropout"},
+            rng_on_host=True,
+        )
         assert run_case(case("dropout", **DROPPED), CPU).result == result
 
 
