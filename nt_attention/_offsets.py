@@ -158,7 +158,7 @@ class HostFacts:
 _facts_of: WeakTensorDict[HostFacts] = WeakTensorDict()
 # Converted offsets → a weak reference to the offsets they were made from, because callers may pass either.
 _source_of: WeakTensorDict[weakref.ref[Tensor]] = WeakTensorDict()
-# The results of `copy_for_graph` → their snapshot, and the offsets and facts that they were made from.
+# The results of `copy_for_graph` and `alias_for_graph` → their snapshot, and the offsets and facts they were made from.
 _copies: WeakTensorDict[tuple[object, Tensor, HostFacts]] = WeakTensorDict()
 # Offsets that an operator has read → the marker of the forward, their snapshot, and the copy that was read.
 _read_in: WeakTensorDict[tuple[weakref.ref[Tensor], object, Tensor]] = WeakTensorDict()
@@ -200,7 +200,7 @@ def read_in_operator(offsets: Tensor, marker: Tensor | None, *, is_copy: bool = 
     Args:
         offsets: (B+1,).
         marker: a tensor that is made once in each forward of a model; None if it is not known.
-        is_copy: whether the offsets come from `copy_for_graph`, if they are not an input of the graph.
+        is_copy: whether the offsets come from `copy_for_graph` or `alias_for_graph`, if they were not read as they are.
 
     Returns:
         The offsets, or a copy of those that were read, and their facts.
@@ -235,6 +235,17 @@ def copy_for_graph(offsets: Tensor, facts: HostFacts, size: int) -> Tensor:
     return copy
 
 
+def alias_for_graph(cu_seqlens: Tensor, offsets: Tensor, facts: HostFacts) -> Tensor:
+    """(B+1,) int32, `cu_seqlens` as another tensor object. Reading it returns `offsets` and `facts`, without a sync.
+
+    A graph keeps this object for the backward. `cu_seqlens` itself could not be found after the offsets are freed.
+    """
+    with creating_cached_tensors():
+        alias = cu_seqlens.detach()
+        _copies[alias] = (snapshot(alias), offsets, facts)
+    return alias
+
+
 def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
     """The offsets that `offsets` are, or are a copy of, and their facts, if they are cached and were not changed."""
     facts = _facts_of.get(offsets)
@@ -250,7 +261,7 @@ def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
 
 
 def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
-    """What `copy_for_graph` was called with, if it made these offsets."""
+    """What `copy_for_graph` or `alias_for_graph` was called with, if it made these offsets."""
     entry = _copies.get(offsets)
     return (entry[1], entry[2]) if entry is not None and entry[0] == snapshot(offsets) else None
 

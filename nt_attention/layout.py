@@ -456,6 +456,10 @@ class SequenceLayout:
         """(size,) int32, `cu_seqlens`, then the total. `from_offsets` of them gives this layout, without a sync."""
         return _offsets.copy_for_graph(self.offsets, self._facts, size)
 
+    def cu_seqlens_for_graph(self) -> Tensor:
+        """(B+1,) int32, `cu_seqlens` as an input of a graph, which may keep it for longer than this layout exists."""
+        return _offsets.alias_for_graph(self.cu_seqlens, self.offsets, self._facts)
+
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding from a batch. Needs no sync.
 

@@ -71,7 +71,7 @@ class TestAgreesWithTheOracle:
             assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
 
     @pytest.mark.sweep
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(problems(), st.sampled_from(SUBSETS), st.integers(0, 30), st.integers(1, 20), st.booleans())
     def test_in_random_calls_on_token_tiled(self, case, terms, radius, buckets, deterministic):
         case = dataclasses.replace(case, relative=terms, buckets=(radius, buckets), dtype=torch.float32)

@@ -119,7 +119,8 @@ def test_every_kind_of_rope_has_its_own_proof():
 
 
 def test_sizes_do_not_change_the_key():
-    small, large = llama(), LlamaForCausalLM._from_config(LlamaConfig(num_hidden_layers=3, pad_token_id=0))
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "vocab_size": 70, "num_hidden_layers": 3}
+    small, large = llama(), LlamaForCausalLM._from_config(LlamaConfig(**sizes, pad_token_id=0))
     assert proofs.key_of(small) == proofs.key_of(large)
 
 
@@ -652,10 +653,13 @@ def test_two_threads_prove_two_classes():
 
 CLASSES = text_classes()
 SELECTED = ("bert", "llama", "opt", "roberta", "mixtral", "gemma2", "jamba", "albert")
+TYPES = sorted({row[0] for row in CLASSES})
+MADE_AGAIN = {*SELECTED, *TYPES[::4]}
 
 
-@pytest.mark.parametrize("model_type", sweep_except(sorted({row[0] for row in CLASSES}), *SELECTED))
+@pytest.mark.parametrize("model_type", sweep_except(TYPES, *SELECTED))
 def test_shipped_proofs_are_what_is_found_now(model_type):
+    """Compares all keys, and the proofs of `MADE_AGAIN`."""
     rows = {e["class"]: e for e in proofs.read_entries(proofs.SHIPPED / f"{transformers.__version__}.json")}
     if not rows:
         pytest.skip("no proofs are shipped for this version of transformers")
@@ -665,6 +669,8 @@ def test_shipped_proofs_are_what_is_found_now(model_type):
             continue
         model = on_meta_device(model_type, class_name)
         assert proofs.key_of(model)[0] == entry["key"], class_name
+        if model_type not in MADE_AGAIN:
+            continue
         if families.why_not_routed(model) is None and families.why_not_packed(model) is None:
             found = proofs.as_fields(proofs.make(model))
             assert found.keys() == entry["proof"].keys(), (class_name, found)

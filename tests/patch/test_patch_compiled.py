@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
+from nt_attention import _offsets
 
 # Other types run the code of one of these.
 TYPES = (
@@ -27,8 +28,8 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):  # their 
     GRAPHS |= {"opt": 8, "gpt_oss": 32}
 # Variants: the arguments of torch.compile, checkpointing, autocast, dropout, or the mode of the model.
 VARIANTS = [
-    *(("plain", "llama"), ("static first", "bert"), ("checkpointing", "bert"), ("checkpointing", "llama")),
-    *(("autocast", "bert"), ("dropout", "bert"), ("dropout", "modernbert"), ("evaluation", "modernbert")),
+    *(("static first", "bert"), ("checkpointing", "bert"), ("checkpointing", "llama")),
+    *(("autocast", "bert"), ("dropout", "modernbert"), ("evaluation", "modernbert")),
 ]
 BATCHES = [[7, 1, 13, 19], [3, 11, 2, 5], [5, 5, 17], [23, 2, 3, 8, 4]]
 
@@ -104,6 +105,20 @@ def test_24_batches_of_other_lengths(variant, model_type):
                 torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
         assert handle.calls == {None: 24 if variant == "dropout" else 48}
     assert counter.frame_count <= 3
+
+
+def test_backward_finds_offsets_that_were_read(monkeypatch):
+    """The layout no longer exists in the backward. On a GPU, each layer would wait for the device."""
+    model = tiny.make("bert", "BertModel", "sdpa").train()
+    read, reads = _offsets._read, []
+    monkeypatch.setattr(_offsets, "_read", lambda offsets: reads.append(offsets) or read(offsets))
+    with nta.patch(model):
+        compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+        for lengths in BATCHES:
+            loss = compiled(**batch_of(model, lengths)).last_hidden_state.square().sum()
+            reads.clear()
+            loss.backward()
+            assert not reads
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
