@@ -1,6 +1,6 @@
 """A model in eager and under torch.compile: padded, patched by ``nta.patch``, and with rows packed by hand.
 
-    python benchmarks/compiled_models.py {bert,modernbert,llama,encoder} [--steps 24] [--save FILE]
+    python benchmarks/compiled_models.py {bert,modernbert,llama,encoder} [--lengths lognormal:512] [--save FILE]
 
 - BERT-base and ModernBERT-base: the loss is the mean of the output. Llama: 8 layers (2048 wide) with labels. 16384
   tokens a batch.
@@ -221,6 +221,7 @@ def table(name: str, found: dict[str, Way]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--lengths", nargs="+", help="distributions of lengths, such as lognormal:512")
     parser.add_argument("--steps", type=int, default=24 if GPU else 4)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
@@ -228,7 +229,7 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if GPU else "CPU"
     make, distributions = MODELS[options.model]
     found = make()
-    for distribution in distributions:
+    for distribution in options.lengths or distributions:
         for way in found.values():
             way.model.eval()
         compare(found, draw(options.model, distribution, 1000))

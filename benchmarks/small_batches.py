@@ -1,6 +1,6 @@
 """Batches from one row of 8 tokens to 64 rows of 512: a padded model, and the same model patched by ``nta.patch``.
 
-    python benchmarks/small_batches.py [--rounds 20] [--save FILE]
+    python benchmarks/small_batches.py [--packing always] [--rounds 20] [--save FILE]
 
 MiniLM (6 layers, 384 wide), BERT-base (12 × 768) and a Llama (8 × 1024), random weights, bf16, base models without
 dropout. The first row is as long as the batch; the lengths of the other rows are lognormal. Each round has a new batch
@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -62,13 +62,13 @@ def train(model: Any, batch: dict[str, Tensor]) -> None:
         parameter.grad = None
 
 
-def rows_of(name: str, rounds: int) -> list[str]:
+def rows_of(name: str, rounds: int, packing: Literal["auto", "always"]) -> list[str]:
     kind, config = MODELS[name]
     models = {}
     for way in ("padded", "patched"):
         torch.manual_seed(0)
         models[way] = kind._from_config(config, attn_implementation="sdpa").to(DEVICE, DTYPE)
-    nta.patch(models["patched"], on_fallback="raise")
+    nta.patch(models["patched"], on_fallback="raise", packing=packing)
     lines = []
     for rows, length in SHAPES if GPU else SHAPES[:3]:
         cells = []
@@ -90,6 +90,7 @@ def rows_of(name: str, rounds: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packing", default="auto", choices=["auto", "always"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
@@ -100,7 +101,7 @@ def main() -> None:
         "",
         "| model | rows × length | inference: padded | patched | ratio | training: padded | patched | ratio |",
         "|---|---|---|---|---|---|---|---|",
-        *(line for name in MODELS for line in rows_of(name, options.rounds)),
+        *(line for name in MODELS for line in rows_of(name, options.rounds, options.packing)),
     ]
     if options.save:
         command = f"`python benchmarks/small_batches.py {' '.join(sys.argv[1:])}`"

@@ -29,6 +29,7 @@ from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
 from . import masks, positions
 from .packed_mask import PackedMask
+from .packed_row import is_running_padded
 
 Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -150,6 +151,8 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
+    if is_running_padded() and over == "sdpa" and softcap is None and s_aux is None:
+        return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     marker = None
     if positions.is_marker(attention_mask):
         marker, attention_mask = attention_mask, None
@@ -168,7 +171,7 @@ def attention(
     options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
-    if not decoding:
+    if not (decoding or is_running_padded()):
         layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
     return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
 

@@ -18,10 +18,11 @@ from .attention import NAME_OVER, register
 from .encoder_decoder import EncoderDecoderCall
 from .families import Family
 from .own_attention import override_attention, override_methods
-from .packed_forward import Logits, PackedCall
+from .packed_forward import Logits, PackedCall, PackingMode
 from .packed_row import counts_positions, embed_positions
 from .proof import Head, Proof
 from .rope import rotate_per_sequence, scales_by_length
+from .small_batches import Size
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ def _override_positions(base: nn.Module, handle: Handle) -> bool:
     return found
 
 
-def make_padding_free(model: PreTrainedModel, proof: Proof, family: Family, handle: Handle, logits: Logits) -> None:
+def make_padding_free(
+    model: PreTrainedModel, proof: Proof, family: Family, handle: Handle, logits: Logits, packing: PackingMode
+) -> None:
     """Make the model pack, and also its base model, because callers may call it directly."""
     base, head = families.base_model(model), proof.head
     needs_row = _override_positions(base, handle) or proof.mask is not None
@@ -140,7 +143,8 @@ def make_padding_free(model: PreTrainedModel, proof: Proof, family: Family, hand
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
-        return PackedCall(handle, proof, family, head, logits, defaults, is_base, takes_any, is_routed, needs_row)
+        size = Size.of(entry, len(attention_modules(entry))) if packing == "auto" else None
+        return PackedCall(handle, proof, family, head, logits, defaults, is_base, takes_any, is_routed, needs_row, size)
 
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()

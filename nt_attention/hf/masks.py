@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
+from .packed_row import is_running_padded
 from .positions import new_marker
 
 MaskFunction = Callable[..., Any]
@@ -58,6 +59,11 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         given: the arguments that transformers passes to every mask function. They include q_length, kv_length, q_offset
             (int or Tensor), mask_function, attention_mask (B, L) and config.
     """
+    if (
+        is_running_padded()
+    ):  # always a mask: whether it can be left out takes a sync, and checkpoints must find it again
+        dense = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return cast("Tensor | None", ALL_MASK_ATTENTION_FUNCTIONS[over](**dense))
     token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
     whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
     if (

@@ -33,11 +33,13 @@ from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
 from .families import Family
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, current_row, running_row
+from .packed_row import PackedRow, current_row, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
+from .small_batches import PaddedRows, Size, may_run_padded
 
 Logits = Literal["padded"] | None
+PackingMode = Literal["auto", "always"]
 
 # Argument → why a call with it falls back to the padded forward.
 _NOT_SUPPORTED = {
@@ -49,7 +51,8 @@ _NOT_SUPPORTED = {
 }
 
 # What runs the original forward: the whole call, or only the head, so that the base model makes its own plan.
-Unpacked = Literal["all", "head"]
+# "small": the whole call, and callers get what a packed call returns.
+Unpacked = Literal["all", "head", "small"]
 
 # The parts of a model, such as its base model, that do not pack because the whole call runs the original forward.
 _planned_by_head: ContextVar[tuple[Any, ...]] = ContextVar("models planned by their head", default=())
@@ -86,6 +89,7 @@ class PackedCall:
         takes_any: whether the original forward takes other keyword arguments too.
         is_routed: whether attention runs through transformers' interface.
         needs_row: whether modules of the model read `current_row`.
+        size: the size of the model, by which a small batch runs padded; None if every batch is packed.
     """
 
     handle: Handle
@@ -98,6 +102,7 @@ class PackedCall:
     takes_any: bool
     is_routed: bool
     needs_row: bool
+    size: Size | None
 
     @property
     def pool(self) -> families.Pool | None:
@@ -114,7 +119,9 @@ class PackedCall:
         mask = given.get("attention_mask")
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in given and is_bypass_mask(mask)):
             return self._run_row(original, given)  # the head has packed the batch
-        plan = self._plan(model, original, given)
+        plan = self._plan(model, original, given, torch.compiler.is_compiling())
+        if plan == "small":
+            return self._run_small(model, original, given)
         if isinstance(plan, Packing):
             try:
                 return self._run_packed(model, original, plan, dict(given))
@@ -126,7 +133,9 @@ class PackedCall:
 
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs
-    def _plan(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Packing | Unpacked:
+    def _plan(
+        self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any], is_compiled: bool
+    ) -> Packing | Unpacked:
         """Return the packing of a call, or else what runs the original forward. Counts the call."""
         if is_planned_by_head(model):
             return "all"
@@ -147,6 +156,9 @@ class PackedCall:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
+        if not is_compiled and self._is_small(model, given):
+            self._count("the batch is too small to gain from packing")
+            return "small"
         packing = _read_packing(given)
         if packing is not None and packing.has_holes:
             if not self.proof.holes:
@@ -159,6 +171,17 @@ class PackedCall:
             return self._fall_back("its start_positions or end_positions point at padding, which has no logits")
         self.handle.count(None)
         return packing
+
+    def _is_small(self, model: PreTrainedModel, given: dict[str, Any]) -> bool:
+        if self.size is None or not may_run_padded(given):
+            return False
+        tokens = given.get("inputs_embeds", given.get("input_ids"))
+        if tokens is None:
+            return False
+        is_cast = torch.is_autocast_enabled(tokens.device.type)
+        dtype = torch.get_autocast_dtype(tokens.device.type) if is_cast else model.dtype
+        rows, length = tokens.shape[:2]
+        return self.size.is_too_small(rows, length, dtype, tokens.device)
 
     def _count(self, reason: str) -> Unpacked:
         self.handle.count(reason)
@@ -184,6 +207,42 @@ class PackedCall:
             with planned_by_head(base):
                 return original(*args, **kwargs)
 
+    def _run_small(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Run the original forward on the padded batch. Callers get what `_run_packed` returns."""
+        given, rows = dict(given), PaddedRows(given["attention_mask"] != 0)
+        as_dict = given.pop("return_dict", model.config.return_dict)
+        done = {"logits"} if self._keeps_logits_packed(model, given) else set()
+        for name in {"labels", "shift_labels"} & given.keys():
+            first = name == "labels" and self.head == "next token"
+            given[name] = rows.ignore_labels(given[name], given.get("ignore_index", -100), first)
+        if "use_cache" in self.defaults or self.takes_any:
+            given["use_cache"] = False
+        with running_padded():
+            out = self._run_unpacked(model, original, (), {**given, "return_dict": True})
+        if done:
+            out["logits"] = Packing.of(rows.is_token, None, *rows.token_shape).pack(out["logits"])
+        self._restore(model, out, rows, None, done)
+        return out if as_dict else out.to_tuple()
+
+    def _keeps_logits_packed(self, model: PreTrainedModel, given: dict[str, Any]) -> bool:
+        return self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
+
+    def _restore(
+        self,
+        model: PreTrainedModel,
+        out: ModelOutput,
+        rows: Packing | PaddedRows,
+        kept: tuple[Tensor, Tensor] | None,
+        done: set[str],
+    ) -> None:
+        """Give all outputs, but those in `done`, the form that callers get."""
+        if self.pool is not None and out.get("pooler_output") is not None:
+            out["pooler_output"] = self.pool(model, rows.first_tokens(out["last_hidden_state"]))
+        if self.head == "sequence":  # the head may read the first or last position of a row, even if it is padding
+            out["last_hidden_state"] = rows.pad_with_nearest(out["last_hidden_state"])
+            done.add("last_hidden_state")
+        _pad_outputs(out, rows, kept, done)
+
     def _run_packed(
         self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
     ) -> Any:
@@ -192,7 +251,7 @@ class PackedCall:
         spans = {key: given.pop(key) for key in ("start_positions", "end_positions") if head == "span" and key in given}
         keep = given.pop("logits_to_keep", 0)
         kept = _tokens_to_keep(packing, keep) if isinstance(keep, Tensor) or keep else None
-        keep_packed = self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
+        done = {"logits"} if self._keeps_logits_packed(model, given) else set()
 
         packed = _pack_inputs(model, self.proof, family, head, packing, given)
         if kept is not None:
@@ -200,13 +259,7 @@ class PackedCall:
         row = PackedRow(packing.layout, packed["position_ids"], packing.length)
         with running_row(row) if self.needs_row else nullcontext():
             out = self._run_row(original, packed)
-        if self.pool is not None and out.get("pooler_output") is not None:
-            out["pooler_output"] = self.pool(model, packing.first_tokens(out["last_hidden_state"]))
-        done = {"logits"} if keep_packed else set()
-        if head == "sequence":  # the head may read the first or last position of a row, even if it is padding
-            out["last_hidden_state"] = packing.pad_with_nearest(out["last_hidden_state"])
-            done.add("last_hidden_state")
-        _pad_outputs(out, packing, kept, done)
+        self._restore(model, out, packing, kept, done)
         if len(spans) == 2:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
             out = out if loss is None else type(out)(**{**out, "loss": loss})
@@ -405,16 +458,17 @@ class _UnknownOutput(Exception):
 
 
 @outside_of_graphs
-def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor] | None, done: set[str]) -> None:
-    """Pad every output with a value for each token: (1, T, …) → (B, L, …).
+def _pad_outputs(
+    out: ModelOutput, packing: Packing | PaddedRows, kept: tuple[Tensor, Tensor] | None, done: set[str]
+) -> None:
+    """Pad every output with a value for each token: (1, T, …) → (B, L, …). With `PaddedRows`, write its padding.
 
     Raises:
         _UnknownOutput: an output in no table may have values for tokens in another form.
     """
-    total = packing.layout.total
 
     def pad_tokens(x: Tensor) -> Tensor:
-        return packing.pad(x) if x.shape[:2] == (1, total) else x
+        return packing.pad(x) if x.shape[:2] == packing.token_shape else x
 
     for name in [name for name in out if name not in done and name not in families.OTHER_OUTPUTS]:
         packed = out[name]
@@ -426,8 +480,8 @@ def _pad_outputs(out: ModelOutput, packing: Packing, kept: tuple[Tensor, Tensor]
         elif name in families.LOWEST_AT_PADDING:
             out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
         else:
-            if name not in families.TOKEN_OUTPUTS:
-                _check_form(name, packed, total)
+            if name not in families.TOKEN_OUTPUTS and isinstance(packing, Packing):
+                _check_form(name, packed, packing.layout.total)
             out[name] = pytree.tree_map_only(Tensor, pad_tokens, packed)
 
 

@@ -32,6 +32,7 @@ class _Thread(threading.local):
     """The row of each thread. Graphs of torch.compile can read it; they can't read a context variable."""
 
     row: PackedRow | None = None
+    is_padded: bool = False
 
 
 _thread = _Thread()
@@ -56,6 +57,21 @@ def running_row(row: PackedRow | None) -> Iterator[None]:
         yield
     finally:
         _replace_row(before)
+
+
+@contextmanager
+def running_padded() -> Iterator[None]:
+    """A context in which transformers' own attention runs, because no row is packed. Not for compiled functions."""
+    before, _thread.is_padded = _thread.is_padded, True
+    try:
+        yield
+    finally:
+        _thread.is_padded = before
+
+
+def is_running_padded() -> bool:
+    """Whether `running_padded` is on in this thread."""
+    return _thread.is_padded
 
 
 def counts_positions(module: nn.Module) -> bool:

@@ -72,6 +72,11 @@ class Packing:
         return cls(layout, index, rows, length, bool((of_tokens & 4).any()), shares_rows)
 
     @property
+    def token_shape(self) -> tuple[int, int]:
+        """(1, T), the first two dimensions of outputs with a value for each token."""
+        return 1, self.layout.total
+
+    @property
     def saves_nothing(self) -> bool:
         """Whether every row is one sequence without padding, or the batch has no tokens."""
         full = self.index is None and self.layout.batch_size == self.rows

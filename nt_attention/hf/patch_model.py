@@ -21,7 +21,7 @@ from .._tracing import can_be_read, outside_of_graphs
 from . import families
 from .attention import attention, is_stock
 from .change_model import attention_modules, make_padding_free, set_attention
-from .packed_forward import Logits
+from .packed_forward import Logits, PackingMode
 from .proof import Proof
 from .proofs import new_model, proof_of
 
@@ -29,7 +29,9 @@ from .proofs import new_model, proof_of
 _VISION_NAME = "nt_attention_flash_for_packed_images"
 
 
-def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool, logits: Logits) -> bool:
+def patch_model(
+    name: str, model: nn.Module, handle: Handle, padding_free: bool, logits: Logits, packing: PackingMode
+) -> bool:
     """Patch a Hugging Face model, or tell the handle why not. Returns False if `model` is not a Hugging Face model."""
     if not isinstance(model, PreTrainedModel):
         return False
@@ -61,7 +63,7 @@ def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool,
         if any(name.endswith("attention_mask") for name in names):
             override_forward(model, functools.partial(_run_padded, handle, not_packed, names), handle)
     elif padding_free:
-        make_padding_free(model, proof, families.family_of(model), handle, logits)
+        make_padding_free(model, proof, families.family_of(model), handle, logits, packing)
     handle.change(name, f"{type(model).__name__}, {how}")
     handle.change_layers(name, _attention_layers(model))
     for path, module in model.named_modules():

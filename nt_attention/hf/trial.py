@@ -116,7 +116,7 @@ class Trial:
         try:
             if families.routes_attention(self.twin):
                 set_attention(self.twin, handle)
-            make_padding_free(self.twin, proof, self.family, handle, "padded")
+            make_padding_free(self.twin, proof, self.family, handle, "padded", "always")
             yield
         finally:
             handle.active = False

@@ -19,6 +19,7 @@ def patch(
     padding_free: bool = True,
     *,
     logits: Literal["padded"] | None = None,
+    packing: Literal["auto", "always"] = "auto",
     on_fallback: OnFallback = "warn",
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
@@ -47,6 +48,11 @@ def patch(
             NestedTensors, and Hugging Face models keep the sequences of packed rows apart.
         logits: by default, a Hugging Face head that is training with labels returns packed logits, (1, T, V), because
             padding them costs the memory that packing saves. "padded" always pads them.
+        packing: "auto" runs a Hugging Face model on the padded batch where that takes less time: on GPUs whose costs
+            are measured (H100 and H200), if the batch is so small that the device waits for the host. This is decided
+            from shapes, before the mask is read. Outputs and loss have the same form. `handle.calls` counts these
+            calls. "always" packs every batch, as do CPUs, other GPUs, compiled models, encoder-decoders and modules of
+            `torch.nn`.
         on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
             such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
             packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a
@@ -74,11 +80,13 @@ def patch(
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if logits not in (None, "padded"):
         raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
+    if packing not in ("auto", "always"):
+        raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
     if on_fallback not in ("warn", "raise"):
         raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
     handle = PatchHandle(type(model).__name__, on_fallback)
     try:
-        _patch_modules("", model, handle, padding_free, logits)
+        _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
             found = "".join(f"\n  {name}: {reason}" for name, reason in handle.left.items())
             raise ValueError(
@@ -98,6 +106,7 @@ def _patch_modules(
     handle: PatchHandle,
     padding_free: bool,
     logits: Literal["padded"] | None,
+    packing: Literal["auto", "always"],
     in_stack: bool = False,
 ) -> None:
     """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
@@ -115,14 +124,14 @@ def _patch_modules(
     if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
         from ..hf import patch_model
 
-        if patch_model.patch_model(name, module, handle, padding_free, logits):
+        if patch_model.patch_model(name, module, handle, padding_free, logits, packing):
             return
     for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
         if child is None:
             continue
         if not isinstance(child, nn.MultiheadAttention):
-            _patch_modules(path, child, handle, padding_free, logits, in_stack)
+            _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)
         elif (reason := attention_modules.swap_attention(module, child_name, handle)) is not None:
             handle.leave(path, reason)
         else:

@@ -34,7 +34,7 @@ def test_compiled_model_syncs_once_in_a_forward(patched, mode):
     if patched:
         mask = torch.arange(40, device="cuda") < torch.tensor([7, 40, 13], device="cuda")[:, None]
         call = {"input_ids": torch.randint(5, tiny.VOCABULARY, mask.shape, device="cuda"), "attention_mask": mask}
-        nta.patch(model)
+        nta.patch(model, packing="always")
     else:
         model.set_attn_implementation(nta.hf.register())
         positions = torch.cat([torch.arange(n, device="cuda") for n in (7, 40, 13)])[None]

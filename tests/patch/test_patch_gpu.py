@@ -6,6 +6,7 @@ import torch
 from waiting import syncs
 
 import nt_attention as nta
+from nt_attention.hf import small_batches
 
 LENGTHS, LENGTH = [7, 1, 113, 91, 64], 117
 
@@ -45,11 +46,28 @@ def make_batch(labels):
 )  # experts and a pooled head wait by themselves
 def test_one_host_sync_per_forward(model_type, mode):
     model, batch = make(model_type), make_batch(labels=KINDS[model_type].endswith(("LM", "LMHeadModel")))
-    with nta.patch(model), mode():
+    with nta.patch(model, packing="always"), mode():
         model(**batch)
         assert syncs(lambda: model(**batch)) <= 1
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
         assert syncs(lambda: model(**batch, position_ids=positions)) <= 1
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("model_type", ["llama", "bert", "modernbert"])
+def test_small_batches_run_padded_without_a_sync(model_type, mode):
+    if torch.cuda.get_device_capability() not in small_batches.MEASURED:
+        pytest.skip("the costs of this GPU are not measured")
+    model, batch = make(model_type, "sdpa"), make_batch(labels=False)
+    mask = batch["attention_mask"].bool()
+    with nta.patch(model, packing="always"), torch.no_grad():
+        want = model(**batch)[0]
+    with nta.patch(model) as handle, mode():
+        got = model(**batch)[0]
+        assert syncs(lambda: model(**batch)) == 0
+    assert handle.calls == {"the batch is too small to gain from packing": 2}
+    assert not got[~mask].any()
+    assert (got[mask] - want[mask]).norm() <= 0.02 * want[mask].norm()
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -71,7 +89,7 @@ def test_bfloat16_on_a_gpu_is_as_close_as_eager(model_type):
         want = torch.cat([row[0] if row.dim() == 3 else row for row in rows])
         model.bfloat16()
         own = (real(model(**batch)).float() - want).norm()
-        with nta.patch(model) as handle:
+        with nta.patch(model, packing="always") as handle:
             got = real(model(**batch))
     assert handle.calls[None] == 1
     slack = 4 if model_type == "gpt_oss" else 2  # a token near the edge of two experts goes to another in 16 bits

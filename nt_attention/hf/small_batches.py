@@ -1,0 +1,131 @@
+"""Batches that are too small to gain from packing: when they run padded, and what they return then.
+
+The host queues the kernels of a model. If the device is faster than the host, as with small batches, skipping padding
+saves nothing, and reading the mask and packing take time. Such a batch runs padded. What callers get is the same.
+
+Dimensions: B rows of a padded batch, L positions in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from . import families
+
+
+class Costs(NamedTuple):
+    """Measured times of a kind of GPU and its host, with `python benchmarks/small_batches.py --packing always`.
+
+    Attributes:
+        host_us: the host time of a packed forward, in µs for each module without children.
+        host_us_training: the same of a training step.
+        tflops: 10¹² floating-point operations per second of padded models in float16 and bfloat16, with all that their
+            layers do besides products.
+        tflops_float32: the same in float32.
+    """
+
+    host_us: float
+    host_us_training: float
+    tflops: float
+    tflops_float32: float
+
+
+# Compute capability of the device → costs. On other devices every batch is packed.
+MEASURED = {(9, 0): Costs(host_us=80, host_us_training=230, tflops=350, tflops_float32=45)}
+
+
+def costs_of(device: torch.device) -> Costs | None:
+    """The measured costs of a device, or None."""
+    return MEASURED.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a model.
+
+    Attributes:
+        weights: the number of weights in matrix products. Experts are left out, because most of them do not run.
+        attention: the width of all heads, summed over the layers.
+        modules: the number of modules without children.
+    """
+
+    weights: int
+    attention: int
+    modules: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, layers: int) -> Size:
+        """The size of a model with this number of attention layers."""
+        leaves = [x for x in model.modules() if not any(x.children())]
+        products = (p for x in leaves if not isinstance(x, nn.Embedding) for p in x.parameters(recurse=False))
+        width = getattr(model.config.get_text_config(), "hidden_size", 0)
+        return cls(sum(p.numel() for p in products if p.dim() == 2), layers * width, len(leaves))
+
+    def is_too_small(self, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the device computes the padded batch (B, L) before the host would have queued a packed one."""
+        costs = costs_of(device)
+        if costs is None:
+            return False
+        training = torch.is_grad_enabled()
+        operations = 2 * rows * length * (self.weights + 2 * length * self.attention) * (3 if training else 1)
+        tflops = costs.tflops if dtype.itemsize == 2 else costs.tflops_float32
+        host_us = costs.host_us_training if training else costs.host_us
+        return operations / (1e6 * tflops) < host_us * self.modules
+
+
+def may_run_padded(given: dict[str, Any]) -> bool:
+    """Whether `PaddedRows` can restore what a packed call returns, for these arguments."""
+    mask = given.get("attention_mask")
+    is_plain = given.keys().isdisjoint(("position_ids", "logits_to_keep", "start_positions", "end_positions"))
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_plain:
+        return False
+    shapes = {given[key].shape[:2] for key in families.TOKEN_INPUTS & given.keys()}
+    return shapes == {mask.shape}
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """The rows of a padded batch, without knowing their lengths on the host. It stands for a `Packing`.
+
+    Attributes:
+        is_token: (B, L) bool.
+    """
+
+    is_token: Tensor
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """(B, L), the first two dimensions of outputs with a value for each token."""
+        rows, length = self.is_token.shape
+        return rows, length
+
+    def first_tokens(self, padded: Tensor) -> Tensor:
+        """The first token of each row, (B, L, …) → (B, …). It is 0 for a row without tokens."""
+        first = self.is_token.byte().argmax(1, keepdim=True)
+        return self._at(padded, first).squeeze(1)
+
+    def pad_with_nearest(self, padded: Tensor) -> Tensor:
+        """Fill padding with the last token before it, or else with the first token of its row."""
+        positions = torch.arange(self.is_token.shape[1], device=padded.device)
+        last = torch.where(self.is_token, positions, -1).cummax(1).values
+        return self._at(padded, torch.maximum(last, self.is_token.byte().argmax(1, keepdim=True)))
+
+    def _at(self, padded: Tensor, positions: Tensor) -> Tensor:
+        """The values at some positions (B, K) of each row, (B, K, …)."""
+        row = torch.arange(len(padded), device=padded.device)[:, None]
+        empty = ~self.is_token.any(1).view(-1, *[1] * (padded.dim() - 1))
+        return padded[row, positions].masked_fill(empty, 0)
+
+    def pad(self, padded: Tensor, value: float = 0.0) -> Tensor:
+        """Write `value` to the padding of (B, L, …)."""
+        return padded.masked_fill(~self.is_token.view(*self.is_token.shape, *[1] * (padded.dim() - 2)), value)
+
+    def ignore_labels(self, labels: Tensor, ignored: int, first: bool) -> Tensor:
+        """Write `ignored` to the labels (B, L) at padding, and if `first`, also to that of the first token of a row."""
+        counted = self.is_token & (self.is_token.cumsum(1) > 1) if first else self.is_token
+        return labels.masked_fill(~counted, ignored)

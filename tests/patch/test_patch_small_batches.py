@@ -1,0 +1,182 @@
+"""Batches that are too small to gain run padded, and callers get what a packed call returns."""
+
+import copy
+import warnings
+
+import pytest
+import tiny
+import torch
+from sweeps import sweep_except
+
+import nt_attention as nta
+from nt_attention.hf import masks, positions, small_batches
+from nt_attention.hf.small_batches import Costs, PaddedRows, Size
+from nt_attention.patching.patch import NotPackedWarning
+
+SMALL = "the batch is too small to gain from packing"
+TYPES = ("albert", "bert", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "mistral", "modernbert", "opt")
+ENTRIES = [(model_type, name) for model_type in TYPES for name in tiny.classes(model_type)]
+
+
+@pytest.fixture
+def everything_is_small(monkeypatch):
+    """As on a GPU whose host needs a second for each module."""
+    monkeypatch.setattr(small_batches, "costs_of", lambda device: Costs(1e6, 1e6, 1.0, 1.0))
+
+
+def batch_of(model, side, *, empty_row=False):
+    lengths = torch.tensor([7, 1, 13, 0 if empty_row else 11])[:, None]
+    position = torch.arange(15)
+    mask = position < lengths if side == "right" else position >= 15 - lengths
+    ids = torch.randint(5, tiny.VOCABULARY, mask.shape).masked_fill(~mask, tiny.PAD)
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    name = type(model).__name__
+    if "SequenceClassification" in name:
+        batch["labels"] = torch.tensor([0, 2, 1, 1])
+    elif "MultipleChoice" in name:
+        batch = {key: x.unflatten(0, (2, 2)) for key, x in batch.items()} | {"labels": torch.tensor([0, 1])}
+    elif "TokenClassification" in name:
+        batch["labels"] = ids % 3  # also at padding
+    elif name.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel")):
+        batch["labels"] = ids
+    return batch
+
+
+def solve(model, batch):
+    """All outputs, and the gradients of the parameters."""
+    out = model(**batch, output_hidden_states=True)
+    values = {name: out[name] for name in out if name != "past_key_values"}
+    loss = values.get("loss")
+    if loss is None:
+        loss = sum(x.square().sum() for x in values.values() if isinstance(x, torch.Tensor))
+    model.zero_grad()
+    loss.backward()
+    return values, {name: x.grad for name, x in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    sweep_except(ENTRIES, ("bert", "BertModel"), ("bert", "BertForMaskedLM"), ("llama", "LlamaForCausalLM")),
+)
+def test_callers_get_what_a_packed_call_returns(everything_is_small, model_type, name, side):
+    model = tiny.make(model_type, name, "eager" if model_type in ("gemma2", "gpt_oss") else "sdpa").train()
+    batch = batch_of(model, side)
+    other = copy.deepcopy(model)
+    with nta.patch(model, packing="always"), nta.patch(other) as handle:
+        for train in (True, False):
+            want, got = (solve(x.train(train), batch) for x in (model, other))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert handle.calls == {SMALL: 2}
+
+
+def test_logits_have_one_form(everything_is_small):
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
+    batch = batch_of(model, "right")
+    with nta.patch(model):
+        assert model(**batch).logits.shape == (1, 7 + 1 + 13 + 11, tiny.VOCABULARY)
+        assert model.eval()(**batch).logits.shape == (4, 15, tiny.VOCABULARY)
+    with nta.patch(model.train(), logits="padded"):
+        assert model(**batch).logits.shape == (4, 15, tiny.VOCABULARY)
+
+
+def test_rows_without_tokens(everything_is_small):
+    model = tiny.make("bert", "BertModel", "sdpa").eval()
+    batch, other = batch_of(model, "right", empty_row=True), copy.deepcopy(model)
+    with nta.patch(model, packing="always"), nta.patch(other) as handle:
+        want, got = model(**batch), other(**batch)
+    torch.testing.assert_close(dict(got), dict(want), rtol=1e-4, atol=2e-5)
+    assert handle.calls == {SMALL: 1}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_neither_the_mask_nor_positions_are_read(everything_is_small, monkeypatch, training):
+    model = tiny.make("llama", "LlamaModel", "sdpa").train(training)
+    batch = batch_of(model, "right")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("it was read")
+
+    with nta.patch(model) as handle:
+        monkeypatch.setattr(positions.SequenceLayout, "from_attention_mask", refuse)
+        monkeypatch.setattr(positions, "read_layout", refuse)
+        monkeypatch.setattr(masks, "_is_all_true", refuse)
+        with torch.set_grad_enabled(training):
+            model(**batch)
+    assert handle.calls == {SMALL: 1}
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "bert", "modernbert"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_compute_the_same_again(everything_is_small, model_type, reentrant, padded):
+    """Layers run again in the backward, where nothing says that the batch is small."""
+    model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa").train()
+    batch, other = batch_of(model, "right"), copy.deepcopy(model)
+    batch["attention_mask"] = batch["attention_mask"] if padded else torch.ones_like(batch["attention_mask"])
+    other.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    other.enable_input_require_grads()
+    with nta.patch(model), nta.patch(other) as handle:
+        torch.testing.assert_close(solve(other, batch), solve(model, batch))
+    assert handle.calls == {SMALL: 1}
+
+
+@pytest.mark.parametrize("change", ["position_ids", "logits_to_keep", "compiled", "no mask"])
+def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_compiler, change):
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
+    batch = batch_of(model, "right")
+    if change == "position_ids":
+        batch[change] = torch.arange(15).expand(4, -1)
+    elif change == "logits_to_keep":
+        batch = {**batch, change: 1}
+        del batch["labels"]
+    elif change == "no mask":
+        del batch["attention_mask"]
+    want = model(**batch).logits.detach()
+    with nta.patch(model, logits="padded") as handle, warnings.catch_warnings():
+        warnings.simplefilter("error", NotPackedWarning)
+        function = torch.compile(model, backend="eager", dynamic=True) if change == "compiled" else model
+        got = function(**batch).logits
+    assert SMALL not in handle.calls
+    kept = slice(None) if change == "no mask" else batch["attention_mask"].bool()[:, -want.shape[1] :]
+    torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=2e-5)
+
+
+def test_which_batches_are_small(monkeypatch):
+    """On a device with 100 teraflops, whose host needs 10 µs for each module."""
+    costs = Costs(host_us=10, host_us_training=30, tflops=100, tflops_float32=10)
+    monkeypatch.setattr(small_batches, "costs_of", lambda device: costs)
+    size, device = Size(weights=10**8, attention=0, modules=100), torch.device("cpu")  # 2e8 operations a token, 1 ms
+    with torch.no_grad():
+        assert size.is_too_small(1, 499, torch.bfloat16, device)
+        assert not size.is_too_small(1, 501, torch.bfloat16, device)
+        assert not size.is_too_small(1, 51, torch.float32, device)
+        scores = Size(weights=0, attention=10**5, modules=100)  # 4e5 · L² operations a row
+        assert scores.is_too_small(1, 499, torch.bfloat16, device)
+        assert not scores.is_too_small(1, 501, torch.bfloat16, device)
+    assert size.is_too_small(1, 499, torch.bfloat16, device)
+    assert not size.is_too_small(1, 501, torch.bfloat16, device)
+
+
+def test_size_of_a_model():
+    model = tiny.make("bert", "BertModel", "sdpa")
+    linear = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
+    assert Size.of(model, 2) == Size(linear, 2 * 48, sum(not list(x.children()) for x in model.modules()))
+
+
+def test_cpus_pack_every_batch():
+    assert small_batches.costs_of(torch.device("cpu")) is None
+
+
+def test_nearest_tokens():
+    is_token = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    rows, values = PaddedRows(is_token), torch.arange(12.0).view(3, 4, 1)
+    assert rows.pad_with_nearest(values).squeeze(2).tolist() == [[1, 1, 1, 3], [4, 5, 5, 5], [0, 0, 0, 0]]
+    assert rows.first_tokens(values).squeeze(1).tolist() == [1, 4, 0]
+    assert rows.pad(values, -1).squeeze(2).tolist() == [[-1, 1, -1, 3], [4, 5, -1, -1], [-1] * 4]
+
+
+def test_packing_must_be_known():
+    with pytest.raises(ValueError, match='packing must be "auto" or "always", got True'):
+        nta.patch(tiny.make("bert", "BertModel"), packing=True)
