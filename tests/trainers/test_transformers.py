@@ -103,7 +103,7 @@ def test_trainer_predict(record, tmp_path):
     set_seed(0)
     trainer = make_trainer(tmp_path, causal())
     want = trainer.predict(ROWS[:12])
-    with nta.patch(trainer.model, packing="always") as handle:
+    with nta.patch(trainer.model) as handle:
         got = trainer.predict(ROWS[:12])
     record(LIBRARY, "Trainer, predict", "after", handle)
     assert got.predictions.shape == want.predictions.shape
@@ -119,7 +119,7 @@ def test_trainer_resume_from_checkpoint(tmp_path):
         set_seed(0)
         trainer = make_trainer(folder, causal(), save_strategy="steps", save_steps=2, max_steps=4)
         if patched:
-            nta.patch(trainer.model, packing="always")
+            nta.patch(trainer.model)
         trainer.train(resume_from_checkpoint=resume)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
