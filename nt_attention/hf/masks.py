@@ -59,12 +59,11 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         given: the arguments that transformers passes to every mask function. They include q_length, kv_length, q_offset
             (int or Tensor), mask_function, attention_mask (B, L) and config.
     """
-    if (
-        is_running_padded()
-    ):  # always a mask: whether it can be left out takes a sync, and checkpoints must find it again
-        dense = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return cast("Tensor | None", ALL_MASK_ATTENTION_FUNCTIONS[over](**dense))
     token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
+    if is_running_padded():
+        if token_mask is not None and len(token_mask) > 1:  # without a sync that looks for padding
+            given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return cast("Tensor | None", ALL_MASK_ATTENTION_FUNCTIONS[over](**given))
     whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
     if (
         whole
