@@ -46,6 +46,10 @@ stage multihead_A python -W ignore benchmarks/multihead.py --workload A --embed-
 stage multihead_E python -W ignore benchmarks/multihead.py --workload E
 stage transformer_encoder python -W ignore benchmarks/transformer_encoder.py
 stage hugging_face python -W ignore benchmarks/hugging_face.py
+for model in bert modernbert llama encoder; do
+  stage "compiled_$model" python -W ignore benchmarks/compiled_models.py "$model"
+done
+stage small_batches python -W ignore benchmarks/small_batches.py
 stage sentence_embeddings python -W ignore benchmarks/sentence_embeddings.py --paragraphs 0
 stage decoding python -W ignore benchmarks/decoding.py
 stage pytest_gpu python -W ignore -m pytest -m gpu -v -n "$jobs" -p no:cacheprovider tests

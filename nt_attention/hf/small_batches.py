@@ -36,6 +36,8 @@ class Costs(NamedTuple):
 
 
 # Compute capability of the device → costs. On other devices every batch is packed.
+# Those of an H200 are of BERT-base: 12 and 35 ms of host time for its 151 modules, and 6.2e12 operations in 17 ms for
+# 64 × 512 tokens. Float32 was not measured; the number is two thirds of its peak.
 MEASURED = {(9, 0): Costs(host_us=80, host_us_training=230, tflops=350, tflops_float32=45)}
 
 
