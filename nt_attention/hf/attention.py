@@ -151,7 +151,8 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
-    if is_running_padded() and over == "sdpa" and softcap is None and s_aux is None:
+    padded = cu_seq_lens_q is None and is_running_padded(getattr(module, "config", None))
+    if padded and over == "sdpa" and softcap is None and s_aux is None:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     marker = None
     if positions.is_marker(attention_mask):
@@ -171,7 +172,7 @@ def attention(
     options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
-    if not (decoding or is_running_padded()):
+    if not (decoding or padded):
         layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
     return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
 

@@ -60,7 +60,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
             (int or Tensor), mask_function, attention_mask (B, L) and config.
     """
     token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
-    if is_running_padded():
+    if is_running_padded(given.get("config")):
         if token_mask is not None and len(token_mask) > 1:  # without a sync that looks for padding
             given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return cast("Tensor | None", ALL_MASK_ATTENTION_FUNCTIONS[over](**given))

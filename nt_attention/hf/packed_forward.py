@@ -217,7 +217,7 @@ class PackedCall:
             given[name] = rows.ignore_labels(given[name], given.get("ignore_index", -100), first)
         if "use_cache" in self.defaults or self.takes_any:
             given["use_cache"] = False
-        with running_padded():
+        with running_padded(model.config):
             out = self._run_unpacked(model, original, (), {**given, "return_dict": True})
         if done:
             out["logits"] = Packing.of(rows.is_token, None, *rows.token_shape).pack(out["logits"])

@@ -29,10 +29,13 @@ class PackedRow(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The row of each thread. Graphs of torch.compile can read it; they can't read a context variable."""
+    """The row of each thread, and the config of `running_padded`.
+
+    Graphs of torch.compile can read them; they can't read a context variable.
+    """
 
     row: PackedRow | None = None
-    is_padded: bool = False
+    padded_config: Any = None
 
 
 _thread = _Thread()
@@ -60,18 +63,21 @@ def running_row(row: PackedRow | None) -> Iterator[None]:
 
 
 @contextmanager
-def running_padded() -> Iterator[None]:
-    """A context in which transformers' own attention runs, because no row is packed. Not for compiled functions."""
-    before, _thread.is_padded = _thread.is_padded, True
+def running_padded(config: Any) -> Iterator[None]:
+    """A context in which models with this config run transformers' own attention, because they get no packed rows.
+
+    Not for compiled functions.
+    """
+    before, _thread.padded_config = _thread.padded_config, config
     try:
         yield
     finally:
-        _thread.is_padded = before
+        _thread.padded_config = before
 
 
-def is_running_padded() -> bool:
-    """Whether `running_padded` is on in this thread."""
-    return _thread.is_padded
+def is_running_padded(config: Any) -> bool:
+    """Whether `running_padded` is on in this thread for this config."""
+    return config is not None and _thread.padded_config is config
 
 
 def counts_positions(module: nn.Module) -> bool:

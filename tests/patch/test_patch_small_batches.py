@@ -146,6 +146,31 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=2e-5)
 
 
+def test_other_models_in_the_forward_of_a_small_batch(everything_is_small):
+    """A hook calls a model that gets a packed row."""
+    model, other = (tiny.make("llama", "LlamaModel", name) for name in ("sdpa", nta.hf.register()))
+    ids, found = torch.randint(5, tiny.VOCABULARY, (1, 9)), []
+    positions_of_two = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    model.layers[1].register_forward_pre_hook(lambda *_: found.append(other(ids, position_ids=positions_of_two)[0]))
+    with nta.patch(model) as handle, torch.no_grad():
+        model(**batch_of(model, "right"))
+        torch.testing.assert_close(found[0][:, 4:], other(ids[:, 4:])[0], rtol=1e-4, atol=2e-5)
+    assert handle.calls == {SMALL: 1}
+
+
+def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):
+    model = tiny.make("llama", "LlamaModel", nta.hf.register())
+    ids = torch.randint(5, tiny.VOCABULARY, (1, 9))
+    with nta.patch(model):
+        hook = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**batch_of(model, "right"))
+        hook.remove()
+    with torch.no_grad():
+        got = model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))[0]
+        torch.testing.assert_close(got[:, 4:], model(ids[:, 4:])[0], rtol=1e-4, atol=2e-5)
+
+
 def test_which_batches_are_small(monkeypatch):
     """On a device with 100 teraflops, whose host needs 10 µs for each module."""
     costs = Costs(host_us=10, host_us_training=30, tflops=100, tflops_float32=10)
