@@ -151,7 +151,7 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
-    padded = cu_seq_lens_q is None and is_running_padded(getattr(module, "config", None))
+    padded = cu_seq_lens_q is None and is_running_padded(module)
     if padded and over == "sdpa" and softcap is None and s_aux is None:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     marker = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from .packed_row import is_running_padded
+from .packed_row import config_running_padded
 from .positions import new_marker
 
 MaskFunction = Callable[..., Any]
@@ -60,13 +60,14 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
             (int or Tensor), mask_function, attention_mask (B, L) and config.
     """
     token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
-    if is_running_padded(given.get("config")):
-        if token_mask is not None and len(token_mask) > 1:  # without a sync that looks for padding
-            given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return cast("Tensor | None", ALL_MASK_ATTENTION_FUNCTIONS[over](**given))
     whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
+    config = config_running_padded()
+    padded = config is not None and config is given.get("config")
+    if padded and token_mask is not None and len(token_mask) > 1:  # without a sync that looks for padding
+        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if (
         whole
+        and not padded
         and not given.get("use_vmap")  # set if the caller combined another mask with the model's
         and _passes_geometry(given.get("config"))
         and is_plain(given.get("mask_function", stock.causal_mask_function))

@@ -181,6 +181,10 @@ class PackedCall:
         is_cast = torch.is_autocast_enabled(tokens.device.type)
         dtype = torch.get_autocast_dtype(tokens.device.type) if is_cast else model.dtype
         rows, length = tokens.shape[:2]
+        config = families.base_model(model).config
+        first = (_padding_id(families.base_model(model)) or 0) + 1 if self.proof.positions == "ids" else 0
+        if first + length > getattr(config, "max_position_embeddings", first + length):
+            return False  # the model has no positions for the padding
         return self.size.is_too_small(rows, length, dtype, tokens.device)
 
     def _count(self, reason: str) -> Unpacked:
@@ -209,18 +213,20 @@ class PackedCall:
 
     def _run_small(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the original forward on the padded batch. Callers get what `_run_packed` returns."""
-        given, rows = dict(given), PaddedRows(given["attention_mask"] != 0)
+        mask = given["attention_mask"]
+        rows = PaddedRows(mask != 0)
+        given = {**given, "attention_mask": rows.is_token.to(mask.dtype)}
         as_dict = given.pop("return_dict", model.config.return_dict)
         done = {"logits"} if self._keeps_logits_packed(model, given) else set()
         for name in {"labels", "shift_labels"} & given.keys():
             first = name == "labels" and self.head == "next token"
-            given[name] = rows.ignore_labels(given[name], given.get("ignore_index", -100), first)
-        if "use_cache" in self.defaults or self.takes_any:
-            given["use_cache"] = False
-        with running_padded(model.config):
+            given[name] = rows.ignore_labels(given[name], first)
+        with running_padded(model):
             out = self._run_unpacked(model, original, (), {**given, "return_dict": True})
-        if done:
-            out["logits"] = Packing.of(rows.is_token, None, *rows.token_shape).pack(out["logits"])
+        if done and "logits" in out and out["logits"].shape[:2] == rows.token_shape:
+            packing = Packing.of(rows.is_token, None, *rows.token_shape)
+            if not packing.saves_nothing:  # else a packed call does not pack them either
+                out["logits"] = packing.pack(out["logits"])
         self._restore(model, out, rows, None, done)
         return out if as_dict else out.to_tuple()
 

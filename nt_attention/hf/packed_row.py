@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,13 +30,13 @@ class PackedRow(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The row of each thread, and the config of `running_padded`.
+    """The row of each thread, and the model of `running_padded`.
 
     Graphs of torch.compile can read them; they can't read a context variable.
     """
 
     row: PackedRow | None = None
-    padded_config: Any = None
+    padded_model: Any = None
 
 
 _thread = _Thread()
@@ -63,21 +64,38 @@ def running_row(row: PackedRow | None) -> Iterator[None]:
 
 
 @contextmanager
-def running_padded(config: Any) -> Iterator[None]:
-    """A context in which models with this config run transformers' own attention, because they get no packed rows.
+def running_padded(model: Any) -> Iterator[None]:
+    """A context in which this model runs transformers' own attention, because it gets no packed rows.
 
     Not for compiled functions.
     """
-    before, _thread.padded_config = _thread.padded_config, config
+    before, _thread.padded_model = _thread.padded_model, model
     try:
         yield
     finally:
-        _thread.padded_config = before
+        _thread.padded_model = before
 
 
-def is_running_padded(config: Any) -> bool:
-    """Whether `running_padded` is on in this thread for this config."""
-    return config is not None and _thread.padded_config is config
+def is_running_padded(module: nn.Module) -> bool:
+    """Whether `running_padded` is on in this thread for the model of an attention module."""
+    model = _thread.padded_model
+    return model is not None and module in _modules_of(model)
+
+
+def config_running_padded() -> Any:
+    """The config of the model for which `running_padded` is on in this thread, or None."""
+    return None if _thread.padded_model is None else _thread.padded_model.config
+
+
+_modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _modules_of(model: nn.Module) -> weakref.WeakSet[nn.Module]:
+    """The modules of a model when it ran first. Those that came later run our attention, which gives the same."""
+    found = _modules.get(model)
+    if found is None:
+        found = _modules[model] = weakref.WeakSet(model.modules())
+    return found
 
 
 def counts_positions(module: nn.Module) -> bool:

@@ -43,7 +43,9 @@ MEASURED = {(9, 0): Costs(host_us=80, host_us_training=230, tflops=350, tflops_f
 
 def costs_of(device: torch.device) -> Costs | None:
     """The measured costs of a device, or None."""
-    return MEASURED.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return MEASURED.get(torch.cuda.get_device_capability(device))
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,15 @@ class Size:
         return operations / (1e6 * tflops) < host_us * self.modules
 
 
+# Arguments with which shapes do not decide: positions may show several sequences in a row, and some heads do not take
+# `ignore_index`.
+_READ = ("position_ids", "logits_to_keep", "start_positions", "end_positions", "ignore_index")
+
+
 def may_run_padded(given: dict[str, Any]) -> bool:
     """Whether `PaddedRows` can restore what a packed call returns, for these arguments."""
     mask = given.get("attention_mask")
-    is_plain = given.keys().isdisjoint(("position_ids", "logits_to_keep", "start_positions", "end_positions"))
+    is_plain = given.keys().isdisjoint(_READ)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_plain:
         return False
     shapes = {given[key].shape[:2] for key in families.TOKEN_INPUTS & given.keys()}
@@ -127,7 +134,7 @@ class PaddedRows:
         """Write `value` to the padding of (B, L, …)."""
         return padded.masked_fill(~self.is_token.view(*self.is_token.shape, *[1] * (padded.dim() - 2)), value)
 
-    def ignore_labels(self, labels: Tensor, ignored: int, first: bool) -> Tensor:
-        """Write `ignored` to the labels (B, L) at padding, and if `first`, also to that of the first token of a row."""
+    def ignore_labels(self, labels: Tensor, first: bool) -> Tensor:
+        """Write -100 to the labels (B, L) at padding, and if `first`, also to that of the first token of a row."""
         counted = self.is_token & (self.is_token.cumsum(1) > 1) if first else self.is_token
-        return labels.masked_fill(~counted, ignored)
+        return labels.masked_fill(~counted, -100)

@@ -125,7 +125,7 @@ def test_checkpoints_compute_the_same_again(everything_is_small, model_type, ree
     assert handle.calls == {SMALL: 1}
 
 
-@pytest.mark.parametrize("change", ["position_ids", "logits_to_keep", "compiled", "no mask"])
+@pytest.mark.parametrize("change", ["position_ids", "logits_to_keep", "ignore_index", "compiled", "no mask"])
 def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_compiler, change):
     model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
     batch = batch_of(model, "right")
@@ -134,6 +134,8 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     elif change == "logits_to_keep":
         batch = {**batch, change: 1}
         del batch["labels"]
+    elif change == "ignore_index":
+        batch[change] = -100
     elif change == "no mask":
         del batch["attention_mask"]
     want = model(**batch).logits.detach()
@@ -146,16 +148,83 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=2e-5)
 
 
-def test_other_models_in_the_forward_of_a_small_batch(everything_is_small):
+@pytest.mark.parametrize("shares_config", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_other_models_in_the_forward_of_a_small_batch(everything_is_small, model_type, shares_config):
     """A hook calls a model that gets a packed row."""
-    model, other = (tiny.make("llama", "LlamaModel", name) for name in ("sdpa", nta.hf.register()))
+    name = tiny.classes(model_type)[0]
+    model, other = (tiny.make(model_type, name, x) for x in ("sdpa", nta.hf.register()))
+    if shares_config:
+        other = type(model)(model.config).eval()
+        other.set_attn_implementation(nta.hf.register())
     ids, found = torch.randint(5, tiny.VOCABULARY, (1, 9)), []
     positions_of_two = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    model.layers[1].register_forward_pre_hook(lambda *_: found.append(other(ids, position_ids=positions_of_two)[0]))
+    layers = model.layers if model_type == "llama" else model.encoder.layer
+    more = {"attention_mask": torch.ones_like(ids)}
+    layers[1].register_forward_pre_hook(lambda *_: found.append(other(ids, position_ids=positions_of_two, **more)[0]))
     with nta.patch(model) as handle, torch.no_grad():
         model(**batch_of(model, "right"))
-        torch.testing.assert_close(found[0][:, 4:], other(ids[:, 4:])[0], rtol=1e-4, atol=2e-5)
-    assert handle.calls == {SMALL: 1}
+        alone = other(ids[:, 4:], attention_mask=more["attention_mask"][:, 4:])[0]
+        torch.testing.assert_close(found[0][:, 4:], alone, rtol=1e-4, atol=2e-5)
+    assert handle.calls[SMALL] >= 1
+
+
+def test_a_prompt_keeps_its_cache(everything_is_small):
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa")
+    ids = torch.randint(5, tiny.VOCABULARY, (1, 9))
+    with nta.patch(model) as handle, torch.no_grad():
+        first = model(ids[:, :8], attention_mask=torch.ones(1, 8, dtype=torch.long))
+        second = model(ids[:, 8:], past_key_values=first.past_key_values, use_cache=True)
+        torch.testing.assert_close(second.logits[0, -1], model(ids).logits[0, -1], rtol=1e-4, atol=2e-5)
+    assert handle.calls[SMALL] == 1
+
+
+def test_logits_of_a_batch_without_padding_are_not_packed(everything_is_small):
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
+    ids = torch.randint(5, tiny.VOCABULARY, (2, 9))
+    for packing in ("auto", "always"):
+        with nta.patch(model, packing=packing):
+            out = model(ids, attention_mask=torch.ones_like(ids), labels=ids)
+            assert out.logits.shape == (2, 9, tiny.VOCABULARY)
+
+
+def test_base_models_ignore_labels(everything_is_small):
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
+    batch = batch_of(model, "right")
+    with nta.patch(model):
+        assert model.model(**batch).last_hidden_state.shape == (4, 15, 48)
+
+
+def test_logits_of_tokens_with_labels_only(everything_is_small):
+    model = tiny.make("modernbert", "ModernBertForMaskedLM", "sdpa", sparse_prediction=True).train()
+    batch, other = batch_of(model, "right"), copy.deepcopy(model)
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    with nta.patch(model, packing="always"), nta.patch(other):
+        torch.testing.assert_close(other(**batch).logits, model(**batch).logits, rtol=1e-4, atol=2e-5)
+
+
+def test_rows_that_are_longer_than_the_positions_of_the_model(everything_is_small):
+    """The padding has no positions."""
+    for model_type in ("bert", "roberta"):
+        model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa")
+        padding = model.config.pad_token_id + 1 if model_type == "roberta" else 0
+        longest = model.config.max_position_embeddings - padding
+        for length, small in ((longest, 1), (longest + 1, 0)):
+            ids = torch.full((2, length), tiny.PAD)
+            mask = torch.arange(length) < torch.tensor([[7], [11]])
+            ids[mask] = 7
+            with nta.patch(model) as handle, torch.no_grad():
+                model(input_ids=ids, attention_mask=mask.long())
+            assert handle.calls[SMALL] == small
+
+
+@pytest.mark.parametrize("value", [True, 2, 1.0])
+def test_any_value_but_0_is_a_token(everything_is_small, value):
+    model = tiny.make("opt", "OPTModel", "sdpa")
+    batch, other = batch_of(model, "right"), copy.deepcopy(model)
+    batch["attention_mask"] = batch["attention_mask"] * value
+    with nta.patch(model, packing="always"), nta.patch(other), torch.no_grad():
+        torch.testing.assert_close(other(**batch)[0], model(**batch)[0], rtol=1e-4, atol=2e-5)
 
 
 def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):
