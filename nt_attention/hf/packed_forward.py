@@ -36,7 +36,7 @@ from .packed_mask import PackedMask
 from .packed_row import PackedRow, current_row, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
-from .small_batches import PaddedRows, Size, may_run_padded
+from .small_batches import PaddedRows, Size, costs_of, may_run_padded
 
 Logits = Literal["padded"] | None
 PackingMode = Literal["auto", "always"]
@@ -176,10 +176,16 @@ class PackedCall:
         if self.size is None or not may_run_padded(given):
             return False
         tokens = given.get("inputs_embeds", given.get("input_ids"))
-        if tokens is None:
+        if tokens is None or costs_of(tokens.device) is None:
             return False
         is_cast = torch.is_autocast_enabled(tokens.device.type)
-        dtype = torch.get_autocast_dtype(tokens.device.type) if is_cast else model.dtype
+        dtype = (
+            torch.get_autocast_dtype(tokens.device.type)
+            if is_cast
+            else next((p.dtype for p in model.parameters()), None)
+        )
+        if dtype is None:  # a replica of DataParallel
+            return False
         rows, length = tokens.shape[:2]
         config = families.base_model(model).config
         first = (_padding_id(families.base_model(model)) or 0) + 1 if self.proof.positions == "ids" else 0
@@ -233,6 +239,7 @@ class PackedCall:
     def _keeps_logits_packed(self, model: PreTrainedModel, given: dict[str, Any]) -> bool:
         return self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
 
+    @outside_of_graphs
     def _restore(
         self,
         model: PreTrainedModel,

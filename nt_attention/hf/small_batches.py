@@ -93,8 +93,8 @@ def may_run_padded(given: dict[str, Any]) -> bool:
     is_plain = given.keys().isdisjoint(_READ)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_plain:
         return False
-    shapes = {given[key].shape[:2] for key in families.TOKEN_INPUTS & given.keys()}
-    return shapes == {mask.shape}
+    shapes = [given[key].shape[:2] for key in families.TOKEN_INPUTS & given.keys()]
+    return all(shape == mask.shape for shape in shapes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from sweeps import sweep_except
 
 import nt_attention as nta
-from nt_attention.hf import masks, positions, small_batches
+from nt_attention.hf import masks, packed_forward, positions, small_batches
 from nt_attention.hf.small_batches import Costs, PaddedRows, Size
 from nt_attention.patching.patch import NotPackedWarning
 
@@ -21,7 +21,8 @@ ENTRIES = [(model_type, name) for model_type in TYPES for name in tiny.classes(m
 @pytest.fixture
 def everything_is_small(monkeypatch):
     """As on a GPU whose host needs a second for each module."""
-    monkeypatch.setattr(small_batches, "costs_of", lambda device: Costs(1e6, 1e6, 1.0, 1.0))
+    for module in (small_batches, packed_forward):
+        monkeypatch.setattr(module, "costs_of", lambda device: Costs(1e6, 1e6, 1.0, 1.0))
 
 
 def batch_of(model, side, *, empty_row=False):
