@@ -228,9 +228,15 @@ def copy_for_graph(offsets: Tensor, facts: HostFacts, size: int) -> Tensor:
     Returns:
         (size,) int32, the offsets, then the total: sequences without tokens.
     """
+
+    def fill() -> Tensor:
+        filled = offsets.new_full((size,), facts.total, dtype=torch.int32)
+        filled[: offsets.shape[0]] = offsets
+        return filled
+
+    filled = facts.cache.find_or_build(("for graph", size), fill)
     with creating_cached_tensors():
-        copy = offsets.new_full((size,), facts.total, dtype=torch.int32)
-        copy[: offsets.shape[0]] = offsets
+        copy = filled.clone()
         _copies[copy] = (snapshot(copy), offsets, facts)
     return copy
 

@@ -23,6 +23,7 @@ from .kernels.call import (
     AttentionSpec,
     Call,
     Options,
+    PreparedRuns,
     all_options,
     check_options,
     check_slopes,
@@ -221,6 +222,7 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
         return spec, *_choose(inputs, spec, backend)
 
     query, key, value, layout, key_layout, rewrap, is_traced, needs_grad, relative = inputs
+    prepared: PreparedRuns | None = None
     if is_traced or options["score_mod"] is not None or options["mask_mod"] is not None:
         spec, chosen, dims = decide()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
@@ -231,12 +233,15 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
             *(*options.values(), *map(type, options.values())),  # types too: 1 == True, but 1 is not a valid bool
         )
         try:
-            spec, chosen, dims = layout.cached(cache_key, decide, None if key_layout is layout else key_layout)
+            other = None if key_layout is layout else key_layout
+            spec, chosen, dims, prepared = layout.cached(cache_key, lambda: (*decide(), {}), other)
         except TypeError:
             check_options(**options)  # raises a clearer error: no option has unhashable values
             raise
     _check_rows(inputs, alibi_slopes)
-    return Plan(query, key, value, Call(layout, key_layout, alibi_slopes, spec, dims, relative), chosen, rewrap)
+    prepared = prepared if alibi_slopes is None and relative is None else None
+    call = Call(layout, key_layout, alibi_slopes, spec, dims, relative, prepared)
+    return Plan(query, key, value, call, chosen, rewrap)
 
 
 class _Inputs(NamedTuple):

@@ -5,7 +5,6 @@ Dimensions: B sequences, T tokens in the whole batch, L positions in a padded ro
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -117,8 +116,13 @@ class SequenceLayout:
         return cls.from_facts(*_offsets.read_in_operator(offsets, None, is_copy=True))
 
     @classmethod
-    def from_facts(cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None) -> SequenceLayout:
-        """Create a layout from offsets that have already been read. See `from_offsets`."""
+    def from_facts(
+        cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None, **of_mask: Any
+    ) -> SequenceLayout:
+        """Create a layout from offsets that have already been read, see `from_offsets`.
+
+        `of_mask`: `padded_length`, `padded_index` and `has_holes` of the mask that it was made from.
+        """
         if facts.first:
             raise ValueError(
                 f"offsets must begin at 0, got {facts.first}: remove the rows before the first sequence, and pass "
@@ -139,6 +143,7 @@ class SequenceLayout:
             sum_of_squares=facts.sum_of_squares,
             host_offsets=facts.host,
             _facts=facts,
+            **of_mask,
         )
 
     @classmethod
@@ -230,10 +235,9 @@ class SequenceLayout:
         index = _token_mask(mask).reshape(-1).nonzero()[0]
         bounds = index.searchsorted(length * np.arange(batch + 1))
         lengths = np.diff(bounds)
-        layout = cls.from_facts(*facts_of_lengths(lengths, mask.device))
         first, last = bounds[:-1][lengths > 0], bounds[1:][lengths > 0] - 1
-        return dataclasses.replace(
-            layout,
+        return cls.from_facts(
+            *facts_of_lengths(lengths, mask.device),
             padded_length=length,
             padded_index=_offsets.to_device(index, mask.device),
             has_holes=bool((index[last] - index[first] > last - first).any()),

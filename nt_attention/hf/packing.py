@@ -96,6 +96,9 @@ class Packing:
 
     def first_tokens(self, packed: Tensor) -> Tensor:
         """The first token of each row, (1, T, …) → (B, …). It is 0 for a row without tokens."""
+        layout = self.layout
+        if layout.batch_size == self.rows and layout.min_seqlen and not self.shares_rows:
+            return packed[0].index_select(0, layout.offsets[:-1])
         return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
 
     def pad_with_nearest(self, packed: Tensor) -> Tensor:

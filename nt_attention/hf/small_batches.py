@@ -125,10 +125,11 @@ class PaddedRows:
         return self._at(padded, torch.maximum(last, self.is_token.byte().argmax(1, keepdim=True)))
 
     def _at(self, padded: Tensor, positions: Tensor) -> Tensor:
-        """The values at some positions (B, K) of each row, (B, K, …)."""
-        row = torch.arange(len(padded), device=padded.device)[:, None]
-        empty = ~self.is_token.any(1).view(-1, *[1] * (padded.dim() - 1))
-        return padded[row, positions].masked_fill(empty, 0)
+        """The values at some positions (B, K) of each row, (B, K, …). They are 0 for a row without tokens."""
+        further = padded.dim() - 2
+        at = positions.view(*positions.shape, *[1] * further).expand(-1, -1, *padded.shape[2:])
+        is_token = self.is_token.gather(1, positions).view(*positions.shape, *[1] * further)
+        return padded.gather(1, at).masked_fill(~is_token, 0)
 
     def pad(self, padded: Tensor, value: float = 0.0) -> Tensor:
         """Write `value` to the padding of (B, L, …)."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backend import Backend, BackwardInputs, Gradients
-from .call import AttentionSpec, Call
+from .call import AttentionSpec, Call, geometry
 from .rewrites import Rewrite, rewrite
 from .support import head_dims
 
@@ -38,6 +38,9 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     Rows past the layout's total are 0 and −inf.
     """
     query, key, value = inputs
+    if call.prepared and (run := call.prepared.get(geometry(*inputs))) is not None:
+        out, lse, *states = run(*inputs)
+        return out, lse, states[0] if states else None
     rows = query.shape[0]
     if (rewritten := rewrite(backend, query, key, value, call)) is not None:
         queries, keys, call = rewritten
@@ -52,7 +55,12 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         lse = query.new_full((query.shape[1], rows), -torch.inf, dtype=lse_dtype).T
         return query.new_zeros(rows, query.shape[1], value.shape[2]), lse, state
     query, key, value = contiguous_in_head_dim(*_pad_all(inputs, _head_dims(backend, call)))
-    out, lse, *states = backend.forward(query, key, value, call)
+    is_adapted = rows > layout.total or query is not inputs.query or key is not inputs.key or value is not inputs.value
+    if call.prepared is not None and backend.prepare_forward is not None and not is_adapted:
+        run = call.prepared[geometry(*inputs)] = backend.prepare_forward(query, key, value, call)
+        out, lse, *states = run(query, key, value)
+    else:
+        out, lse, *states = backend.forward(query, key, value, call)
     out = (out if out.shape[2] == spec.value_dim else out[..., : spec.value_dim]).contiguous()
     lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
     if rows > layout.total:  # kernels do not write these rows
@@ -67,6 +75,9 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
     Those of query, key and value have the strides of `empty_like`. Those of a relative bias are contiguous, and in its
     dtype.
     """
+    if call.prepared and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
+        return run(saved, *inputs)
+    given = (*saved, *inputs)
     saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
     inputs = Inputs(*contiguous_in_head_dim(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
@@ -79,6 +90,12 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
         # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
+    if call.prepared is not None and backend.prepare_backward is not None:
+        dims, lengths = (inputs.query.shape[2], inputs.value.shape[2]), tuple([len(x) for x in inputs])
+        is_same = all(x is y for x, y in zip(given, (*saved, *inputs), strict=True))
+        if is_same and totals == lengths and dims == _head_dims(backend, call):
+            run = call.prepared[geometry(*given)] = backend.prepare_backward(saved, *inputs, call)
+            return run(saved, *inputs)
     query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call)
     grads = map(_without_padding, (query, key, value), totals, inputs)
     return (*grads, *[grad.to(x.dtype).contiguous() for grad, x in zip(of_biases, biases, strict=True)])

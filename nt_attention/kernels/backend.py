@@ -46,6 +46,11 @@ class BackwardInputs(NamedTuple):
 # tensor or a more precise one, 0 in rows past the totals.
 Gradients = tuple[Tensor, ...]
 Backward = Callable[[BackwardInputs, Tensor, Tensor, Tensor, Call], Gradients]
+# They return a forward, or a backward, without the argument `call`.
+PrepareForward = Callable[[Tensor, Tensor, Tensor, Call], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]]
+PrepareBackward = Callable[
+    [BackwardInputs, Tensor, Tensor, Tensor, Call], Callable[[BackwardInputs, Tensor, Tensor, Tensor], Gradients]
+]
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,9 @@ class Backend:
         backward: `backward(saved, query, key, value, call)` returns `Gradients`. In those of query, key and value, rows
             past the totals may be left unwritten. If it is not None, forward and backward are registered as custom
             operators (`kernels/custom_ops.py`).
+        prepare_forward, prepare_backward: Return a forward, or a backward, for other tensors of the same geometry
+            (`call.geometry`). Called only if the call has no tensors but query, key and value. None if there is nothing
+            to save by it.
         differentiable: Whether `forward` consists of differentiable operations. Outside of graphs, PyTorch then
             differentiates these, any number of times, and `backward` is not used. Needed if `backward` is None.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
@@ -134,6 +142,8 @@ class Backend:
     missing: Callable[[], str | None]
     forward: Forward
     backward: Backward | None = None
+    prepare_forward: PrepareForward | None = None
+    prepare_backward: PrepareBackward | None = None
     differentiable: bool = False
     features: frozenset[str] = frozenset()
     device_type: str | None = None

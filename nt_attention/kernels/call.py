@@ -340,6 +340,7 @@ class Call(NamedTuple):
         spec: All other arguments.
         head_dims: The head dims (D, Dv) that the chosen backend is called with; None if not looked up yet.
         relative: The relative bias, or None.
+        prepared: Forwards and backwards that run again for other tensors; None if they can't be kept.
     """
 
     layout: SequenceLayout
@@ -348,6 +349,17 @@ class Call(NamedTuple):
     spec: AttentionSpec
     head_dims: tuple[int, int] | None = None
     relative: RelativeBias | None = None
+    prepared: PreparedRuns | None = None
+
+
+# `geometry` of the tensors → a function of these tensors that runs the forward or the backward. It also depends on the
+# spec and the layouts, so it is cached with them.
+PreparedRuns = dict[tuple[Any, ...], Callable[..., tuple[Any, ...]]]
+
+
+def geometry(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The shapes, strides and dtypes, and whether each tensor begins at a multiple of 16 bytes."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
 
 
 def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from ..layout import SequenceLayout
 from . import adapters
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs
-from .call import OPTIONS, SCHEMA, AttentionSpec, Call, check_slopes, from_schema, schema_values
+from .call import OPTIONS, SCHEMA, AttentionSpec, Call, PreparedRuns, check_slopes, from_schema, schema_values
 from .relative import RelativeBias, check_relative, check_type
 
 _T = TypeVar("_T")
@@ -40,12 +40,15 @@ def register(backend: Backend) -> None:
     """Define `nt_attention::<name>_forward` and `_backward`, which run the kernel and its adapters."""
     assert backend.backward is not None
 
+    def call(arguments: Sequence[Any]) -> Call:
+        return _cached_call(arguments, (backend.name,), lambda call: None)[0]
+
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(backend, Inputs(*arguments[:3]), call_of(*arguments))
+        return _forward(backend, Inputs(*arguments[:3]), call(arguments))
 
     def backward(*arguments: Any) -> _Gradients:
         saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
-        return _backward(backend, saved, Inputs(*arguments[:3]), call_of(*arguments))
+        return _backward(backend, saved, Inputs(*arguments[:3]), call(arguments))
 
     fake = functools.partial(_fake_forward, backend.rng_on_host)
     random = "dropout" in backend.features
@@ -151,7 +154,7 @@ def argument_index(name: str) -> int:
 
 def arguments_of(call: Call) -> tuple[Any, ...]:
     """An operator's arguments after query, key and value."""
-    layout, key_layout, slopes, spec, _, relative = call
+    layout, key_layout, slopes, spec, _, relative, _ = call
     of_relative = relative and (relative.buckets, relative.bias, relative.query_bias, relative.key_bias)
     return (layout.cu_seqlens, key_layout.cu_seqlens, slopes, *(of_relative or [None] * 4), *schema_values(spec))
 
@@ -178,20 +181,23 @@ def _cached_call(arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[
     terms = () if relative is None else relative.terms
     values = tuple([tuple(x) if isinstance(x, list) else x for x in arguments[_VALUES:]])
 
-    def build() -> tuple[AttentionSpec, _T]:
+    def build() -> tuple[AttentionSpec, _T, PreparedRuns]:
         layout.check_rows(query, "query")
         key_layout.check_keys(k, value)
         spec = _spec(query, k, value, layout, key_layout, slopes is not None, terms, values)
-        return spec, more(Call(layout, key_layout, slopes, spec, None, relative))
+        return spec, more(Call(layout, key_layout, slopes, spec, None, relative)), {}
 
     of_tensors = [item for x in (query, k, value) for item in (x.shape, x.dtype, x.device)]
     full_key = ("operator", *of_tensors, slopes is None, terms, values, key)
-    spec, found = layout.cached(full_key, build, key_layout)
+    prepared: PreparedRuns | None
+    spec, found, prepared = layout.cached(full_key, build, key_layout)
     if slopes is not None:
+        prepared = None
         check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
     if relative is not None:
+        prepared = None
         check_relative(relative, query, k)
-    return Call(layout, key_layout, slopes, spec, None, relative), found
+    return Call(layout, key_layout, slopes, spec, None, relative, prepared), found
 
 
 def _spec(

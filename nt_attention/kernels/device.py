@@ -17,4 +17,9 @@ def no_cuda() -> str | None:
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Within the block, `device` is the current one."""
-    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
+        return _NOTHING
+    return torch.accelerator.device_index(device.index)
+
+
+_NOTHING = contextlib.nullcontext()

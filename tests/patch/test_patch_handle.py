@@ -121,12 +121,12 @@ def test_layout_is_made_once_per_forward(kind, monkeypatch):
         made.append(mask)
         return make_layout(mask)
 
-    monkeypatch.setattr(
-        SequenceLayout, "from_attention_mask", functools.partial(counted, SequenceLayout.from_attention_mask)
-    )
-    for other in ("from_position_ids", "from_lengths"):
-        monkeypatch.setattr(SequenceLayout, other, lambda *_: pytest.fail("the layout is made a second time"))
     model, batch = make(kind), make_batch(kind)
-    with nta.patch(model):
+    with nta.patch(model):  # may make layouts, to prove that the model can be packed
+        monkeypatch.setattr(
+            SequenceLayout, "from_attention_mask", functools.partial(counted, SequenceLayout.from_attention_mask)
+        )
+        for other in ("from_position_ids", "from_lengths"):
+            monkeypatch.setattr(SequenceLayout, other, lambda *_: pytest.fail("the layout is made a second time"))
         loss_of(model, batch).backward()
     assert len(made) == 1

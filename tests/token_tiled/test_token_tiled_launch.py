@@ -5,8 +5,12 @@ import weakref
 
 import pytest
 import torch
+from token_tiled_cases import DEVICE
 
+import nt_attention as nta
+from nt_attention.functional import plan
 from nt_attention.kernels.token_tiled import launch as module
+from nt_attention.kernels.token_tiled import ops
 from nt_attention.kernels.token_tiled.launch import Launch, launch_cached
 
 
@@ -75,6 +79,24 @@ def test_another_key_makes_another_launch_of_the_same_compiled_kernel(kernel):
     launch_cached(launches, "another key", (x,), prepared(kernel, others, integers=(5,)))
     assert len(kernel.compiled) == 1
     assert kernel.launched == [((5, 2, 1), (x, others, 5, 0.5, True))]
+
+
+def test_prepared_forward_launches_its_kernel_on_other_tensors(kernel, monkeypatch):
+    from nt_attention.kernels.token_tiled import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "forward_kernel", kernel)
+    layout = nta.SequenceLayout.from_lengths([5, 9], device=DEVICE)
+    layers = [torch.zeros(3, layout.total, 2, 16, device=DEVICE).unbind() for _ in range(3)]
+    call = plan(*layers[0], layout, backend="token_tiled", dropout_p=0.5).call
+    run = ops.prepare_forward(*layers[0], call)
+    results = [run(*layer) for layer in layers]
+    assert len(kernel.compiled) == 1
+    for (grid, arguments), layer, result in zip(kernel.launched, layers[1:], results[1:], strict=True):
+        out, lse, seed = result
+        expected = [x.data_ptr() for x in (*layer, out, lse)]
+        assert (grid, arguments[:7]) == (kernel.launched[0][0], (*expected, 0, seed.data_ptr()))
+    seeds = [tuple(seed.tolist()) for *_, seed in results]
+    assert len(set(seeds)) == 3
 
 
 def test_tensors_at_kept_addresses_are_not_freed(kernel):

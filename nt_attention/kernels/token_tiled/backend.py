@@ -44,6 +44,8 @@ BACKEND = Backend(
     missing=missing,
     forward=ops.forward,
     backward=ops.backward,
+    prepare_forward=ops.prepare_forward,
+    prepare_backward=ops.prepare_backward,
     features=COMMON
     | {"scale ≤ 0", "window", "softcap", "alibi", "relative bias", "dropout", "deterministic", "batch_invariant"},
     min_capability=(8, 0),

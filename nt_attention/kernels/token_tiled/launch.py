@@ -34,10 +34,19 @@ class Launch(NamedTuple):
 # Launches that were made before. The key is that of `launch_cached` with the dtypes and alignment of the first tensors.
 # The value is the launcher, all arguments but the first tensors, as addresses and numbers, and the tensors at these
 # addresses, which must not be freed.
-Launches = dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Tensor, ...]]]
+Ready = tuple[Callable[..., Any], tuple[Any, ...], tuple[Tensor, ...]]
+Launches = dict[tuple[Any, ...], Ready]
 
 
-def launch_cached(launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]) -> None:
+def launch_again(ready: Ready, first: Sequence[Tensor | None]) -> None:
+    """Launch a kernel with other first tensors, which have the same dtypes and alignment."""
+    launcher, other_arguments, _ = ready
+    launcher(*[0 if x is None else x.data_ptr() for x in first], *other_arguments)
+
+
+def launch_cached(
+    launches: Launches, key: object, first: Sequence[Tensor | None], make: Callable[[], Launch]
+) -> Ready | None:
     """Launch a kernel on the current device and stream.
 
     Args:
@@ -45,6 +54,9 @@ def launch_cached(launches: Launches, key: object, first: Sequence[Tensor | None
         key: the key of the launch in this cache. It determines everything that `make` returns.
         first: the first arguments, which may differ in each call. The kernel does not read those that are None.
         make: makes the launch, if there is none of this key for tensors of these dtypes and this alignment.
+
+    Returns:
+        The launch, or None in Triton's interpreter, which compiles nothing.
     """
     addresses = [0 if x is None else x.data_ptr() for x in first]
     full_key = (key, *[None if x is None else x.dtype for x in first], *[address % 16 == 0 for address in addresses])
@@ -52,13 +64,15 @@ def launch_cached(launches: Launches, key: object, first: Sequence[Tensor | None
     if cached is not None:
         launcher, other_arguments, _ = cached
         launcher(*addresses, *other_arguments)
-        return
+        return cached
     made = make()
     compiled = launch(made, first)
-    if compiled is not None:
-        pointers = [x.data_ptr() for x in made.tensors]
-        other_arguments = (*pointers, *made.integers, *made.floats, *made.constants)
-        launches[full_key] = compiled[(*made.grid, 1)], other_arguments, made.tensors
+    if compiled is None:
+        return None
+    pointers = [x.data_ptr() for x in made.tensors]
+    other_arguments = (*pointers, *made.integers, *made.floats, *made.constants)
+    launches[full_key] = compiled[(*made.grid, 1)], other_arguments, made.tensors
+    return launches[full_key]
 
 
 def launch(made: Launch, first: Sequence[Tensor | None] = ()) -> Any:

@@ -5,10 +5,10 @@ Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and V he
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ..backend import BackwardInputs, Gradients
 from ..call import AttentionSpec, Call
 from ..relative import RelativeBias
 from .configs import ANY_BATCH, Config, Tile, config_for
-from .launch import Launch, Launches, launch_cached
+from .launch import Launch, Launches, Ready, launch_again, launch_cached
 
 if TYPE_CHECKING:
     from .plan import Intervals, Plan
@@ -38,6 +38,7 @@ class Settings:
     constants: tuple[Any, ...]  # the compile-time arguments of the kernels, without those of the tile
     floats: tuple[float, float, float]  # scale, softcap, dropout_p
     has_relative_bias: bool
+    is_ordered: bool  # whether gradients of biases are added in a fixed order
     launches: Launches = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -67,24 +68,29 @@ class Settings:
         batch = ANY_BATCH if spec.batch_invariant else (longest, mean)
         config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
         shared = 0 if spec.batch_invariant else config.shared
-        return cls(plan, config, shared, constants, floats, bool(spec.relative))
+        is_ordered = spec.deterministic or spec.batch_invariant
+        return cls(plan, config, shared, constants, floats, bool(spec.relative), is_ordered)
 
-    @cached_property
+    @property
+    def has_dropout(self) -> bool:
+        return self.floats[2] > 0
+
+    @functools.cached_property
     def forward_tiles(self) -> Tensor:
         """The tiles of `forward_kernel`."""
         return self.plan.query_tiles(self.config.forward.block_m, self.shared)
 
-    @cached_property
+    @functools.cached_property
     def query_tiles(self) -> Tensor:
         """The tiles of `query_kernel`."""
         return self.plan.query_tiles(self.config.query.block_m, self.shared, without_fused=True)
 
-    @cached_property
+    @functools.cached_property
     def key_tiles(self) -> Tensor:
         """The tiles of `key_kernel`."""
         return self.plan.key_tiles(self.config.key.block_n, self.shared)
 
-    @cached_property
+    @functools.cached_property
     def fused_tiles(self) -> Tensor:
         """The tiles of `fused_kernel`. There are none if no sequences share a tile."""
         return self.plan.fused_tiles(self.shared) if self.shared else self.query_tiles[:0]
@@ -103,20 +109,26 @@ class Launcher(NamedTuple):
     Attributes:
         settings: the settings.
         heads: the number of query heads.
-        tensors: slopes, seed, buckets, the bias of each distance (H, 2R+1), query_bias and key_bias.
+        slopes: slopes, or None.
+        biases: buckets, the bias of each distance (H, 2R+1), query_bias and key_bias; each may be None.
         integers: the stride of a row of slopes, R, N, and the strides of rows and heads of query_bias and of key_bias.
+        ready: the launches that were made before, by the function of the kernel. None if the geometry of the tensors
+            may differ, or the slopes and biases are others in each call.
     """
 
     settings: Settings
     heads: int
-    tensors: tuple[Tensor | None, ...]
+    slopes: Tensor | None
+    biases: tuple[Tensor | None, ...]
     integers: tuple[int, ...]
+    ready: dict[Any, Ready] | None
 
     @classmethod
-    def prepare(
-        cls, query: Tensor, key: Tensor, value: Tensor, call: Call, seed: Tensor | None, bias_gradient: bool = False
+    def make(
+        cls, query: Tensor, key: Tensor, value: Tensor, call: Call, bias_gradient: bool = False, repeats: bool = False
     ) -> Launcher:
-        layout, key_layout, slopes, spec, _, relative = call
+        """`repeats`: whether it is kept for tensors of the same geometry."""
+        layout, key_layout, slopes, spec, _, relative, _ = call
         slope_row = 0
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
@@ -130,7 +142,7 @@ class Launcher(NamedTuple):
             key_layout,
         )
         biases, numbers = _relative_arguments(relative)
-        return cls(settings, query.shape[1], (slopes, seed, *biases), (slope_row, *numbers))
+        return cls(settings, query.shape[1], slopes, biases, (slope_row, *numbers), {} if repeats else None)
 
     def launch(
         self,
@@ -140,12 +152,20 @@ class Launcher(NamedTuple):
         heads: int,
         intervals: Intervals,
         tensors: tuple[Tensor | None, ...],
-        strides: tuple[int, ...],
+        seed: Tensor | None,
+        strided: tuple[Tensor, ...],
         more_strides: tuple[int, ...],
         *constants: int,
     ) -> None:
+        """Launch a kernel, unless there are no tiles. It gets the strides of rows and heads of `strided`."""
         if not tiles.shape[0]:
             return
+        first = (*tensors, self.slopes, seed, *self.biases)
+        ready = None if self.ready is None else self.ready.get(kernel.fn)
+        if ready is not None:
+            launch_again(ready, first)
+            return
+        strides = _rows_and_heads(*strided)
 
         def make() -> Launch:
             unit = math.gcd(16, *strides)
@@ -162,7 +182,9 @@ class Launcher(NamedTuple):
             )
 
         key = (kernel.fn, tile, tiles.data_ptr(), strides, more_strides, self.integers, constants)
-        launch_cached(self.settings.launches, key, (*tensors, *self.tensors), make)
+        ready = launch_cached(self.settings.launches, key, first, make)
+        if self.ready is not None and ready is not None:
+            self.ready[kernel.fn] = ready
 
 
 def _relative_flags(spec: AttentionSpec, gradient: bool, same_tokens: bool) -> int:
@@ -174,13 +196,8 @@ def _relative_flags(spec: AttentionSpec, gradient: bool, same_tokens: bool) -> i
     total += kernels.SAME_TOKENS.value if same_tokens else 0
     if gradient:
         total += kernels.BIAS_GRADIENT.value
-        total += kernels.ORDERED.value if _is_ordered(spec) else 0
+        total += kernels.ORDERED.value if spec.deterministic or spec.batch_invariant else 0
     return total
-
-
-def _is_ordered(spec: AttentionSpec) -> bool:
-    """Whether gradients of biases are added in a fixed order."""
-    return spec.deterministic or spec.batch_invariant
 
 
 def _relative_arguments(relative: RelativeBias | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
@@ -235,52 +252,77 @@ def _rows_and_heads(*tensors: Tensor) -> tuple[int, ...]:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     """out (T, H, V), lse (T, H) in float32, and with dropout the seed (2,) int64."""
+    return _forward(Launcher.make(query, key, value, call), query, key, value)
+
+
+def prepare_forward(
+    query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """`forward` for other tensors of the same geometry."""
+    return functools.partial(_forward, Launcher.make(query, key, value, call, repeats=True))
+
+
+def _forward(launcher: Launcher, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     from . import triton_kernels as kernels
 
-    seed = torch.randint(2**62, (2,), device=query.device) if call.spec.dropout_p else None
+    settings = launcher.settings
+    seed = torch.randint(2**62, (2,), device=query.device) if settings.has_dropout else None
     out = query.new_empty(*query.shape[:2], value.shape[2])
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
-    launcher = Launcher.prepare(query, key, value, call, seed)
-    settings = launcher.settings
-    tensors = (query, key, value, out, lse)
-    strides = _rows_and_heads(query, key, value, out)
     with device.current(query.device):
         launcher.launch(
             *(kernels.forward_kernel, settings.config.forward, settings.forward_tiles, query.shape[1]),
-            *(settings.plan.queries, tensors, strides, (lse.stride(1),)),
+            *(settings.plan.queries, (query, key, value, out, lse), seed, (query, key, value, out)),
+            (lse.stride(1),),
         )
     return (out, lse) if seed is None else (out, lse, seed)
 
 
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
     """The gradients of query, key and value, and those of a relative bias if they are needed."""
+    relative = call.relative if call.spec.relative_grad else None
+    launcher = Launcher.make(query, key, value, call, call.spec.relative_grad)
+    return _backward(launcher, relative, saved, query, key, value)
+
+
+def prepare_backward(
+    saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> Callable[[BackwardInputs, Tensor, Tensor, Tensor], Gradients]:
+    """`backward` for other tensors of the same geometry."""
+    return functools.partial(_backward, Launcher.make(query, key, value, call, repeats=True), None)
+
+
+def _backward(
+    launcher: Launcher,
+    relative: RelativeBias | None,
+    saved: BackwardInputs,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Gradients:
+    """`relative`: the relative bias if it needs gradients."""
     from . import triton_kernels as kernels
 
-    grad, grad_lse, out, lse, rng_state = saved
+    grad, grad_lse, out, lse, seed = saved
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    seed, bias_gradient = rng_state if call.spec.dropout_p else None, call.spec.relative_grad
-    is_ordered = _is_ordered(call.spec)
-    launcher = Launcher.prepare(query, key, value, call, seed, bias_gradient)
     settings = launcher.settings
-    plan, config = settings.plan, settings.config
+    plan, config, is_ordered = settings.plan, settings.config, settings.is_ordered
+    seed = seed if settings.has_dropout else None
     heads, key_heads = query.shape[1], key.shape[1]
-    inputs = _rows_and_heads(query, key, value)
     has_grad_lse = grad_lse is not None
     lse_strides = (lse.stride(1), *((0, 0) if grad_lse is None else grad_lse.stride()))
     tiles, key_tiles = settings.query_tiles, settings.key_tiles
     biases = _BiasGradients()
-    if call.relative is not None and bias_gradient:
+    if relative is not None:
         parts = len(tiles) + len(settings.fused_tiles)
-        biases = _BiasGradients.zeros(call.relative, parts if is_ordered else kernels.PARTS.value)
+        biases = _BiasGradients.zeros(relative, parts if is_ordered else kernels.PARTS.value)
     with device.current(query.device):
         if len(tiles) or len(key_tiles):
             delta = torch.empty_like(lse)
             launcher.launch(
                 *(kernels.query_kernel, config.query, tiles, heads, plan.queries),
                 (query, key, value, out, grad, lse, grad_lse, delta, grad_query, *biases[:2]),
-                (*inputs, *_rows_and_heads(out, grad, grad_query)),
-                lse_strides,
-                has_grad_lse,
+                *(seed, (query, key, value, out, grad, grad_query), lse_strides, has_grad_lse),
             )
             parts = _parts(heads, key_heads)
             programs = key_heads * parts
@@ -290,9 +332,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             launcher.launch(
                 *(kernels.key_kernel, config.key, key_tiles, programs, plan.keys),
                 (query, key, value, grad, lse, delta, *targets, biases.key_bias),
-                (*inputs, *_rows_and_heads(grad, *targets)),
-                lse_strides[:1],
-                heads // programs,
+                *(seed, (query, key, value, grad, *targets), lse_strides[:1], heads // programs),
             )
             if parts > 1:
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):
@@ -302,11 +342,9 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             launcher.launch(
                 *(kernels.fused_kernel, config.fused, settings.fused_tiles, key_heads, plan.keys),
                 (query, key, value, out, grad, lse, grad_lse, *grads, of_fused, *biases[1:]),
-                (*inputs, *_rows_and_heads(out, grad, *grads)),
-                lse_strides,
-                has_grad_lse,
+                *(seed, (query, key, value, out, grad, *grads), lse_strides, has_grad_lse),
             )
-    return (*grads, *biases.finish(call.relative, is_ordered))
+    return (*grads, *biases.finish(relative, is_ordered))
 
 
 def _parts(heads: int, key_heads: int) -> int:
