@@ -1,10 +1,12 @@
-"""Shared by the benchmarks: several calls timed by turns, so that noise affects all of them alike."""
+"""Shared by the benchmarks: calls timed by turns, so that noise affects all of them alike, and saved results."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ def wall_clock_ms(call: Callable[[], Any]) -> float:
     call()
     _synchronize()
     return 1e3 * (time.perf_counter() - began)
+
+
+def show(lines: Sequence[str], save: Path | None) -> None:
+    """Print the result of this benchmark, and save it with the command that was run."""
+    print("\n".join(lines))
+    if save is not None:
+        command = " ".join(["python benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
+        save.write_text("\n".join([f"`{command}`", "", *lines]) + "\n")
 
 
 def _synchronize() -> None:

@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from by_turns import show
 from torch import Tensor
 
 import nt_attention
@@ -54,10 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trees = import_other(options.other, Path(folder)), nt_attention
         lines = list(report(trees, options))
-    print("\n".join(lines))
-    if options.save:
-        command = f"`python benchmarks/compare_host_time.py {' '.join(sys.argv[1:])}`"
-        options.save.write_text("\n".join([command, "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 def import_other(tree: Path, folder: Path) -> ModuleType:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from pathlib import Path
 
 import torch
-from by_turns import by_turns
+from by_turns import by_turns, show
 from torch import nn
 
 import nt_attention as nta
@@ -55,10 +54,7 @@ def main() -> None:
         times = by_turns({name: functools.partial(call, run, what) for name, run in runs.items()}, options.rounds)
         compiled, eager = times["compiled"], times["eager"]
         lines.append(f"| {what} | {compiled:.2f} | {eager:.2f} | {eager / compiled:.2f} |")
-    print("\n".join(lines))
-    if options.save:
-        command = " ".join(["python benchmarks/compiled_layer_cpu.py", *sys.argv[1:]])
-        options.save.write_text("\n".join([f"`{command}`", "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,15 @@ Without a GPU it is a trial run of small models in float32.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # else stock waits for allocations
-
 import torch
 import transformers
-from by_turns import wall_clock_ms
+from by_turns import show, wall_clock_ms
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
 
@@ -45,7 +41,7 @@ TINY = {} if GPU else {
 }  # fmt: skip
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 32,
          "num_key_value_heads": 8}  # fmt: skip
-WARMUP = 6  # steps, in which programs are compiled
+WARMUP = 20  # steps: programs are compiled, and PyTorch's allocator gets the memory for most shapes
 
 
 def loss_of(out: Any) -> Tensor:
@@ -64,13 +60,16 @@ class Way:
     inputs: Callable[[nta.SequenceLayout, Tensor], dict[str, Any]]
     ms: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.parameters = list(self.model.parameters())
+
     def infer(self, batch: dict[str, Any]) -> Any:
         with torch.no_grad():
             return self.run(**{name: x for name, x in batch.items() if name != "labels"})
 
     def train(self, batch: dict[str, Any]) -> None:
         loss_of(self.run(**batch)).backward()
-        for parameter in self.model.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
 
 
@@ -222,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--lengths", nargs="+", help="distributions of lengths, such as lognormal:512")
+    parser.add_argument("--ways", nargs="+", help='ways besides "padded" and "patched, compiled"; default: all')
     parser.add_argument("--steps", type=int, default=24 if GPU else 4)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
@@ -229,6 +229,10 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if GPU else "CPU"
     make, distributions = MODELS[options.model]
     found = make()
+    if options.ways is not None:
+        if unknown := set(options.ways) - found.keys():
+            parser.error(f"there is no way {unknown.pop()!r}: pass some of {list(found)}.")
+        found = {name: way for name, way in found.items() if name in ("padded", "patched, compiled", *options.ways)}
     for distribution in options.lengths or distributions:
         for way in found.values():
             way.model.eval()
@@ -243,10 +247,7 @@ def main() -> None:
         "|---|---|---|---|---|",
         *table(options.model, found),  # profiles: nothing is timed after it
     ]
-    print("\n".join(lines))
-    if options.save:
-        command = f"`python benchmarks/compiled_models.py {' '.join(sys.argv[1:])}`"
-        options.save.write_text("\n".join([command, "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 if __name__ == "__main__":

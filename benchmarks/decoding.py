@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 import warnings
 from pathlib import Path
 
 import torch
 import transformers
+from by_turns import show
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
@@ -79,10 +79,7 @@ def main() -> None:
             for way, each in seconds.items()
         ),
     ]
-    print("\n".join(lines))
-    if options.save:
-        command = f"`python benchmarks/decoding.py {' '.join(sys.argv[1:])}`"
-        options.save.write_text("\n".join([command, "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 if __name__ == "__main__":

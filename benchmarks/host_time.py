@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from by_turns import show
 from torch.nn import functional as F
 
 import nt_attention as nta
@@ -54,10 +54,7 @@ def main() -> None:
         cells = " | ".join(f"{t:.0f} | {t - raw:.0f}" for t in times)
         lines.append(f"| {name} | {raw:.0f} | {cells} |")
     lines += ["", f"NestedTensor SDPA: {host_us(_nested_sdpa(layout), 20):.0f} µs."]
-    print("\n".join(lines))
-    if options.save:
-        header = f"`python benchmarks/host_time.py {' '.join(sys.argv[1:])}`"
-        options.save.write_text("\n".join([header, "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 def _nested_sdpa(layout: nta.SequenceLayout) -> Callable[[], torch.Tensor]:

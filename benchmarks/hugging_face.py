@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from by_turns import wall_clock_ms
+from by_turns import show, wall_clock_ms
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -275,10 +275,7 @@ def main() -> None:
         del found, ours
         gc.collect()
         torch.cuda.empty_cache()
-    print("\n".join(lines))
-    if options.save:
-        command = f"`python benchmarks/hugging_face.py {' '.join(sys.argv[1:])}`"
-        options.save.write_text("\n".join([command, "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from by_turns import show
 from torch import Tensor
 
 import nt_attention as nta
@@ -53,10 +53,7 @@ def main() -> None:
     ]
     for name, calls in pairs(backend, device).items():
         lines.append(row(name, *alternate(*calls, options.bursts)))
-    print("\n".join(lines))
-    if options.save:
-        command = " ".join(["python benchmarks/operator_host_time.py", *sys.argv[1:]])
-        options.save.write_text("\n".join([f"`{command}`", "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 def without_kernels() -> Backend:

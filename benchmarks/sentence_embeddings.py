@@ -10,7 +10,6 @@ sorts texts by their length before it makes batches of 64. Both run in turns; ti
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import sentence_transformers
 import torch
 import transformers
-from by_turns import by_turns
+from by_turns import by_turns, show
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer, MPNetConfig, MPNetModel
 
@@ -82,10 +81,7 @@ def main() -> None:
         "|---|---|---|---|---|",
         *(row_of(name, texts, options.rounds, options.device) for name in options.models),
     ]
-    print("\n".join(lines))
-    if options.save:
-        command = f"`python benchmarks/sentence_embeddings.py {' '.join(sys.argv[1:])}`"
-        options.save.write_text("\n".join([command, "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from by_turns import wall_clock_ms
+from by_turns import show, wall_clock_ms
 from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
@@ -84,7 +84,7 @@ def rows_of(name: str, rounds: int, packing: Literal["auto", "always"]) -> list[
             ratio = statistics.median(a / b for a, b in zip(padded, patched, strict=True))
             cells += [f"{statistics.median(padded):.2f}", f"{statistics.median(patched):.2f}", f"{ratio:.2f}"]
         lines.append(f"| {name} | {rows} × {length} | {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
@@ -103,9 +103,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
         *(line for name in MODELS for line in rows_of(name, options.rounds, options.packing)),
     ]
-    if options.save:
-        command = f"`python benchmarks/small_batches.py {' '.join(sys.argv[1:])}`"
-        options.save.write_text("\n".join([command, "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from by_turns import by_turns
+from by_turns import by_turns, show
 from torch import Tensor, nn
 
 import nt_attention as nta
@@ -180,10 +179,7 @@ def main() -> None:
     if GPU:
         of_layer = table("| workload | | compiled | eager | ratio |", one_layer, names[:1], rounds)
         lines += ["", "One layer on NestedTensors.", "", *of_layer]
-    print("\n".join(lines))
-    if options.save:
-        command = " ".join(["python benchmarks/transformer_encoder.py", *sys.argv[1:]])
-        options.save.write_text("\n".join([f"`{command}`", "", *lines]) + "\n")
+    show(lines, options.save)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ class Bench:
             self.q, self.k, self.v, self.layout, backend="token_tiled", relative=self.relative, **workload.options
         ).call
         self.window = call.spec.window
-        self.forward = ops.Launcher.prepare(self.q, self.k, self.v, call, None)
-        self.backward = ops.Launcher.prepare(self.q, self.k, self.v, call, None, self.relative is not None)
+        self.forward = ops.Launcher.make(self.q, self.k, self.v, call)
+        self.backward = ops.Launcher.make(self.q, self.k, self.v, call, self.relative is not None)
         self.biases = ops._BiasGradients()
         if self.relative is not None:
             from nt_attention.kernels.token_tiled import triton_kernels as kernels
@@ -90,35 +90,36 @@ class Bench:
 
         call = self.forward if kernel == "forward" else self.backward
         plan, (bias, query_bias, key_bias) = call.settings.plan, self.biases
-        inputs = ops._rows_and_heads(self.q, self.k, self.v)
+        inputs = (self.q, self.k, self.v)
         grad_query, grad_key, grad_value = self.grads
         rows = self.lse.stride(1)
         if kernel == "forward":
             tensors = (self.q, self.k, self.v, self.out, self.lse)
-            strides = (*inputs, *ops._rows_and_heads(self.out))
+            strided = (*inputs, self.out)
             tiles = plan.query_tiles(tile.block_m, shared)
-            work = (kernels.forward_kernel, tile, tiles, self.heads, plan.queries, tensors, strides, (rows,))
+            work = (kernels.forward_kernel, tile, tiles, self.heads, plan.queries, tensors, None, strided, (rows,))
         elif kernel == "query":
             tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, self.delta, grad_query)
             tensors += (bias, query_bias)
-            strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, grad_query))
+            strided = (*inputs, self.out, self.grad, grad_query)
             tiles = plan.query_tiles(tile.block_m, shared, without_fused=True)
-            work = (kernels.query_kernel, tile, tiles, self.heads, plan.queries, tensors, strides, (rows, 0, 0), False)
+            strides = (rows, 0, 0)
+            work = (kernels.query_kernel, tile, tiles, self.heads, plan.queries, tensors, None, strided, strides, False)
         elif kernel == "key":
             tensors = (self.q, self.k, self.v, self.grad, self.lse, self.delta, grad_key, grad_value)
             tensors += (key_bias,)
-            strides = (*inputs, *ops._rows_and_heads(self.grad, grad_key, grad_value))
+            strided = (*inputs, self.grad, grad_key, grad_value)
             tiles = plan.key_tiles(tile.block_n, shared)
             group = self.heads // self.kv_heads
-            work = (kernels.key_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, strides, (rows,), group)
+            work = (kernels.key_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, None, strided, (rows,), group)
         else:
             tensors = (self.q, self.k, self.v, self.out, self.grad, self.lse, None, *self.grads)
             tensors += self.biases
-            strides = (*inputs, *ops._rows_and_heads(self.out, self.grad, *self.grads))
+            strided = (*inputs, self.out, self.grad, *self.grads)
             tiles = plan.fused_tiles(shared)
-            lse_strides = (rows, 0, 0)
+            strides = (rows, 0, 0)
             work = (
-                *(kernels.fused_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, strides, lse_strides),
+                *(kernels.fused_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, None, strided, strides),
                 False,
             )
         call.launch(*work)
