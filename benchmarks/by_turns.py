@@ -32,6 +32,16 @@ def wall_clock_ms(call: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
+def reserve_memory() -> None:
+    """Let PyTorch's allocator take most of the GPU's memory at once, so that no call waits for more.
+
+    Batches of other lengths need tensors of other sizes. The first way to run such a batch would have to wait.
+    """
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        torch.empty(int(0.9 * free), dtype=torch.uint8, device="cuda")
+
+
 def show(lines: Sequence[str], save: Path | None) -> None:
     """Print the result of this benchmark, and save it with the command that was run."""
     print("\n".join(lines))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from by_turns import show, wall_clock_ms
+from by_turns import reserve_memory, show, wall_clock_ms
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
 
@@ -41,7 +42,7 @@ TINY = {} if GPU else {
 }  # fmt: skip
 LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 32,
          "num_key_value_heads": 8}  # fmt: skip
-WARMUP = 20  # steps: programs are compiled, and PyTorch's allocator gets the memory for most shapes
+WARMUP = 6  # steps, in which programs are compiled
 
 
 def loss_of(out: Any) -> Tensor:
@@ -185,6 +186,8 @@ def measure(name: str, distribution: str, found: dict[str, Way], what: str, step
             inputs = way.inputs(*batch)
             ms = wall_clock_ms(lambda way=way, inputs=inputs: getattr(way, what)(inputs))
             way.ms[distribution, what] += [ms] if seed >= WARMUP else []
+    medians = [f"{way_name} {statistics.median(way.ms[distribution, what]):.2f}" for way_name, way in found.items()]
+    print(f"{name}, {distribution}, {what}:", *medians, sep=" | ", file=sys.stderr, flush=True)
 
 
 def device_busy_ms(name: str, distribution: str, way: Way, what: str, steps: int = 4) -> float:
@@ -222,12 +225,13 @@ def main() -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--lengths", nargs="+", help="distributions of lengths, such as lognormal:512")
     parser.add_argument("--ways", nargs="+", help='ways besides "padded" and "patched, compiled"; default: all')
-    parser.add_argument("--steps", type=int, default=24 if GPU else 4)
+    parser.add_argument("--steps", type=int, default=16 if GPU else 4)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     machine = torch.cuda.get_device_name() if GPU else "CPU"
     make, distributions = MODELS[options.model]
+    reserve_memory()
     found = make()
     if options.ways is not None:
         if unknown := set(options.ways) - found.keys():

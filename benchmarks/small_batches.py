@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from by_turns import show, wall_clock_ms
+from by_turns import reserve_memory, show, wall_clock_ms
 from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    reserve_memory()
     machine = torch.cuda.get_device_name() if GPU else "CPU"
     lines = [
         f"{machine}, torch {torch.__version__}, transformers {transformers.__version__}, {str(DTYPE)[6:]}; wall-clock",
