@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from .._forwards import Handle, replacement_of
 from .._tracing import outside_of_graphs
 from . import families
+from .own_attention import make_cached_tensors
 from .packed_forward import (
     Logits,
     default_position_ids,
@@ -34,7 +35,7 @@ from .packed_forward import (
     planned_by_head,
 )
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, running_row
+from .packed_row import PackedRow, extend_tables, running_row
 from .packing import Packing
 from .proof import Proof
 
@@ -72,97 +73,123 @@ class EncoderDecoderCall:
 
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = given_arguments(self.defaults, args, kwargs)
-        is_packed = given is not None and isinstance(given.get("decoder_attention_mask"), PackedMask)
-        if given is None or is_packed or is_planned_by_head(model):  # if it is None, this raises an error
+        if given is None or isinstance(given.get("decoder_attention_mask"), PackedMask):
+            return original(*args, **kwargs)  # if it is None, this raises an error
+        sides = self._plan(model, original, given, torch.compiler.is_compiling())
+        if sides == "head":
             return original(*args, **kwargs)
-        given = _with_target(model, given)
-        sides = self._plan(model, original, given)
-        if sides is None:
+        if sides == "padded":
             with running_row(None), planned_by_head(families.base_model(model), model.get_encoder()):
                 return original(**given)
         return self._run_packed(model, original, sides, given)
 
     @outside_of_graphs
-    def _plan(self, model: Any, original: Callable[..., Any], given: dict[str, Any]) -> _Sides | None:
-        """The packing of both sides, or None if the original forward runs. Counts the call."""
+    def _plan(
+        self, model: Any, original: Callable[..., Any], given: dict[str, Any], is_compiled: bool
+    ) -> _Sides | Literal["padded", "head"]:
+        """The packing of both sides, or else what runs the original forward. Counts the call.
+
+        Adds the decoder's input to `given`, if the model would make it from labels or from its input.
+        """
+        if is_planned_by_head(model):
+            return "head"
+        _add_target(model, given)
         reason = replacement_of(original, type(model)) or _not_supported(given, model, self.is_routed)
         if reason is not None:
             self.handle.fall_back(reason)
-            return None
+            return "padded"
         sides = _read_sides(given)
         if sides is None or (sides.source.saves_nothing and sides.target.saves_nothing):
             self.handle.count("there is no padding to skip")
-            return None
+            return "padded"
         if sides.source.has_holes or sides.target.has_holes:
             self.handle.fall_back("its rows have padding between tokens")
-            return None
+            return "padded"
         self.handle.count(None)
+        if is_compiled:
+            make_cached_tensors(model, sides.source.layout.device)
+            extend_tables(model, max(sides.source.length, sides.target.length))
         return sides
 
     def _run_packed(self, model: Any, original: Callable[..., Any], sides: _Sides, given: dict[str, Any]) -> Any:
-        source, target = sides
+        source = sides.source
         as_dict = given.pop("return_dict", model.config.return_dict)
         keep_packed = self.logits is None and model.training and "labels" in given
-        encoder_outputs = self._encode(model, source, given)
-        positions = default_position_ids(self.proof, model, target, given.get("decoder_input_ids"))
-        tokens = {name: target.pack(given.pop(name)) for name in _TARGET & given.keys()}
-        for name in ("input_ids", "inputs_embeds", "attention_mask", "decoder_attention_mask", "use_cache"):
-            given.pop(name, None)
-        with running_row(PackedRow(target.layout, positions, target.length)):
-            out = original(
-                **given,
-                **tokens,
-                attention_mask=PackedMask.of(target.layout, source.layout, form="pairs"),
-                decoder_attention_mask=PackedMask.of(target.layout, form="pairs", is_causal=True),
-                encoder_outputs=encoder_outputs,
-                use_cache=False,
-                return_dict=True,
-            )
+        encoded = given.pop("encoder_outputs", None)
+        if encoded is None:
+            row, inputs = self._pack_source(model, source, given)
+            with running_row(row):
+                encoded = model.get_encoder()(**inputs)
+        else:
+            encoded = _packed_outputs(encoded, source)
+        row, inputs = self._pack_target(model, sides, given)
+        with running_row(row):
+            out = original(**inputs, encoder_outputs=encoded)
         _pad_outputs(out, sides, {"logits"} if keep_packed else set())
         return out if as_dict else out.to_tuple()
 
-    def _encode(self, model: Any, source: Packing, given: dict[str, Any]) -> BaseModelOutput:
-        """The outputs of the encoder on the packed source, (1, S, E)."""
-        encoder, made = model.get_encoder(), given.pop("encoder_outputs", None)
-        more = {name: given[name] for name in ("output_hidden_states",) if name in given}
-        if made is not None:
-            states = made[0] if not isinstance(made, Tensor) else made
-            hidden = made.get("hidden_states") if isinstance(made, ModelOutput) else None
-            packed = None if hidden is None else tuple(source.pack(x) for x in hidden)
-            return BaseModelOutput(last_hidden_state=source.pack(states), hidden_states=packed)
-        tokens = {name: source.pack(given[name]) for name in ("input_ids", "inputs_embeds") if name in given}
+    @outside_of_graphs
+    def _pack_source(self, model: Any, source: Packing, given: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
+        """The packed source, and the arguments of the encoder."""
         positions = default_position_ids(self.proof, model, source, given.get("input_ids"))
-        mask = PackedMask.of(source.layout, form="pairs")
-        with running_row(PackedRow(source.layout, positions, source.length)):
-            out: BaseModelOutput = encoder(**tokens, attention_mask=mask, return_dict=True, **more)
-        return out
+        inputs: dict[str, Any] = {name: source.pack(given[name]) for name in _SOURCE & given.keys()}
+        inputs |= {name: given[name] for name in ("output_hidden_states",) if name in given}
+        inputs |= {"attention_mask": PackedMask.of(source.layout, form="pairs"), "return_dict": True}
+        return PackedRow(source.layout, positions, source.length), inputs
+
+    @outside_of_graphs
+    def _pack_target(self, model: Any, sides: _Sides, given: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
+        """The packed target, and the arguments of the original forward but `encoder_outputs`."""
+        source, target = sides
+        positions = default_position_ids(self.proof, model, target, given.get("decoder_input_ids"))
+        replaced = _SOURCE | _TARGET | {"attention_mask", "decoder_attention_mask", "use_cache"}
+        inputs = {name: x for name, x in given.items() if name not in replaced}
+        inputs |= {name: target.pack(given[name]) for name in _TARGET & given.keys()}
+        inputs |= {
+            "attention_mask": PackedMask.of(target.layout, source.layout, form="pairs"),
+            "decoder_attention_mask": PackedMask.of(target.layout, form="pairs", is_causal=True),
+            "use_cache": False,
+            "return_dict": True,
+        }
+        return PackedRow(target.layout, positions, target.length), inputs
 
 
-# Inputs with a value for each position of the target.
+# Inputs with a value for each position of the source, and of the target.
+_SOURCE = {"input_ids", "inputs_embeds"}
 _TARGET = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 
 
-def _with_target(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the decoder's input that the model makes from labels, or from its input."""
+@outside_of_graphs
+def _packed_outputs(outputs: Any, source: Packing) -> BaseModelOutput:
+    """The outputs of an encoder that the caller passes, (B, Ls, …), packed."""
+    states = outputs if isinstance(outputs, Tensor) else outputs[0]
+    hidden = outputs.get("hidden_states") if isinstance(outputs, ModelOutput) else None
+    packed = None if hidden is None else tuple(source.pack(x) for x in hidden)
+    return BaseModelOutput(last_hidden_state=source.pack(states), hidden_states=packed)
+
+
+def _add_target(model: Any, given: dict[str, Any]) -> None:
+    """Add the decoder's input that the model makes from labels, or from its input."""
     if "decoder_input_ids" in given or "decoder_inputs_embeds" in given:
-        return given
+        return
     if "labels" not in given:
-        return _with_target_of_source(model, given)
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        return {**given, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(given["labels"])}
-    target = _shifted(model, given["labels"])
-    return given if target is None else {**given, "decoder_input_ids": target}
+        _add_target_of_source(model, given)
+    elif hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(given["labels"])
+    elif (target := _shifted(model, given["labels"])) is not None:
+        given["decoder_input_ids"] = target
 
 
-def _with_target_of_source(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the target that BART and its like make from a source with padding on the right."""
+def _add_target_of_source(model: Any, given: dict[str, Any]) -> None:
+    """Add the target that BART and its like make from a source with padding on the right."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if getattr(model.config, "model_type", "") not in _TARGET_FROM_SOURCE or ids is None or mask is None:
-        return given
+        return
     if mask.dim() != 2 or not bool((mask[:, :-1] >= mask[:, 1:]).all()):  # one sync
-        return given
+        return
     target = _shifted(model, ids)
-    return given if target is None else {**given, "decoder_input_ids": target, "decoder_attention_mask": mask}
+    if target is not None:
+        given |= {"decoder_input_ids": target, "decoder_attention_mask": mask}
 
 
 def _shifted(model: Any, ids: Tensor) -> Tensor | None:

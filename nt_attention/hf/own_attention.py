@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from .._forwards import Handle, override_forward
 from .._offsets import creating_cached_tensors
+from .._tracing import outside_of_graphs
 from ..kernels.alibi import alibi_slopes
 from ..kernels.relative import RelativeBias
 from ..layout import SequenceLayout
@@ -51,6 +53,20 @@ def has_adapter(model: nn.Module) -> bool:
 def _adapter_of(module: nn.Module) -> Adapter | None:
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     return _ADAPTERS.get(name.removeprefix("transformers.models."))
+
+
+def make_cached_tensors(model: nn.Module, device: torch.device) -> None:
+    """Make the tensors that the adapters of a model cache, so that no graph breaks to make them."""
+    devices = _made_on.setdefault(model, set())
+    if device not in devices:
+        for module in model.modules():
+            adapter = _adapter_of(module)
+            if adapter in _CACHED and getattr(module, "relative_attention", True):  # DeBERTa may have none
+                _CACHED[adapter](module, device)
+        devices.add(device)
+
+
+_made_on: weakref.WeakKeyDictionary[nn.Module, set[torch.device]] = weakref.WeakKeyDictionary()
 
 
 def override_methods(model: nn.Module, handle: Handle) -> None:
@@ -162,22 +178,21 @@ def _mpt(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> tup
         qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
     query, key, value = (_heads(part, module.n_heads) for part in qkv.chunk(3, dim=2))
     dropout = module.attn_dropout_p if module.training else 0.0
-    slopes = _mpt_slopes(module.n_heads, x.device)
+    slopes = _mpt_slopes(module, x.device)
     out = mask.attend(
         query, key, value, is_causal=True, scale=module.softmax_scale, alibi_slopes=slopes, dropout_p=dropout
     )
     return module.out_proj(_merged(out)), None
 
 
-@functools.cache
-def _mpt_slopes(heads: int, device: torch.device) -> Tensor:
+def _mpt_slopes(module: Any, device: torch.device) -> Tensor:
     """The slopes (H,) of MPT: for n heads, the next power of 2, the odd ones first if n is no power of 2."""
+    heads = module.n_heads
     power = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
     if power != heads:
         slopes = slopes[1::2] + slopes[::2]
-    with creating_cached_tensors():
-        return torch.tensor(slopes[:heads], device=device)
+    return _cached(("slopes of MPT", heads, device), lambda: torch.tensor(slopes[:heads], device=device))
 
 
 def _mpnet(
@@ -185,16 +200,14 @@ def _mpnet(
 ) -> tuple[Tensor]:
     """`position_bias` is (H, N), from `_METHODS`."""
     query, key, value = (_heads(project(x), module.num_attention_heads) for project in (module.q, module.k, module.v))
-    encoder: Any = sys.modules[type(module).__module__].MPNetEncoder
-    buckets = _buckets((encoder,), encoder.relative_position_bucket, 128, x.device)
-    out = mask.attend(
-        query,
-        key,
-        value,
-        relative=RelativeBias(buckets, bias=position_bias),
-        dropout_p=_rate(module.dropout),
-    )
+    relative = RelativeBias(_mpnet_buckets(module, x.device), bias=position_bias)
+    out = mask.attend(query, key, value, relative=relative, dropout_p=_rate(module.dropout))
     return (module.o(_merged(out)),)
+
+
+def _mpnet_buckets(module: Any, device: torch.device) -> Tensor:
+    encoder: Any = sys.modules[type(module).__module__].MPNetEncoder
+    return _buckets((encoder,), encoder.relative_position_bucket, 128, device)
 
 
 def _t5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
@@ -223,14 +236,17 @@ def _t5_attention(module: Any, mask: PackedMask, /, x: Tensor, memory: Tensor | 
     query, key, value = (_heads(part, module.n_heads) for part in projected)
     relative = None
     if bias is not None:
-        sizes = (not module.is_decoder, module.relative_attention_num_buckets, module.relative_attention_max_distance)
-        buckets = _buckets((type(module), *sizes), functools.partial(_t5_buckets, module, sizes), sizes[2], x.device)
-        relative = RelativeBias(buckets, bias=bias)
+        relative = RelativeBias(_t5_buckets(module, x.device), bias=bias)
     dropout = module.dropout if module.training else 0.0
     return module.o(_merged(mask.attend(query, key, value, scale=1.0, relative=relative, dropout_p=dropout)))
 
 
-def _t5_buckets(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> Tensor:
+def _t5_buckets(module: Any, device: torch.device) -> Tensor:
+    sizes = (not module.is_decoder, module.relative_attention_num_buckets, module.relative_attention_max_distance)
+    return _buckets((type(module), *sizes), functools.partial(_t5_bucket, module, sizes), sizes[2], device)
+
+
+def _t5_bucket(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> Tensor:
     """T5's bucket of each distance. `sizes`: whether both sides count, N, and the largest distance."""
     bucket_of: Callable[..., Tensor] = module._relative_position_bucket
     if "bidirectional" in inspect.signature(bucket_of).parameters:  # a static method, in UMT5 it is not one
@@ -289,16 +305,21 @@ def _deberta(
     scale = (query.shape[-1] * (1 + len(module.pos_att_type))) ** -0.5
     relative = None
     if module.relative_attention and rel_embeddings is not None and module.pos_att_type:
-        positions, span = module.pos_dropout(rel_embeddings), module.max_relative_positions
+        positions = module.pos_dropout(rel_embeddings)
         relative = _disentangled(
             query * scale,
             key * scale,
             module.pos_proj(positions) if "c2p" in module.pos_att_type else None,
             module.pos_q_proj(positions) if "p2c" in module.pos_att_type else None,
-            _buckets(("clamped", span), functools.partial(_clamped, span=span), span + 1, x.device),
+            _deberta_buckets(module, x.device),
         )
     dropout = _rate(module.dropout)
     return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
+
+
+def _deberta_buckets(module: Any, device: torch.device) -> Tensor:
+    span = module.max_relative_positions
+    return _buckets(("clamped", span), functools.partial(_clamped, span=span), span + 1, device)
 
 
 def _deberta_v2(
@@ -311,8 +332,7 @@ def _deberta_v2(
     scale = (query.shape[-1] * (1 + len(kinds))) ** -0.5
     relative = None
     if module.relative_attention and rel_embeddings is not None and kinds:
-        span = module.pos_ebd_size
-        positions = module.pos_dropout(rel_embeddings)[: 2 * span]
+        positions = module.pos_dropout(rel_embeddings)[: 2 * module.pos_ebd_size]
         of_keys, of_queries = module.key_proj, module.query_proj
         if not module.share_att_key:
             of_keys, of_queries = getattr(module, "pos_key_proj", None), getattr(module, "pos_query_proj", None)
@@ -321,14 +341,15 @@ def _deberta_v2(
             key * scale,
             of_keys(positions) if "c2p" in kinds else None,
             of_queries(positions) if "p2c" in kinds else None,
-            _deberta_buckets(module, span, x.device),
+            _deberta_v2_buckets(module, x.device),
         )
     dropout = _rate(module.dropout)
     return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
 
 
-def _deberta_buckets(module: Any, span: int, device: torch.device) -> Tensor:
-    """The buckets of distances, `2 · span` of them. They are logarithmic if the model has `position_buckets`."""
+def _deberta_v2_buckets(module: Any, device: torch.device) -> Tensor:
+    """The buckets of distances, `2 · pos_ebd_size` of them. They are logarithmic if there are `position_buckets`."""
+    span = module.pos_ebd_size
     if module.position_buckets <= 0:
         return _buckets(("clamped", span), functools.partial(_clamped, span=span), span + 1, device)
     logarithmic = sys.modules[type(module).__module__].make_log_bucket_position
@@ -365,9 +386,6 @@ def _disentangled(
     return RelativeBias(buckets, query_bias=products(query, position_keys), key_bias=products(key, position_queries))
 
 
-_cached_buckets: dict[Any, Tensor] = {}
-
-
 def _buckets(
     key: tuple[Any, ...], bucket_of: Callable[[Tensor], Tensor], radius: int | None, device: torch.device
 ) -> Tensor:
@@ -375,20 +393,36 @@ def _buckets(
 
     A radius of None is the smallest one after which the bucket does not change any more.
     """
-    key = (*key, radius, device)
-    if key not in _cached_buckets:
-        with creating_cached_tensors():
-            farthest = _FARTHEST if radius is None else radius
-            buckets = bucket_of(torch.arange(-farthest, farthest + 1, device="cpu"))
-            if radius is None:
-                change = (buckets[1:] != buckets[:-1]).nonzero().flatten() - farthest
-                radius = int(change.abs().max()) + 1
-                buckets = buckets[farthest - radius : farthest + radius + 1]
-            _cached_buckets[key] = buckets.to(device)
-    return _cached_buckets[key]
+    return _cached((*key, radius, device), lambda: _new_buckets(bucket_of, radius, device))
+
+
+def _new_buckets(bucket_of: Callable[[Tensor], Tensor], radius: int | None, device: torch.device) -> Tensor:
+    farthest = _FARTHEST if radius is None else radius
+    buckets = bucket_of(torch.arange(-farthest, farthest + 1, device="cpu"))
+    if radius is None:
+        change = (buckets[1:] != buckets[:-1]).nonzero().flatten() - farthest
+        radius = int(change.abs().max()) + 1
+        buckets = buckets[farthest - radius : farthest + radius + 1]
+    return buckets.to(device)
 
 
 _FARTHEST = 2**17  # tokens
+
+
+def _cached(key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    """A tensor that all models share. A graph breaks to make one; see `make_cached_tensors`."""
+    if key not in _cached_tensors:
+        _cached_tensors[key] = _made(make)
+    return _cached_tensors[key]
+
+
+@outside_of_graphs
+def _made(make: Callable[[], Tensor]) -> Tensor:
+    with creating_cached_tensors():
+        return make()
+
+
+_cached_tensors: dict[tuple[Any, ...], Tensor] = {}
 
 
 # The class, after "transformers.models." → its adapter.
@@ -405,4 +439,14 @@ _ADAPTERS: dict[str, Adapter] = {
     "umt5.modeling_umt5.UMT5Attention": _umt5,
     "deberta.modeling_deberta.DisentangledSelfAttention": _deberta,
     "deberta_v2.modeling_deberta_v2.DisentangledSelfAttention": _deberta_v2,
+}
+
+# What an adapter caches.
+_CACHED: dict[Adapter | None, Callable[[Any, torch.device], Tensor]] = {
+    _mpt: _mpt_slopes,
+    _mpnet: _mpnet_buckets,
+    _t5: _t5_buckets,
+    _umt5: _t5_buckets,
+    _deberta: _deberta_buckets,
+    _deberta_v2: _deberta_v2_buckets,
 }

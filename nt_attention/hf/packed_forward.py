@@ -32,8 +32,9 @@ from .._tracing import outside_of_graphs
 from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
 from .families import Family
+from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, current_row, running_padded, running_row
+from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
 from .small_batches import PaddedRows, Size, costs_of, may_run_padded
@@ -170,13 +171,17 @@ class PackedCall:
         if self.head == "span" and _points_at_padding(given, packing):
             return self._fall_back("its start_positions or end_positions point at padding, which has no logits")
         self.handle.count(None)
+        if is_compiled:
+            make_cached_tensors(model, packing.layout.device)
+            extend_tables(model, packing.length)
         return packing
 
     def _is_small(self, model: PreTrainedModel, given: dict[str, Any]) -> bool:
         if self.size is None or not may_run_padded(given):
             return False
         tokens = given.get("inputs_embeds", given.get("input_ids"))
-        if tokens is None or costs_of(tokens.device) is None:
+        costs = None if tokens is None else costs_of(tokens.device)
+        if tokens is None or costs is None:
             return False
         is_cast = torch.is_autocast_enabled(tokens.device.type)
         dtype = (
@@ -191,7 +196,7 @@ class PackedCall:
         first = (_padding_id(families.base_model(model)) or 0) + 1 if self.proof.positions == "ids" else 0
         if first + length > getattr(config, "max_position_embeddings", first + length):
             return False  # the model has no positions for the padding
-        return self.size.is_too_small(rows, length, dtype, tokens.device)
+        return self.size.is_too_small(rows, length, dtype, costs)
 
     def _count(self, reason: str) -> Unpacked:
         self.handle.count(reason)

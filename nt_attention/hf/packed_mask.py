@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._tracing import outside_of_graphs
 from ..functional import varlen_attention
 from ..layout import SequenceLayout
 
@@ -119,6 +120,7 @@ class PackedMask(Tensor):
         return scores.shape[-2:] == pairs and self.dim() > 0 and self.shape[-1] == pairs[1] and min(pairs) > 1
 
     @classmethod
+    @outside_of_graphs
     def __torch_function__(
         cls, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

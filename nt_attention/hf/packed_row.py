@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .._tracing import outside_of_graphs
@@ -115,7 +116,24 @@ def embed_positions(module: Any, original: Callable[..., Any], /, *args: Any, **
     if "position_ids" in parameters:
         given = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
         return original(**{**given, "position_ids": row.position_ids[0]})
-    needed = module.padding_idx + 1 + row.length
+    if not torch.compiler.is_compiling():  # in a graph, the length would become a constant
+        _extend_table(module, row.length)
+    return module.weights[row.position_ids].detach()
+
+
+def extend_tables(model: nn.Module, length: int) -> None:
+    """Extend the tables of positions of a model for rows of this length, as a graph can't do."""
+    tables = _tables.get(model)
+    if tables is None:
+        tables = _tables[model] = [x for x in model.modules() if counts_positions(x) and hasattr(x, "make_weights")]
+    for module in tables:
+        _extend_table(module, length)
+
+
+_tables: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _extend_table(module: Any, length: int) -> None:
+    needed = module.padding_idx + 1 + length
     if needed > module.weights.shape[0]:
         module.make_weights(needed + module.offset, module.embedding_dim, module.padding_idx)
-    return module.weights[row.position_ids].detach()

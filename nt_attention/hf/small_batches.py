@@ -70,11 +70,8 @@ class Size:
         width = getattr(model.config.get_text_config(), "hidden_size", 0)
         return cls(sum(p.numel() for p in products if p.dim() == 2), layers * width, len(leaves))
 
-    def is_too_small(self, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> bool:
+    def is_too_small(self, rows: int, length: int, dtype: torch.dtype, costs: Costs) -> bool:
         """Whether the device computes the padded batch (B, L) before the host would have queued a packed one."""
-        costs = costs_of(device)
-        if costs is None:
-            return False
         training = torch.is_grad_enabled()
         operations = 2 * rows * length * (self.weights + 2 * length * self.attention) * (3 if training else 1)
         tflops = costs.tflops if dtype.itemsize == 2 else costs.tflops_float32

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphs import CountsAttention
 from transformers.modeling_outputs import BaseModelOutput
 
 import nt_attention as nta
@@ -38,10 +39,10 @@ def padded(lengths, padding, side="right", seed=0):
     return ids.masked_fill(~mask, padding), mask
 
 
-def batch_of(model, side="right"):
+def batch_of(model, side="right", lengths=(SOURCES, TARGETS)):
     padding = model.config.pad_token_id
-    ids, mask = padded(SOURCES, padding, side)
-    target, target_mask = padded(TARGETS, padding, seed=1)
+    ids, mask = padded(lengths[0], padding, side)
+    target, target_mask = padded(lengths[1], padding, seed=1)
     source = {"input_ids": ids, "attention_mask": mask.long()}
     return source, target, target_mask
 
@@ -74,6 +75,31 @@ def test_loss_and_gradients_are_those_without_the_patch(model_type, side):
     largest = max(float(x.abs().max()) for x in want_gradients)
     for x, y in zip(gradients, want_gradients, strict=True):
         assert float((x - y).abs().max()) < 1e-8 * largest
+
+
+@pytest.mark.parametrize("model_type", ["bart", "m2m_100", "marian", "t5", "umt5"])
+def test_compiled_encoder_and_decoder_are_one_graph_each(model_type, fresh_compiler):
+    model, backend = make(model_type).train(), CountsAttention()
+    with nta.patch(model, on_fallback="raise") as handle:
+        compiled = torch.compile(model, backend=backend, dynamic=True)
+        layers = model.config.encoder_layers if hasattr(model.config, "encoder_layers") else model.config.num_layers
+        for lengths in ((SOURCES, TARGETS), ((3, 12, 5), (2, 7, 4)), ((16, 6), (1, 9))):
+            backend.calls.clear()
+            source, target, mask = batch_of(model, lengths=lengths)
+            batch = {**source, "labels": target.masked_fill(~mask, -100)}
+            results = []
+            for function in (model, compiled):
+                model.zero_grad()
+                loss = function(**batch).loss
+                loss.backward()
+                results.append([loss, *[p.grad for p in model.parameters() if p.grad is not None]])
+            largest = max(float(x.detach().abs().max()) for x in results[0])
+            for x, y in zip(*results, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5 * largest)
+            if lengths[0] == SOURCES:
+                assert set(backend.calls) == {layers, 2 * layers}
+        assert not backend.calls  # in the last batch
+        assert handle.calls == {None: 6}
 
 
 @pytest.mark.parametrize("given", ["decoder_input_ids", "decoder_inputs_embeds", "encoder_outputs", "hidden states"])

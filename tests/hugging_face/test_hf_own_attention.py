@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from graphs import CountsAttention
 from transformers import AutoModel, DebertaV2Config, DebertaV2Model, T5Config, T5EncoderModel
 
 import nt_attention as nta
@@ -57,8 +58,8 @@ def make(model_type):
     return model
 
 
-def batch_of(model, seed=0):
-    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+def batch_of(model, seed=0, lengths=LENGTHS):
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     ids = torch.randint(6, 90, mask.shape, generator=torch.Generator().manual_seed(seed))
     padding = model.config.get_text_config().pad_token_id or 0
     return {"input_ids": ids.masked_fill(~mask, padding), "attention_mask": mask.long()}
@@ -99,6 +100,27 @@ def test_packed_is_as_each_sequence_alone(model_type):
     for x, y in zip(gradients, want_gradients, strict=True):
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * largest)
     torch.testing.assert_close(logits_of(model, batch), want, rtol=1e-4, atol=1e-4 * float(want.detach().abs().max()))
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "deberta", "deberta-v2", "mpnet", "mpt", "t5"])
+def test_compiled_layers_are_one_graph(model_type, fresh_compiler, monkeypatch):
+    for name in ("_cached_tensors", "_made_on"):  # as in a new process
+        monkeypatch.setattr(own_attention, name, type(getattr(own_attention, name))())
+    model, backend = make(model_type), CountsAttention()
+    with nta.patch(model, on_fallback="raise", logits="padded") as handle:
+        compiled = torch.compile(model, backend=backend, dynamic=True)
+        layers = getattr(model.config, "num_hidden_layers", None) or model.config.num_layers
+        for lengths in (LENGTHS, (3, 12, 5, 2, 8), (20, 6)):
+            backend.calls.clear()
+            batch = batch_of(model, lengths=lengths)
+            want, got = logits_of(model, batch), logits_of(compiled, batch)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.detach().abs().max()))
+            for x, y in zip(gradients_of(model, got), gradients_of(model, want), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
+            if lengths == LENGTHS:
+                assert set(backend.calls) == {layers}
+        assert not backend.calls  # in the last batch
+        assert handle.calls == {None: 6}
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -345,8 +367,7 @@ def test_bloom_with_sliced_products():
 @pytest.mark.parametrize("model_type", ["bloom", "deberta-v2", "mpnet", "mpt"])
 def test_training_after_a_first_call_in_inference_mode(model_type):
     """What is cached in the first call can be saved for a backward."""
-    own_attention._cached_buckets.clear()
-    own_attention._mpt_slopes.cache_clear()
+    own_attention._cached_tensors.clear()
     model = make(model_type)
     batch = batch_of(model)
     with nta.patch(model, on_fallback="raise", logits="padded"):

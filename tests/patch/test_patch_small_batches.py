@@ -241,20 +241,19 @@ def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):
         torch.testing.assert_close(got[:, 4:], model(ids[:, 4:])[0], rtol=1e-4, atol=2e-5)
 
 
-def test_which_batches_are_small(monkeypatch):
+def test_which_batches_are_small():
     """On a device with 100 teraflops, whose host needs 10 µs for each module."""
     costs = Costs(host_us=10, host_us_training=30, tflops=100, tflops_float32=10)
-    monkeypatch.setattr(small_batches, "costs_of", lambda device: costs)
-    size, device = Size(weights=10**8, attention=0, modules=100), torch.device("cpu")  # 2e8 operations a token, 1 ms
+    size = Size(weights=10**8, attention=0, modules=100)  # 2e8 operations a token, 1 ms
     with torch.no_grad():
-        assert size.is_too_small(1, 499, torch.bfloat16, device)
-        assert not size.is_too_small(1, 501, torch.bfloat16, device)
-        assert not size.is_too_small(1, 51, torch.float32, device)
+        assert size.is_too_small(1, 499, torch.bfloat16, costs)
+        assert not size.is_too_small(1, 501, torch.bfloat16, costs)
+        assert not size.is_too_small(1, 51, torch.float32, costs)
         scores = Size(weights=0, attention=10**5, modules=100)  # 4e5 · L² operations a row
-        assert scores.is_too_small(1, 499, torch.bfloat16, device)
-        assert not scores.is_too_small(1, 501, torch.bfloat16, device)
-    assert size.is_too_small(1, 499, torch.bfloat16, device)
-    assert not size.is_too_small(1, 501, torch.bfloat16, device)
+        assert scores.is_too_small(1, 499, torch.bfloat16, costs)
+        assert not scores.is_too_small(1, 501, torch.bfloat16, costs)
+    assert size.is_too_small(1, 499, torch.bfloat16, costs)
+    assert not size.is_too_small(1, 501, torch.bfloat16, costs)
 
 
 def test_size_of_a_model():
