@@ -106,8 +106,8 @@ class Backend:
             past the totals may be left unwritten. If it is not None, forward and backward are registered as custom
             operators (`kernels/custom_ops.py`).
         prepare_forward, prepare_backward: Return a forward, or a backward, for other tensors of the same geometry
-            (`call.geometry`). Called only if the call has no tensors but query, key and value. None if there is nothing
-            to save by it.
+            (`geometry` in `kernels/call.py`). It runs in place of `forward` or `backward` if the call has no tensors
+            but query, key and value, and needs no adapter. None if there is nothing to save by it.
         differentiable: Whether `forward` consists of differentiable operations. Outside of graphs, PyTorch then
             differentiates these, any number of times, and `backward` is not used. Needed if `backward` is None.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
