@@ -1,9 +1,10 @@
-"""The host time of a forward with gradients on this GPU, on a batch that the device finishes quickly.
+"""The host time of a call with gradients on this GPU, on a batch that the device finishes quickly.
 
     python benchmarks/host_time.py [--save FILE]
 
 For each backend: a direct call of its kernel, ``varlen_attention`` on packed tensors, and on NestedTensors that are
-leaves or the results of a projection; then NestedTensor SDPA. Times are in µs, medians over bursts of calls in one run.
+leaves or the results of a projection; then NestedTensor SDPA. A second table has forward and backward, also of
+PyTorch's own ``varlen_attn``. Times are in µs, medians over bursts of calls in one run.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import argparse
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from by_turns import show
+from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 import nt_attention as nta
 from nt_attention.cli.timing import host_us
@@ -32,12 +36,14 @@ def main() -> None:
     options = parser.parse_args()
     layout = nta.SequenceLayout.from_lengths(LENGTHS, device="cuda")
     us = functools.partial(host_us, calls=CALLS)
+    step = functools.partial(host_us, calls=20)  # more would fill the device's queue
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of host time, forward with gradients",
         "",
         "| backend | kernel alone | packed | overhead | NestedTensor | overhead | from a projection | overhead |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    both = ["", "Forward and backward:", "", "| backend | packed | NestedTensor | difference |", "|---|---|---|---|"]
     for name, backend in BACKENDS.items():
         dtype = torch.float32 if name == "torch_efficient" else torch.bfloat16
         if backend.missing() or backend.backward is None or backend.device_type == "cpu":
@@ -53,8 +59,19 @@ def main() -> None:
         times.append(us(functools.partial(attend, *projected)))
         cells = " | ".join(f"{t:.0f} | {t - raw:.0f}" for t in times)
         lines.append(f"| {name} | {raw:.0f} | {cells} |")
+        a, b = step(_with_backward(attend, packed, layout)), step(_with_backward(attend, nested))
+        both.append(f"| {name} | {a:.0f} | {b:.0f} | {b - a:.0f} |")
+    offsets, length = layout.cu_seqlens, layout.max_seqlen
+    packed = [torch.randn(layout.total, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    stock = _with_backward(varlen_attn, packed, offsets, offsets, length, length)
+    lines += [*both, f"| PyTorch's varlen_attn | {step(stock):.0f} | – | – |"]
     lines += ["", f"NestedTensor SDPA: {host_us(_nested_sdpa(layout), 20):.0f} µs."]
     show(lines, options.save)
+
+
+def _with_backward(attend: Callable[..., Any], inputs: list[Tensor], *arguments: Any) -> Callable[[], object]:
+    grad = attend(*inputs, *arguments).detach()
+    return lambda: torch.autograd.grad(attend(*inputs, *arguments), inputs, grad)
 
 
 def _nested_sdpa(layout: nta.SequenceLayout) -> Callable[[], torch.Tensor]:

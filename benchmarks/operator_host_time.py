@@ -4,8 +4,9 @@
 
 On a GPU the kernels of the backend are queued, by default those of ``token_tiled``. On a CPU the kernels are replaced
 by functions that return empty tensors, so that only the host time of this library is measured. A batch has 128 tokens.
-Bursts of 10 calls alternate. Times are medians in µs of one thread; "ratio" is the median of the ratios of neighboring
-bursts.
+"forward and backward" outside of graphs includes PyTorch's autograd for each call; a compiled model runs autograd once
+for all of its operators. Bursts of 10 calls alternate. Times are medians in µs of one thread; "ratio" is the median of
+the ratios of neighboring bursts.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def without_kernels() -> Backend:
 
 
 def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """The forward and the backward: outside of graphs, and as operators. Without autograd, which both do not need."""
+    """The forward, the backward and both: outside of graphs, and as operators."""
     layout = nta.SequenceLayout.from_lengths(LENGTHS, device=device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     query, key, value, grad = torch.randn(4, layout.total, HEADS, HEAD_DIM, device=device, dtype=dtype).unbind()
@@ -99,7 +100,19 @@ def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[]
     def backward_operator() -> Any:
         return operators.auto_backward.default(grad, None, out, lse, state, *arguments, selected)
 
-    return {"forward": (forward, forward_operator), "backward": (backward, backward_operator)}
+    def with_autograd() -> None:
+        attended = nta.varlen_attention(*leaves, layout, is_causal=True, backend=backend.name)
+        torch.autograd.grad(attended, leaves, grad)
+
+    def both_operators() -> None:
+        forward_operator()
+        backward_operator()
+
+    return {
+        "forward": (forward, forward_operator),
+        "backward": (backward, backward_operator),
+        "forward and backward": (with_autograd, both_operators),
+    }
 
 
 def alternate(one: Callable[[], Any], other: Callable[[], Any], bursts: int) -> tuple[list[float], list[float]]:

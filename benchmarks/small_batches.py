@@ -13,6 +13,7 @@ Without a GPU it is a trial run of small models in float32.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 from pathlib import Path
@@ -67,7 +68,8 @@ def rows_of(name: str, rounds: int, packing: Literal["auto", "always"]) -> list[
     models = {}
     for way in ("padded", "patched"):
         torch.manual_seed(0)
-        models[way] = kind._from_config(config, attn_implementation="sdpa").to(DEVICE, DTYPE)
+        own = copy.deepcopy(config)  # `nta.patch` writes its attention to the config
+        models[way] = kind._from_config(own, attn_implementation="sdpa").to(DEVICE, DTYPE)
     nta.patch(models["patched"], on_fallback="raise", packing=packing)
     lines = []
     for rows, length in SHAPES if GPU else SHAPES[:3]:

@@ -133,7 +133,17 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     `__wrapped__` alone is not enough, because a function with this attribute may not call the function it names. So
     every function in the chain of wrappers must come from a package in `_WRAPPERS`.
     """
-    links = _links(forward)
+    if isinstance(forward, functools.partial) and forward.func is kind.forward:  # a hot path: `PatchedForward.original`
+        return _class_replacement_of(kind, kind.forward)
+    return _replacement_of(_links(forward), kind)
+
+
+@functools.lru_cache(256)
+def _class_replacement_of(kind: type[nn.Module], forward: Callable[..., Any]) -> str | None:
+    return _replacement_of(_links(forward), kind)
+
+
+def _replacement_of(links: list[Any], kind: type[nn.Module]) -> str | None:
     own = _links(kind.forward)[-1]
     known = {*_WRAPPERS, *(base.__module__.partition(".")[0] for base in kind.__mro__)}
     foreign = (link for link in links if _module_of(link).partition(".")[0] not in known)

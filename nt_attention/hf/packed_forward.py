@@ -157,7 +157,7 @@ class PackedCall:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
-        if not is_compiled and self._is_small(model, given):
+        if not is_compiled and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
             return "small"
         packing = _read_packing(given)
@@ -176,25 +176,22 @@ class PackedCall:
             extend_tables(model, packing.length)
         return packing
 
-    def _is_small(self, model: PreTrainedModel, given: dict[str, Any]) -> bool:
+    def _is_small(self, base: PreTrainedModel, given: dict[str, Any]) -> bool:
         if self.size is None or not may_run_padded(given):
             return False
         tokens = given.get("inputs_embeds", given.get("input_ids"))
         costs = None if tokens is None else costs_of(tokens.device)
         if tokens is None or costs is None:
             return False
-        is_cast = torch.is_autocast_enabled(tokens.device.type)
-        dtype = (
-            torch.get_autocast_dtype(tokens.device.type)
-            if is_cast
-            else next((p.dtype for p in model.parameters()), None)
-        )
-        if dtype is None:  # a replica of DataParallel
+        if torch.is_autocast_enabled(tokens.device.type):
+            dtype = torch.get_autocast_dtype(tokens.device.type)
+        elif (parameter := next(base.parameters(), None)) is not None:
+            dtype = parameter.dtype
+        else:  # a replica of DataParallel
             return False
         rows, length = tokens.shape[:2]
-        config = families.base_model(model).config
-        first = (_padding_id(families.base_model(model)) or 0) + 1 if self.proof.positions == "ids" else 0
-        if first + length > getattr(config, "max_position_embeddings", first + length):
+        first = (_padding_id(base) or 0) + 1 if self.proof.positions == "ids" else 0
+        if first + length > getattr(base.config, "max_position_embeddings", first + length):
             return False  # the model has no positions for the padding
         return self.size.is_too_small(rows, length, dtype, costs)
 
@@ -224,9 +221,8 @@ class PackedCall:
 
     def _run_small(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the original forward on the padded batch. Callers get what `_run_packed` returns."""
-        mask = given["attention_mask"]
-        rows = PaddedRows(mask != 0)
-        given = {**given, "attention_mask": rows.is_token.to(mask.dtype)}
+        rows = PaddedRows.of(given["attention_mask"])
+        given = {**given, "attention_mask": rows.mask}
         as_dict = given.pop("return_dict", model.config.return_dict)
         done = {"logits"} if self._keeps_logits_packed(model, given) else set()
         for name in {"labels", "shift_labels"} & given.keys():
@@ -235,7 +231,7 @@ class PackedCall:
         with running_padded(model):
             out = self._run_unpacked(model, original, (), {**given, "return_dict": True})
         if done and "logits" in out and out["logits"].shape[:2] == rows.token_shape:
-            packing = Packing.of(rows.is_token, None, *rows.token_shape)
+            packing = Packing.of(rows.mask != 0, None, *rows.token_shape)
             if not packing.saves_nothing:  # else a packed call does not pack them either
                 out["logits"] = packing.pack(out["logits"])
         self._restore(model, out, rows, None, done)
@@ -254,12 +250,14 @@ class PackedCall:
         done: set[str],
     ) -> None:
         """Give all outputs, but those in `done`, the form that callers get."""
-        if self.pool is not None and out.get("pooler_output") is not None:
-            out["pooler_output"] = self.pool(model, rows.first_tokens(out["last_hidden_state"]))
+        hidden = out.get("last_hidden_state")
         if self.head == "sequence":  # the head may read the first or last position of a row, even if it is padding
-            out["last_hidden_state"] = rows.pad_with_nearest(out["last_hidden_state"])
+            out["last_hidden_state"] = rows.pad_with_nearest(hidden)
             done.add("last_hidden_state")
         _pad_outputs(out, rows, kept, done)
+        if self.pool is not None and out.get("pooler_output") is not None:
+            first = rows.first_tokens(hidden if isinstance(rows, Packing) else out["last_hidden_state"])
+            out["pooler_output"] = self.pool(model, first)
 
     def _run_packed(
         self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
@@ -314,11 +312,11 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool
         return "NEFTune scales its noise by the length of a row"
     if getattr(config, "output_router_logits", False):
         return _NOT_SUPPORTED["output_router_logits"]
-    for name, reason in _NOT_SUPPORTED.items():
-        if given.get(name, False) is not False:  # not its truth value: an empty cache is falsy
-            return reason
-    if unknown := next((name for name in given if name not in families.INPUTS), None):
-        return f"its argument {unknown!r} is not known, and may depend on padded rows"
+    for name, x in given.items():
+        if name in _NOT_SUPPORTED and x is not False:  # not its truth value: an empty cache is falsy
+            return _NOT_SUPPORTED[name]
+        if name not in families.INPUTS:
+            return f"its argument {name!r} is not known, and may depend on padded rows"
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its attention_mask is not (batch, length)"
@@ -500,7 +498,8 @@ def _pad_outputs(
         else:
             if name not in families.TOKEN_OUTPUTS and isinstance(packing, Packing):
                 _check_form(name, packed, packing.layout.total)
-            out[name] = pytree.tree_map_only(Tensor, pad_tokens, packed)
+            whole = isinstance(packed, Tensor)  # pytrees take time
+            out[name] = pad_tokens(packed) if whole else pytree.tree_map_only(Tensor, pad_tokens, packed)
 
 
 def _check_form(name: str, value: Any, total: int) -> None:

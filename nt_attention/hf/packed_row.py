@@ -31,13 +31,14 @@ class PackedRow(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The row of each thread, and the model of `running_padded`.
+    """The row of each thread, and the modules and the config of the model of `running_padded`.
 
     Graphs of torch.compile can read them; they can't read a context variable.
     """
 
     row: PackedRow | None = None
-    padded_model: Any = None
+    padded_modules: weakref.WeakSet[nn.Module] | tuple[()] = ()
+    padded_config: Any = None
 
 
 _thread = _Thread()
@@ -70,22 +71,22 @@ def running_padded(model: Any) -> Iterator[None]:
 
     Not for compiled functions.
     """
-    before, _thread.padded_model = _thread.padded_model, model
+    before = _thread.padded_modules, _thread.padded_config
+    _thread.padded_modules, _thread.padded_config = _modules_of(model), model.config
     try:
         yield
     finally:
-        _thread.padded_model = before
+        _thread.padded_modules, _thread.padded_config = before
 
 
 def is_running_padded(module: nn.Module) -> bool:
     """Whether `running_padded` is on in this thread for the model of an attention module."""
-    model = _thread.padded_model
-    return model is not None and module in _modules_of(model)
+    return module in _thread.padded_modules
 
 
 def config_running_padded() -> Any:
     """The config of the model for which `running_padded` is on in this thread, or None."""
-    return None if _thread.padded_model is None else _thread.padded_model.config
+    return _thread.padded_config
 
 
 _modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()

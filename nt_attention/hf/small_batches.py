@@ -8,6 +8,7 @@ Dimensions: B rows of a padded batch, L positions in a row.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Costs(NamedTuple):
 MEASURED = {(9, 0): Costs(host_us=80, host_us_training=230, tflops=350, tflops_float32=45)}
 
 
+@functools.cache
 def costs_of(device: torch.device) -> Costs | None:
     """The measured costs of a device, or None."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -99,40 +101,51 @@ class PaddedRows:
     """The rows of a padded batch, without knowing their lengths on the host. It stands for a `Packing`.
 
     Attributes:
-        is_token: (B, L) bool.
+        mask: (B, L), 1 at tokens and 0 at padding.
+        is_padding: (B, L) bool.
     """
 
-    is_token: Tensor
+    mask: Tensor
+    is_padding: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor) -> PaddedRows:
+        """The rows of an attention mask, in which any value but 0 is a token."""
+        return cls((mask != 0).to(mask.dtype), mask == 0)
 
     @property
     def token_shape(self) -> tuple[int, int]:
         """(B, L), the first two dimensions of outputs with a value for each token."""
-        rows, length = self.is_token.shape
+        rows, length = self.mask.shape
         return rows, length
 
+    @property
+    def _first(self) -> Tensor:
+        """(B, 1) int64, the position of the first token of each row, or 0 if it has none."""
+        mask = self.mask.byte() if self.mask.dtype == torch.bool else self.mask
+        return mask.argmax(1, keepdim=True)
+
     def first_tokens(self, padded: Tensor) -> Tensor:
-        """The first token of each row, (B, L, …) → (B, …). It is 0 for a row without tokens."""
-        first = self.is_token.byte().argmax(1, keepdim=True)
-        return self._at(padded, first).squeeze(1)
+        """The first token of each row, (B, L, …) → (B, …), if `padded` is 0 at padding."""
+        return self._at(padded, self._first).squeeze(1)
 
     def pad_with_nearest(self, padded: Tensor) -> Tensor:
         """Fill padding with the last token before it, or else with the first token of its row."""
-        positions = torch.arange(self.is_token.shape[1], device=padded.device)
-        last = torch.where(self.is_token, positions, -1).cummax(1).values
-        return self._at(padded, torch.maximum(last, self.is_token.byte().argmax(1, keepdim=True)))
+        positions = torch.arange(self.mask.shape[1], device=padded.device)
+        last = torch.where(self.is_padding, -1, positions).cummax(1).values
+        return self._at(self.pad(padded), torch.maximum(last, self._first))
 
-    def _at(self, padded: Tensor, positions: Tensor) -> Tensor:
-        """The values at some positions (B, K) of each row, (B, K, …). They are 0 for a row without tokens."""
-        further = padded.dim() - 2
-        at = positions.view(*positions.shape, *[1] * further).expand(-1, -1, *padded.shape[2:])
-        is_token = self.is_token.gather(1, positions).view(*positions.shape, *[1] * further)
-        return padded.gather(1, at).masked_fill(~is_token, 0)
+    @staticmethod
+    def _at(padded: Tensor, positions: Tensor) -> Tensor:
+        """The values at some positions (B, K) of each row, (B, K, …)."""
+        further = padded.shape[2:]
+        return padded.gather(1, positions.view(*positions.shape, *[1] * len(further)).expand(-1, -1, *further))
 
     def pad(self, padded: Tensor, value: float = 0.0) -> Tensor:
         """Write `value` to the padding of (B, L, …)."""
-        return padded.masked_fill(~self.is_token.view(*self.is_token.shape, *[1] * (padded.dim() - 2)), value)
+        return padded.masked_fill(self.is_padding.view(*self.mask.shape, *[1] * (padded.dim() - 2)), value)
 
     def ignore_labels(self, labels: Tensor, first: bool) -> Tensor:
         """Write -100 to the labels (B, L) at padding, and if `first`, also to that of the first token of a row."""
-        counted = self.is_token & (self.is_token.cumsum(1) > 1) if first else self.is_token
-        return labels.masked_fill(~counted, -100)
+        ignored = self.is_padding | (self.mask.cumsum(1) == 1) if first else self.is_padding
+        return labels.masked_fill(ignored, -100)

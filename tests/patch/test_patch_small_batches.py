@@ -268,9 +268,9 @@ def test_cpus_pack_every_batch():
 
 def test_nearest_tokens():
     is_token = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    rows, values = PaddedRows(is_token), torch.arange(12.0).view(3, 4, 1)
+    rows, values = PaddedRows.of(is_token), torch.arange(12.0).view(3, 4, 1)
     assert rows.pad_with_nearest(values).squeeze(2).tolist() == [[1, 1, 1, 3], [4, 5, 5, 5], [0, 0, 0, 0]]
-    assert rows.first_tokens(values).squeeze(1).tolist() == [1, 4, 0]
+    assert rows.first_tokens(rows.pad(values)).squeeze(1).tolist() == [1, 4, 0]
     assert rows.pad(values, -1).squeeze(2).tolist() == [[-1, 1, -1, 3], [4, 5, -1, -1], [-1] * 4]
 
 
