@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ._tracing import inline_only
+
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
 
@@ -40,6 +42,7 @@ class PatchedForward:
         self.module, self.forward, self.before, self.handle = module, forward, before, handle
 
     @property
+    @inline_only
     def original(self) -> Callable[..., Any]:
         return functools.partial(type(self.module).forward, self.module) if self.before is None else self.before
 
@@ -47,6 +50,7 @@ class PatchedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)
 
+    @inline_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):  # accelerate binds the forward again and passes the module
             return self._for(args[0])(*args[1:], **kwargs)

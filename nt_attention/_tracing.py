@@ -10,7 +10,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 
@@ -27,35 +32,41 @@ def outside_of_graphs(function: _F) -> _F:
     return function
 
 
-def _inline_only(function: _F) -> _F:
+def inline_only(function: _F) -> _F:
     """Let torch.compile inline `function` into a graph, but never start a graph at it.
 
-    In a graph that starts at such a function, the function would always return that a compiler is tracing.
+    If it runs outside of graphs, the functions that it calls are compiled on their own.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return function
 
 
-@_inline_only
+@inline_only
+def is_compiled() -> bool:
+    """Whether torch.compile compiles the functions that the caller calls, or is tracing the caller."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+
+
+@inline_only  # in a graph that starts here, the answer would always be yes
 def is_tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is tracing."""
     return torch.compiler.is_compiling() or _is_in_make_fx()
 
 
-@_inline_only
+@inline_only
 def _is_in_make_fx() -> bool:
     """The same as `get_proxy_mode() is not None`, but three times as fast."""
     in_mode = torch._C._get_dispatch_mode(_PROXY_MODE) is not None
     return in_mode or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
-@_inline_only
+@inline_only
 def is_traced(tensor: object) -> bool:
     """Whether `tensor` is symbolic: its values are unknown until the graph runs."""
     return is_tracing() or isinstance(tensor, (FakeTensor, Proxy))
 
 
-@_inline_only
+@inline_only
 def can_be_read(tensor: Tensor) -> bool:
     """Whether the host can read the values. It can't while tracing, on the meta device, or in function transforms."""
     return not (
@@ -63,7 +74,7 @@ def can_be_read(tensor: Tensor) -> bool:
     )
 
 
-@_inline_only
+@inline_only
 def is_observed(*tensors: Tensor) -> bool:
     """Whether calls must go through custom operators: for a compiler, mode, transform or tensor subclass."""
     return (
@@ -84,13 +95,13 @@ def is_replayed(tensor: Tensor) -> bool:
     return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
 
 
-@_inline_only
+@inline_only
 def is_in_jit_trace() -> bool:
     """Whether torch.jit.trace is tracing."""
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
-@_inline_only
+@inline_only
 def refuse_jit_trace() -> None:
     """Raise an error in torch.jit.trace, which would store the lengths of its example inputs as constants.
 
@@ -104,7 +115,7 @@ def refuse_jit_trace() -> None:
         )
 
 
-@_inline_only
+@inline_only
 def check_readable(tensor: Tensor, name: str) -> None:
     """Raise an error if the host can't read a tensor's values, or if a graph would store them as constants.
 

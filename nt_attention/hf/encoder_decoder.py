@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .._forwards import Handle, replacement_of
-from .._tracing import outside_of_graphs
+from .._tracing import inline_only, is_compiled, outside_of_graphs
 from . import families
 from .own_attention import make_cached_tensors
 from .packed_forward import (
@@ -71,11 +71,12 @@ class EncoderDecoderCall:
     logits: Logits
     is_routed: bool
 
+    @inline_only
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = given_arguments(self.defaults, args, kwargs)
         if given is None or isinstance(given.get("decoder_attention_mask"), PackedMask):
             return original(*args, **kwargs)  # if it is None, this raises an error
-        sides = self._plan(model, original, given, torch.compiler.is_compiling())
+        sides = self._plan(model, original, given, is_compiled())
         if sides == "head":
             return original(*args, **kwargs)
         if sides == "padded":
@@ -102,6 +103,9 @@ class EncoderDecoderCall:
         if sides is None or (sides.source.saves_nothing and sides.target.saves_nothing):
             self.handle.count("there is no padding to skip")
             return "padded"
+        if not (sides.source.layout.total and sides.target.layout.total):
+            self.handle.count("its source or its target has no tokens")
+            return "padded"
         if sides.source.has_holes or sides.target.has_holes:
             self.handle.fall_back("its rows have padding between tokens")
             return "padded"
@@ -111,8 +115,9 @@ class EncoderDecoderCall:
             extend_tables(model, max(sides.source.length, sides.target.length))
         return sides
 
+    @inline_only
     def _run_packed(self, model: Any, original: Callable[..., Any], sides: _Sides, given: dict[str, Any]) -> Any:
-        source = sides.source
+        source, given = sides.source, dict(given)  # copied for the reason in `PackedCall._run_packed`
         as_dict = given.pop("return_dict", model.config.return_dict)
         keep_packed = self.logits is None and model.training and "labels" in given
         encoded = given.pop("encoder_outputs", None)

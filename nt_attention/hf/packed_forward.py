@@ -28,7 +28,7 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
 from .._forwards import Handle, replacement_of
-from .._tracing import outside_of_graphs
+from .._tracing import inline_only, is_compiled, outside_of_graphs
 from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
 from .families import Family
@@ -110,6 +110,8 @@ class PackedCall:
         """How the pooled output is computed."""
         return self.family.pool or (families.pool_first if self.proof.pool else None)
 
+    # Only `original` is compiled: the code around it is the same for all models, so it would soon have too many graphs.
+    @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while isinstance(original, functools.partial) and not original.args:  # a wrapper passes some arguments
             kwargs = {**original.keywords, **kwargs}
@@ -120,12 +122,12 @@ class PackedCall:
         mask = given.get("attention_mask")
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in given and is_bypass_mask(mask)):
             return self._run_row(original, given)  # the head has packed the batch
-        plan = self._plan(model, original, given, torch.compiler.is_compiling())
+        plan = self._plan(model, original, given, is_compiled())
         if plan == "small":
             return self._run_small(model, original, given)
         if isinstance(plan, Packing):
             try:
-                return self._run_packed(model, original, plan, dict(given))
+                return self._run_packed(model, original, plan, given)
             except _UnknownOutput as unknown:  # the call ran packed, and now runs again: both are counted
                 plan = self._fall_back(str(unknown))
         if plan == "head":
@@ -208,6 +210,7 @@ class PackedCall:
         self.handle.fall_back(reason, "this call" if is_base else "the head of this call")
         return "head"
 
+    @inline_only
     def _run_unpacked(
         self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -219,10 +222,11 @@ class PackedCall:
             with planned_by_head(base):
                 return original(*args, **kwargs)
 
+    @inline_only
     def _run_small(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the original forward on the padded batch. Callers get what `_run_packed` returns."""
         rows = PaddedRows.of(given["attention_mask"])
-        given = {**given, "attention_mask": rows.mask}
+        given = given | {"attention_mask": rows.mask}
         as_dict = given.pop("return_dict", model.config.return_dict)
         done = {"logits"} if self._keeps_logits_packed(model, given) else set()
         for name in {"labels", "shift_labels"} & given.keys():
@@ -237,6 +241,7 @@ class PackedCall:
         self._restore(model, out, rows, None, done)
         return out if as_dict else out.to_tuple()
 
+    @inline_only
     def _keeps_logits_packed(self, model: PreTrainedModel, given: dict[str, Any]) -> bool:
         return self.logits is None and model.training and bool({"labels", "shift_labels"} & given.keys())
 
@@ -259,10 +264,12 @@ class PackedCall:
             first = rows.first_tokens(hidden if isinstance(rows, Packing) else out["last_hidden_state"])
             out["pooler_output"] = self.pool(model, first)
 
+    @inline_only
     def _run_packed(
         self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
     ) -> Any:
         family, head = self.family, self.head
+        given = dict(given)  # a graph that removes items of its argument does not notice items that other calls add
         as_dict = given.pop("return_dict", model.config.return_dict)
         spans = {key: given.pop(key) for key in ("start_positions", "end_positions") if head == "span" and key in given}
         keep = given.pop("logits_to_keep", 0)
@@ -281,18 +288,20 @@ class PackedCall:
             out = out if loss is None else type(out)(**{**out, "loss": loss})
         return out if as_dict else out.to_tuple()
 
+    @inline_only
     def _run_row(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the original forward on a packed row, with the arguments that it takes."""
         if self.proof.mask is None:
             if self.family.embed is not None and self.is_base:  # its embeddings would read the mask
-                given.pop("attention_mask")
+                return original(**{name: x for name, x in given.items() if name != "attention_mask"})
             return original(**given)
         row = current_row()
         if row is not None and "position_ids" in self.defaults:
-            given["position_ids"] = row.position_ids
+            given = given | {"position_ids": row.position_ids}
         return original(**{name: x for name, x in given.items() if name in self.defaults or self.takes_any})
 
 
+@inline_only
 def given_arguments(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The arguments of a call that are not their defaults, by name; None if the call has an argument twice."""
     positional = dict(zip(defaults, args, strict=False))

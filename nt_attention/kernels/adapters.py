@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backend import Backend, BackwardInputs, Gradients
-from .call import AttentionSpec, Call, geometry
+from .call import MOST_PREPARED, AttentionSpec, Call, geometry
 from .rewrites import Rewrite, rewrite
 from .support import head_dims
 
@@ -57,7 +57,9 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     query, key, value = contiguous_in_head_dim(*_pad_all(inputs, _head_dims(backend, call)))
     is_adapted = rows > layout.total or query is not inputs.query or key is not inputs.key or value is not inputs.value
     if call.prepared is not None and backend.prepare_forward is not None and not is_adapted:
-        run = call.prepared[geometry(*inputs)] = backend.prepare_forward(query, key, value, call)
+        run = backend.prepare_forward(query, key, value, call)
+        if len(call.prepared) < MOST_PREPARED:
+            call.prepared[geometry(*inputs)] = run
         out, lse, *states = run(query, key, value)
     else:
         out, lse, *states = backend.forward(query, key, value, call)
@@ -94,7 +96,9 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
         dims, lengths = (inputs.query.shape[2], inputs.value.shape[2]), tuple([len(x) for x in inputs])
         is_same = all(x is y for x, y in zip(given, (*saved, *inputs), strict=True))
         if is_same and totals == lengths and dims == _head_dims(backend, call):
-            run = call.prepared[geometry(*given)] = backend.prepare_backward(saved, *inputs, call)
+            run = backend.prepare_backward(saved, *inputs, call)
+            if len(call.prepared) < MOST_PREPARED:
+                call.prepared[geometry(*given)] = run
             return run(saved, *inputs)
     query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call)
     grads = map(_without_padding, (query, key, value), totals, inputs)

@@ -355,6 +355,7 @@ class Call(NamedTuple):
 # `geometry` of the tensors → a function of these tensors that runs the forward or the backward. It also depends on the
 # spec and the layouts, so it is cached with them.
 PreparedRuns = dict[tuple[Any, ...], Callable[..., tuple[Any, ...]]]
+MOST_PREPARED = 64  # more are not kept. None is dropped, because a captured CUDA graph may read its tensors.
 
 
 def geometry(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import nt_attention as nta
+from nt_attention.kernels import adapters
 from nt_attention.kernels.backends import cpu
 
 LENGTHS = [5, 1, 12, 7]
@@ -75,6 +76,16 @@ def test_other_tensors_are_prepared_for_themselves(prepared, change):
         layer(layout, change=each)
     assert prepared["forward"] == [2, 2]
     assert sum(prepared["backward"]) == 4
+
+
+def test_most_that_is_kept(prepared, monkeypatch):
+    monkeypatch.setattr(adapters, "MOST_PREPARED", 3)
+    layout = nta.SequenceLayout.from_lengths(LENGTHS)
+    for more in range(5):
+        for _ in range(2):
+            layer(layout, change=lambda x, more=more: F.pad(x, (0, more))[..., :16])
+    assert prepared["forward"][0] == 2
+    assert len(prepared["forward"]) > 6
 
 
 def test_options_and_layouts_do_not_share(prepared):

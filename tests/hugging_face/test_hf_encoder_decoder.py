@@ -136,6 +136,35 @@ def test_outputs_are_those_of_each_pair_alone(model_type, given):
                 close(x[n, : SOURCES[n]], y[0])
 
 
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+@pytest.mark.parametrize("labels_first", [True, False])
+def test_compiled_calls_with_other_arguments(model_type, labels_first, fresh_compiler):
+    model = make(model_type)
+    source, target, mask = batch_of(model)
+    given = {"attention_mask": source["attention_mask"], "encoder_outputs": model.get_encoder()(**source)}
+    calls = [{"labels": target.masked_fill(~mask, -100)}, {"decoder_input_ids": target, "decoder_attention_mask": mask}]
+    with nta.patch(model), torch.no_grad():
+        compiled = torch.compile(model, backend="eager", dynamic=True)
+        for call in calls if labels_first else calls[::-1]:
+            got, want = compiled(**given, **call), model(**given, **call)
+            assert got.keys() == want.keys()
+            close(got.logits, want.logits)
+
+
+@pytest.mark.parametrize("empty", ["source", "labels"])
+@pytest.mark.parametrize("model_type", ["bart", "t5"])
+def test_without_tokens(model_type, empty):
+    model = make(model_type)
+    source, target, mask = batch_of(model)
+    labels = target.masked_fill(~mask, -100)
+    (labels.fill_(-100) if empty == "labels" else source["attention_mask"].zero_())
+    want = model(**source, labels=labels)
+    with nta.patch(model) as handle:
+        got = model(**source, labels=labels)
+    assert handle.calls == {"its source or its target has no tokens": 1}
+    torch.testing.assert_close((got.loss, got.logits), (want.loss, want.logits), equal_nan=True)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
 @pytest.mark.parametrize("model_type", ["bart", "m2m_100", "marian", "t5", "umt5"])
 def test_generate_gives_the_same_tokens(model_type, options):

@@ -1,6 +1,7 @@
 """Patched models under torch.compile: packing and padding are outside, everything between them is one graph."""
 
 import random
+from types import FunctionType
 
 import pytest
 import tiny
@@ -8,10 +9,13 @@ import torch
 import transformers
 from sweeps import sweep_except
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
 from nt_attention import _offsets
+from nt_attention._forwards import PatchedForward
+from nt_attention.hf.packed_forward import PackedCall
 
 # Other types run the code of one of these.
 TYPES = (
@@ -105,6 +109,34 @@ def test_24_batches_of_other_lengths(variant, model_type):
                 torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
         assert handle.calls == {None: 24 if variant == "dropout" else 48}
     assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("first", [["return_dict"], ["return_dict", "labels"]], ids=" ".join)
+@pytest.mark.parametrize("model_type", ["bert", "llama"])
+def test_calls_with_other_arguments(model_type, first):
+    """PyTorch does not notice items that other calls add to a dictionary from which a graph removes items."""
+    model = tiny.make(model_type, CLASSES[model_type], "sdpa").eval()
+    batch = batch_of(model, BATCHES[0]) | {"return_dict": True}
+    with nta.patch(model), torch.no_grad():
+        compiled = torch.compile(model, backend="eager", dynamic=True)
+        for names in (first, ["return_dict", "labels"], ["labels"], ["return_dict"]):
+            given = {name: x for name, x in batch.items() if name in ("input_ids", "attention_mask", *names)}
+            want, got = model(**given), compiled(**given)
+            assert got.keys() == want.keys()
+            torch.testing.assert_close(tuple(got.values()), tuple(want.values()), rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_code_of_the_model_is_compiled():
+    """All models share the code of the patch. PyTorch limits the graphs of a function."""
+    model = tiny.make("bert", "BertForMaskedLM", "sdpa")
+    with nta.patch(model):
+        compiled = torch.compile(model, backend="eager", dynamic=True)
+        for lengths in BATCHES:
+            compiled(**batch_of(model, lengths))
+    parts = PatchedForward, PackedCall
+    functions = [x for part in parts for x in vars(part).values() if isinstance(x, FunctionType)]
+    assert PackedCall._run_packed in functions
+    assert not [x for x in functions if _debug_get_cache_entry_list(x.__code__)]
 
 
 def test_backward_finds_offsets_that_were_read(monkeypatch):
