@@ -6,15 +6,20 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
-from ._tracing import inline_only
+from ._tracing import inline_only, is_in_jit_trace
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
+CANNOT_EXPORT = (
+    "a patched model can't be exported or traced, because its call depends on the lengths of the batch: call remove() "
+    "on the handle of the patch first."
+)
 
 
 class Handle(Protocol):
@@ -59,6 +64,11 @@ class PatchedForward:
         return self.forward(self.module, self.original, *args, **kwargs)
 
     @property
+    def __self__(self) -> nn.Module:
+        """The module, as in a bound method, so that accelerate can bind the forward to a shallow copy."""
+        return self.module
+
+    @property
     def __func__(self) -> Callable[..., Any]:
         """The function, as in a bound method, so that accelerate can bind it again and models can still be copied."""
 
@@ -69,6 +79,10 @@ class PatchedForward:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = self.__signature__.replace(parameters=[own, *self.__signature__.parameters.values()])  # type: ignore[attr-defined]
         return forward
+
+    @property
+    def __code__(self) -> CodeType:
+        raise AttributeError(CANNOT_EXPORT)  # torch.export asks for it
 
     def _for(self, module: nn.Module) -> PatchedForward:
         """The same patch for a copy of the module."""
@@ -81,6 +95,17 @@ class PatchedForward:
         before = copy.deepcopy(self.before, memo)  # a bound method is copied together with its module
         # The handle is not copied: it refers to the whole model, and the copied module may be a part of it.
         return PatchedForward(copy.deepcopy(self.module, memo), self.forward, before, self.handle)
+
+
+@inline_only
+def refuse_export() -> None:
+    """Raise an error in torch.export and torch.jit.trace.
+
+    Raises:
+        RuntimeError: one of them is tracing.
+    """
+    if torch.compiler.is_exporting() or is_in_jit_trace():
+        raise RuntimeError(CANNOT_EXPORT)
 
 
 def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> None:
@@ -138,7 +163,7 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     every function in the chain of wrappers must come from a package in `_WRAPPERS`.
     """
     if isinstance(forward, functools.partial) and forward.func is kind.forward:  # a hot path: `PatchedForward.original`
-        return _class_replacement_of(kind, kind.forward)
+        return _class_replacement_of(kind, kind.forward)  # type: ignore[arg-type]  # classes are hashable
     return _replacement_of(_links(forward), kind)
 
 

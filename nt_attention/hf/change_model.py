@@ -140,10 +140,13 @@ def make_padding_free(
     for module in attention_modules(base).values():
         override_attention(module, is_routed, handle)
 
+    # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
+    may_run_padded = packing == "auto" and not any(map(scales_by_length, base.modules()))
+
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
-        size = Size.of(entry, len(attention_modules(entry))) if packing == "auto" else None
+        size = Size.of(entry, len(attention_modules(entry))) if may_run_padded else None
         return PackedCall(handle, proof, family, head, logits, defaults, is_base, takes_any, is_routed, needs_row, size)
 
     if families.is_encoder_decoder(model):

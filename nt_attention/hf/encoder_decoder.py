@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from .._forwards import Handle, replacement_of
-from .._tracing import inline_only, is_compiled, outside_of_graphs
+from .._forwards import Handle, refuse_export, replacement_of
+from .._tracing import inline_only, outside_of_graphs
 from . import families
 from .own_attention import make_cached_tensors
 from .packed_forward import (
@@ -73,10 +73,11 @@ class EncoderDecoderCall:
 
     @inline_only
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
         given = given_arguments(self.defaults, args, kwargs)
         if given is None or isinstance(given.get("decoder_attention_mask"), PackedMask):
             return original(*args, **kwargs)  # if it is None, this raises an error
-        sides = self._plan(model, original, given, is_compiled())
+        sides = self._plan(model, original, given)
         if sides == "head":
             return original(*args, **kwargs)
         if sides == "padded":
@@ -86,7 +87,7 @@ class EncoderDecoderCall:
 
     @outside_of_graphs
     def _plan(
-        self, model: Any, original: Callable[..., Any], given: dict[str, Any], is_compiled: bool
+        self, model: Any, original: Callable[..., Any], given: dict[str, Any]
     ) -> _Sides | Literal["padded", "head"]:
         """The packing of both sides, or else what runs the original forward. Counts the call.
 
@@ -110,9 +111,9 @@ class EncoderDecoderCall:
             self.handle.fall_back("its rows have padding between tokens")
             return "padded"
         self.handle.count(None)
-        if is_compiled:
-            make_cached_tensors(model, sides.source.layout.device)
-            extend_tables(model, max(sides.source.length, sides.target.length))
+        # No graph can do these, and layers may be compiled.
+        make_cached_tensors(model, sides.source.layout.device)
+        extend_tables(model, max(sides.source.length, sides.target.length))
         return sides
 
     @inline_only

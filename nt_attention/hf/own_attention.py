@@ -124,9 +124,13 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return dict(zip(_parameter_names(kind), args, strict=False)) | kwargs
 
 
-@functools.cache
 def _parameter_names(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    if kind not in _names:  # not functools.cache, of which torch.compile warns
+        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return _names[kind]
+
+
+_names: dict[Any, tuple[str, ...]] = {}
 
 
 def _rate(dropout: nn.Module) -> float:

@@ -14,8 +14,8 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
-from .._forwards import Handle, replacement_of
+from .._forwards import Handle, refuse_export, replacement_of
 from .._tracing import inline_only, is_compiled, outside_of_graphs
 from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
@@ -61,14 +61,20 @@ _set_planned = outside_of_graphs(lambda models: _planned_by_head.set(models))
 _reset_planned = outside_of_graphs(lambda token: _planned_by_head.reset(token))
 
 
-@contextmanager
-def planned_by_head(*models: Any) -> Iterator[None]:
+class planned_by_head:
     """A context in which these models do not pack or count, because their head has decided that they run padded."""
-    before = _set_planned(models)
-    try:
-        yield
-    finally:
-        _reset_planned(before)
+
+    @inline_only
+    def __init__(self, *models: Any) -> None:
+        self.models = models
+
+    @inline_only
+    def __enter__(self) -> None:
+        self.before = _set_planned(self.models)
+
+    @inline_only
+    def __exit__(self, *error: object) -> None:
+        _reset_planned(self.before)
 
 
 def is_planned_by_head(model: Any) -> bool:
@@ -113,11 +119,12 @@ class PackedCall:
     # Only `original` is compiled: the code around it is the same for all models, so it would soon have too many graphs.
     @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
         while isinstance(original, functools.partial) and not original.args:  # a wrapper passes some arguments
             kwargs = {**original.keywords, **kwargs}
             original = original.func
         given = given_arguments(self.defaults, args, kwargs)
-        if given is None:
+        if given is None or len(self._accepted(given)) < len(given):
             return original(*args, **kwargs)  # this raises an error
         mask = given.get("attention_mask")
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in given and is_bypass_mask(mask)):
@@ -173,9 +180,9 @@ class PackedCall:
         if self.head == "span" and _points_at_padding(given, packing):
             return self._fall_back("its start_positions or end_positions point at padding, which has no logits")
         self.handle.count(None)
-        if is_compiled:
-            make_cached_tensors(model, packing.layout.device)
-            extend_tables(model, packing.length)
+        # No graph can do these, and layers may be compiled.
+        make_cached_tensors(model, packing.layout.device)
+        extend_tables(model, packing.length)
         return packing
 
     def _is_small(self, base: PreTrainedModel, given: dict[str, Any]) -> bool:
@@ -224,7 +231,10 @@ class PackedCall:
 
     @inline_only
     def _run_small(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Run the original forward on the padded batch. Callers get what `_run_packed` returns."""
+        """Run the original forward on the padded batch. Callers get what `_run_packed` returns.
+
+        A model with a cache also returns that, because a batch without padding would get it.
+        """
         rows = PaddedRows.of(given["attention_mask"])
         given = given | {"attention_mask": rows.mask}
         as_dict = given.pop("return_dict", model.config.return_dict)
@@ -298,7 +308,12 @@ class PackedCall:
         row = current_row()
         if row is not None and "position_ids" in self.defaults:
             given = given | {"position_ids": row.position_ids}
-        return original(**{name: x for name, x in given.items() if name in self.defaults or self.takes_any})
+        return original(**self._accepted(given))
+
+    @inline_only
+    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the original forward takes."""
+        return {name: x for name, x in given.items() if name in self.defaults or self.takes_any}
 
 
 @inline_only

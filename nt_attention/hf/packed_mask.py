@@ -77,6 +77,7 @@ class PackedMask(Tensor):
         mask: PackedMask = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         return mask
 
+    @outside_of_graphs
     def _like(self, shape: Iterable[int], scalar: Tensor, device: torch.device) -> PackedMask:
         """This mask with another shape, and the value and dtype of a scalar on the CPU."""
         mask = self._empty(shape, scalar.dtype, device)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._tracing import outside_of_graphs
+from .._tracing import inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 
 
@@ -55,21 +55,30 @@ def _replace_row(row: PackedRow | None) -> PackedRow | None:
     return before
 
 
-@contextmanager
-def running_row(row: PackedRow | None) -> Iterator[None]:
-    """A context in which this row runs. None: the rows of the batch are not packed."""
-    before = _replace_row(row)
-    try:
-        yield
-    finally:
-        _replace_row(before)
+class running_row:
+    """A context in which this row runs. None: the rows of the batch are not packed.
+
+    A class, because torch.compile would compile the functions of a generator on their own.
+    """
+
+    @inline_only
+    def __init__(self, row: PackedRow | None) -> None:
+        self.row = row
+
+    @inline_only
+    def __enter__(self) -> None:
+        self.before = _replace_row(self.row)
+
+    @inline_only
+    def __exit__(self, *error: object) -> None:
+        _replace_row(self.before)
 
 
 @contextmanager
 def running_padded(model: Any) -> Iterator[None]:
     """A context in which this model runs transformers' own attention, because it gets no packed rows.
 
-    Not for compiled functions.
+    Layers that are compiled on their own run our attention, which gives the same.
     """
     before = _thread.padded_modules, _thread.padded_config
     _thread.padded_modules, _thread.padded_config = _modules_of(model), model.config
@@ -80,13 +89,16 @@ def running_padded(model: Any) -> Iterator[None]:
 
 
 def is_running_padded(module: nn.Module) -> bool:
-    """Whether `running_padded` is on in this thread for the model of an attention module."""
-    return module in _thread.padded_modules
+    """Whether `running_padded` is on in this thread for the model of an attention module. Not known in a graph.
+
+    A graph that read the set would take weights from the modules in it, and use those of one layer in all layers.
+    """
+    return not torch.compiler.is_compiling() and module in _thread.padded_modules
 
 
 def config_running_padded() -> Any:
-    """The config of the model for which `running_padded` is on in this thread, or None."""
-    return _thread.padded_config
+    """The config of the model for which `running_padded` is on in this thread, or None. Not known in a graph."""
+    return None if torch.compiler.is_compiling() else _thread.padded_config
 
 
 _modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()

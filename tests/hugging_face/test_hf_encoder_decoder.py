@@ -1,5 +1,7 @@
 """Encoder-decoders: the source and the target are packed."""
 
+import copy
+
 import pytest
 import torch
 from graphs import CountsAttention
@@ -81,7 +83,7 @@ def test_loss_and_gradients_are_those_without_the_patch(model_type, side):
 def test_compiled_encoder_and_decoder_are_one_graph_each(model_type, fresh_compiler):
     model, backend = make(model_type).train(), CountsAttention()
     with nta.patch(model, on_fallback="raise") as handle:
-        compiled = torch.compile(model, backend=backend, dynamic=True)
+        compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
         layers = model.config.encoder_layers if hasattr(model.config, "encoder_layers") else model.config.num_layers
         for lengths in ((SOURCES, TARGETS), ((3, 12, 5), (2, 7, 4)), ((16, 6), (1, 9))):
             backend.calls.clear()
@@ -149,6 +151,18 @@ def test_compiled_calls_with_other_arguments(model_type, labels_first, fresh_com
             got, want = compiled(**given, **call), model(**given, **call)
             assert got.keys() == want.keys()
             close(got.logits, want.logits)
+
+
+@pytest.mark.parametrize("part", ["model", "model.encoder", "model.decoder"])
+def test_compiled_parts_take_rows_longer_than_the_table_of_positions(part, fresh_compiler):
+    model = make("m2m_100")
+    longest = len(model.model.encoder.embed_positions.weights)
+    source, target, mask = batch_of(model, lengths=((longest + 3, 5), (7, longest + 9)))
+    labels = target.masked_fill(~mask, -100)
+    want = copy.deepcopy(model)(**source, labels=labels).loss
+    with nta.patch(model, on_fallback="raise"):
+        model.get_submodule(part).compile(backend="eager", dynamic=True)
+        close(model(**source, labels=labels).loss, want)
 
 
 @pytest.mark.parametrize("empty", ["source", "labels"])

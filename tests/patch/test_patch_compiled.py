@@ -1,6 +1,7 @@
 """Patched models under torch.compile: packing and padding are outside, everything between them is one graph."""
 
 import random
+import warnings
 from types import FunctionType
 
 import pytest
@@ -176,6 +177,31 @@ def test_inductor(model_type):
         compiled = torch.compile(model, dynamic=True)
         for batch, theirs in zip(batches, want, strict=True):
             torch.testing.assert_close(solve(compiled, model, batch), theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
+def test_fullgraph(model_type):
+    """Packing is outside of the graph, and does not count as a graph break."""
+    model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa").train()
+    batches = [batch_of(model, lengths) for lengths in BATCHES]
+    with nta.patch(model):
+        compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
+        for batch in batches:
+            want = solve(model, model, batch)
+            torch.testing.assert_close(solve(compiled, model, batch), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recorder", ["torch.export", "strict torch.export", "torch.jit.trace"])
+def test_export_raises_an_error(recorder):
+    model = tiny.make("bert", "BertModel", "sdpa")
+    batch = batch_of(model, BATCHES[0])
+    with nta.patch(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", (FutureWarning, torch.jit.TracerWarning))
+        with pytest.raises((RuntimeError, AttributeError), match="can't be exported or traced, because"):
+            if recorder == "torch.jit.trace":
+                torch.jit.trace(model, example_kwarg_inputs=batch, strict=False)
+            else:
+                torch.export.export(model, (), batch, strict="strict" in recorder)
 
 
 class Embedded(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from sweeps import sweep_except
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import nt_attention as nta
 from nt_attention.hf import masks, packed_forward, positions, small_batches
@@ -43,9 +44,9 @@ def batch_of(model, side, *, empty_row=False):
     return batch
 
 
-def solve(model, batch):
+def solve(model, batch, *, hidden_states=True):
     """All outputs, and the gradients of the parameters."""
-    out = model(**batch, output_hidden_states=True)
+    out = model(**batch, output_hidden_states=hidden_states)
     values = {name: out[name] for name in out if name != "past_key_values"}
     loss = values.get("loss")
     if loss is None:
@@ -149,6 +150,19 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("model_type", sweep_except(["albert", "bert", "electra", "llama", "roberta"], "bert", "llama"))
+def test_layers_that_are_compiled_on_their_own(everything_is_small, fresh_compiler, model_type):
+    model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa").train()
+    batch, other = batch_of(model, "right"), copy.deepcopy(model)
+    with nta.patch(model, packing="always"), nta.patch(other) as handle:
+        want = solve(model, batch, hidden_states=False)
+        for module in other.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile(backend="aot_eager")
+        torch.testing.assert_close(solve(other, batch, hidden_states=False), want, rtol=1e-3, atol=1e-4)
+    assert handle.calls == {SMALL: 1}
+
+
 @pytest.mark.parametrize("shares_config", [True, False])
 @pytest.mark.parametrize("model_type", ["llama", "bert"])
 def test_other_models_in_the_forward_of_a_small_batch(everything_is_small, model_type, shares_config):
@@ -226,6 +240,14 @@ def test_any_value_but_0_is_a_token(everything_is_small, value):
     batch["attention_mask"] = batch["attention_mask"] * value
     with nta.patch(model, packing="always"), nta.patch(other), torch.no_grad():
         torch.testing.assert_close(other(**batch)[0], model(**batch)[0], rtol=1e-4, atol=2e-5)
+
+
+def test_models_whose_positions_depend_on_the_length_of_a_row_are_packed(everything_is_small):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    model = tiny.make("llama", "LlamaModel", "sdpa", max_position_embeddings=5, rope_parameters=rope)
+    with nta.patch(model) as handle, torch.no_grad():
+        model(**batch_of(model, "right"))
+    assert handle.calls == {None: 1}
 
 
 def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
 from patched_models import assert_plain, close, every_kind, loss_of, make, make_batch, scale
 
 import nt_attention as nta
@@ -123,3 +124,20 @@ def test_accelerate_hooks(patch_first):
     remove_hook_from_module(model)
     assert torch.equal(loss_of(model, batch), want)
     assert (hook.seen, handle.calls) == (2, {None: 1})
+
+
+@every_kind
+def test_accelerate_compile_regions(kind, fresh_compiler):
+    """It makes a shallow copy of the model, whose layers are compiled."""
+    model, batch = make(kind), make_batch(kind)
+    want, compiled = loss_of(model, batch), []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    with nta.patch(model) as handle:
+        regional = compile_regions(model, backend=backend)
+        close(loss_of(regional, batch), want)
+        assert compiled
+        assert handle.calls == {None: 1}
