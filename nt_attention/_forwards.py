@@ -17,8 +17,8 @@ from ._tracing import inline_only, is_in_jit_trace
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
 CANNOT_EXPORT = (
-    "a patched model can't be exported or traced, because its call depends on the lengths of the batch: call remove() "
-    "on the handle of the patch first."
+    "torch.export and torch.jit.trace can't record a patched model, because its call depends on the lengths of the "
+    "batch: call remove() on the handle of the patch first."
 )
 
 

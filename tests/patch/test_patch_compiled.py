@@ -197,7 +197,7 @@ def test_export_raises_an_error(recorder):
     batch = batch_of(model, BATCHES[0])
     with nta.patch(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", (FutureWarning, torch.jit.TracerWarning))
-        with pytest.raises((RuntimeError, AttributeError), match="can't be exported or traced, because"):
+        with pytest.raises((RuntimeError, AttributeError), match="can't record a patched model, because"):
             if recorder == "torch.jit.trace":
                 torch.jit.trace(model, example_kwarg_inputs=batch, strict=False)
             else:
