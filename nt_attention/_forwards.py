@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ._tracing import inline_only, is_in_jit_trace
+from ._tracing import inline_only, is_compiling, is_in_jit_trace
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
@@ -42,6 +42,8 @@ class PatchedForward:
         forward: `forward(module, original, *args, **kwargs)`, which runs while the patch is active.
         before: the `forward` attribute that the module had before the patch; None if it only had its class's method.
     """
+
+    __name__ = "forward"
 
     def __init__(self, module: nn.Module, forward: Forward, before: Callable[..., Any] | None, handle: Handle) -> None:
         self.module, self.forward, self.before, self.handle = module, forward, before, handle
@@ -104,7 +106,7 @@ def refuse_export() -> None:
     Raises:
         RuntimeError: one of them is tracing.
     """
-    if torch.compiler.is_exporting() or is_in_jit_trace():
+    if (is_compiling() and torch.compiler.is_exporting()) or is_in_jit_trace():
         raise RuntimeError(CANNOT_EXPORT)
 
 

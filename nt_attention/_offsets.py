@@ -6,6 +6,7 @@ Dimensions: B sequences.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +30,13 @@ _MISSING: Any = object()
 _V = TypeVar("_V")
 
 
+@outside_of_graphs  # torch.compile would compile it: a tensor may be freed between two functions that it compiles
+def _remove(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, freed: weakref.ref[Tensor]) -> None:
+    entry = entries.get(key)
+    if entry is not None and entry[0] is freed:  # else another tensor has this id now
+        del entries[key]
+
+
 class WeakTensorDict(Generic[_V]):
     """A dictionary whose keys are tensor objects. An entry is removed when its tensor is freed.
 
@@ -43,14 +51,8 @@ class WeakTensorDict(Generic[_V]):
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def __setitem__(self, tensor: Tensor, value: _V) -> None:
-        key, entries = id(tensor), self._entries
-
-        def remove(freed: weakref.ref[Tensor]) -> None:
-            entry = entries.get(key)
-            if entry is not None and entry[0] is freed:  # else another tensor has this id now
-                del entries[key]
-
-        entries[key] = (weakref.ref(tensor, remove), value)
+        key = id(tensor)
+        self._entries[key] = (weakref.ref(tensor, functools.partial(_remove, self._entries, key)), value)
 
     def __len__(self) -> int:
         return len(self._entries)

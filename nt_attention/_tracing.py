@@ -42,15 +42,24 @@ def inline_only(function: _F) -> _F:
 
 
 @inline_only
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export is tracing, in this thread.
+
+    `torch.compiler.is_compiling` and `is_exporting` are true in all threads, while one of them compiles or exports.
+    """
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_exporting() and _is_in_make_fx())
+
+
+@inline_only
 def is_compiled() -> bool:
     """Whether torch.compile compiles the functions that the caller calls, or is tracing the caller."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+    return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
 
 
 @inline_only  # in a graph that starts here, the answer would always be yes
 def is_tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is tracing."""
-    return torch.compiler.is_compiling() or _is_in_make_fx()
+    return torch.compiler.is_dynamo_compiling() or _is_in_make_fx()
 
 
 @inline_only
@@ -78,7 +87,7 @@ def can_be_read(tensor: Tensor) -> bool:
 def is_observed(*tensors: Tensor) -> bool:
     """Whether calls must go through custom operators: for a compiler, mode, transform or tensor subclass."""
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or any(type(x) not in _PLAIN_TENSORS or x.is_meta for x in tensors)
@@ -98,7 +107,7 @@ def is_replayed(tensor: Tensor) -> bool:
 @inline_only
 def is_in_jit_trace() -> bool:
     """Whether torch.jit.trace is tracing."""
-    return not torch.compiler.is_compiling() and torch._C._is_tracing()
+    return not torch.compiler.is_dynamo_compiling() and torch._C._is_tracing()
 
 
 @inline_only
@@ -127,7 +136,7 @@ def check_readable(tensor: Tensor, name: str) -> None:
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         where = "a FakeTensor" if isinstance(tensor, FakeTensor) else "on the meta device"
         raise ValueError(f"{name} is {where} and has no values to read: pass a tensor on the CPU or a GPU.")
-    if not torch.compiler.is_compiling() and _is_in_make_fx():
+    if not torch.compiler.is_dynamo_compiling() and _is_in_make_fx():
         raise ValueError(
             f"{name} would be read while make_fx is tracing, and become a constant: compute offsets from it outside of "
             "the traced function, and pass the offsets to SequenceLayout.from_offsets."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import nested
-from ._tracing import is_traced, refuse_jit_trace
+from ._tracing import is_compiling, is_traced, refuse_jit_trace
 from .kernels.autograd import run
 from .kernels.backend import Backend
 from .kernels.call import (
@@ -319,11 +319,11 @@ def _unwrap(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+    if not is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
     device = tensors[0].device.type
     # Compilers may not support is_autocast_available, but the devices that they support have autocast.
-    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device):
+    if not is_compiling() and not torch.amp.is_autocast_available(device):
         return tensors
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -361,7 +361,7 @@ def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend
     if inputs.is_traced:
         if can_choose_later(spec, backend):
             return backend, None
-        if torch.compiler.is_compiling():
+        if is_compiling():
             torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
             raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")

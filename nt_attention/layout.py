@@ -17,7 +17,15 @@ from torch.autograd import forward_ad
 from . import _offsets
 from ._offsets import HostFacts, creating_cached_tensors, facts_of_lengths, on_host, plain
 from ._operators import define
-from ._tracing import TracedLayout, check_readable, is_traced, is_tracing, outside_of_graphs, refuse_jit_trace
+from ._tracing import (
+    TracedLayout,
+    check_readable,
+    is_compiling,
+    is_traced,
+    is_tracing,
+    outside_of_graphs,
+    refuse_jit_trace,
+)
 
 if TYPE_CHECKING:
     from ._offsets import Ints
@@ -384,7 +392,7 @@ class SequenceLayout:
         Raises:
             ValueError: they were changed. The message calls the layout `name`.
         """
-        if not torch.compiler.is_compiling() and not self._facts.match_both(self.offsets, self.cu_seqlens):
+        if not is_compiling() and not self._facts.match_both(self.offsets, self.cu_seqlens):
             raise ValueError(
                 f"the offsets of {name} were changed in place after it was made: make a new layout with "
                 "SequenceLayout.from_offsets(offsets), or make the layout from a copy of the offsets."
@@ -404,7 +412,7 @@ class SequenceLayout:
 
     def _matches(self, offsets: Tensor) -> bool:
         """Whether `offsets` (int32 or int64) are unchanged since they were read. Always True in a graph."""
-        return torch.compiler.is_compiling() or self._facts.match(offsets)
+        return is_compiling() or self._facts.match(offsets)
 
     @property
     def _own_offsets(self) -> Tensor:
@@ -426,7 +434,7 @@ class SequenceLayout:
             other: a second layout on which the value depends. The value is then cached until the offsets of one of
                 both layouts are freed.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return build()  # a graph's tensors can't be cached
         other_cache = None if other is None or other is self else other._facts.cache
         return cast(_T, self._facts.cache.find_or_build(key, build, other_cache))
@@ -649,7 +657,7 @@ def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: f
 
     It has its own autograd function, because `index_copy_` would save the values and return a view.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         is_derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
         if not (is_derived or (values.requires_grad and torch.is_grad_enabled())):
             return _Scatter.forward(values, index, shape, value)  # `apply` takes 50 µs

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._offsets import creating_cached_tensors, read_offsets, snapshot
-from ._tracing import is_tracing, refuse_jit_trace
+from ._tracing import is_compiling, is_tracing, refuse_jit_trace
 from .layout import SequenceLayout
 
 
@@ -67,7 +67,7 @@ def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped
         RuntimeError: torch.jit.trace is tracing.
     """
     refuse_jit_trace()
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _unwrap_in_graph(named)
     if is_tracing():
         raise ValueError("make_fx can't trace NestedTensors: pass packed tensors and offsets to the traced function.")
@@ -102,7 +102,7 @@ def layout_of(nested: Tensor) -> SequenceLayout:
 def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
     """A jagged NestedTensor (B, j, …) with the layout's offsets, as a view of `values` (N, …)."""
     # In inference mode, nested_tensor_from_jagged raises an error for other than inference tensors.
-    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+    if torch.is_inference_mode_enabled() and not is_compiling():
         return _jagged(values, layout.offsets, None, 1, layout)
     return nested_tensor_from_jagged(values, layout.offsets, None, 1, layout.min_seqlen, layout.max_seqlen)
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from .._tracing import inline_only, outside_of_graphs
+from .._tracing import inline_only, is_compiling, outside_of_graphs
 from ..layout import SequenceLayout
 
 
@@ -93,12 +92,12 @@ def is_running_padded(module: nn.Module) -> bool:
 
     A graph that read the set would take weights from the modules in it, and use those of one layer in all layers.
     """
-    return not torch.compiler.is_compiling() and module in _thread.padded_modules
+    return not is_compiling() and module in _thread.padded_modules
 
 
 def config_running_padded() -> Any:
     """The config of the model for which `running_padded` is on in this thread, or None. Not known in a graph."""
-    return None if torch.compiler.is_compiling() else _thread.padded_config
+    return None if is_compiling() else _thread.padded_config
 
 
 _modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
@@ -129,7 +128,7 @@ def embed_positions(module: Any, original: Callable[..., Any], /, *args: Any, **
     if "position_ids" in parameters:
         given = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
         return original(**{**given, "position_ids": row.position_ids[0]})
-    if not torch.compiler.is_compiling():  # in a graph, the length would become a constant
+    if not is_compiling():  # in a graph, the length would become a constant
         _extend_table(module, row.length)
     return module.weights[row.position_ids].detach()
 

@@ -114,6 +114,8 @@ def _not_provable(model: PreTrainedModel) -> str | None:
     for path, part in model.named_modules():
         if not path or isinstance(part, PreTrainedModel):
             continue
+        if isinstance(getattr(part, "_orig_mod", None), nn.Module):
+            return f"can't be packed: {path} was compiled already. Call nt_attention.patch before torch.compile"
         if "forward" in vars(part) and (reason := replacement_of(part.forward, type(part))) is not None:
             return f"can't be packed: in {path}, {reason}. {_ALONE}"
         for name, value in vars(part).items():

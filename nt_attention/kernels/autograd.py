@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._tracing import is_observed, is_tracing
+from .._tracing import is_compiling, is_observed, is_tracing
 from ..layout import SequenceLayout
 from . import adapters, flops
 from .adapters import Inputs
@@ -78,7 +78,7 @@ class Kernel:
 
     def _operator(self, direction: str) -> Callable[..., Any]:
         name = "auto" if self.backend is None else self.backend.name
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             flops.register(name)
         return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._tracing import can_be_read
+from .._tracing import can_be_read, is_compiling
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
@@ -184,7 +184,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         True if nn.MultiheadAttention computes the same and `backend` is "auto". False in a graph, because the fast path
         does not support jagged NestedTensors.
         """
-        if self.in_proj_weight is None or torch.compiler.is_compiling():
+        if self.in_proj_weight is None or is_compiling():
             return False
         return self.is_stock and self.backend == "auto"
 

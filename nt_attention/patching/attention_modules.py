@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import cast
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from .._forwards import CALL_REMOVE_FIRST
+from .._tracing import is_compiling
 from ..modules.multihead import VarlenMultiheadAttention
 from .handle import PatchHandle
 
@@ -73,7 +73,7 @@ class Report:
         self.handle = handle
 
     def __call__(self, reason: str | None) -> None:
-        if not self.handle.active or torch.compiler.is_compiling():
+        if not self.handle.active or is_compiling():
             return
         if reason is None:
             self.handle.count(None)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from .._tracing import is_compiling
 from ..modules.multihead import VarlenMultiheadAttention
 
 OnFallback = Literal["warn", "raise"]
@@ -169,12 +169,12 @@ class PatchHandle:
 
 
 def _counting() -> AbstractContextManager[Any]:
-    return nullcontext() if torch.compiler.is_compiling() else _lock  # a graph can't hold a lock
+    return nullcontext() if is_compiling() else _lock  # a graph can't hold a lock
 
 
 def _frames_to_caller() -> int:
     """The `stacklevel` of the first caller that is not in `_CALLERS`."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return 2
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _CALLERS:

@@ -189,6 +189,28 @@ def test_fullgraph(model_type):
         for batch in batches:
             want = solve(model, model, batch)
             torch.testing.assert_close(solve(compiled, model, batch), want, rtol=1e-4, atol=1e-5)
+        before = len(_offsets._facts_of)
+        with torch.no_grad():
+            for batch in 5 * batches:
+                compiled(**batch)
+        assert len(_offsets._facts_of) - before < 3  # those of earlier batches were freed
+
+
+def test_parts_that_were_compiled_before_the_patch_raise_an_error():
+    model = tiny.make("bert", "BertForMaskedLM", "sdpa")
+    model.bert.encoder = torch.compile(model.bert.encoder, backend="eager")
+    with pytest.raises(ValueError, match=r"bert\.encoder was compiled already"):
+        nta.patch(model)
+
+
+def test_a_base_model_that_was_replaced_by_its_compiled_form():
+    model = tiny.make("bert", "BertForMaskedLM", "sdpa").train()
+    batch = batch_of(model, BATCHES[0])
+    with nta.patch(model, logits="padded") as handle:
+        want = solve(model, model, batch)
+        model.bert = torch.compile(model.bert, backend="eager")
+        torch.testing.assert_close(solve(model, model, batch), want, rtol=1e-4, atol=1e-5)
+        assert handle.calls == {None: 2}
 
 
 @pytest.mark.parametrize("recorder", ["torch.export", "strict torch.export", "torch.jit.trace"])
