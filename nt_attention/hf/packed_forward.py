@@ -124,7 +124,7 @@ class PackedCall:
             kwargs = {**original.keywords, **kwargs}
             original = original.func
         given = given_arguments(self.defaults, args, kwargs)
-        if given is None or len(self._accepted(given)) < len(given):
+        if given is None:
             return original(*args, **kwargs)  # this raises an error
         mask = given.get("attention_mask")
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in given and is_bypass_mask(mask)):
@@ -308,12 +308,7 @@ class PackedCall:
         row = current_row()
         if row is not None and "position_ids" in self.defaults:
             given = given | {"position_ids": row.position_ids}
-        return original(**self._accepted(given))
-
-    @inline_only
-    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the original forward takes."""
-        return {name: x for name, x in given.items() if name in self.defaults or self.takes_any}
+        return original(**{name: x for name, x in given.items() if name in self.defaults or self.takes_any})
 
 
 @inline_only
