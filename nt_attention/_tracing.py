@@ -5,8 +5,11 @@ Dimensions: B sequences, N rows.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,6 +102,34 @@ def is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class CapturedGraph(NamedTuple):
+    """Identifies a CUDA graph while it is captured.
+
+    Attributes:
+        number: CUDA's number of the capture, which no other capture in this process has.
+    """
+
+    number: int
+
+
+def captured_graph(tensor: Tensor) -> CapturedGraph | None:
+    """The CUDA graph that is captured on the current stream of the tensor's device, or None."""
+    if not is_captured(tensor):
+        return None
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = ctypes.c_void_p(torch.cuda.current_stream(tensor.device).cuda_stream)
+    error = _driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo_v2 failed with the CUDA error {error}.")
+    return CapturedGraph(number.value)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """CUDA's driver: PyTorch has no function for the number of a capture."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
 def is_replayed(tensor: Tensor) -> bool:
     """Whether it is an output of a CUDA graph of torch.compile. Replays write to it without changing its version."""
     return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
@@ -148,19 +179,27 @@ class TracedLayout:
 
     When the graph runs, its operators read and check the lengths, once for each offsets tensor. After a graph break,
     eager code may receive a `TracedLayout`. Its other attributes then read the offsets.
+
+    Attributes:
+        bounds: `max_seqlen` and `total` of a layout that only knows bounds; else None.
+        knows_lengths: whether they are known when the graph runs.
     """
 
-    _read_offsets: ClassVar[Callable[[Tensor], Any]]  # SequenceLayout.from_offsets, outside of graphs; set by layout.py
+    # SequenceLayout.from_offsets, outside of graphs; set by layout.py
+    _read_offsets: ClassVar[Callable[..., Any]]
 
-    def __init__(self, offsets: Tensor) -> None:
-        self.offsets = self.cu_seqlens = offsets  # operators take int32 and int64
+    def __init__(self, offsets: Tensor, bounds: tuple[int, int] | None = None) -> None:
+        self.offsets = self.cu_seqlens = self.operator_offsets = offsets  # operators take int32 and int64
         self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
+        self.bounds, self.knows_lengths = bounds, bounds is None
 
     def __getattr__(self, name: str) -> Any:
         if not is_traced(self.offsets) and not name.startswith("__"):
-            return getattr(TracedLayout._read_offsets(self.offsets), name)
+            return getattr(TracedLayout._read_offsets(self.offsets, *(self.bounds or ())), name)
         if name == "min_seqlen":
             return 0
+        if self.bounds is not None and name in ("max_seqlen", "total"):
+            return self.bounds[name == "total"]
         raise AttributeError(f"{name} needs the lengths, which are not known in a graph: read it outside of the graph.")
 
     def cached(self, key: object, build: Any, other: object = None) -> Any:
@@ -182,7 +221,10 @@ class TracedLayout:
 
     def extended(self, extra: int) -> TracedLayout:
         longer = self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device)
-        return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
+        if self.bounds is None:
+            return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
+        bounds = self.bounds[0] + extra, self.bounds[1] + extra * self.batch_size
+        return TracedLayout(torch.ops.nt_attention.bounded_offsets.default(longer, *bounds), bounds)
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         row = torch.arange(rows, device=self.device)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Unpack, get_type_hints
 import torch
 from torch import Tensor
 
+from . import _bounded as _bounded  # it sets SequenceLayout._with_bounds
 from . import nested
 from ._tracing import is_compiling, is_traced, refuse_jit_trace
 from .kernels.autograd import run
@@ -353,6 +354,7 @@ def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpe
         relative_grad=inputs.needs_grad and inputs.relative is not None and inputs.relative.requires_grad,
         equal_lengths=same or (not traced and layout.same_lengths(key_layout)),
         keyless=(traced and not same) or key_layout.min_seqlen == 0,
+        bounded=not (layout.knows_lengths and key_layout.knows_lengths),
     )
 
 

@@ -75,12 +75,19 @@ class SequenceLayout:
     padded_index: Tensor | None = field(default=None, repr=False)
     has_holes: bool = field(default=False, repr=False)
 
+    knows_lengths: ClassVar[bool] = True  # False if the host only knows bounds of them
+
     # Conversions from and to NestedTensors. nested.py sets them, because it imports this file.
     _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
     _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
+    # `BoundedLayout`, and the `BoundedLayout` that has a tensor object. _bounded.py sets them, for the same reason.
+    _with_bounds: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]
+    _find_bounded: ClassVar[Callable[[Tensor], SequenceLayout | None]]
 
     @classmethod
-    def from_offsets(cls, offsets: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
+    def from_offsets(
+        cls, offsets: Tensor, max_seqlen: int | None = None, max_tokens: int | None = None
+    ) -> SequenceLayout:
         """Create a layout from the offsets of its sequences.
 
         The first call with a tensor syncs with its device once. Later calls with the same tensor need no sync. After an
@@ -90,18 +97,26 @@ class SequenceLayout:
         Under torch.compile, torch.export and make_fx, the lengths are not read while the graph is traced. They are read
         when the graph runs.
 
+        With both bounds, offsets on a GPU are never read by the host. Such a call can be captured in a CUDA graph, and
+        the offsets may change whenever the graph is replayed. Packed tensors then have `max_tokens` rows or more, and
+        the layout's `total` is `max_tokens`. Rows past the last offset get the output 0 and the gradient 0. Offsets
+        that decrease or exceed a bound give NaN. The backends `token_tiled` and `torch_flash` support such layouts.
+
         Args:
             offsets: (B+1,) int32 or int64, from 0 and never decreasing. Sequence b has the rows `offsets[b]` to
                 `offsets[b + 1] - 1`. The tensor is not copied; it becomes `offsets` (int64) or `cu_seqlens` (int32).
             max_seqlen: an upper bound of the lengths, which becomes the layout's `max_seqlen`. `pad` pads to this
                 length, so batches with the same bound and B get the same shape.
+            max_tokens: an upper bound of the number of tokens. It needs `max_seqlen`. On a CPU the lengths are read
+                all the same, and compared with the bounds.
 
         Returns:
             The layout, on the device of `offsets`.
 
         Raises:
             TypeError: `offsets` is not a tensor.
-            ValueError: the offsets have a wrong shape, dtype or order, or `max_seqlen` is below the longest length.
+            ValueError: the offsets have a wrong shape, dtype or order, or exceed a bound, or `max_tokens` is given
+                without `max_seqlen`.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -109,13 +124,30 @@ class SequenceLayout:
             tensor([2, 0, 3])
         """
         refuse_jit_trace()
+        if max_tokens is not None and max_seqlen is None:
+            raise ValueError(f"max_tokens={max_tokens} needs max_seqlen, the bound of the longest sequence.")
+        has_bounds = max_seqlen is not None and max_tokens is not None
         if is_traced(offsets):
-            return cls.in_graph(offsets)
-        return cls.from_facts(*_offsets.read_offsets(offsets), max_seqlen)
+            bounds = (max_seqlen, max_tokens) if has_bounds and offsets.device.type != "cpu" else None
+            return cls.in_graph(offsets, bounds=cast("tuple[int, int] | None", bounds))
+        if isinstance(offsets, Tensor):
+            if has_bounds and offsets.device.type != "cpu":
+                return cls._with_bounds(offsets, cast(int, max_seqlen), cast(int, max_tokens))
+            if (bounded := cls._find_bounded(offsets)) is not None:
+                return bounded
+        layout = cls.from_facts(*_offsets.read_offsets(offsets), max_seqlen)
+        if max_tokens is not None and max_tokens < layout.total:
+            raise ValueError(f"max_tokens={max_tokens} is below the {layout.total} tokens of the offsets.")
+        return layout
 
     @classmethod
-    def in_graph(cls, offsets: Tensor, marker: Tensor | None = None) -> SequenceLayout:
-        """The layout of a graph. The offsets are read when it runs; see `_offsets.read_in_operator`."""
+    def in_graph(
+        cls, offsets: Tensor, marker: Tensor | None = None, bounds: tuple[int, int] | None = None
+    ) -> SequenceLayout:
+        """The layout of a graph. Without bounds, the offsets are read when it runs; see `_offsets.read_in_operator`."""
+        if bounds is not None:
+            copy = torch.ops.nt_attention.bounded_offsets.default(offsets, *bounds)
+            return cast(SequenceLayout, TracedLayout(copy, bounds))
         return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, marker)))
 
     @classmethod
@@ -378,9 +410,9 @@ class SequenceLayout:
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths) or .from_attention_mask(mask)."
             )
         if isinstance(given, TracedLayout) and not is_traced(given.offsets):  # outside of graphs
-            return SequenceLayout.from_offsets(given.offsets)
+            return SequenceLayout.from_offsets(given.offsets, *(given.bounds or ()))
         if is_tracing():
-            return cast(SequenceLayout, TracedLayout(given.offsets))
+            return cast(SequenceLayout, TracedLayout(given.operator_offsets, given.bounds))
         if isinstance(given, TracedLayout):
             return cast(SequenceLayout, given)
         given.check_unchanged(name)
@@ -415,6 +447,16 @@ class SequenceLayout:
         return is_compiling() or self._facts.match(offsets)
 
     @property
+    def operator_offsets(self) -> Tensor:
+        """(B+1,) int32 or int64, the offsets that custom operators get."""
+        return self.cu_seqlens
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """`max_seqlen` and `total` if the host only knows bounds, else None."""
+        return None
+
+    @property
     def _own_offsets(self) -> Tensor:
         """The offsets that were read. The caller may have changed the tensor `offsets` in place since then."""
         return self.offsets if self._matches(self.offsets) else self.cu_seqlens.long()
@@ -436,11 +478,13 @@ class SequenceLayout:
         """
         if is_compiling():
             return build()  # a graph's tensors can't be cached
+        if other is not None and not other.knows_lengths:  # its caches depend on the CUDA graph that is captured
+            return other.cached((key, "with keys"), build, self)
         other_cache = None if other is None or other is self else other._facts.cache
         return cast(_T, self._facts.cache.find_or_build(key, build, other_cache))
 
     def same_lengths(self, other: SequenceLayout) -> bool:
-        """Whether both layouts have the same lengths. Needs no sync.
+        """Whether both layouts have the same lengths; if they know only bounds, whether they are one. Needs no sync.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -448,6 +492,8 @@ class SequenceLayout:
             >>> layout.same_lengths(nta.SequenceLayout.from_offsets(torch.tensor([0, 2, 5])))
             True
         """
+        if not (self.knows_lengths and other.knows_lengths):
+            return self is other
         return self.host_offsets is other.host_offsets or torch.equal(self.host_offsets, other.host_offsets)
 
     def extended(self, extra: int) -> SequenceLayout:
@@ -614,7 +660,7 @@ define(
     lambda offsets, marker: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, marker), offsets.shape[0]),
     lambda offsets, marker: offsets.new_empty(offsets.shape, dtype=torch.int32),
 )
-TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda offsets: SequenceLayout.from_offsets(offsets)))
+TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda *given: SequenceLayout.from_offsets(*given)))
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:

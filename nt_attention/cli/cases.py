@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._bounded import BoundedLayout
 from ..kernels import support
 from ..kernels.backend import Backend
 from ..kernels.call import FEATURES
@@ -53,6 +54,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "no keys": {"key_lengths": KEYLESS},
     "scale ≤ 0": {"options": CAUSAL | {"scale": -0.2}},
     "value dim": {"value_dim": 32},
+    "bounds": {"options": CAUSAL},
 }
 
 
@@ -147,9 +149,15 @@ def _relative(radius: int, buckets: int, inputs: Inputs) -> RelativeBias:
     return relative
 
 
-def results_of(backend: str, inputs: Inputs, backward: bool) -> dict[str, Tensor]:
+def with_bounds(inputs: Inputs) -> Inputs:
+    """The inputs with a layout of self-attention that knows only bounds, which are the real sizes."""
+    layout = BoundedLayout(inputs.layout.cu_seqlens.clone(), inputs.layout.max_seqlen, len(inputs.grad))
+    return dataclasses.replace(inputs, layout=layout, key_layout=layout)
+
+
+def results_of(backend: str, inputs: Inputs, backward: bool, bounded: bool = False) -> dict[str, Tensor]:
     """out and, with ``backward``, all gradients, without the rows past the end."""
-    results = attention(backend, inputs).results(backward)
+    results = attention(backend, with_bounds(inputs) if bounded else inputs).results(backward)
     queries, keys = inputs.layout.total, inputs.key_layout.total
     totals = {"out": queries, "dq": queries, "dk": keys, "dv": keys, "query_bias": queries, "key_bias": keys}
     for name in totals.keys() & results.keys():
@@ -175,7 +183,7 @@ def relative_error(case: Case, inputs: Inputs, backward: bool) -> float:
 
     PyTorch's error is that of the reference backend or of padded self-attention with SDPA, whichever is larger.
     """
-    got = results_of(case.backend, inputs, backward)
+    got = results_of(case.backend, inputs, backward, bounded=case.which == "bounds")
     if not all(x.isfinite().all() for x in got.values()):
         return torch.inf
     if case.which == "dropout":

@@ -130,16 +130,18 @@ def print_results(results: Results, findings: Iterable[Finding]) -> None:
 
 
 def save(results: Results, device: torch.device, file: Path, command: str) -> None:
-    """Write the results for ``kernels/support.py``. Results in the file that were not verified this time are kept."""
+    """Write the results for ``kernels/support.py``. Results and versions of other runs are kept."""
     if file == Path():
         capability = torch.cuda.get_device_capability(device)
         file = Path(support.__file__).parent / "verified" / "sm{}{}.json".format(*capability)
-    saved = json.loads(file.read_text())["results"] if file.exists() else {}
+    before = json.loads(file.read_text()) if file.exists() else {"versions": {}, "results": {}}
+    saved = before["results"]
     for name, by_dtype in results.items():
         for dtype, kinds in by_dtype.items():
             for kind, row in kinds.items():
                 saved.setdefault(name, {}).setdefault(dtype, {}).setdefault(kind, {}).update(row)
-    header = {"command": command, "date": str(date.today()), "gpu": device_name(device), "versions": versions()}
+    header = {"command": command, "date": str(date.today()), "gpu": device_name(device)}
+    header["versions"] = before["versions"] | versions()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(header | {"results": saved}, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(f"\nsaved in {file}")

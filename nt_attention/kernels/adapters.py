@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import bounds
 from .backend import Backend, BackwardInputs, Gradients
 from .call import MOST_PREPARED, AttentionSpec, Call, geometry
 from .rewrites import Rewrite, rewrite
@@ -53,7 +54,9 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         state = torch.zeros(2, dtype=torch.int64, device=at) if spec.dropout_p else None
         lse_dtype = torch.promote_types(query.dtype, torch.float32)
         lse = query.new_full((query.shape[1], rows), -torch.inf, dtype=lse_dtype).T
-        return query.new_zeros(rows, query.shape[1], value.shape[2]), lse, state
+        out = query.new_zeros(rows, query.shape[1], value.shape[2])
+        _fill_if_bounded(call, out, lse)
+        return out, lse, state
     query, key, value = contiguous_in_head_dim(*_pad_all(inputs, _head_dims(backend, call)))
     is_adapted = rows > layout.total or query is not inputs.query or key is not inputs.key or value is not inputs.value
     if call.prepared is not None and backend.prepare_forward is not None and not is_adapted:
@@ -87,7 +90,9 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
     layout, key_layout = call.layout, call.key_layout
     biases = call.relative.tensors if call.relative is not None and call.spec.relative_grad else ()
     if layout.total == 0 or key_layout.total == 0:
-        return (*map(torch.zeros_like, inputs), *[x.new_zeros(x.shape) for x in biases])
+        zeros = (*map(torch.zeros_like, inputs), *[x.new_zeros(x.shape) for x in biases])
+        _fill_if_bounded(call, *zeros)
+        return zeros
     if saved.grad_lse is not None:
         # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
@@ -103,6 +108,14 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
     query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call)
     grads = map(_without_padding, (query, key, value), totals, inputs)
     return (*grads, *[grad.to(x.dtype).contiguous() for grad, x in zip(of_biases, biases, strict=True)])
+
+
+def _fill_if_bounded(call: Call, *results: Tensor) -> None:
+    """Write NaN to the results of a call that launches no kernel, if only the device knows that offsets are invalid."""
+    if call.spec.bounded:
+        value = bounds.check(call.layout, call.key_layout).fill_value
+        for x in results:
+            x.add_(value)
 
 
 def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, rewritten: Rewrite) -> Gradients:

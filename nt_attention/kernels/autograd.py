@@ -22,7 +22,7 @@ from . import adapters, flops
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
-from .custom_ops import arguments_of
+from .custom_ops import arguments_of, bounds_of
 from .relative import RelativeBias
 
 
@@ -61,11 +61,12 @@ class Kernel:
 
     def forward(self, inputs: Inputs, call: Call) -> tuple[Any, ...]:
         """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward."""
-        if self.backend is None:
-            return self._operator("forward")(*inputs, *arguments_of(call), self.name)
-        if not is_observed(*inputs, *_relative_tensors(call)):
+        if self.backend is not None and not is_observed(*inputs, *_relative_tensors(call)):
             return adapters.forward(self.backend, inputs, call)
-        return self._operator("forward")(*inputs, *arguments_of(call))
+        more = self._bounds(call)
+        if self.backend is None and not more:
+            more = (self.name,)
+        return self._operator("forward", call)(*inputs, *arguments_of(call), *more)
 
     def backward(self, saved: BackwardInputs, more: tuple[Any, ...], inputs: Inputs, call: Call) -> Gradients:
         """The gradients, see `Gradients`. `more` are the further results of the forward."""
@@ -73,11 +74,19 @@ class Kernel:
             return adapters.backward(self.backend, saved, inputs, call)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
-        query, key, value, biases = self._operator("backward")(*saved, *inputs, *arguments_of(call), *more)
+        more = self._bounds(call) or more
+        query, key, value, biases = self._operator("backward", call)(*saved, *inputs, *arguments_of(call), *more)
         return (query, key, value, *biases)
 
-    def _operator(self, direction: str) -> Callable[..., Any]:
+    def _bounds(self, call: Call) -> tuple[Any, ...]:
+        """The further arguments of the operators for layouts that know only bounds; () for other calls."""
+        if not call.spec.bounded:
+            return ()
+        return bounds_of(call), self.name if self.backend is None else self.backend.name
+
+    def _operator(self, direction: str, call: Call) -> Callable[..., Any]:
         name = "auto" if self.backend is None else self.backend.name
+        name = "bounded" if call.spec.bounded else name
         if not is_compiling():
             flops.register(name)
         return getattr(torch.ops.nt_attention, f"{name}_{direction}").default

@@ -116,6 +116,7 @@ class AttentionSpec:
         relative_grad: Whether gradients of these biases may be needed.
         equal_lengths: Whether every sequence has as many keys as queries. Both alignments are then the same.
         keyless: Whether some sequence may have no key.
+        bounded: Whether the host only knows bounds of the lengths.
 
     Example:
         >>> import torch
@@ -159,6 +160,7 @@ class AttentionSpec:
     relative_grad: bool = False
     equal_lengths: bool = True
     keyless: bool = True
+    bounded: bool = False
 
     @classmethod
     def of(
@@ -246,6 +248,7 @@ class AttentionSpec:
             "no keys": not self.equal_lengths and self.keyless,
             "scale ≤ 0": not self.has_positive_scale,
             "value dim": self.head_dim != self.value_dim,
+            "bounds": self.bounded,
             **{option.feature: bool(getattr(self, name)) for name, option in _WITH_FEATURE.items()},
         }
         needed["deterministic"] &= self.needs_grad
@@ -289,6 +292,7 @@ FEATURES = {
     "no keys": "every sequence that has queries must have keys.",
     "scale ≤ 0": "scale must be positive: negate query and pass -scale.",
     "value dim": "value must have the head dim of key.",
+    "bounds": "the lengths must be known on the host: make the layout without max_tokens.",
 }
 
 # The type of a field → its type in an operator's schema. Options that are functions can't be arguments of operators.

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._bounded import BoundedLayout
 from .._operators import LIBRARY, define
+from .._tracing import is_traced
 from ..layout import SequenceLayout
 from . import adapters
 from .adapters import Inputs
@@ -56,6 +58,43 @@ def register(backend: Backend) -> None:
     define(f"{backend.name}_forward({_CALL}) -> ({results})", forward, fake, random=random)
     define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
     _differentiate(backend.name)
+
+
+def register_bounded(
+    choose: Callable[[Call, str], tuple[Backend, tuple[int, int] | None]], key: Callable[[str], Any]
+) -> None:
+    """Define `nt_attention::bounded_forward` and `bounded_backward`, for layouts that know only bounds.
+
+    They read nothing on the host, so a compiler can capture them in a CUDA graph. Their further arguments are the
+    bounds of both sides, see `bounds_of`, and the name of a backend or "auto". Both directions select it, from the same
+    arguments. With dropout, the caller must name it: backends draw other random numbers.
+
+    Args:
+        choose: Selects a backend, and the head dims to call it with, for a call and a requested name.
+        key: Everything besides the call on which `choose` depends, for a requested name.
+    """
+
+    def call_and_backend(arguments: Sequence[Any]) -> tuple[Call, Backend]:
+        name = arguments[-1]
+        call, (backend, dims) = _cached_call(arguments, ("bounded", key(name)), lambda call: choose(call, name))
+        return call._replace(head_dims=dims), backend
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        call, backend = call_and_backend(arguments)
+        return _forward(backend, Inputs(*arguments[:3]), call)
+
+    def backward(*arguments: Any) -> _Gradients:
+        saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
+        call, backend = call_and_backend(arguments)
+        return _backward(backend, saved, Inputs(*arguments[:3]), call)
+
+    fake = functools.partial(_fake_forward, False)
+    results, more = "Tensor out, Tensor lse, Tensor rng_state", "SymInt[4] bounds, str backend"
+    define(f"bounded_forward({_CALL}, {more}) -> ({results})", forward, fake, random=True, reads_on_host=False)
+    define(
+        f"bounded_backward({_SAVED}, {_CALL}, {more}) -> {_GRADIENTS}", backward, _fake_backward, reads_on_host=False
+    )
+    _differentiate("bounded")
 
 
 class Selection(NamedTuple):
@@ -123,8 +162,8 @@ def _differentiate(name: str) -> None:
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        # auto_forward has one more argument than auto_backward, the name of the backend
-        ctx.given, inputs = len(inputs), inputs[:_ARGUMENTS]
+        # auto_backward takes `selected` in place of the last argument of auto_forward, the name of the backend
+        ctx.given, ctx.more, inputs = len(inputs), inputs[_ARGUMENTS:], inputs[:_ARGUMENTS]
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in inputs], *output)
         ctx.set_materialize_grads(False)
@@ -137,7 +176,8 @@ def _differentiate(name: str) -> None:
         arguments[argument_index("relative_grad")] = any(ctx.needs_input_grad[_BIASES])
         grad = torch.zeros_like(out) if grad is None else grad
         backward_operator = getattr(torch.ops.nt_attention, f"{name}_backward").default
-        *grads, of_biases = backward_operator(grad, grad_lse, out, lse, state, *arguments, *selected)
+        more = selected if name == "auto" else ctx.more
+        *grads, of_biases = backward_operator(grad, grad_lse, out, lse, state, *arguments, *more)
         grads += [None] * (ctx.given - 3)
         given = [at for at, x in enumerate(arguments[_BIASES], _BIASES.start) if x is not None]
         for at, of_bias in zip(given, of_biases, strict=False):  # there are none if no bias needs a gradient
@@ -156,7 +196,23 @@ def arguments_of(call: Call) -> tuple[Any, ...]:
     """An operator's arguments after query, key and value."""
     layout, key_layout, slopes, spec, _, relative, _ = call
     of_relative = relative and (relative.buckets, relative.bias, relative.query_bias, relative.key_bias)
-    return (layout.cu_seqlens, key_layout.cu_seqlens, slopes, *(of_relative or [None] * 4), *schema_values(spec))
+    offsets = layout.operator_offsets, key_layout.operator_offsets
+    return (*offsets, slopes, *(of_relative or [None] * 4), *schema_values(spec))
+
+
+def bounds_of(call: Call) -> list[int]:
+    """The bounds for the operators of `register_bounded`: max_seqlen and total of queries, then those of keys.
+
+    Raises:
+        ValueError: One side knows its lengths when a graph runs, and not before.
+    """
+    layouts = (call.layout, call.key_layout)
+    if any(x.bounds is None and is_traced(x.operator_offsets) for x in layouts):
+        raise ValueError(
+            "in a graph, the lengths of both sides must be unknown, or of none: make both layouts with max_seqlen and "
+            "max_tokens."
+        )
+    return [bound for x in layouts for bound in (x.bounds or (x.max_seqlen, x.total))]
 
 
 def call_of(*arguments: Any) -> Call:
@@ -173,13 +229,14 @@ def call_of(*arguments: Any) -> Call:
 def _cached_call(arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[[Call], _T]) -> tuple[Call, _T]:
     """`call_of`, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
     query, k, value, cu_seqlens, key_cu_seqlens, slopes, *of_relative = arguments[:_VALUES]
-    layout = SequenceLayout.in_operator(cu_seqlens)
-    key_layout = layout if key_cu_seqlens is cu_seqlens else SequenceLayout.in_operator(key_cu_seqlens)
+    is_bounded = len(arguments) == _ARGUMENTS + 2
+    bounds = arguments[_ARGUMENTS] if is_bounded else ()
+    layout, key_layout = _layouts(cu_seqlens, key_cu_seqlens, bounds)
     relative = None if of_relative[0] is None else RelativeBias(*of_relative)
     if relative is not None:
         check_type(relative)
     terms = () if relative is None else relative.terms
-    values = tuple([tuple(x) if isinstance(x, list) else x for x in arguments[_VALUES:]])
+    values = tuple([tuple(x) if isinstance(x, list) else x for x in arguments[_VALUES:_ARGUMENTS]])
 
     def build() -> tuple[AttentionSpec, _T, PreparedRuns]:
         layout.check_rows(query, "query")
@@ -198,6 +255,19 @@ def _cached_call(arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[
         prepared = None
         check_relative(relative, query, k)
     return Call(layout, key_layout, slopes, spec, None, relative, prepared), found
+
+
+def _layouts(
+    cu_seqlens: Tensor, key_cu_seqlens: Tensor, bounds: Sequence[int]
+) -> tuple[SequenceLayout, SequenceLayout]:
+    """The layouts of queries and keys. `bounds` are those of `bounds_of`; empty if the lengths are read."""
+    if not bounds:
+        layout = SequenceLayout.in_operator(cu_seqlens)
+        return layout, layout if key_cu_seqlens is cu_seqlens else SequenceLayout.in_operator(key_cu_seqlens)
+    bounded = BoundedLayout.of(cu_seqlens, bounds[0], bounds[1])
+    if key_cu_seqlens is cu_seqlens and list(bounds[:2]) == list(bounds[2:]):
+        return bounded, bounded
+    return bounded, BoundedLayout.of(key_cu_seqlens, bounds[2], bounds[3])
 
 
 def _spec(
@@ -224,6 +294,7 @@ def _spec(
         relative=relative,
         equal_lengths=layout is key_layout or layout.same_lengths(key_layout),
         keyless=key_layout.min_seqlen == 0,
+        bounded=not (layout.knows_lengths and key_layout.knows_lengths),
         **{name: x for name, x in options.items() if name not in OPTIONS},
     )
 

@@ -161,8 +161,17 @@ def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
 
 
 def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
-    """Whether some custom operator supports this call, so that a graph can select the backend when it runs."""
+    """Whether some custom operator supports this call, so that a graph can select the backend when it runs.
+
+    Raises:
+        ValueError: The lengths are not known, and the call has dropout: the backward could select another backend.
+    """
     check_backend_name(backend)
+    if spec.bounded and spec.dropout_p and backend == "auto":
+        raise ValueError(
+            "in a graph, dropout with a layout that was made with max_tokens needs a backend by name: pass "
+            'backend="token_tiled".'
+        )
     if spec.score_mod is not None or spec.mask_mod is not None:  # functions can't be arguments of operators
         return False
     candidates = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
@@ -294,3 +303,4 @@ for _backend in BACKENDS.values():
     if _backend.backward is not None:
         custom_ops.register(_backend)
 custom_ops.register_auto(_select_in_graph, _select_again, selection_key)
+custom_ops.register_bounded(choose_for, selection_key)

@@ -90,9 +90,11 @@ def _attend_ragged(
         )
     # New layouts, because those from a mask would pad at the positions of the mask, and not at the end of each row.
     assert inputs.layouts is not None
-    layout, key_layout = (SequenceLayout.from_offsets(x.offsets) for x in inputs.layouts)
+    layout, key_layout = inputs.layouts
     if layout.batch_size != key_layout.batch_size:
         raise ValueError(f"query has {layout.batch_size} sequences, and key and value have {key_layout.batch_size}.")
+    lengths = _lengths(layout, key_layout)
+    layout, key_layout = (SequenceLayout.from_offsets(x.offsets) for x in inputs.layouts)
     rows, masks = q.shape[0], inputs.masks
     q, k, v = layout.pad(q), key_layout.pad(k), key_layout.pad(v)
     tokens = rearrange(_token_mask(layout), "b l -> b 1 l 1")
@@ -100,7 +102,6 @@ def _attend_ragged(
     if masks.attn_mask is not None:
         mask = _stack_masks(masks.attn_mask, layout, key_layout, q.shape[2])
         visible, bias = (visible & ~mask, None) if mask.dtype == torch.bool else (visible, mask)
-    lengths = _lengths(layout, key_layout)
     scores = _ScoreMask(visible, bias, score_mod=masks.score_mod, mask_mod=masks.mask_mod, lengths=lengths)
     out, weights = _attend(q, k, v, scores, inputs, config)
     if weights is not None and config.num_added_keys:  # queries at padding see added keys

@@ -274,6 +274,7 @@ class TestCases:
                 relative=() if relative is None else ("bias",),
                 equal_lengths=workload.key_lengths is None,
                 keyless=not min(workload.key_lengths or workload.lengths),
+                bounded=c.which == "bounds",  # their inputs get a bounded layout, see `with_bounds`
             )
             assert feature in spec.features
 

@@ -9,9 +9,9 @@ from token_tiled_cases import DEVICE
 
 import nt_attention as nta
 from nt_attention.functional import plan
-from nt_attention.kernels.token_tiled import launch as module
+from nt_attention.kernels import launch as module
+from nt_attention.kernels.launch import Launch, launch_cached
 from nt_attention.kernels.token_tiled import ops
-from nt_attention.kernels.token_tiled.launch import Launch, launch_cached
 
 
 class RecordingKernel:

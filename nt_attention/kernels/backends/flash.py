@@ -19,7 +19,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def longest(layout: SequenceLayout) -> int:
     """The `max_seqlen` for kernels, at least 2: with 1 they take another path, which fails on empty sequences."""
-    return max(2, layout.max_seqlen)
+    return max(2, min(layout.max_seqlen, layout.total))
 
 
 def tokens_first(lse: Tensor, spec: AttentionSpec) -> Tensor:

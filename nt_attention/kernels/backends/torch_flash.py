@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from .. import bounds
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..device import no_cuda
@@ -32,11 +33,20 @@ def missing() -> str | None:
 def refuses(spec: AttentionSpec) -> list[str]:
     activated = current_flash_attention_impl()
     if activated is None:
-        return []
+        return _refuses_bounds(spec)
     return [
         f"the flash attention implementation {activated!r} is active, which was not verified: call "
         "torch.nn.attention.restore_flash_attention_impl()."
     ]
+
+
+def _refuses_bounds(spec: AttentionSpec) -> list[str]:
+    if spec.bounded and spec.is_upper_left:
+        return [
+            "upper left alignment needs the lengths on the host: make the layout without max_tokens, or pass "
+            'causal_alignment="lower_right".'
+        ]
+    return []
 
 
 def _options(spec: AttentionSpec) -> dict[str, float | int | None]:
@@ -47,6 +57,9 @@ def _options(spec: AttentionSpec) -> dict[str, float | int | None]:
 def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int, float, bool]:
     layout, key_layout, _, spec, *_ = call
     offsets = (layout.cu_seqlens, key_layout.cu_seqlens)
+    if spec.bounded:
+        checked = bounds.check(layout, key_layout)
+        offsets = (checked.cu_seqlens, checked.key_cu_seqlens)
     return (*offsets, longest(layout), longest(key_layout), spec.dropout_p, spec.is_causal)
 
 
@@ -55,6 +68,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
         query, key, value, *_sequences(call), False, **_options(spec)
     )
+    if spec.bounded:
+        checked = bounds.check(call.layout, call.key_layout)
+        out, lse = bounds.fill_past_end(out, checked.queries), bounds.lse_past_end(lse, checked.queries)
     lse = tokens_first(lse, spec)
     return (out, lse, rng_state.view(torch.int64)) if spec.dropout_p else (out, lse)
 
@@ -65,9 +81,13 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     if rng_state is None or not spec.dropout_p:
         rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
     state, unused = rng_state.view(torch.uint64), torch.empty(0, dtype=torch.uint64, device=query.device)
-    return torch.ops.aten._flash_attention_backward(
+    grads = torch.ops.aten._flash_attention_backward(
         *(grad, query, key, value, out, heads_first(lse, spec)), *_sequences(call), state, unused, **_options(spec)
     )
+    if spec.bounded:
+        queries, keys = bounds.check(call.layout, call.key_layout)
+        return tuple(bounds.fill_past_end(x, side) for x, side in zip(grads, (queries, keys, keys), strict=True))
+    return grads
 
 
 BACKEND = Backend(
@@ -76,7 +96,7 @@ BACKEND = Backend(
     missing=missing,
     forward=forward,
     backward=backward,
-    features=COMMON | {"window", "dropout"},
+    features=COMMON | {"window", "dropout", "bounds"},
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=HALVES,

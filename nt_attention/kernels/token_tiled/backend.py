@@ -47,7 +47,17 @@ BACKEND = Backend(
     prepare_forward=ops.prepare_forward,
     prepare_backward=ops.prepare_backward,
     features=COMMON
-    | {"scale ≤ 0", "window", "softcap", "alibi", "relative bias", "dropout", "deterministic", "batch_invariant"},
+    | {
+        "scale ≤ 0",
+        "window",
+        "softcap",
+        "alibi",
+        "relative bias",
+        "dropout",
+        "deterministic",
+        "batch_invariant",
+        "bounds",
+    },
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     head_dims=HeadDims(256),

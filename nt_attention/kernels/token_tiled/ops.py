@@ -17,11 +17,12 @@ from torch import Tensor
 from .. import device
 from ..backend import BackwardInputs, Gradients
 from ..call import AttentionSpec, Call
+from ..launch import Launch, Launches, Ready, launch_again, launch_cached
 from ..relative import RelativeBias
 from .configs import ANY_BATCH, Config, Tile, config_for
-from .launch import Launch, Launches, Ready, launch_again, launch_cached
 
 if TYPE_CHECKING:
+    from .bounded_plan import BoundedPlan
     from .plan import Intervals, Plan
 
 _INT32_MAX = 2**31 - 1
@@ -32,7 +33,7 @@ Shapes = tuple[Sequence[int], int, int]  # (H, D), G, V
 class Settings:
     """The part of a call that is the same for all layers of a model; cached with the layout."""
 
-    plan: Plan
+    plan: Plan | BoundedPlan
     config: Config
     shared: int
     constants: tuple[Any, ...]  # the compile-time arguments of the kernels, without those of the tile
@@ -44,30 +45,37 @@ class Settings:
     @classmethod
     def make(cls, shapes: Shapes, call: Call, bias_gradient: bool) -> Settings:
         """The settings of calls with these shapes and this spec and these layouts."""
+        from .bounded_plan import BoundedPlan
         from .plan import Plan  # on first use, because it imports NumPy
 
         layout, key_layout, _, spec, *_ = call
         (heads, dim), key_heads, value_dim = shapes
         window, upper_left = spec.window, not spec.lower_right
-        plan = layout.cached(
-            ("token_tiled plan", window, upper_left),
-            lambda: Plan.make(layout, key_layout, window, upper_left),
-            key_layout,
-        )
+
+        def make_plan() -> Plan | BoundedPlan:
+            if spec.bounded:
+                return BoundedPlan.make(layout, key_layout, window, upper_left, spec.batch_invariant)
+            return Plan.make(layout, key_layout, window, upper_left)
+
+        key = ("token_tiled plan", window, upper_left, spec.bounded and spec.batch_invariant)
+        plan = layout.cached(key, make_plan, key_layout)
         # tl.dot needs powers of 2 of at least 16
         blocks = [max(16, 1 << (size - 1).bit_length()) for size in (dim, value_dim)]
         # three tf32 products are more accurate than float32 multiply-adds, and twice as fast
         precision = "ieee" if torch.version.hip else "tf32x3"
         constants = (
             *(heads // key_heads, dim, value_dim, *blocks, *_switches(spec, bias_gradient, layout is key_layout)),
-            *(spec.dtype == torch.float32, precision),
+            *(spec.dtype == torch.float32, precision, spec.bounded),
         )
         floats = (spec.scale, spec.softcap, spec.dropout_p)
-        longest = min(max(layout.max_seqlen, key_layout.max_seqlen), sum(window) + 1)
+        most = max(min(x.max_seqlen, x.total) for x in (layout, key_layout))
+        longest = min(most, sum(window) + 1)
         mean = layout.total / max(1, layout.batch_size)
         batch = ANY_BATCH if spec.batch_invariant else (longest, mean)
         config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
         shared = 0 if spec.batch_invariant else config.shared
+        if spec.bounded and shared:
+            config, shared = _config_of_bounds(spec, max(blocks), config, batch, most)
         is_ordered = spec.deterministic or spec.batch_invariant
         return cls(plan, config, shared, constants, floats, bool(spec.relative), is_ordered)
 
@@ -94,6 +102,15 @@ class Settings:
     def fused_tiles(self) -> Tensor:
         """The tiles of `fused_kernel`. There are none if no sequences share a tile."""
         return self.plan.fused_tiles(self.shared) if self.shared else self.query_tiles[:0]
+
+
+def _config_of_bounds(
+    spec: AttentionSpec, dim: int, config: Config, batch: tuple[float, float], longest: int
+) -> tuple[Config, int]:
+    """The config, and `shared`, if the host only knows bounds: either all sequences share tiles, or none do."""
+    any_mean = config_for(spec.device, dim, spec.dtype.itemsize, batch[0], math.inf)
+    found = next((x for x in (config, any_mean) if longest <= x.shared), None)
+    return (config, 0) if found is None else (found, found.shared)
 
 
 def _switches(spec: AttentionSpec, bias_gradient: bool, same_tokens: bool) -> tuple[int, ...]:
@@ -232,8 +249,12 @@ class _BiasGradients(NamedTuple):
             shapes["bias"] = torch.Size((parts, len(relative.bias), len(relative.buckets)))
         return cls(**{name: relative.buckets.new_zeros(s, dtype=torch.float32) for name, s in shapes.items()})
 
-    def finish(self, relative: RelativeBias | None, is_ordered: bool) -> tuple[Tensor, ...]:
-        """The gradients of the biases that are given."""
+    def finish(self, relative: RelativeBias | None, is_ordered: bool, fill: Tensor | None) -> tuple[Tensor, ...]:
+        """The gradients of the biases that are given. `fill` is added to them, see `bounds.fill_value`."""
+        found = self._finish(relative, is_ordered)
+        return found if fill is None else tuple([x + fill for x in found])
+
+    def _finish(self, relative: RelativeBias | None, is_ordered: bool) -> tuple[Tensor, ...]:
         found = [x for x in (self.query_bias, self.key_bias) if x is not None]
         if self.bias is None or relative is None:
             return tuple(found)
@@ -344,7 +365,7 @@ def _backward(
                 (query, key, value, out, grad, lse, grad_lse, *grads, of_fused, *biases[1:]),
                 *(seed, (query, key, value, out, grad, *grads), lse_strides, has_grad_lse),
             )
-    return (*grads, *biases.finish(relative, is_ordered))
+    return (*grads, *biases.finish(relative, is_ordered, settings.plan.fill_value))
 
 
 def _parts(heads: int, key_heads: int) -> int:

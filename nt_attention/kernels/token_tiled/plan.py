@@ -20,7 +20,7 @@ from torch import Tensor
 from ..._offsets import to_device
 from ...layout import SequenceLayout
 from .. import device
-from .launch import Launch, launch
+from ..launch import Launch, launch
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
@@ -116,6 +116,11 @@ class Plan:
             return cls(queries, queries, sides)
         return cls(queries, _intervals(key_layout, layout, right, left, upper_left), sides)
 
+    @property
+    def fill_value(self) -> Tensor | None:
+        """None: the offsets are valid. See `bounds.fill_value`."""
+        return None
+
     def query_tiles(self, rows: int, shared: int, *, without_fused: bool = False) -> Tensor:
         """(N, 2) int32, begin and end of tiles of up to `rows` queries.
 
@@ -209,7 +214,7 @@ def _intervals(mine: SequenceLayout, other: SequenceLayout, before: float, after
         integers = (mine.batch_size, mine.total, *window)
         grid = (-(-mine.total // _BLOCK), 1)
         with device.current(mine.device):
-            launch(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, _BLOCK), 4, 1))
+            launch(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, False, _BLOCK), 4, 1))
     return Intervals(lo, hi, own)
 
 

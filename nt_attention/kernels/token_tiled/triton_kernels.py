@@ -37,12 +37,13 @@ UNSPECIALIZED += ["query_bias_row", "query_bias_head", "key_bias_row", "key_bias
 
 @triton.jit(do_not_specialize=["num_sequences", "total", "before", "after"])
 def interval_kernel(
-    Offsets, Other, Lo, Hi, Own, num_sequences, total, before, after, UPPER_LEFT: tl.constexpr, BLOCK: tl.constexpr
-):
+    Offsets, Other, Lo, Hi, Own, num_sequences, total, before, after,
+    UPPER_LEFT: tl.constexpr, BOUNDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The visible rows of BLOCK tokens of one side, see `plan.Intervals`.
 
     `Offsets` are those of this side, and `Other` those of the other side. A token sees the rows from `before` rows
-    before its own position to `after` rows after it.
+    before its own position to `after` rows after it. If BOUNDED, tokens from the last offset on see no rows.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = token < total
@@ -50,10 +51,12 @@ def interval_kernel(
     high = low + num_sequences
     while tl.max(high - low) > 0:
         middle = (low + high) // 2
-        is_past = tl.load(Offsets + middle + 1, mask=low < high, other=0) <= token
-        high = tl.where(is_past, high, middle)
-        low = tl.where(is_past & (low < high), middle + 1, low)
+        ends_before = tl.load(Offsets + middle + 1, mask=low < high, other=0) <= token
+        high = tl.where(ends_before, high, middle)
+        low = tl.where(ends_before & (low < high), middle + 1, low)
     sequence = low  # the number of sequences that end at the token or before it
+    if BOUNDED:
+        sequence = tl.minimum(sequence, num_sequences - 1)
     begin = tl.load(Offsets + sequence, mask=valid, other=0)
     lowest = tl.load(Other + sequence, mask=valid, other=0).to(tl.int64)
     highest = tl.load(Other + sequence + 1, mask=valid, other=0).to(tl.int64)
@@ -62,6 +65,10 @@ def interval_kernel(
         own += highest - lowest - (tl.load(Offsets + sequence + 1, mask=valid, other=0) - begin)
     lo = tl.minimum(tl.maximum(own - before, lowest), highest)
     hi = tl.minimum(tl.maximum(own + after + 1, lowest), highest)
+    if BOUNDED:
+        is_past = token >= tl.load(Offsets + num_sequences)
+        lo = tl.where(is_past, tl.load(Other + num_sequences), lo)
+        hi = tl.where(is_past, lo, hi)
     tl.store(Lo + token, lo.to(tl.int32), mask=valid)
     tl.store(Hi + token, hi.to(tl.int32), mask=valid)
     tl.store(Own + token, own.to(tl.int32), mask=valid)
@@ -121,6 +128,20 @@ def _visible_range(Lo, Hi, start, end):
     unmasked_from = tl.load(Lo + end - 1)
     unmasked_to = tl.load(Hi + start)
     return first, last, unmasked_from, unmasked_to
+
+
+@triton.jit
+def _fill(Tiles, COLUMNS: tl.constexpr):
+    """The float32 to write past the end of the last sequence, see `plan_kernels.tile_kernel`."""
+    return tl.load(Tiles + COLUMNS * tl.num_programs(0)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _last_loaded(Tiles, last, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, BOUNDED: tl.constexpr):
+    """`last`, or the end of the last sequence if that is lower. Rows past it may have any values, such as NaN."""
+    if BOUNDED:
+        last = tl.minimum(last, tl.load(Tiles + COLUMNS * tl.num_programs(0) + COLUMN))
+    return last
 
 
 @triton.jit
@@ -379,14 +400,17 @@ def forward_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries and one head."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(Tiles + 2 * tile)
     end = tl.load(Tiles + 2 * tile + 1)
+    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
+        if start == end:
+            return
     Query = _head_pointer(Query, head, query_head, UNIT, FAR)
     Key = _head_pointer(Key, head // GROUP, key_head, UNIT, FAR)
     Value = _head_pointer(Value, head // GROUP, value_head, UNIT, FAR)
@@ -403,7 +427,8 @@ def forward_kernel(
         key_bias_head,
     )  # fmt: skip
 
-    q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
+    loaded = _last_loaded(Tiles, end, 1, 2, BOUNDED)
+    q = _load(Query, query_row, start, loaded, BLOCK_M, DIM, BLOCK_D, UNIT)
     out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], -INF, tl.float32)
@@ -433,6 +458,10 @@ def forward_kernel(
     masked = row_sum == 0.0
     out = out / tl.where(masked, 1.0, row_sum)[:, None]
     lse = tl.where(masked, -INF, (row_max + tl.log2(tl.where(masked, 1.0, row_sum))) / LOG2E)
+    if BOUNDED:
+        fill = _fill(Tiles, 2)
+        out += fill
+        lse += fill
     tl.store(Lse + head * lse_head + rows, lse, mask=rows < end)
     _store(Out, out_row, start, end, out, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
 
@@ -447,8 +476,8 @@ def query_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of queries and one head, and delta, which `key_kernel` reads."""
@@ -456,6 +485,9 @@ def query_kernel(
     head = tl.program_id(1)
     start = tl.load(Tiles + 2 * tile)
     end = tl.load(Tiles + 2 * tile + 1)
+    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
+        if start == end:
+            return
     Query = _head_pointer(Query, head, query_head, UNIT, FAR)
     Key = _head_pointer(Key, head // GROUP, key_head, UNIT, FAR)
     Value = _head_pointer(Value, head // GROUP, value_head, UNIT, FAR)
@@ -479,10 +511,11 @@ def query_kernel(
         GradBias = _bias_sums(GradBias, tile, heads, head, radius, RELATIVE)
         GradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
 
-    q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
-    grad = _load(Grad, grad_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-    out = _load(Out, out_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-    delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE_GRADIENT)
+    loaded = _last_loaded(Tiles, end, 1, 2, BOUNDED)
+    q = _load(Query, query_row, start, loaded, BLOCK_M, DIM, BLOCK_D, UNIT)
+    grad = _load(Grad, grad_row, start, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+    out = _load(Out, out_row, start, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+    delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, loaded, head, LSE_GRADIENT)
     tl.store(Delta + head * lse_head + rows, delta, mask=rows < end)
     delta = delta[:, None]
     lse = _backward_lse(Lse + head * lse_head, rows, end)[:, None]
@@ -507,6 +540,8 @@ def query_kernel(
         grad_query = tl.dot(grad_scaled.to(k.dtype), k, grad_query, input_precision=PRECISION)
 
     grad_query *= scale
+    if BOUNDED:
+        grad_query += _fill(Tiles, 2)
     _store(GradQuery, grad_query_row, start, end, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
 
 
@@ -520,8 +555,8 @@ def key_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of keys and values, summed over HEADS of the query heads of one key head."""
@@ -533,14 +568,18 @@ def key_kernel(
     GradValue = _head_pointer(GradValue, part, grad_value_head, UNIT, FAR)
     start = tl.load(Tiles + 2 * tile)
     end = tl.load(Tiles + 2 * tile + 1)
+    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
+        if start == end:
+            return
 
     keys = (start + tl.arange(0, BLOCK_N))[:, None]
     lo = tl.load(Lo + keys, mask=keys < end, other=0)
     hi = tl.load(Hi + keys, mask=keys < end, other=0)
     first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
 
-    k = _load(Key, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
-    v = _load(Value, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+    loaded = _last_loaded(Tiles, end, 1, 2, BOUNDED)
+    k = _load(Key, key_row, start, loaded, BLOCK_N, DIM, BLOCK_D, UNIT)
+    v = _load(Value, value_row, start, loaded, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
     grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
@@ -580,6 +619,9 @@ def key_kernel(
             grad_key = tl.dot(grad_scaled.to(q.dtype), q, grad_key, input_precision=PRECISION)
 
     grad_key *= scale
+    if BOUNDED:
+        grad_key += _fill(Tiles, 2)
+        grad_value += _fill(Tiles, 2)
     _store(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
     _store(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
 
@@ -595,8 +637,8 @@ def fused_kernel(
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of queries, keys and values of one tile of whole sequences and one key head."""
@@ -610,12 +652,17 @@ def fused_kernel(
     last = tl.load(Tiles + 4 * tile + 1)
     start = tl.load(Tiles + 4 * tile + 2)
     end = tl.load(Tiles + 4 * tile + 3)
+    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
+        if (first == last) & (start == end):
+            return
 
     keys = (start + tl.arange(0, BLOCK_N))[:, None]
     lo = tl.load(Lo + keys, mask=keys < end, other=0)
     hi = tl.load(Hi + keys, mask=keys < end, other=0)
-    k = _load(Key, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
-    v = _load(Value, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+    loaded = _last_loaded(Tiles, end, 2, 4, BOUNDED)
+    k = _load(Key, key_row, start, loaded, BLOCK_N, DIM, BLOCK_D, UNIT)
+    v = _load(Value, value_row, start, loaded, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+    loaded = _last_loaded(Tiles, last, 1, 4, BOUNDED)
     grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
@@ -632,11 +679,11 @@ def fused_kernel(
         HeadGradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
         for at in range(first, last, BLOCK_M):
             rows = at + tl.arange(0, BLOCK_M)
-            q = _load(HeadQuery, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
-            grad = _load(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-            out = _load(HeadOut, out_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-            delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, last, head, LSE_GRADIENT)
-            lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
+            q = _load(HeadQuery, query_row, at, loaded, BLOCK_M, DIM, BLOCK_D, UNIT)
+            grad = _load(HeadGrad, grad_row, at, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+            out = _load(HeadOut, out_row, at, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+            delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, loaded, head, LSE_GRADIENT)
+            lse = _backward_lse(Lse + head * lse_head, rows, loaded)[None, :]
             own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
             own, slopes = own[None, :], slopes[None, :]
             products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -658,8 +705,13 @@ def fused_kernel(
             grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
             grad_key = tl.dot(grad_scaled, q, grad_key, input_precision=PRECISION)
             grad_query = tl.dot(tl.trans(grad_scaled), k, input_precision=PRECISION) * scale
+            if BOUNDED:
+                grad_query += _fill(Tiles, 4)
             _store(HeadGradQuery, grad_query_row, at, last, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
 
     grad_key *= scale
+    if BOUNDED:
+        grad_key += _fill(Tiles, 4)
+        grad_value += _fill(Tiles, 4)
     _store(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
     _store(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)

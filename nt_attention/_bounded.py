@@ -1,0 +1,335 @@
+"""`BoundedLayout`: a layout whose lengths only the device knows. The host knows upper bounds of them.
+
+Dimensions: B sequences, N the bound of the number of tokens in the whole batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ._offsets import INT32_MAX, Cache, WeakTensorDict, creating_cached_tensors, plain
+from ._operators import define
+from ._tracing import CapturedGraph, captured_graph, check_readable
+from .layout import SequenceLayout
+
+_T = TypeVar("_T")
+
+
+class LengthsUnknownError(ValueError):
+    """The host needs lengths that only the device knows.
+
+    Example:
+        >>> import torch
+        >>> from nt_attention._bounded import BoundedLayout, LengthsUnknownError
+        >>> layout = BoundedLayout(torch.tensor([0, 2, 5], dtype=torch.int32), max_seqlen=4, max_tokens=8)
+        >>> try:
+        ...     layout.host_offsets
+        ... except LengthsUnknownError as error:
+        ...     print(error)
+        host_offsets needs the lengths, but this layout only knows bounds of them: make it without max_tokens.
+    """
+
+
+class Valid(NamedTuple):
+    """Offsets that are safe to index with.
+
+    Attributes:
+        offsets: (B+1,) int64. All are 0 if the given ones are not valid: if they decrease, do not begin at 0, or exceed
+            a bound.
+        are_valid: () bool, on the device.
+    """
+
+    offsets: Tensor
+    are_valid: Tensor
+
+
+class BoundedLayout(SequenceLayout):
+    """The layout that `SequenceLayout.from_offsets` makes with both bounds, of offsets on a GPU.
+
+    It never syncs, so it can be used while a CUDA graph is captured, and the offsets may have other values whenever the
+    graph is replayed. Packed tensors have N rows. Rows past the last offset belong to no sequence: there, results and
+    gradients are 0. If the offsets are not valid or exceed the bounds, all results and gradients are NaN.
+
+    Attributes:
+        given: (B+1,) int32 or int64, an alias of the offsets that were passed.
+        total: N.
+        max_seqlen: the bound of the longest length.
+        min_seqlen: 0.
+        sum_of_squares: an upper bound.
+    """
+
+    knows_lengths = False
+
+    given: Tensor
+    _version: int | None
+    _caches: dict[CapturedGraph | None, Cache]
+
+    def __init__(self, offsets: Tensor, max_seqlen: int, max_tokens: int) -> None:
+        check_readable(offsets, "offsets")
+        is_flat = not offsets.is_nested and offsets.dim() == 1 and len(offsets) > 0
+        if not is_flat or offsets.dtype not in (torch.int32, torch.int64):
+            shape = "nested" if offsets.is_nested else tuple(offsets.shape)
+            raise ValueError(
+                f"offsets must be a (B+1,) tensor of int32 or int64, got shape {shape} and {offsets.dtype}: "
+                "pass 0 followed by the cumulative sum of the lengths."
+            )
+        for name, bound in (("max_seqlen", max_seqlen), ("max_tokens", max_tokens)):
+            if not isinstance(bound, int) or not 0 <= bound <= INT32_MAX:
+                raise ValueError(f"{name} must be an integer from 0 to {INT32_MAX}, got {bound!r}.")
+        if len(offsets) == 1:
+            max_tokens = 0  # there are no sequences
+        # An object of its own, because several layouts of these offsets may have other bounds.
+        with creating_cached_tensors():
+            given = plain(offsets).detach()
+        self.__dict__.update(
+            total=max_tokens,
+            max_seqlen=max_seqlen,
+            min_seqlen=0,
+            sum_of_squares=max_tokens * min(max_seqlen, max_tokens),
+            padded_length=None,
+            padded_index=None,
+            has_holes=False,
+            given=given,
+            _version=_version(given),
+            _caches={},
+        )
+        _layouts[given] = weakref.ref(self)
+
+    @staticmethod
+    def of(offsets: Tensor, max_seqlen: int, max_tokens: int) -> BoundedLayout:
+        """The layout of these offsets and bounds, which is kept until the offsets are freed or changed in place.
+
+        So all layers of a model get the same layout, also from operators in a graph.
+        """
+        found = _find(offsets) if isinstance(offsets, Tensor) else None
+        if found is not None and (found.max_seqlen, found.total) == (max_seqlen, max_tokens):
+            return found
+        made = BoundedLayout(offsets, max_seqlen, max_tokens)
+        _layouts[offsets] = lambda: made  # it refers to its alias of this tensor only, so the tensor can be freed
+        return made
+
+    @property
+    def offsets(self) -> Tensor:
+        return self._converted(torch.int64)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return self._converted(torch.int32)
+
+    def _converted(self, dtype: torch.dtype) -> Tensor:
+        if self.given.dtype == dtype and self.given.is_contiguous():
+            return self.given
+        return self.cached(dtype, lambda: self.given.to(dtype).contiguous())
+
+    @property
+    def operator_offsets(self) -> Tensor:
+        return self.given
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.max_seqlen, self.total
+
+    @property
+    def valid(self) -> Valid:
+        """The offsets, if they are valid."""
+
+        def build() -> Valid:
+            offsets = self.given.long()
+            lengths = offsets.diff()
+            in_order = ((lengths >= 0) & (lengths <= self.max_seqlen)).all()
+            are_valid = in_order & (offsets[0] == 0) & (offsets[-1] <= self.total)
+            return Valid(torch.where(are_valid, offsets, 0), are_valid)
+
+        return self.cached("valid", build)
+
+    @property
+    def host_offsets(self) -> Tensor:
+        raise self._unknown("host_offsets")
+
+    @property
+    def _facts(self) -> Any:
+        raise self._unknown("this method")
+
+    @property
+    def digest(self) -> int:
+        """A constant: the backward can't compare lengths that the host does not know."""
+        return 0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.given) - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.given.device
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """(N,) int64, the index of each row's sequence; B − 1 past the last offset."""
+        return self.cached("sequence_ids", lambda: self._locate(self.total)[0])
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(N,) int64, each row's position in its sequence; 0 past the last offset."""
+        return self.cached("position_ids", lambda: self._locate(self.total)[1])
+
+    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        return self.cached(("locate", rows), lambda: self._locate(rows))
+
+    def _locate(self, rows: int) -> tuple[Tensor, Tensor]:
+        row, offsets = torch.arange(rows, device=self.device), self.valid.offsets
+        sequence = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=self.batch_size - 1)
+        return sequence, torch.where(row < offsets[-1], row - offsets[sequence], 0)
+
+    @property
+    def reversed(self) -> SequenceLayout:
+        raise self._unknown("this call")
+
+    @property
+    def _own_offsets(self) -> Tensor:
+        return self.offsets
+
+    def __repr__(self) -> str:
+        bounds = f"at most {self.total} tokens, each sequence at most {self.max_seqlen}"
+        return f"BoundedLayout({self.batch_size} sequences, {bounds}, on {self.device})"
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"offsets": self.given, "max_seqlen": self.max_seqlen, "max_tokens": self.total}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        BoundedLayout.__init__(self, **state)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the offsets were not changed in place since the layout was made."""
+        return bool(self._version == _version(self.given))
+
+    def check_unchanged(self, name: str) -> None:
+        if not self.is_unchanged:
+            raise ValueError(
+                f"the offsets of {name} were changed in place after it was made: make a new layout with "
+                "SequenceLayout.from_offsets(offsets, max_seqlen=..., max_tokens=...). It needs no sync."
+            )
+
+    def check_saved(self) -> None:
+        if not self.is_unchanged:
+            raise RuntimeError(
+                "the cu_seqlens of a layout, which are needed for gradient computation, have been modified by an "
+                "inplace operation: pass a copy, cu_seqlens.clone(), to each forward."
+            )
+
+    def cached(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
+        cache = self._cache
+        if cache is None:
+            return build()
+        other_cache = None
+        if other is not None and other is not self:
+            other_cache = other._cache if isinstance(other, BoundedLayout) else other._facts.cache
+        return cast(_T, cache.find_or_build(key, build, other_cache))
+
+    @property
+    def _cache(self) -> Cache | None:
+        """The cache of this moment; None if nothing can be cached, because changes of the offsets would go unnoticed.
+
+        What is built while a graph is captured is computed in each replay of this graph, and only there.
+        """
+        graph = captured_graph(self.given)
+        if graph is None and self._version is None:
+            return None
+        cache = self._caches.get(graph)
+        if cache is None:
+            for other in self._caches.keys() - {None}:  # another graph, whose capture has ended
+                del self._caches[other]
+            cache = self._caches[graph] = Cache(self.device)
+        return cache
+
+    def extended(self, extra: int) -> SequenceLayout:
+        def build() -> SequenceLayout:
+            more = extra * torch.arange(self.batch_size + 1, device=self.device)
+            total = self.total + extra * self.batch_size
+            return BoundedLayout(self.valid.offsets + more, self.max_seqlen + extra, total)
+
+        return self.cached(("extended", extra), build)
+
+    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
+        """Replace the rows past the last offset. If the offsets are not valid, all rows are NaN and stay so."""
+        valid = self.valid
+        past = torch.arange(values.shape[0], device=values.device) >= valid.offsets[-1]
+        return values.masked_fill((past & valid.are_valid).view(-1, *[1] * (values.dim() - 1)), value)
+
+    def cu_seqlens_for_graph(self) -> Tensor:
+        return self.given
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """Remove the padding: (B, L, …) → (N, …), with 0 past the last offset. L is at least `max_seqlen`."""
+        self._check_usable(padded, "padded")
+        if padded.dim() < 2 or padded.shape[0] != self.batch_size or padded.shape[1] < self.max_seqlen:
+            raise ValueError(
+                f"padded must be ({self.batch_size}, {self.max_seqlen} or more, …) for this layout, "
+                f"got {tuple(padded.shape)}."
+            )
+        rows, (sequence, position) = torch.arange(self.total, device=self.device), self.locate_rows(self.total)
+        packed = padded.flatten(0, 1).index_select(0, sequence * padded.shape[1] + position)
+        past = rows >= self.valid.offsets[-1]
+        return self._or_nan(packed.masked_fill(past.view(-1, *[1] * (packed.dim() - 1)), 0))
+
+    def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
+        """Convert packed tokens (N, …) to a padded batch (B, `max_seqlen`, …)."""
+        self._check_usable(values, "values")
+        self.check_rows(values, "values")
+        offsets, positions = self.valid.offsets, torch.arange(self.max_seqlen, device=self.device)
+        is_token = positions < offsets.diff()[:, None]
+        index = torch.where(is_token, offsets[:-1, None] + positions, 0)
+        values = values if len(values) else values.new_zeros(1, *values.shape[1:])
+        padded = values.index_select(0, index.flatten()).unflatten(0, index.shape)
+        return self._or_nan(padded.masked_fill(~is_token.view(*is_token.shape, *[1] * (values.dim() - 1)), value))
+
+    def _or_nan(self, values: Tensor) -> Tensor:
+        """`values`, or NaN if the offsets are not valid. Integers stay."""
+        return values.masked_fill(~self.valid.are_valid, torch.nan) if values.is_floating_point() else values
+
+    def to_nested(self, values: Tensor) -> Tensor:
+        raise self._unknown("to_nested")
+
+    def _unknown(self, name: str) -> LengthsUnknownError:
+        return LengthsUnknownError(
+            f"{name} needs the lengths, but this layout only knows bounds of them: make it without max_tokens."
+        )
+
+
+# The offsets that a layout keeps, and those that operators got → the layout, for code that only passes the tensor on:
+# operators, and models of transformers.
+_layouts: WeakTensorDict[Callable[[], BoundedLayout | None]] = WeakTensorDict()
+
+
+def _find(offsets: Tensor) -> BoundedLayout | None:
+    """The layout of this tensor object; None if there is none, or if the offsets were changed since it was made."""
+    reference = _layouts.get(offsets)
+    layout = None if reference is None else reference()
+    return layout if layout is not None and layout.is_unchanged else None
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _copy(offsets: Tensor, max_seqlen: int, max_tokens: int) -> Tensor:
+    """The operator `bounded_offsets`: a copy of offsets in a graph, which a compiler does not write to again."""
+    copy = offsets.clone()
+    BoundedLayout.of(copy, max_seqlen, max_tokens)
+    return copy
+
+
+define(
+    "bounded_offsets(Tensor offsets, SymInt max_seqlen, SymInt max_tokens) -> Tensor",
+    _copy,
+    lambda offsets, max_seqlen, max_tokens: torch.empty_like(offsets),
+    reads_on_host=False,
+)
+SequenceLayout._with_bounds = staticmethod(BoundedLayout.of)
+SequenceLayout._find_bounded = staticmethod(_find)

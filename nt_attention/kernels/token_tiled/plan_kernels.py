@@ -1,0 +1,131 @@
+"""The Triton kernels that make the tiles of a `BoundedPlan` on the device.
+
+Dimensions: B sequences, N rows of one side, R tiles.
+"""
+
+# No `from __future__ import annotations`: Triton reads annotations when it compiles.
+
+import triton
+import triton.language as tl
+
+# The kinds of tiles, see `bounded_plan.py`.
+FIXED = tl.constexpr(0)
+ALIGNED = tl.constexpr(1)
+FUSED = tl.constexpr(2)
+
+
+@triton.jit
+def _fitting(Offsets, sequence, num_sequences, SHARED: tl.constexpr):
+    """The largest number of the sequence before which at most SHARED tokens follow the start of `sequence`."""
+    limit = tl.load(Offsets + tl.minimum(sequence, num_sequences)) + SHARED
+    low = tl.minimum(sequence, num_sequences)
+    high = tl.zeros_like(low) + num_sequences
+    while tl.max(high - low) > 0:  # Offsets[low] fits
+        middle = (low + high + 1) // 2
+        fits = tl.load(Offsets + middle) <= limit
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle - 1)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_sequences", "steps"])
+def runs_kernel(
+    Queries, Keys, Ends, Next, IsFirst, num_sequences, steps,
+    SAME: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Group neighboring sequences into runs of up to SHARED tokens on each side. One program.
+
+    `Ends` (B,) is the sequence after a run that begins at this sequence. `IsFirst` (B+1,) is 1 for the sequences at
+    which a run begins. They are found by following `Next` (2, B+1) from sequence 0, in jumps of 1, 2, 4, … runs.
+    """
+    size = num_sequences + 1
+    for at in range(0, size, BLOCK):
+        sequence = at + tl.arange(0, BLOCK)
+        end = _fitting(Queries, sequence, num_sequences, SHARED)
+        if not SAME:
+            end = tl.minimum(end, _fitting(Keys, sequence, num_sequences, SHARED))
+        end = tl.minimum(tl.maximum(end, sequence + 1), num_sequences)
+        tl.store(Ends + sequence, end, mask=sequence < num_sequences)
+        tl.store(Next + sequence, end, mask=sequence < size)
+        tl.store(IsFirst + sequence, (sequence == 0).to(tl.int32), mask=sequence < size)
+    tl.debug_barrier()
+    for step in range(steps):
+        now = (step % 2) * size
+        then = size - now
+        for at in range(0, size, BLOCK):
+            sequence = at + tl.arange(0, BLOCK)
+            valid = sequence < size
+            following = tl.load(Next + now + sequence, mask=valid, other=0)
+            is_first = tl.load(IsFirst + sequence, mask=valid, other=0)
+            tl.store(IsFirst + following, is_first, mask=is_first > 0)
+            tl.store(Next + then + sequence, tl.load(Next + now + following, mask=valid, other=0), mask=valid)
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def count_kernel(Offsets, IsFirst, Before, num_sequences, ROWS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """`Before` (B+1,), the number of tiles before those of each sequence. One program."""
+    total = 0
+    for at in range(0, num_sequences, BLOCK):
+        sequence = at + tl.arange(0, BLOCK)
+        valid = sequence < num_sequences
+        if KIND == FUSED:
+            count = tl.load(IsFirst + sequence, mask=valid, other=0)
+        else:
+            begin = tl.load(Offsets + sequence, mask=valid, other=0)
+            end = tl.load(Offsets + sequence + 1, mask=valid, other=0)
+            count = (end - begin + ROWS - 1) // ROWS
+        tl.store(Before + sequence, total + tl.cumsum(count, 0) - count, mask=valid)
+        total += tl.sum(count)
+    tl.store(Before + num_sequences, total)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tiles", "num_rows", "num_keys"])
+def tile_kernel(
+    Offsets, Keys, Ends, Before, Tiles, num_sequences, num_tiles, num_rows, num_keys,
+    ROWS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tiles, each begin and end of its rows, and if FUSED also begin and end of its keys.
+
+    The tiles after those of the sequences have the rows past the last offset. The last ones are empty: they begin and
+    end at the last row. A further row has the bits of the float32 to write past the end of the last sequence (0, or
+    NaN if the offsets are not valid), the last offset of this side, and if FUSED that of the keys.
+    """
+    COLUMNS: tl.constexpr = 4 if KIND == FUSED else 2
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = tile < num_tiles
+    if KIND == FIXED:
+        begin = tile * ROWS
+        end = begin + ROWS
+    else:
+        used = tl.load(Before + num_sequences)
+        low = tl.zeros([BLOCK], tl.int32)
+        high = low + num_sequences - 1
+        while tl.max(high - low) > 0:  # the last sequence with at most `tile` tiles before it
+            middle = (low + high + 1) // 2
+            is_at = tl.load(Before + middle) <= tile
+            low = tl.where(is_at, middle, low)
+            high = tl.where(is_at, high, middle - 1)
+        past = tl.load(Offsets + num_sequences) + (tile - used) * ROWS
+        if KIND == FUSED:
+            after = tl.load(Ends + low)
+            begin = tl.load(Offsets + low)
+            end = tl.load(Offsets + after)
+            keys_past = tl.load(Keys + num_sequences) + (tile - used) * ROWS
+            keys_begin = tl.where(tile < used, tl.load(Keys + low), keys_past)
+            keys_end = tl.where(tile < used, tl.load(Keys + after), keys_past + ROWS)
+            tl.store(Tiles + COLUMNS * tile + 2, tl.minimum(keys_begin, num_keys), mask=valid)
+            tl.store(Tiles + COLUMNS * tile + 3, tl.minimum(keys_end, num_keys), mask=valid)
+        else:
+            begin = tl.load(Offsets + low) + (tile - tl.load(Before + low)) * ROWS
+            end = tl.minimum(begin + ROWS, tl.load(Offsets + low + 1))
+        begin = tl.where(tile < used, begin, past)
+        end = tl.where(tile < used, end, past + ROWS)
+    tl.store(Tiles + COLUMNS * tile, tl.minimum(begin, num_rows), mask=valid)
+    tl.store(Tiles + COLUMNS * tile + 1, tl.minimum(end, num_rows), mask=valid)
+    if tl.program_id(0) == 0:
+        last = Tiles + COLUMNS * num_tiles
+        tl.store(last, tl.load(Offsets + num_sequences + 1))
+        tl.store(last + 1, tl.load(Offsets + num_sequences))
+        if KIND == FUSED:
+            tl.store(last + 2, tl.load(Keys + num_sequences))
