@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ._cuda_graphs import CapturedCalls
 from ._tracing import inline_only, is_compiling, is_in_jit_trace
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
@@ -26,6 +27,7 @@ class Handle(Protocol):
     """The part of `PatchHandle` that the code which changes models uses. See there for the methods."""
 
     active: bool
+    graphs: CapturedCalls | None
 
     def change(self, name: str, description: str) -> None: ...
     def change_layers(self, name: str, layers: dict[str, str]) -> None: ...

@@ -111,6 +111,8 @@ class EncoderDecoderCall:
             self.handle.fall_back("its rows have padding between tokens")
             return "padded"
         self.handle.count(None)
+        if self.handle.graphs is not None:
+            self.handle.graphs.count("it is a call of an encoder-decoder")
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(model, sides.source.layout.device)
         extend_tables(model, max(sides.source.length, sides.target.length))

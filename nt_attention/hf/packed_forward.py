@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
+from .._cuda_graphs import NotCapturedError, is_part_of_a_graph
 from .._forwards import Handle, refuse_export, replacement_of
 from .._tracing import inline_only, is_compiled, outside_of_graphs
 from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
 from .families import Family
+from .graphs import run_as_graph
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
 from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
@@ -50,6 +52,13 @@ _NOT_SUPPORTED = {
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
     "encoder_hidden_states": "it has encoder_hidden_states for cross-attention",
 }
+
+
+class Finished(NamedTuple):
+    """The result of a call that ran as a CUDA graph."""
+
+    out: Any
+
 
 # What runs the original forward: the whole call, or only the head, so that the base model makes its own plan.
 # "small": the whole call, and callers get what a packed call returns.
@@ -130,6 +139,8 @@ class PackedCall:
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in given and is_bypass_mask(mask)):
             return self._run_row(original, given)  # the head has packed the batch
         plan = self._plan(model, original, given, is_compiled())
+        if isinstance(plan, Finished):
+            return plan.out
         if plan == "small":
             return self._run_small(model, original, given)
         if isinstance(plan, Packing):
@@ -145,8 +156,8 @@ class PackedCall:
     @outside_of_graphs
     def _plan(
         self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any], is_compiled: bool
-    ) -> Packing | Unpacked:
-        """Return the packing of a call, or else what runs the original forward. Counts the call."""
+    ) -> Packing | Unpacked | Finished:
+        """Return the packing of a call, or what runs the original forward, or the result. Counts the call."""
         if is_planned_by_head(model):
             return "all"
         if "cu_seq_lens_q" in given:
@@ -166,6 +177,8 @@ class PackedCall:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
+        if not is_compiled and (done := self._run_graph(model, original, given)) is not None:
+            return done
         if not is_compiled and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
             return "small"
@@ -184,6 +197,22 @@ class PackedCall:
         make_cached_tensors(model, packing.layout.device)
         extend_tables(model, packing.length)
         return packing
+
+    def _run_graph(
+        self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]
+    ) -> Finished | None:
+        """Run a call as a CUDA graph, or return None, and count why it did not."""
+        if self.handle.graphs is None or is_part_of_a_graph():
+            return None
+        run = functools.partial(self._run_packed, model, original)
+        try:
+            out = run_as_graph(self.handle.graphs, model, given, self.proof.holes, run)
+        except (NotCapturedError, _UnknownOutput) as error:
+            self.handle.graphs.count(str(error))
+            return None
+        self.handle.graphs.count(None)
+        self.handle.count(None)
+        return Finished(out)
 
     def _is_small(self, base: PreTrainedModel, given: dict[str, Any]) -> bool:
         if self.size is None or not may_run_padded(given):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .._cuda_graphs import CapturedCalls
 from . import diagnosis, families
 from .change_model import make_padding_free, set_attention
 from .deferred_scores import CannotDeferError
@@ -49,6 +50,7 @@ class _Handle:
     """A handle for a twin: a call that does not run packed is an error."""
 
     active = True
+    graphs: CapturedCalls | None = None
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], None]] = []

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..kernels.select import automatic_choice
 from .families import base_model, class_of, config_of, is_encoder_decoder
 
 HEADS, HEAD_DIM, WIDTH, HIDDEN = 4, 16, 64, 96
@@ -291,6 +292,7 @@ def _isolate() -> Iterator[None]:
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
+        automatic_choice(),  # the backend that the caller asked for may not run on a CPU, or in float64
     ):
         warnings.simplefilter("ignore")
         logging.set_verbosity(logging.CRITICAL)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch.nn.attention import current_flash_attention_impl
 
+from .._bounded import LengthsUnknownError
 from . import cost_model, custom_ops, support, token_tiled
 from .backend import Backend
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
@@ -28,6 +29,7 @@ BACKENDS: dict[str, Backend] = {
     for module in (token_tiled, flash_attn_4, torch_flash, flash_attn_2, torch_efficient, flex, cpu, reference)
 }
 _requested: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
+_ignores_requests: ContextVar[bool] = ContextVar("nt_attention_automatic_choice", default=False)
 
 
 class SlowBackendWarning(UserWarning):
@@ -136,13 +138,14 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backen
 
     Raises:
         ValueError: There is no backend of that name, or it cannot run this call. The message has the reasons of every
-            backend.
+            backend. It is a `LengthsUnknownError` if the host only knows bounds of the lengths.
     """
     name = _resolve(backend)
     for candidate in fastest_first(spec, size) if name == "auto" else (name,):
         if _can_run(BACKENDS[candidate], spec):
             return BACKENDS[candidate]
-    raise ValueError(str(explain_spec(spec, size, name)))
+    message = str(explain_spec(spec, size, name))
+    raise LengthsUnknownError(message) if spec.bounded else ValueError(message)
 
 
 def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
@@ -257,8 +260,20 @@ def use_backend(backend: str) -> Iterator[None]:
         _requested.reset(token)
 
 
+@contextmanager
+def automatic_choice() -> Iterator[None]:
+    """Within the block, `use_backend` outside of it and the environment variable have no effect, in this thread."""
+    token = _ignores_requests.set(True)
+    try:
+        yield
+    finally:
+        _ignores_requests.reset(token)
+
+
 def _resolve(backend: str) -> str:
     """A backend's name, or "auto" if neither the caller, `use_backend` nor the environment variable names one."""
+    if backend == "auto" and _ignores_requests.get():
+        return backend
     if backend == "auto":
         backend = _requested.get()
     if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):

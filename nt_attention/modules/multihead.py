@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .._cuda_graphs import CapturedCalls
 from .._tracing import can_be_read, is_compiling
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
 from ..layout import SequenceLayout
+from . import graphs
 from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
@@ -53,6 +55,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             `k_norm`.
         rotary: a `Rotary`, to rotate queries and keys by their positions.
         backend: "auto", or a name from `available_backends()`.
+        cuda_graphs: run packed calls on a GPU without gradients, in evaluation mode, as CUDA graphs. See `patch`, which
+            has the same option. `graphs.calls` counts the calls.
 
     Raises:
         ValueError: an option has an invalid value, or `add_bias_kv` or `add_zero_attn` is used with a window or ALiBi.
@@ -71,6 +75,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     sinks: nn.Parameter | None
     # Called for each padded batch with a key_padding_mask: with the reason why it runs padded, or None. Set by `patch`.
     report: Callable[[str | None], None] | None = None
+    # The CUDA graphs of packed calls without gradients; None without them. Set by `patch` and by `cuda_graphs=True`.
+    graphs: CapturedCalls | None = None
 
     def __init__(
         self,
@@ -96,6 +102,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         qk_norm: QkNorm | None = None,
         rotary: Rotary | None = None,
         backend: str = "auto",
+        cuda_graphs: bool = False,
     ) -> None:
         # Not the parent's __init__, because shapes are more general here. The order of the parameters is the same.
         nn.Module.__init__(self)
@@ -117,6 +124,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.scale = scale
         self.alibi = alibi
         self.backend = backend
+        self.graphs = CapturedCalls() if cuda_graphs else None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._create_parameters(bias, add_bias_kv, sinks, factory)
         self.q_norm, self.k_norm = (_norm(qk_norm, self.head_dim, factory) for _ in range(2))
@@ -334,15 +342,45 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         inputs = read_inputs(
             query, key, value, layout, key_layout, masks, need_weights, embed_dims, self.num_heads, self.batch_first
         )
-        attend: Callable[..., tuple[Tensor, Tensor | None]] = padded_attention
         reason = self._why_padded(inputs)
         if self.report is not None and inputs.layouts is None and key_padding_mask is not None:
             self.report(reason)
         if reason is None:
-            inputs, attend = inputs.pack(), packed_attention
+            inputs = inputs.pack()
+            out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
+            if out is not None:
+                return inputs.convert_back(out, None, average_attn_weights)
+        out, weights = self._attend(inputs, padded_attention if reason else packed_attention)
+        return inputs.convert_back(out, weights, average_attn_weights)
+
+    def _attend(
+        self, inputs: Inputs, attention: Callable[..., tuple[Tensor, Tensor | None]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs (…, E), and weights or None."""
         q, k, v = self._project(inputs)
-        out, weights = attend(q, k, v, inputs, self._config())
-        return inputs.convert_back(self.out_proj(out.flatten(-2)), weights, average_attn_weights)
+        out, weights = attention(q, k, v, inputs, self._config())
+        return self.out_proj(out.flatten(-2)), weights
+
+    def _run_as_graph(self, captured: CapturedCalls, inputs: Inputs) -> Tensor | None:
+        """Outputs (T, E) of packed inputs, computed by a CUDA graph; None if the call can't run as one."""
+        assert inputs.layouts is not None
+        masks = inputs.masks
+        if masks.mask_mod is not None or masks.score_mod is not None:
+            captured.count("it has a mask_mod or a score_mod")
+            return None
+        layouts = inputs.layouts[0], inputs.layouts[1], inputs.layouts[1]
+        given = {id(x): graphs.Packed(x, layout) for x, layout in zip(inputs[:3], layouts, strict=True)}
+        which = [list(given).index(id(x)) for x in inputs[:3]]
+
+        def attend(packed: list[graphs.Packed]) -> Tensor:
+            query, key, value = [packed[i] for i in which]
+            bounded = inputs._replace(
+                query=query.values, key=key.values, value=value.values, layouts=(query.layout, key.layout)
+            )
+            return self._attend(bounded, packed_attention)[0]
+
+        options = (masks.is_causal, *which, *[str(getattr(self, name)) for name in (*_SCORE_OPTIONS, "alibi")])
+        return graphs.run_as_graph(captured, self, (*options, self.backend), list(given.values()), attend)
 
     def _why_padded(self, inputs: Inputs) -> str | None:
         """Why every score of the padded batch is computed, or None if the call runs on packed tensors."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from .._cuda_graphs import CapturedCalls
 from .._tracing import is_compiling
 from ..modules.multihead import VarlenMultiheadAttention
 
@@ -62,6 +63,9 @@ class PatchHandle:
         left: module name → why the module was not changed.
         calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
         active: False after `remove()`.
+        graphs: the CUDA graphs, or None without `cuda_graphs=True`. `graphs.calls` counts the packed calls: those that
+            ran as graphs under None, and others under the reason. `len(graphs)` is the number of graphs,
+            `graphs.captured` the number of captures, and `graphs.memory` the bytes of their inputs and outputs.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -77,13 +81,14 @@ class PatchHandle:
         >>> handle.remove()
     """
 
-    def __init__(self, model: str, on_fallback: OnFallback = "warn") -> None:
+    def __init__(self, model: str, on_fallback: OnFallback = "warn", cuda_graphs: bool = False) -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self.calls: Counter[str | None] = Counter()
         self.active = True
         self.on_fallback = on_fallback
+        self.graphs = CapturedCalls() if cuda_graphs else None
         self.replacements: dict[nn.Module, VarlenMultiheadAttention] = {}  # only used by patch()
         self._model = model
         self._undo: list[Callable[[], None]] = []
@@ -103,6 +108,8 @@ class PatchHandle:
         """
         self.active = False
         self.replacements.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
         while self._undo:
             self._undo.pop()()
 
@@ -121,6 +128,13 @@ class PatchHandle:
             f"  {count} call{'s' if count > 1 else ''} {'ran packed' if why is None else f'did not run packed: {why}'}"
             for why, count in self.calls.items()
         ] or ["  no calls yet"]
+        if self.graphs is not None:
+            megabytes = self.graphs.memory / 2**20
+            lines.append(f"  CUDA graphs: {len(self.graphs)}, inputs and outputs {megabytes:.1f} MiB")
+            lines += [
+                f"    {count} call{'s' if count > 1 else ''} {'ran as a graph' if why is None else f'did not: {why}'}"
+                for why, count in self.graphs.calls.items()
+            ]
         return "\n".join(lines)
 
     # The methods of `_forwards.Handle`. A name may begin with a dot, because the name of a child is f"{parent}.{path}".

@@ -21,6 +21,7 @@ def patch(
     logits: Literal["padded"] | None = None,
     packing: Literal["auto", "always"] = "auto",
     on_fallback: OnFallback = "warn",
+    cuda_graphs: bool = False,
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
@@ -57,6 +58,15 @@ def patch(
             such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
             packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a
             `key_padding_mask` counts.
+        cuda_graphs: run packed calls without gradients, in evaluation mode on a CUDA device, as CUDA graphs. They take
+            a fraction of the host time. A graph is captured when a bucket of sizes is first met: the number of
+            sequences and the longest length are rounded up to powers of two, the number of tokens to one of eight
+            numbers between two powers of two. It is replayed for every batch that fits. Results are copies, and stay
+            valid. A graph is captured again after parameters were replaced or moved, and for another dtype, device,
+            autocast, adapter or attention. Calls that can't run as graphs run as without this option: in training, with
+            labels, with hooks, or if the host reads values of tensors, as in some mixtures of experts.
+            `handle.graphs.calls` counts them with the reason. Changes that only Python code sees, such as another
+            `eps` of a norm, need `handle.graphs.clear()`.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -84,7 +94,9 @@ def patch(
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
     if on_fallback not in ("warn", "raise"):
         raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
-    handle = PatchHandle(type(model).__name__, on_fallback)
+    if not isinstance(cuda_graphs, bool):
+        raise ValueError(f"cuda_graphs must be True or False, got {cuda_graphs!r}.")
+    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs)
     try:
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from .. import nested
 from .._forwards import PatchedForward, override_forward
-from .._tracing import outside_of_graphs
+from .._tracing import is_compiling, outside_of_graphs
+from ..modules.graphs import Packed, run_as_graph
 from .handle import PatchHandle
 from .padded_inputs import PackedInput, PaddedInput, pack_inputs, padding_of_memory
 from .transformer_layers import (
@@ -127,13 +128,13 @@ def _encoder(
 ) -> Tensor:
     """The forward of a patched encoder. With `run_padded` it is the original forward, and counts nothing."""
     if src.is_nested:
-        return _nested_encoder(encoder, src, mask, src_key_padding_mask, bool(is_causal))
+        return _nested_encoder(handle, encoder, src, mask, src_key_padding_mask, bool(is_causal))
     source = PaddedInput(src, src_key_padding_mask, "src_key_padding_mask", mask, "mask", is_causal)
     packed = None if run_padded else _pack(handle, encoder, source)
     if packed is None:
         return original(src, mask, src_key_padding_mask, is_causal)
     (tokens,) = packed
-    return tokens.restore(_run_encoder(encoder, tokens, tokens.is_causal))
+    return tokens.restore(_run(handle, _run_encoder, encoder, tokens.is_causal, tokens))
 
 
 def _lone_encoder_layer(
@@ -151,7 +152,7 @@ def _lone_encoder_layer(
     if packed is None:
         return original(src, src_mask, src_key_padding_mask, is_causal)
     (tokens,) = packed
-    return tokens.restore(run_encoder_layer(layer, tokens.values, tokens.layout, tokens.is_causal))
+    return tokens.restore(_run(handle, _run_encoder_layer, layer, tokens.is_causal, tokens))
 
 
 _Tokens = PackedInput | nested.Unwrapped
@@ -191,13 +192,13 @@ def _decoder(
     """The forward of a patched decoder."""
     call = _DecoderCall(*args, **kwargs)
     if call.tgt.is_nested or call.memory.is_nested:
-        out = _nested_decoder(decoder, call)
+        out = _nested_decoder(handle, decoder, call)
         return original(*args, **kwargs) if out is None else out
     packed = _pack(handle, decoder, *call.inputs, reason=call.not_packed_because)
     if packed is None:
         return original(*args, **kwargs)
     target, memory = packed
-    return target.restore(_run_decoder(decoder, target, memory, target.is_causal))
+    return target.restore(_run(handle, _run_decoder, decoder, target.is_causal, target, memory))
 
 
 def _lone_decoder_layer(
@@ -210,8 +211,7 @@ def _lone_decoder_layer(
     if packed is None:
         return original(*args, **kwargs)
     target, memory = packed
-    layouts = target.layout, memory.layout
-    return target.restore(run_decoder_layer(layer, target.values, memory.values, *layouts, target.is_causal))
+    return target.restore(_run(handle, _run_decoder_layer, layer, target.is_causal, target, memory))
 
 
 class _TransformerCall(NamedTuple):
@@ -267,8 +267,8 @@ def _transformer(
     if plan == "one by one":
         return original(*args, **kwargs)
     source, target = plan
-    memory = source._replace(values=_run_encoder(model.encoder, source, source.is_causal))
-    return target.restore(_run_decoder(model.decoder, target, memory, target.is_causal))
+    memory = source._replace(values=_run(handle, _run_encoder, model.encoder, source.is_causal, source))
+    return target.restore(_run(handle, _run_decoder, model.decoder, target.is_causal, target, memory))
 
 
 @outside_of_graphs  # the host reads the masks, and graphs support no locks
@@ -338,7 +338,24 @@ def _pack_and_count(
     return packed
 
 
-def _run_encoder(encoder: nn.TransformerEncoder, source: _Tokens, is_causal: bool) -> Tensor:
+def _run(
+    handle: PatchHandle, function: Callable[..., Tensor], module: nn.Module, is_causal: bool, *inputs: _Tokens
+) -> Tensor:
+    """`function(module, is_causal, *inputs)`, one of the functions below, as a CUDA graph if the patch asks for it."""
+    if handle.graphs is not None and not is_compiling():
+        packed = [Packed(x.values, x.layout) for x in inputs]
+
+        def run(others: list[Packed]) -> Tensor:
+            replaced = [x._replace(values=y.values, layout=y.layout) for x, y in zip(inputs, others, strict=True)]
+            return function(module, is_causal, *replaced)
+
+        out = run_as_graph(handle.graphs, module, is_causal, packed, run)
+        if out is not None:
+            return out
+    return function(module, is_causal, *inputs)
+
+
+def _run_encoder(encoder: nn.TransformerEncoder, is_causal: bool, source: _Tokens) -> Tensor:
     """Run every layer and the final norm on packed tokens. Returns (T, E)."""
     x = source.values
     for layer in encoder.layers:
@@ -346,7 +363,11 @@ def _run_encoder(encoder: nn.TransformerEncoder, source: _Tokens, is_causal: boo
     return x if encoder.norm is None else encoder.norm(x)
 
 
-def _run_decoder(decoder: nn.TransformerDecoder, target: _Tokens, memory: _Tokens, is_causal: bool) -> Tensor:
+def _run_encoder_layer(layer: nn.TransformerEncoderLayer, is_causal: bool, source: _Tokens) -> Tensor:
+    return run_encoder_layer(layer, source.values, source.layout, is_causal)
+
+
+def _run_decoder(decoder: nn.TransformerDecoder, is_causal: bool, target: _Tokens, memory: _Tokens) -> Tensor:
     """Run every layer and the final norm on packed tokens. Returns (T, E)."""
     x = target.values
     for layer in decoder.layers:
@@ -354,8 +375,17 @@ def _run_decoder(decoder: nn.TransformerDecoder, target: _Tokens, memory: _Token
     return x if decoder.norm is None else decoder.norm(x)
 
 
+def _run_decoder_layer(layer: nn.TransformerDecoderLayer, is_causal: bool, target: _Tokens, memory: _Tokens) -> Tensor:
+    return run_decoder_layer(layer, target.values, memory.values, target.layout, memory.layout, is_causal)
+
+
 def _nested_encoder(
-    encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+    handle: PatchHandle,
+    encoder: nn.TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
 ) -> Tensor:
     if (mask is not None and not is_causal) or padding is not None:
         raise ValueError(
@@ -363,14 +393,14 @@ def _nested_encoder(
             "and leave out src_key_padding_mask."
         )
     (source,) = nested.unwrap_each(src=src)
-    return source.rewrap(_run_encoder(encoder, source, is_causal))
+    return source.rewrap(_run(handle, _run_encoder, encoder, is_causal, source))
 
 
-def _nested_decoder(decoder: nn.TransformerDecoder, call: _DecoderCall) -> Tensor | None:
+def _nested_decoder(handle: PatchHandle, decoder: nn.TransformerDecoder, call: _DecoderCall) -> Tensor | None:
     """Run a decoder on NestedTensors. None if the attention modules have to read masks, or to raise an error."""
     has_padding = call.tgt_key_padding_mask is not None or call.memory_key_padding_mask is not None
     has_mask = (call.tgt_mask is not None and not call.tgt_is_causal) or call.not_packed_because is not None
     if has_padding or has_mask or not (call.tgt.is_nested and call.memory.is_nested):
         return None
     target, memory = nested.unwrap_each(tgt=call.tgt, memory=call.memory)
-    return target.rewrap(_run_decoder(decoder, target, memory, bool(call.tgt_is_causal)))
+    return target.rewrap(_run(handle, _run_decoder, decoder, bool(call.tgt_is_causal), target, memory))

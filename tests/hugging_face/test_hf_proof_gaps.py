@@ -1,6 +1,7 @@
 """What a proof once did not compare, and what its key once did not hold: found by trying to break it."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -224,6 +225,18 @@ class ByRevision(BertModel):
 def test_fields_of_an_own_config_keep_their_values():
     refused(ByRevision(OwnConfig(**SIZES)), "depend on sequence 1")
     nta.patch(ByRevision(OwnConfig(**SIZES, revision=3))).remove()
+
+
+@pytest.mark.parametrize("how", ["use_backend", "environment variable"])
+def test_requested_backend_that_runs_on_gpus_only(how, monkeypatch):
+    """The small model runs on the CPU, so a request for another backend must not refuse the model, nor be kept."""
+    monkeypatch.setattr(proofs, "shipped", dict)
+    kind = type("AnotherBert", (BertModel,), {})
+    if how == "environment variable":
+        monkeypatch.setenv("NT_ATTENTION_BACKEND", "torch_flash")
+    with nta.use_backend("torch_flash") if how == "use_backend" else nullcontext():
+        handle = nta.patch(kind(BertConfig(**SIZES)))
+    assert handle.changed
 
 
 def test_question_answering_with_one_position_only():

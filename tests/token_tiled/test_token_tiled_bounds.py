@@ -635,6 +635,34 @@ class TestOnAGpu:
             for one, two in zip(got, (want[0], *want[2:]), strict=True):
                 torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
 
+    @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+    @pytest.mark.parametrize("where", ["inside", "outside"])
+    def test_compiled_with_reduce_overhead(self, backend, where, fresh_compiler):
+        """A compiler captures such calls in CUDA graphs, forward and backward, with other lengths in each replay."""
+        static = self.inputs()
+        *tensors, grad = static
+        counters = torch._dynamo.utils.counters["inductor"]
+        counters.clear()
+
+        def attend(query, key, value, given):
+            layout = self.layout(given) if where == "inside" else given
+            for _ in range(2):  # two layers
+                query = nta.varlen_attention(query, key, value, layout, backend=backend, is_causal=True)
+            return query
+
+        compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+        for lengths in self.STEPS * 2:
+            given = offsets_of(lengths) if where == "inside" else self.layout(offsets_of(lengths))
+            found = []
+            for function in (compiled, attend):
+                torch.compiler.cudagraph_mark_step_begin()
+                leaves = [x.detach().clone().requires_grad_() for x in tensors]
+                out = function(*leaves, given)
+                found.append([out.detach().clone(), *torch.autograd.grad(out, leaves, grad)])
+            for one, two in zip(*found, strict=True):
+                torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+        assert counters["cudagraph_skips"] == 0
+
     @pytest.mark.parametrize("kind", ["alibi-each", "sinks", "pad"])
     def test_captured_options(self, kind):
         """What these options derive from the offsets is computed again in each replay."""

@@ -1,0 +1,415 @@
+"""CUDA graphs of the calls of a module: captured when a bucket of sizes is first met, and then replayed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all_modules
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GRAPHS, MEMORY = 128, 8 * 2**30  # the most graphs of a handle, and bytes of their inputs and outputs
+_capturing = threading.Lock()  # only one thread captures at a time
+
+
+class NotCapturedError(Exception):
+    """A call can't run as a CUDA graph. The message says why."""
+
+
+class _Thread(threading.local):
+    """Whether this thread captures a graph, or runs its work before the capture."""
+
+    is_capturing = False
+
+
+_thread = _Thread()
+
+
+def is_part_of_a_graph() -> bool:
+    """Whether the calls of this thread become a part of a graph, so they can't be graphs of their own."""
+    return _thread.is_capturing or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def check_call(module: nn.Module, tensor: Tensor) -> None:
+    """Check what does not depend on the values of a call.
+
+    Args:
+        module: the module that is called.
+        tensor: its input.
+
+    Raises:
+        NotCapturedError: the call can't run as a graph.
+    """
+    if not supports(tensor):
+        raise NotCapturedError("the inputs are not on a CUDA device")
+    if torch.is_grad_enabled():
+        raise NotCapturedError("gradients are enabled: use torch.no_grad() or torch.inference_mode()")
+    if module.training:
+        raise NotCapturedError("the module is in training mode")
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        raise NotCapturedError("a dispatch mode or a transform is active")
+    if hooks_of_all_modules._global_forward_hooks or hooks_of_all_modules._global_forward_pre_hooks:
+        raise NotCapturedError("there are global forward hooks")
+
+
+def process_settings(device: torch.device) -> tuple[object, ...]:
+    """Settings of the process on which captured work depends, as a part of a key."""
+    return (
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    )
+
+
+class Sizes(NamedTuple):
+    """The sizes of one side of a ragged batch, or of its bucket.
+
+    Attributes:
+        sequences: the number of sequences.
+        longest: the longest length, or a bound of it.
+        tokens: the number of tokens.
+    """
+
+    sequences: int
+    longest: int
+    tokens: int
+
+    @property
+    def bucket(self) -> Sizes:
+        """Sequences and lengths are rounded up to powers of two, tokens to one of eight numbers between two of them."""
+        return Sizes(_power(self.sequences, 1), _power(self.longest, 16), -(-self.tokens // self._step) * self._step)
+
+    @property
+    def _step(self) -> int:
+        return max(64, 1 << max(0, (self.tokens - 1).bit_length() - 4))
+
+    def fit(self, graph: Sizes) -> bool:
+        """Whether the graph of another bucket can run these sizes, and takes about as long as one of their own."""
+        bucket = self.bucket
+        most = max(16, 4 * bucket.sequences), max(128, 4 * bucket.longest), max(512, bucket.tokens + self._step)
+        return all(size <= other <= limit for size, other, limit in zip(self, graph, most, strict=True))
+
+
+def _power(size: int, least: int) -> int:
+    return max(least, 1 << (size - 1).bit_length())
+
+
+Bucket = tuple[Sizes, ...]  # one for each side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a graph computes.
+
+    Attributes:
+        key: everything on which it depends, besides the state of the module and the inputs.
+        state: the state of the module. If it differs from that of the capture, the graph is stale.
+        inputs: the tensors of a call, by name.
+        shapes: bucket → the shapes of `inputs` in the graph, which are not smaller.
+        zeroed: the names of inputs that are 0 where the call's own tensor is smaller. The others are undefined there.
+        function: computes the outputs of the tensors in the graph, for a bucket.
+    """
+
+    key: Hashable
+    state: object
+    inputs: Mapping[str, Tensor]
+    shapes: Callable[[Bucket], Mapping[str, tuple[int, ...]]]
+    zeroed: frozenset[str]
+    function: Callable[[dict[str, Tensor], Bucket], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """A captured graph, and the tensors that it reads and writes."""
+
+    bucket: Bucket
+    state: object
+    replay: Callable[[], None]
+    inputs: dict[str, Tensor]
+    outputs: Any
+
+    @property
+    def memory(self) -> int:
+        return sum(x.nbytes for x in (*self.inputs.values(), *_tensors(self.outputs)))
+
+
+class Device:
+    """Captures graphs on a CUDA device, and runs them one after another, because they share memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream, self._done = torch.cuda.Stream(device), torch.cuda.Event()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """A context that waits, on the current stream, until the one before is done."""
+        torch.cuda.current_stream().wait_event(self._done)
+        yield
+        self._done.record(torch.cuda.current_stream())
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """A context that runs on the stream of captures."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """A function that replays the work of `function`, and the outputs to which it writes.
+
+        Raises:
+            NotCapturedError: the work can't be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = function()
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # a failed capture leaves this to us
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, graph.pool())
+            torch.cuda.synchronize()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            cause = error.__context__ or error  # the error at the end of a capture hides the first one
+            raise NotCapturedError(f"a CUDA graph can't be captured: {str(cause).splitlines()[0]}") from error
+        return graph.replay, outputs
+
+
+def supports(tensor: Tensor) -> bool:
+    """Whether calls with tensors on this device can run as graphs."""
+    return tensor.is_cuda
+
+
+class CapturedCalls:
+    """The CUDA graphs of a patched model or a module, the oldest first.
+
+    Attributes:
+        calls: reason → the number of packed calls that did not run as a graph for this reason. The key None counts
+            those that did.
+        captured: the number of captures.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str | None] = Counter()
+        self.captured = 0
+        self._graphs: OrderedDict[tuple[Hashable, Bucket], _Graph] = OrderedDict()
+        self._refused: dict[Hashable, tuple[object, str]] = {}  # key of the work → the state of the module, the reason
+        self._devices: dict[torch.device, Device] = {}
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CapturedCalls, ()  # graphs can't be copied
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def memory(self) -> int:
+        """The bytes of the inputs and outputs of all graphs. They share the memory for what is computed between."""
+        return sum(graph.memory for graph in self._graphs.values())
+
+    def clear(self) -> None:
+        """Free all graphs."""
+        with self._lock:
+            self._graphs.clear()
+            self._refused.clear()
+
+    def count(self, reason: str | None) -> None:
+        with self._lock:
+            self.calls[reason] += 1
+
+    def run(self, work: Work, sizes: Bucket, finish: Callable[[Any, Bucket], Any]) -> Any:
+        """Replay the graph of a call, which is captured first if there is none or it is stale.
+
+        Args:
+            work: what is computed.
+            sizes: the sizes of the call.
+            finish: makes the call's results of the outputs. They must not share memory with the outputs.
+
+        Raises:
+            NotCapturedError: this work can't be captured.
+        """
+        tensor = next(iter(work.inputs.values()))
+        with self._lock, torch.inference_mode(False), torch.no_grad(), _current(tensor.device):
+            device = self._devices.get(tensor.device)
+            if device is None:
+                device = self._devices[tensor.device] = Device(tensor.device)
+            graph = self._find(work, sizes) or self._add(work, sizes, device)
+            with device.in_order():
+                _fill(graph.inputs, work.inputs, work.zeroed)
+                graph.replay()
+                return finish(graph.outputs, graph.bucket)
+
+    def _find(self, work: Work, sizes: Bucket) -> _Graph | None:
+        bucket = tuple([one.bucket for one in sizes])
+        graph = self._graphs.get((work.key, bucket))
+        if graph is not None and graph.state is not work.state:
+            for key in [key for key, other in self._graphs.items() if other.state is graph.state]:
+                del self._graphs[key]
+            graph = None
+        if graph is None:
+            others = [
+                other
+                for (key, _), other in self._graphs.items()
+                if other.state is work.state
+                and key == work.key
+                and all(one.fit(its) for one, its in zip(sizes, other.bucket, strict=True))
+            ]
+            graph = min(others, key=lambda other: [one.tokens for one in other.bucket], default=None)
+        if graph is not None:
+            self._graphs.move_to_end((work.key, graph.bucket))
+        return graph
+
+    def _add(self, work: Work, sizes: Bucket, device: Device) -> _Graph:
+        refused = self._refused.get(work.key)
+        if refused is not None and refused[0] is work.state:
+            raise NotCapturedError(refused[1])
+        bucket = tuple([one.bucket for one in sizes])
+        try:
+            graph = _capture(work, bucket, device)
+        except NotCapturedError as error:
+            self._refused[work.key] = (work.state, str(error))
+            raise
+        self.captured += 1
+        self._refused.pop(work.key, None)
+        self._graphs[work.key, bucket] = graph
+        while len(self._graphs) > 1 and (len(self._graphs) > GRAPHS or self.memory > MEMORY):
+            self._graphs.popitem(last=False)
+        return graph
+
+
+def _current(device: torch.device) -> torch.cuda.device:
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def _capture(work: Work, bucket: Bucket, device: Device) -> _Graph:
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # cached casts would belong to the graph
+    _thread.is_capturing = True
+    try:
+        with _capturing:
+            shapes = work.shapes(bucket)
+            given = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
+            _fill(given, work.inputs, work.zeroed)
+            with device.on_stream():
+                with _NoHostReads():
+                    work.function(dict(given), bucket)
+                work.function(dict(given), bucket)  # compiles and caches what the operators of the mode did not
+            replay, outputs = device.capture(lambda: work.function(dict(given), bucket))
+    except torch.OutOfMemoryError as error:
+        raise NotCapturedError("there was no memory to capture it") from error
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        _thread.is_capturing = False
+    return _Graph(bucket, work.state, replay, given, outputs)
+
+
+def _fill(into: Mapping[str, Tensor], given: Mapping[str, Tensor], zeroed: frozenset[str]) -> None:
+    for name, x in given.items():
+        target = into[name]
+        if target.shape != x.shape:
+            if name in zeroed:
+                target.zero_()
+            target = target[tuple([slice(size) for size in x.shape])]
+        target.copy_(x)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+
+
+class _NoHostReads(TorchDispatchMode):
+    """Raises a `NotCapturedError` if the host reads values of a tensor on a GPU, or shapes depend on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
+        on_gpu = any(supports(x) for x in given)
+        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        by_mask = func is torch.ops.aten.index.Tensor and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        if on_gpu and (by_mask or any(tag in func.tags for tag in tags)):
+            raise NotCapturedError(f"its forward reads values on the host ({func})")
+        out = func(*args, **(kwargs or {}))
+        if on_gpu and isinstance(out, Tensor) and not supports(out) and out.device.type != "meta":
+            raise NotCapturedError(f"its forward copies values to the host ({func})")
+        return out
+
+
+# Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
+_HOOKS = {"transformers.utils.output_capturing"}
+
+
+class ModuleState:
+    """What a captured graph of a module depends on, found in about 0.2 µs for each module and parameter.
+
+    Attributes:
+        reason: why the module can't be captured, or None.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._children = [x._modules for x in self._modules]
+        self._tables = [table for x in self._modules for table in (x._parameters, x._buffers)]
+        self._hooks = [table for x in self._modules for table in (x._forward_hooks, x._forward_pre_hooks)]
+        self._adapters: list[Any] = [x for x in self._modules if hasattr(x, "merged_adapters")]
+        self._now = self._read()
+        kinds = {type(x) for table in self._tables for x in table.values() if x is not None}
+        other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
+        self._kind = None if other is None else f"its parameters are {other.__name__}s"
+
+    def _read(self) -> tuple[object, ...]:
+        tensors = [x for table in self._tables for x in table.values() if x is not None]
+        return (
+            list(chain.from_iterable(map(dict.values, self._children))),
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(Tensor.stride, tensors)),
+            [x.dtype for x in tensors],
+            [x.training for x in self._modules],
+            [x.__dict__.get("forward") for x in self._modules],
+            [(x.merged, x.disable_adapters, x.active_adapters, _scaling(x)) for x in self._adapters],
+        )
+
+    def is_current(self) -> bool:
+        """Whether the module is as it was."""
+        return self._read() == self._now
+
+    @property
+    def reason(self) -> str | None:
+        hooks = chain.from_iterable(table.values() for table in self._hooks if table)
+        if any(getattr(hook, "__module__", "") not in _HOOKS for hook in hooks):
+            return "a module has forward hooks"
+        return self._kind
+
+
+def _scaling(adapter: Any) -> dict[str, float]:
+    return dict(getattr(adapter, "scaling", {}))
+
+
+def state_of(module: nn.Module) -> ModuleState:
+    """The state of a module, the same object as long as it does not change.
+
+    Raises:
+        NotCapturedError: the module can't be captured.
+    """
+    state = _states.get(module)
+    if state is None or not state.is_current():
+        state = _states[module] = ModuleState(module)
+    if (reason := state.reason) is not None:
+        raise NotCapturedError(reason)
+    return state
+
+
+_states: weakref.WeakKeyDictionary[nn.Module, ModuleState] = weakref.WeakKeyDictionary()

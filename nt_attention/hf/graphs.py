@@ -1,0 +1,212 @@
+"""Runs the packed call of a patched model as a CUDA graph.
+
+The graph has the whole call: it packs the padded batch, runs the model and pads the outputs. The host only reads the
+mask, to know the number of tokens.
+
+Dimensions: B rows of a padded batch and L positions in a row, as in the bucket; N tokens of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .._bounded import BoundedLayout, LengthsUnknownError
+from .._cuda_graphs import (
+    Bucket,
+    CapturedCalls,
+    NotCapturedError,
+    Sizes,
+    Work,
+    check_call,
+    process_settings,
+    state_of,
+)
+from .._forwards import PatchedForward
+from .._offsets import on_host
+from ..kernels.select import selection_key
+from . import families
+from .own_attention import make_cached_tensors
+from .packed_row import extend_tables
+from .packing import Packing
+
+# The arguments that a graph can take.
+_TENSORS = {"input_ids", "inputs_embeds", "token_type_ids", "attention_mask"}
+_OTHERS = {"output_hidden_states", "return_dict", "use_cache"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedPacking(Packing):
+    """The tokens of a batch that only the device knows. Packed rows have N rows, `layout.total`.
+
+    Attributes:
+        mask: (B, L) bool, True at tokens.
+        token: (B·L,) int64, the number of tokens up to each position, minus 1.
+        padded: the tensors (B, L, …) that were made.
+    """
+
+    mask: Tensor
+    token: Tensor
+    padded: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of_mask(cls, mask: Tensor, tokens: int) -> BoundedPacking:
+        """The packing of a mask (B, L) with up to `tokens` tokens, which the host does not read."""
+        mask = mask != 0
+        rows, length = mask.shape
+        offsets = torch.nn.functional.pad(mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+        token = mask.flatten().cumsum(0) - 1
+        index = offsets.new_zeros(tokens + 1, dtype=torch.int64)
+        positions = torch.arange(rows * length, device=mask.device)
+        index.scatter_(0, torch.where(mask.flatten(), token, tokens).clamp_(max=tokens), positions)
+        layout = BoundedLayout(offsets, length, tokens)
+        token = token.clamp_(0, max(0, tokens - 1))
+        return cls(layout, index[:tokens], rows, length, mask=mask, token=token)
+
+    @property
+    def saves_nothing(self) -> bool:
+        return False
+
+    def first_tokens(self, packed: Tensor) -> Tensor:
+        return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
+
+    def pad_with_nearest(self, packed: Tensor) -> Tensor:
+        return self._keep(self._nearest(packed, torch.arange(self.length, device=packed.device)))
+
+    def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        row = torch.arange(self.rows, device=positions.device)[:, None]
+        flat = row * self.length + positions
+        token = self.token[flat]
+        if nearest:
+            first = self.layout.offsets[:-1, None].clamp(max=self.layout.total - 1)
+            found = self.mask.any(1, keepdim=True).expand_as(flat)
+            token = torch.maximum(token, first)
+        else:
+            found = self.mask.flatten()[flat]
+        return token.where(found, 0), found
+
+    def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        padded = packed.squeeze(0).index_select(0, self.token).unflatten(0, (self.rows, self.length))
+        return self._keep(padded.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (padded.dim() - 2)), value))
+
+    def _keep(self, padded: Tensor) -> Tensor:
+        self.padded.append(padded)
+        return padded
+
+
+# The leaves of the outputs, their form, and whether each leaf was padded.
+_Outputs = tuple[list[Any], Any, list[bool]]
+
+
+def run_as_graph(
+    graphs: CapturedCalls,
+    model: PreTrainedModel,
+    given: dict[str, Any],
+    holes: bool,
+    run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
+) -> Any:
+    """Run a packed call as a CUDA graph. Syncs with the device once, to read the mask.
+
+    Args:
+        graphs: the graphs of the model.
+        model: the model whose call it is.
+        given: the arguments that are not their defaults.
+        holes: whether rows may have padding between tokens.
+        run: runs the call for a packing and these arguments.
+
+    Raises:
+        NotCapturedError: the call can't run as a graph. Nothing was computed.
+    """
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor):
+        raise NotCapturedError("it has no input_ids and no inputs_embeds")
+    _check(model, given, tokens)
+    rows, length = tokens.shape[:2]
+    extend_tables(model, Sizes(rows, length, 1).bucket.longest)
+    state = state_of(model)
+    mask = given.get("attention_mask")
+    inputs = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    if mask is None:
+        inputs["attention_mask"] = torch.ones((rows, length), dtype=torch.bool, device=tokens.device)
+    sizes = Sizes(rows, length, rows * length if mask is None else _count_tokens(mask, holes))
+    if not sizes.tokens:
+        raise NotCapturedError("the batch has no tokens")
+    numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
+
+    def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
+        return {name: (bucket[0].sequences, bucket[0].longest, *x.shape[2:]) for name, x in inputs.items()}
+
+    def function(static: dict[str, Tensor], bucket: Bucket) -> _Outputs:
+        make_cached_tensors(model, tokens.device)
+        packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
+        try:
+            leaves, form = pytree.tree_flatten(run(packing, {**numbers, **static}))
+        except LengthsUnknownError as error:
+            raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
+        return leaves, form, [any(x is y for y in packing.padded) for x in leaves]
+
+    def finish(outputs: _Outputs, bucket: Bucket) -> Any:
+        leaves, form, padded = outputs
+        own = [_own(x, sizes, bucket[0], is_padded) for x, is_padded in zip(leaves, padded, strict=True)]
+        return pytree.tree_unflatten(own, form)
+
+    zeroed = frozenset({"attention_mask"})
+    key = (id(model), _settings(model, tokens.device), tuple(sorted(numbers.items())), _kinds(inputs))
+    work = Work(key=key, state=state, inputs=inputs, shapes=shapes, zeroed=zeroed, function=function)
+    return graphs.run(work, (sizes,), finish)
+
+
+def _own(x: Any, sizes: Sizes, bucket: Sizes, is_padded: bool) -> Any:
+    """The part of an output of a graph that belongs to the batch, in memory of its own."""
+    if not isinstance(x, Tensor):
+        return x
+    if is_padded:
+        x = x[: sizes.sequences, : sizes.longest]
+    elif x.dim() and x.shape[0] == bucket.sequences:
+        x = x[: sizes.sequences]
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _count_tokens(mask: Tensor, holes: bool) -> int:
+    """The number of tokens of a mask (B, L). Syncs once."""
+    is_token = on_host(mask) != 0
+    if not holes:
+        edges = np.diff(is_token.astype(np.int8), axis=1, prepend=0)
+        if (edges > 0).sum(1).max(initial=0) > 1:
+            raise NotCapturedError("its rows have padding between tokens")
+    return int(is_token.sum())
+
+
+def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor) -> None:
+    """Raise a NotCapturedError if a call can't run as a graph, for a reason that depends on no values."""
+    check_call(model, tokens)
+    if unknown := given.keys() - _TENSORS - _OTHERS:
+        raise NotCapturedError(f"a graph can't take {', '.join(sorted(unknown))}")
+    given_tensors = [given[name] for name in _TENSORS & given.keys()]
+    if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in given_tensors):
+        raise NotCapturedError("its inputs differ in their device or in their first two dimensions")
+    base = families.base_model(model)
+    if next(base.parameters(), tokens).device != tokens.device:
+        raise NotCapturedError("the model and its inputs are on different devices")
+    forward = vars(base).get("forward")
+    if not isinstance(forward, PatchedForward) or forward.module is not base:
+        raise NotCapturedError("its forward was replaced")
+
+
+def _settings(model: PreTrainedModel, device: torch.device) -> tuple[object, ...]:
+    """Settings of the process and the config on which the captured work depends."""
+    config: Any = model.config
+    of_config = (config.return_dict, config.output_hidden_states, config._attn_implementation)
+    return (*process_settings(device), *selection_key("auto"), *of_config)
+
+
+def _kinds(inputs: dict[str, Tensor]) -> tuple[object, ...]:
+    return tuple([(name, x.dtype, x.shape[2:], x.device) for name, x in sorted(inputs.items())])

@@ -1,0 +1,518 @@
+"""`patch(cuda_graphs=True)` for Hugging Face models: results are those of packed calls, for any lengths.
+
+Without a GPU, graphs are fake; see `helpers/cuda_graphs.py`.
+
+Dimensions: B rows of a padded batch, L positions in a row.
+"""
+
+import copy
+import pickle
+import threading
+
+import peft
+import pytest
+import tiny
+import torch
+from cuda_graphs import DEVICE, GPU, assert_same, cuda_graphs, leaves  # noqa: F401
+from sweeps import sweep
+from token_tiled_cases import IGNORED_WARNINGS
+from torch import nn
+
+import nt_attention as nta
+from nt_attention import _cuda_graphs
+from nt_attention._cuda_graphs import CapturedCalls, Sizes
+from nt_attention.patching.handle import NotPackedWarning
+
+pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
+
+TOLERANCE = 2e-3 if GPU else 1e-5  # matrix products of other sizes run other kernels
+
+
+def make(model_type="bert", name="BertModel", **more):
+    implementation = "eager" if model_type == "gemma2" else "sdpa"
+    return tiny.make(model_type, name, implementation=implementation, **more).to(DEVICE)
+
+
+def batch_of(lengths, length=None, side="right"):
+    lengths = torch.tensor(lengths)[:, None]
+    length = length or int(lengths.max()) + 2
+    position = torch.arange(length)
+    mask = position < lengths if side == "right" else position >= length - lengths
+    ids = torch.randint(5, tiny.VOCABULARY, mask.shape).masked_fill(~mask, tiny.PAD)
+    return {"input_ids": ids.to(DEVICE), "attention_mask": mask.long().to(DEVICE)}
+
+
+def pair(model):
+    """The model with graphs, and a copy that packs without them."""
+    other = copy.deepcopy(model)
+    nta.patch(other, packing="always")
+    return model, nta.patch(model, packing="always", cuda_graphs=True), other
+
+
+def run(model, batch, **more):
+    with torch.inference_mode():
+        return model(**batch, **more)
+
+
+BATCHES = ([5, 2, 9], [1], [3, 3, 3, 3, 3], [9, 0, 4], [16, 17], [5, 2, 9])
+
+
+class TestResults:
+    @pytest.mark.parametrize("side", ["right", "left"])
+    def test_batches_of_other_lengths(self, side):
+        model, handle, other = pair(make())
+        for lengths in BATCHES:
+            batch = batch_of(lengths, side=side)
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: len(BATCHES)}
+        assert handle.calls == {None: len(BATCHES)}
+        assert 1 <= handle.graphs.captured < len(BATCHES)
+        assert handle.graphs.captured == len(handle.graphs)
+        assert handle.graphs.memory > 0
+        assert "CUDA graphs: " in str(handle)
+
+    TYPES = ("gpt2", "llama", "modernbert", "roberta", "esm", "gemma2", "albert", "mistral", "opt", "qwen3")
+
+    @sweep(
+        ("model_type", "name"),
+        [(model_type, name) for model_type in TYPES for name in tiny.classes(model_type)],
+    )
+    def test_every_head(self, model_type, name):
+        model, handle, other = pair(make(model_type, name))
+        for lengths in ([5, 2, 9], [8, 16, 1, 4]):
+            batch = batch_of(lengths)
+            got, want = (run(x, batch, output_hidden_states=True) for x in (model, other))
+            assert type(got) is type(want)
+            assert got.keys() == want.keys()
+            assert_same(got, want, TOLERANCE)
+        assert handle.graphs.calls[None] == 2, handle
+
+    @pytest.mark.parametrize(
+        ("kind", "more"),
+        [
+            ("MPNet", {}),
+            ("DebertaV2", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "norm_rel_ebd": "layer_norm"}),
+            ("Bloom", {"hidden_size": 48, "n_head": 6, "n_layer": 2}),
+        ],
+    )
+    def test_attention_of_their_own(self, kind, more):
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(**(tiny.TEXT | more))
+        model, handle, other = pair(getattr(transformers, f"{kind}Model")(config).eval().to(DEVICE))
+        for lengths in ([5, 2, 9], [7, 16, 1, 4]):
+            batch = batch_of(lengths)
+            assert_same(run(model, batch, use_cache=False), run(other, batch, use_cache=False), TOLERANCE)
+        assert handle.graphs.calls[None] == 2, handle
+
+    def test_without_a_mask(self):
+        model, handle, other = pair(make())
+        batch = {"input_ids": batch_of([7, 7])["input_ids"][:, :7]}
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 1}
+
+    def test_embeddings_and_token_types(self):
+        model, handle, other = pair(make())
+        for lengths in ([5, 2, 9], [4, 1, 8]):
+            batch = batch_of(lengths)
+            ids = batch.pop("input_ids")
+            batch |= {"inputs_embeds": torch.randn(*ids.shape, 48, device=DEVICE), "token_type_ids": ids % 2}
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 2}
+        assert handle.graphs.captured == 1
+
+    def test_tuples_and_numbers(self):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        for more in ({"return_dict": False}, {"output_hidden_states": True}, {"use_cache": False}):
+            got, want = run(model, batch, **more), run(other, batch, **more)
+            assert type(got) is type(want)
+            assert_same(got, want, TOLERANCE)
+        assert handle.graphs.captured == 3
+
+    def test_results_stay_valid(self):
+        model, _, other = pair(make())
+        batches = [batch_of(lengths) for lengths in ([5, 2, 9], [4, 3, 8], [1, 2, 10])]
+        found = [run(model, batch) for batch in batches]
+        for batch, got in zip(batches, found, strict=True):
+            assert_same(got, run(other, batch), TOLERANCE)
+            got.last_hidden_state.zero_()  # it is the caller's
+        assert_same(run(model, batches[0]), run(other, batches[0]), TOLERANCE)
+
+    def test_padding_may_hold_anything(self):
+        model, _, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        want = run(other, batch)
+        run(model, batch_of([16, 16, 16], length=16))  # leaves values in the tensors of the graph
+        batch["input_ids"][batch["attention_mask"] == 0] = 7
+        got = run(model, batch)
+        assert_same(got, want, TOLERANCE)
+        assert (got.last_hidden_state[batch["attention_mask"] == 0] == 0).all()
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+    def test_dtypes_of_masks(self, dtype):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        batch["attention_mask"] = batch["attention_mask"].to(dtype)
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 1}
+
+    def test_non_contiguous_inputs(self):
+        model, _, other = pair(make())
+        batch = {name: x.T.contiguous().T for name, x in batch_of([5, 2, 9]).items()}
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+
+    def test_model_calls_a_base_model(self):
+        """Callers such as TRL call the base model of a head."""
+        model, handle, other = pair(make("llama", "LlamaForCausalLM"))
+        batch = batch_of([5, 2, 9])
+        assert_same(run(model.model, batch), run(other.model, batch), TOLERANCE)
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 2}
+
+
+class TestReasons:
+    """Calls that can't run as graphs run as without them, and are counted."""
+
+    def check(self, reason, batch=None, model=None, grad=False, **more):
+        model, handle, other = pair(make() if model is None else model)
+        batch = batch_of([5, 2, 9]) if batch is None else batch
+        with torch.set_grad_enabled(grad):
+            got, want = model(**batch, **more), other(**batch, **more)
+        assert_same(got, want, TOLERANCE)
+        assert len(handle.graphs) == 0
+        assert [x for x in handle.graphs.calls if x is not None and reason in x], handle
+        assert None not in handle.graphs.calls
+
+    def test_gradients(self):
+        self.check("gradients are enabled", grad=True)
+
+    def test_labels(self):
+        batch = batch_of([5, 2, 9])
+        batch["labels"] = batch["input_ids"]
+        self.check("labels", batch, make("llama", "LlamaForCausalLM"))
+
+    def test_training(self):
+        self.check("training mode", model=make().train())
+
+    def test_hooks(self):
+        model = make()
+        model.encoder.layer[1].register_forward_hook(lambda module, args, out: None)
+        self.check("forward hooks", model=model)
+
+    def test_holes(self):
+        batch = batch_of([5, 2, 9])
+        batch["attention_mask"][0, 1] = 0
+        model = make("mistral", "MistralModel")  # windows count positions
+        model, handle, _ = pair(model)
+        with pytest.warns(NotPackedWarning), torch.no_grad():
+            model(**batch)
+        assert "its rows have padding between tokens" in handle.graphs.calls
+
+    def test_rope_by_length(self):
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        model = make("llama", "LlamaModel", max_position_embeddings=8, rope_parameters=rope)
+        self.check("needs the lengths on the host", batch_of([12, 3, 5]), model)
+
+    def test_refused_work_is_not_tried_again(self, monkeypatch):
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        model, handle, _ = pair(make("llama", "LlamaModel", max_position_embeddings=8, rope_parameters=rope))
+        run(model, batch_of([12, 3, 5]))
+        monkeypatch.setattr(_cuda_graphs, "_capture", None)  # calling it is an error
+        run(model, batch_of([11, 4, 5]))
+        assert handle.graphs.calls.total() == 2
+
+    def test_encoder_decoders(self):
+        import transformers
+
+        config = transformers.T5Config(
+            vocab_size=97, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, pad_token_id=1,
+            decoder_start_token_id=1,
+        )  # fmt: skip
+        model = transformers.T5Model(config).eval().to(DEVICE)
+        batch = batch_of([5, 2, 9])
+        self.check("encoder-decoder", batch | {"decoder_input_ids": batch["input_ids"]}, model)
+
+    @pytest.mark.skipif(GPU, reason="it is about machines without a GPU")
+    def test_a_cpu(self, monkeypatch):
+        monkeypatch.undo()
+        self.check("not on a CUDA device")
+
+    @pytest.mark.parametrize("value", [1, None, "yes"])
+    def test_not_a_bool(self, value):
+        with pytest.raises(ValueError, match="cuda_graphs must be True or False"):
+            nta.patch(make(), cuda_graphs=value)
+
+
+class TestState:
+    """What a graph depends on is noticed, and it is captured again."""
+
+    def check(self, change, captured=2, model=None):
+        model, handle, other = pair(make() if model is None else model)
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        for each in (model, other):
+            torch.manual_seed(5)
+            change(each)
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == captured
+        assert len(handle.graphs) == 1
+
+    def test_parameters_changed_in_place(self):
+        @torch.no_grad()
+        def change(model):
+            for x in model.parameters():
+                x.mul_(1.01)
+
+        self.check(change, captured=1)
+
+    def test_parameter_replaced(self):
+        def change(model):
+            linear = model.encoder.layer[0].intermediate.dense
+            linear.weight = nn.Parameter(torch.randn_like(linear.weight))
+
+        self.check(change)
+
+    def test_parameter_data_replaced(self):
+        def change(model):
+            linear = model.encoder.layer[0].intermediate.dense
+            linear.weight.data = torch.randn_like(linear.weight)
+
+        self.check(change)
+
+    def test_module_replaced(self):
+        def change(model):
+            model.encoder.layer[0].intermediate.dense = nn.Linear(48, 53, device=DEVICE)
+
+        self.check(change)
+
+    def test_load_state_dict_with_assign(self):
+        def change(model):
+            state = {name: torch.randn_like(x) / 8 for name, x in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+
+        self.check(change)
+
+    @pytest.mark.skipif(not GPU, reason="interpreted kernels do not support bfloat16")
+    def test_dtype(self):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        for each in (model, other):
+            each.bfloat16()
+        assert_same(run(model, batch), run(other, batch), 5e-2)
+        assert handle.graphs.captured == 2
+
+    def test_training_mode_of_a_part(self):
+        model, handle, _ = pair(make())
+        run(model, batch_of([5, 2, 9]))
+        model.train()
+        model(**batch_of([5, 2, 9]))
+        model.eval()
+        run(model, batch_of([5, 2, 9]))
+        assert handle.graphs.calls[None] == 2
+
+    def test_lora(self):
+        def lora(model):
+            config = peft.LoraConfig(target_modules=["query", "dense"], init_lora_weights=False, r=2)
+            return peft.get_peft_model(model, config)
+
+        torch.manual_seed(1)
+        base = make()
+        model = lora(base).eval()
+        handle = nta.patch(base, packing="always", cuda_graphs=True)
+        batch, found = batch_of([5, 2, 9]), []
+
+        def compare(expected):
+            with torch.no_grad():
+                found.append(base(**batch).last_hidden_state)
+                with nta_off(handle):
+                    want = base(**batch).last_hidden_state
+            torch.testing.assert_close(found[-1], want * batch["attention_mask"][..., None], rtol=TOLERANCE, atol=1e-3)
+            assert handle.graphs.captured == expected
+
+        compare(1)
+        model.merge_adapter()
+        compare(2)
+        model.unmerge_adapter()
+        compare(3)
+        with model.disable_adapter():
+            compare(4)
+        compare(5)
+        for module in model.modules():
+            if hasattr(module, "merged_adapters"):
+                module.scaling["default"] *= 3
+        compare(6)
+        assert (found[0] - found[3]).abs().max() > 1e-2
+        assert (found[4] - found[5]).abs().max() > 1e-2
+
+    def test_settings_of_the_process(self):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        with torch.autocast(DEVICE.type, dtype=torch.float16):
+            assert_same(run(model, batch), run(other, batch), 2e-2)
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == 2
+
+    def test_changed_config(self):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        assert len(leaves(run(model, batch))) == 2
+        for each in (model, other):
+            each.config.output_hidden_states = True
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == 2
+
+    def test_forward_replaced(self):
+        model, handle, _ = pair(make("llama", "LlamaForCausalLM"))
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        original = model.model.forward
+        model.model.forward = lambda *args, **kwargs: original(*args, **kwargs)
+        with pytest.warns(NotPackedWarning):
+            run(model, batch)
+        assert handle.graphs.calls[None] == 1
+
+
+class nta_off:
+    """A context in which a patched model runs as before the patch."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    def __enter__(self):
+        self.handle.active = False
+
+    def __exit__(self, *error):
+        self.handle.active = True
+
+
+class TestBounds:
+    def test_oldest_is_freed(self, monkeypatch):
+        monkeypatch.setattr(_cuda_graphs, "GRAPHS", 2)
+        monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
+        model, handle, other = pair(make())
+        batches = [batch_of([count] * rows) for rows, count in ((1, 14), (2, 14), (4, 14), (1, 14), (4, 14))]
+        for batch in batches:
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert len(handle.graphs) == 2
+        assert handle.graphs.captured == 4
+
+    def test_memory(self, monkeypatch):
+        monkeypatch.setattr(_cuda_graphs, "MEMORY", 1)
+        monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
+        model, handle, other = pair(make())
+        for rows in (1, 2, 4):
+            batch = batch_of([14] * rows)
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert len(handle.graphs) == 1  # the one that is used stays
+
+    def test_remove_and_clear(self):
+        model, handle, _ = pair(make())
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        handle.graphs.clear()
+        assert len(handle.graphs) == 0
+        run(model, batch)
+        assert handle.graphs.captured == 2
+        handle.remove()
+        assert len(handle.graphs) == 0
+        run(model, batch)
+        assert handle.graphs.calls == {None: 2}
+
+    @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deep", "pickle"])
+    def test_copies_have_graphs_of_their_own(self, copier):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        copied = copier(model)
+        with torch.no_grad():
+            for each in (copied, other):
+                each.embeddings.word_embeddings.weight.mul_(2)
+        assert_same(run(copied, batch), run(other, batch), TOLERANCE)
+        assert isinstance(handle.graphs, CapturedCalls)
+
+    def test_buckets(self):
+        """Steps of tokens are at most 1/8, or 64."""
+        for tokens in [*range(1, 3000), 16385, 100000]:
+            bucket = Sizes(3, 5, tokens).bucket
+            assert tokens <= bucket.tokens <= max(tokens + 63, tokens * 9 / 8)
+            assert bucket.bucket == bucket
+            assert (bucket.sequences, bucket.longest) == (4, 16)
+
+    def test_graphs_of_other_buckets(self):
+        """A graph that is a little larger is used, so few are captured."""
+        assert Sizes(3, 30, 600).fit(Sizes(4, 32, 640))
+        assert Sizes(3, 30, 600).fit(Sizes(16, 128, 704))
+        assert not Sizes(3, 30, 600).fit(Sizes(4, 32, 576))  # too small
+        assert not Sizes(3, 33, 600).fit(Sizes(4, 32, 640))
+        assert not Sizes(5, 30, 600).fit(Sizes(4, 32, 640))
+        assert not Sizes(3, 30, 600).fit(Sizes(4, 32, 768))  # takes longer
+        assert not Sizes(3, 30, 600).fit(Sizes(64, 32, 640))
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    def test_many_batches(self):
+        model, handle, other = pair(make())
+        for _ in range(200):
+            lengths = torch.randint(1, 60, (int(torch.randint(1, 33, ())),)).tolist()
+            batch = batch_of(lengths)
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 200}
+        assert handle.graphs.captured < 50
+
+    def test_host_reads(self):
+        """A mixture of experts that loops over experts reads which of them are used."""
+        model = make()
+
+        class Reads(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) * float(x.isfinite().all())
+
+        old = model.encoder.layer[0].intermediate.dense
+        new = model.encoder.layer[0].intermediate.dense = Reads(48, 53, device=DEVICE)
+        new.load_state_dict(old.state_dict())
+        model, handle, other = pair(model)
+        batch = batch_of([5, 2, 9])
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert "reads values on the host" in next(iter(handle.graphs.calls))
+
+    def test_threads(self):
+        model, handle, other = pair(make())
+        batches = [batch_of(torch.randint(1, 60, (rows,)).tolist()) for rows in range(1, 17)]
+        want = [run(other, batch) for batch in batches]
+        torch.cuda.synchronize()
+        failed = []
+
+        def serve(start):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i in range(60):
+                    at = (start + i) % len(batches)
+                    got = run(model, batches[at])
+                    torch.cuda.current_stream().synchronize()
+                    try:
+                        assert_same(got, want[at], TOLERANCE)
+                    except AssertionError as error:
+                        failed.append(error)
+
+        threads = [threading.Thread(target=serve, args=(4 * i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        assert handle.graphs.calls == {None: 240}
+
+    def test_memory_of_many_replays(self):
+        model, _, _ = pair(make())
+        batches = [batch_of(torch.randint(1, 60, (rows,)).tolist()) for rows in range(1, 17)]
+        for batch in batches:
+            run(model, batch)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for i in range(500):
+            run(model, batches[i % len(batches)])
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before * 1.01
