@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ._offsets import INT32_MAX, Cache, WeakTensorDict, creating_cached_tensors, plain
-from ._operators import define
 from ._tracing import CapturedGraph, captured_graph, check_readable
 from .layout import SequenceLayout
 
@@ -64,6 +63,7 @@ class BoundedLayout(SequenceLayout):
     """
 
     knows_lengths = False
+    __dataclass_fields__: ClassVar[dict[str, Any]] = {}  # torch.compile reads all fields of a frozen dataclass
 
     given: Tensor
     _version: int | None
@@ -104,9 +104,9 @@ class BoundedLayout(SequenceLayout):
     def of(offsets: Tensor, max_seqlen: int, max_tokens: int) -> BoundedLayout:
         """The layout of these offsets and bounds, which is kept until the offsets are freed or changed in place.
 
-        So all layers of a model get the same layout, also from operators in a graph.
+        So all layers of a model get the same layout.
         """
-        found = _find(offsets) if isinstance(offsets, Tensor) else None
+        found = _find(offsets)
         if found is not None and (found.max_seqlen, found.total) == (max_seqlen, max_tokens):
             return found
         made = BoundedLayout(offsets, max_seqlen, max_tokens)
@@ -302,8 +302,7 @@ class BoundedLayout(SequenceLayout):
         )
 
 
-# The offsets that a layout keeps, and those that operators got → the layout, for code that only passes the tensor on:
-# operators, and models of transformers.
+# The offsets that a layout keeps, and those that it was made from → the layout. Models of transformers pass only offsets.
 _layouts: WeakTensorDict[Callable[[], BoundedLayout | None]] = WeakTensorDict()
 
 
@@ -318,18 +317,5 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _copy(offsets: Tensor, max_seqlen: int, max_tokens: int) -> Tensor:
-    """The operator `bounded_offsets`: a copy of offsets in a graph, which a compiler does not write to again."""
-    copy = offsets.clone()
-    BoundedLayout.of(copy, max_seqlen, max_tokens)
-    return copy
-
-
-define(
-    "bounded_offsets(Tensor offsets, SymInt max_seqlen, SymInt max_tokens) -> Tensor",
-    _copy,
-    lambda offsets, max_seqlen, max_tokens: torch.empty_like(offsets),
-    reads_on_host=False,
-)
 SequenceLayout._with_bounds = staticmethod(BoundedLayout.of)
 SequenceLayout._find_bounded = staticmethod(_find)

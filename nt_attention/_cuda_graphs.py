@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks_of_all_modules
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,20 +114,22 @@ class Work:
     """What a graph computes.
 
     Attributes:
-        key: everything on which it depends, besides the state of the module and the inputs.
-        state: the state of the module. If it differs from that of the capture, the graph is stale.
+        module: the module that is called. If its state differs from that of the capture, the graph is stale.
+        key: everything else on which the graph depends, besides the inputs.
         inputs: the tensors of a call, by name.
         shapes: bucket → the shapes of `inputs` in the graph, which are not smaller.
         zeroed: the names of inputs that are 0 where the call's own tensor is smaller. The others are undefined there.
         function: computes the outputs of the tensors in the graph, for a bucket.
+        prepare: changes the module before a graph of a bucket is captured.
     """
 
+    module: nn.Module
     key: Hashable
-    state: object
     inputs: Mapping[str, Tensor]
     shapes: Callable[[Bucket], Mapping[str, tuple[int, ...]]]
     zeroed: frozenset[str]
     function: Callable[[dict[str, Tensor], Bucket], Any]
+    prepare: Callable[[Bucket], None] = lambda bucket: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +137,7 @@ class _Graph:
     """A captured graph, and the tensors that it reads and writes."""
 
     bucket: Bucket
-    state: object
+    state: ModuleState
     replay: Callable[[], None]
     inputs: dict[str, Tensor]
     outputs: Any
@@ -248,41 +251,51 @@ class CapturedCalls:
             device = self._devices.get(tensor.device)
             if device is None:
                 device = self._devices[tensor.device] = Device(tensor.device)
-            graph = self._find(work, sizes) or self._add(work, sizes, device)
-            with device.in_order():
-                _fill(graph.inputs, work.inputs, work.zeroed)
-                graph.replay()
-                return finish(graph.outputs, graph.bucket)
+            state = _states.get(work.module)
+            graph = None if state is None or state.was_freed else self._find(work, sizes, state)
+            if graph is not None and state is not None:
+                # The state is compared while the device computes. A replay of a stale graph only reads parameters.
+                out = _replay(graph, work, device, finish)
+                if state.is_current and state.reason is None:
+                    return out
+            return _replay(self._find_or_add(work, sizes, device), work, device, finish)
 
-    def _find(self, work: Work, sizes: Bucket) -> _Graph | None:
+    def _find_or_add(self, work: Work, sizes: Bucket, device: Device) -> _Graph:
         bucket = tuple([one.bucket for one in sizes])
-        graph = self._graphs.get((work.key, bucket))
-        if graph is not None and graph.state is not work.state:
-            for key in [key for key, other in self._graphs.items() if other.state is graph.state]:
+        work.prepare(bucket)
+        state = _states.get(work.module)
+        if state is None or not state.is_current:
+            for key in [key for key, graph in self._graphs.items() if graph.state is state]:
                 del self._graphs[key]
-            graph = None
-        if graph is None:
+            state = _states[work.module] = ModuleState(work.module)
+        if (reason := state.reason) is not None:
+            raise NotCapturedError(reason)
+        return self._find(work, sizes, state) or self._add(work, bucket, device, state)
+
+    def _find(self, work: Work, sizes: Bucket, state: ModuleState) -> _Graph | None:
+        """The graph of the bucket of these sizes, or else the smallest other one that fits."""
+        graph = self._graphs.get((work.key, tuple([one.bucket for one in sizes])))
+        if graph is None or graph.state is not state:
             others = [
                 other
-                for (key, _), other in self._graphs.items()
-                if other.state is work.state
+                for (key, bucket), other in self._graphs.items()
+                if other.state is state
                 and key == work.key
-                and all(one.fit(its) for one, its in zip(sizes, other.bucket, strict=True))
+                and all(one.fit(its) for one, its in zip(sizes, bucket, strict=True))
             ]
             graph = min(others, key=lambda other: [one.tokens for one in other.bucket], default=None)
         if graph is not None:
             self._graphs.move_to_end((work.key, graph.bucket))
         return graph
 
-    def _add(self, work: Work, sizes: Bucket, device: Device) -> _Graph:
+    def _add(self, work: Work, bucket: Bucket, device: Device, state: ModuleState) -> _Graph:
         refused = self._refused.get(work.key)
-        if refused is not None and refused[0] is work.state:
+        if refused is not None and refused[0] is state:
             raise NotCapturedError(refused[1])
-        bucket = tuple([one.bucket for one in sizes])
         try:
-            graph = _capture(work, bucket, device)
+            graph = _capture(work, bucket, device, state)
         except NotCapturedError as error:
-            self._refused[work.key] = (work.state, str(error))
+            self._refused[work.key] = (state, str(error))
             raise
         self.captured += 1
         self._refused.pop(work.key, None)
@@ -292,11 +305,18 @@ class CapturedCalls:
         return graph
 
 
+def _replay(graph: _Graph, work: Work, device: Device, finish: Callable[[Any, Bucket], Any]) -> Any:
+    with device.in_order():
+        _fill(graph.inputs, work.inputs, work.zeroed)
+        graph.replay()
+        return finish(graph.outputs, graph.bucket)
+
+
 def _current(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def _capture(work: Work, bucket: Bucket, device: Device) -> _Graph:
+def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> _Graph:
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # cached casts would belong to the graph
     _thread.is_capturing = True
@@ -315,7 +335,7 @@ def _capture(work: Work, bucket: Bucket, device: Device) -> _Graph:
     finally:
         torch.set_autocast_cache_enabled(cached)
         _thread.is_capturing = False
-    return _Graph(bucket, work.state, replay, given, outputs)
+    return _Graph(bucket, state, replay, given, outputs)
 
 
 def _fill(into: Mapping[str, Tensor], given: Mapping[str, Tensor], zeroed: frozenset[str]) -> None:
@@ -332,15 +352,20 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
+_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
 class _NoHostReads(TorchDispatchMode):
     """Raises a `NotCapturedError` if the host reads values of a tensor on a GPU, or shapes depend on them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
         on_gpu = any(supports(x) for x in given)
-        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-        by_mask = func is torch.ops.aten.index.Tensor and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
-        if on_gpu and (by_mask or any(tag in func.tags for tag in tags)):
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):  # has the tag for masks
+            is_read = any(x.dtype in (torch.bool, torch.uint8) for x in pytree.tree_leaves(args[1]) if x is not None)
+        else:
+            is_read = any(tag in func.tags for tag in _READ_TAGS)
+        if on_gpu and is_read:
             raise NotCapturedError(f"its forward reads values on the host ({func})")
         out = func(*args, **(kwargs or {}))
         if on_gpu and isinstance(out, Tensor) and not supports(out) and out.device.type != "meta":
@@ -353,41 +378,49 @@ _HOOKS = {"transformers.utils.output_capturing"}
 
 
 class ModuleState:
-    """What a captured graph of a module depends on, found in about 0.2 µs for each module and parameter.
-
-    Attributes:
-        reason: why the module can't be captured, or None.
-    """
+    """What a captured graph of a module depends on, compared in about 0.2 µs for each module and parameter."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self._children = [x._modules for x in self._modules]
-        self._tables = [table for x in self._modules for table in (x._parameters, x._buffers)]
-        self._hooks = [table for x in self._modules for table in (x._forward_hooks, x._forward_pre_hooks)]
-        self._adapters: list[Any] = [x for x in self._modules if hasattr(x, "merged_adapters")]
+        modules = list(module.modules())
+        self._vars = [vars(x) for x in modules]
+        self._children = [x._modules for x in modules]
+        self._tables = [table for x in modules for table in (x._parameters, x._buffers)]
+        self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
+        self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
         self._now = self._read()
         kinds = {type(x) for table in self._tables for x in table.values() if x is not None}
         other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
         self._kind = None if other is None else f"its parameters are {other.__name__}s"
+        self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in self._tensors()]
+        self._addresses = [x.cdata for x in self._storages]  # of the weak references
+
+    def _tensors(self) -> list[Tensor]:
+        return [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
 
     def _read(self) -> tuple[object, ...]:
-        tensors = [x for table in self._tables for x in table.values() if x is not None]
+        tensors = self._tensors()
         return (
             list(chain.from_iterable(map(dict.values, self._children))),
             list(map(Tensor.data_ptr, tensors)),
             list(map(Tensor.stride, tensors)),
             [x.dtype for x in tensors],
-            [x.training for x in self._modules],
-            [x.__dict__.get("forward") for x in self._modules],
+            [(x["training"], x.get("forward")) for x in self._vars],
             [(x.merged, x.disable_adapters, x.active_adapters, _scaling(x)) for x in self._adapters],
         )
 
+    @property
+    def was_freed(self) -> bool:
+        """Whether the memory of a parameter or a buffer was freed, so that no graph may read it. Takes some µs."""
+        return any(map(torch.UntypedStorage._expired, self._addresses))
+
+    @property
     def is_current(self) -> bool:
         """Whether the module is as it was."""
         return self._read() == self._now
 
     @property
     def reason(self) -> str | None:
+        """Why the module can't be captured, or None."""
         hooks = chain.from_iterable(table.values() for table in self._hooks if table)
         if any(getattr(hook, "__module__", "") not in _HOOKS for hook in hooks):
             return "a module has forward hooks"
@@ -396,20 +429,6 @@ class ModuleState:
 
 def _scaling(adapter: Any) -> dict[str, float]:
     return dict(getattr(adapter, "scaling", {}))
-
-
-def state_of(module: nn.Module) -> ModuleState:
-    """The state of a module, the same object as long as it does not change.
-
-    Raises:
-        NotCapturedError: the module can't be captured.
-    """
-    state = _states.get(module)
-    if state is None or not state.is_current():
-        state = _states[module] = ModuleState(module)
-    if (reason := state.reason) is not None:
-        raise NotCapturedError(reason)
-    return state
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, ModuleState] = weakref.WeakKeyDictionary()

@@ -223,8 +223,7 @@ class TracedLayout:
         longer = self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device)
         if self.bounds is None:
             return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
-        bounds = self.bounds[0] + extra, self.bounds[1] + extra * self.batch_size
-        return TracedLayout(torch.ops.nt_attention.bounded_offsets.default(longer, *bounds), bounds)
+        return TracedLayout(longer, (self.bounds[0] + extra, self.bounds[1] + extra * self.batch_size))
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         row = torch.arange(rows, device=self.device)

@@ -146,8 +146,7 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """The layout of a graph. Without bounds, the offsets are read when it runs; see `_offsets.read_in_operator`."""
         if bounds is not None:
-            copy = torch.ops.nt_attention.bounded_offsets.default(offsets, *bounds)
-            return cast(SequenceLayout, TracedLayout(copy, bounds))
+            return cast(SequenceLayout, TracedLayout(offsets, bounds))
         return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, marker)))
 
     @classmethod

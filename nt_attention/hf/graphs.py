@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
@@ -28,10 +29,8 @@ from .._cuda_graphs import (
     Work,
     check_call,
     process_settings,
-    state_of,
 )
 from .._forwards import PatchedForward
-from .._offsets import on_host
 from ..kernels.select import selection_key
 from . import families
 from .own_attention import make_cached_tensors
@@ -102,10 +101,6 @@ class BoundedPacking(Packing):
         return padded
 
 
-# The leaves of the outputs, their form, and whether each leaf was padded.
-_Outputs = tuple[list[Any], Any, list[bool]]
-
-
 def run_as_graph(
     graphs: CapturedCalls,
     model: PreTrainedModel,
@@ -130,44 +125,58 @@ def run_as_graph(
         raise NotCapturedError("it has no input_ids and no inputs_embeds")
     _check(model, given, tokens)
     rows, length = tokens.shape[:2]
-    extend_tables(model, Sizes(rows, length, 1).bucket.longest)
-    state = state_of(model)
     mask = given.get("attention_mask")
+    read = None if mask is None else _start_reading(mask)
     inputs = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     if mask is None:
         inputs["attention_mask"] = torch.ones((rows, length), dtype=torch.bool, device=tokens.device)
-    sizes = Sizes(rows, length, rows * length if mask is None else _count_tokens(mask, holes))
-    if not sizes.tokens:
-        raise NotCapturedError("the batch has no tokens")
     numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
 
     def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
         return {name: (bucket[0].sequences, bucket[0].longest, *x.shape[2:]) for name, x in inputs.items()}
 
-    def function(static: dict[str, Tensor], bucket: Bucket) -> _Outputs:
+    def function(static: dict[str, Tensor], bucket: Bucket) -> tuple[Any, set[int]]:
         make_cached_tensors(model, tokens.device)
         packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
         try:
-            leaves, form = pytree.tree_flatten(run(packing, {**numbers, **static}))
+            out = run(packing, {**numbers, **static})
         except LengthsUnknownError as error:
             raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
-        return leaves, form, [any(x is y for y in packing.padded) for x in leaves]
+        return out, {id(x) for x in packing.padded}
 
-    def finish(outputs: _Outputs, bucket: Bucket) -> Any:
-        leaves, form, padded = outputs
-        own = [_own(x, sizes, bucket[0], is_padded) for x, is_padded in zip(leaves, padded, strict=True)]
-        return pytree.tree_unflatten(own, form)
+    work = Work(
+        module=model,
+        key=(id(model), _settings(model, tokens.device), tuple(sorted(numbers.items())), _kinds(inputs)),
+        inputs=inputs,
+        shapes=shapes,
+        zeroed=frozenset({"attention_mask"}),
+        function=function,
+        prepare=lambda bucket: extend_tables(model, bucket[0].longest),
+    )
+    sizes = Sizes(rows, length, rows * length if read is None else _count_tokens(read(), holes))
+    if not sizes.tokens:
+        raise NotCapturedError("the batch has no tokens")
 
-    zeroed = frozenset({"attention_mask"})
-    key = (id(model), _settings(model, tokens.device), tuple(sorted(numbers.items())), _kinds(inputs))
-    work = Work(key=key, state=state, inputs=inputs, shapes=shapes, zeroed=zeroed, function=function)
+    def finish(outputs: tuple[Any, set[int]], bucket: Bucket) -> Any:
+        out, padded = outputs
+        return _map(out, lambda x: _own(x, sizes, bucket[0], id(x) in padded))
+
     return graphs.run(work, (sizes,), finish)
 
 
-def _own(x: Any, sizes: Sizes, bucket: Sizes, is_padded: bool) -> Any:
+def _map(out: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Outputs of a model, with other tensors. Faster than `pytree.tree_map`."""
+    if isinstance(out, Tensor):
+        return function(out)
+    if type(out) is tuple:
+        return tuple([_map(x, function) for x in out])
+    if isinstance(out, ModelOutput):
+        return type(out)(**{name: _map(x, function) for name, x in out.items()})
+    return pytree.tree_map_only(Tensor, function, out)
+
+
+def _own(x: Tensor, sizes: Sizes, bucket: Sizes, is_padded: bool) -> Tensor:
     """The part of an output of a graph that belongs to the batch, in memory of its own."""
-    if not isinstance(x, Tensor):
-        return x
     if is_padded:
         x = x[: sizes.sequences, : sizes.longest]
     elif x.dim() and x.shape[0] == bucket.sequences:
@@ -175,9 +184,25 @@ def _own(x: Any, sizes: Sizes, bucket: Sizes, is_padded: bool) -> Any:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _count_tokens(mask: Tensor, holes: bool) -> int:
-    """The number of tokens of a mask (B, L). Syncs once."""
-    is_token = on_host(mask) != 0
+def _start_reading(mask: Tensor) -> Callable[[], NDArray[Any]]:
+    """Start to copy a mask to the host. The result waits for the copy, and returns it."""
+    mask = mask.detach() if mask.dtype != torch.bfloat16 else mask != 0  # NumPy has no bfloat16
+    on_host = mask.to("cpu", non_blocking=True)
+    if not mask.is_cuda:
+        return on_host.numpy
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(mask.device))
+
+    def read() -> NDArray[Any]:
+        copied.synchronize()
+        return on_host.numpy()
+
+    return read
+
+
+def _count_tokens(mask: NDArray[Any], holes: bool) -> int:
+    """The number of tokens of a mask (B, L)."""
+    is_token = mask != 0
     if not holes:
         edges = np.diff(is_token.astype(np.int8), axis=1, prepend=0)
         if (edges > 0).sum(1).max(initial=0) > 1:

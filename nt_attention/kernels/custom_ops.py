@@ -260,14 +260,18 @@ def _cached_call(arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[
 def _layouts(
     cu_seqlens: Tensor, key_cu_seqlens: Tensor, bounds: Sequence[int]
 ) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and keys. `bounds` are those of `bounds_of`; empty if the lengths are read."""
+    """The layouts of queries and keys. `bounds` are those of `bounds_of`; empty if the lengths are read.
+
+    Layouts with bounds are new in each call, and nothing that they cache outlives it: CUDA graphs of torch.compile
+    allow no other tensors in their memory than their outputs.
+    """
     if not bounds:
         layout = SequenceLayout.in_operator(cu_seqlens)
         return layout, layout if key_cu_seqlens is cu_seqlens else SequenceLayout.in_operator(key_cu_seqlens)
-    bounded = BoundedLayout.of(cu_seqlens, bounds[0], bounds[1])
+    bounded = BoundedLayout(cu_seqlens, bounds[0], bounds[1])
     if key_cu_seqlens is cu_seqlens and list(bounds[:2]) == list(bounds[2:]):
         return bounded, bounded
-    return bounded, BoundedLayout.of(key_cu_seqlens, bounds[2], bounds[3])
+    return bounded, BoundedLayout(key_cu_seqlens, bounds[2], bounds[3])
 
 
 def _spec(

@@ -21,7 +21,6 @@ from .._cuda_graphs import (
     check_call,
     is_part_of_a_graph,
     process_settings,
-    state_of,
 )
 from ..kernels.select import selection_key
 from ..layout import SequenceLayout
@@ -96,8 +95,8 @@ def _run(
 
     kinds = tuple([(x.dtype, x.shape[1:], x.device, i) for x, i in zip(values.values(), side, strict=True)])
     work = Work(
+        module=module,
         key=(id(module), options, kinds, *process_settings(inputs[0].values.device), *selection_key("auto")),
-        state=state_of(module),
         inputs=values | lengths,
         shapes=shapes,
         zeroed=frozenset(lengths),

@@ -5,6 +5,7 @@ Dimensions: H heads, D head dim, R ≤ D the dims that are rotated.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._offsets import creating_cached_tensors
 from .._tracing import is_tracing
 from ..layout import SequenceLayout
 
@@ -95,7 +97,10 @@ class Rotation:
 
         They are computed in float64 and returned in `dtype`.
         """
-        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
+        if is_tracing():
+            frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
+        else:
+            frequencies = _on_device(self.frequencies, positions.device)
         angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
@@ -120,6 +125,13 @@ class Rotation:
         pair = (first * cos - second * sin, second * cos + first * sin)
         rotated = (torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)).to(x.dtype)
         return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+
+
+@functools.lru_cache(64)
+def _on_device(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
+    """Frequencies as a float64 tensor, cached because a CUDA graph that is captured can't copy them."""
+    with creating_cached_tensors():
+        return torch.tensor(frequencies, dtype=torch.float64, device=device)
 
 
 def ntk(factor: float) -> Scaling:

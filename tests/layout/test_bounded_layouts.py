@@ -614,7 +614,7 @@ class TestBackends:
 
         graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(x, given).graph
         found = [node.target for node in graph.nodes if "nt_attention" in str(node.target)]
-        assert [x.name() for x in found] == ["nt_attention::bounded_offsets", "nt_attention::bounded_forward"]
+        assert [x.name() for x in found] == ["nt_attention::bounded_forward"]
         assert not any(torch.Tag.cudagraph_unsafe in x.tags for x in found)
         assert torch.Tag.cudagraph_unsafe in torch.ops.nt_attention.auto_forward.default.tags
 
