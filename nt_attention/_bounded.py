@@ -302,7 +302,7 @@ class BoundedLayout(SequenceLayout):
         )
 
 
-# The offsets that a layout keeps, and those that it was made from → the layout. Models of transformers pass only offsets.
+# The offsets that a layout keeps, and those that it was made from → the layout, for models that pass only offsets.
 _layouts: WeakTensorDict[Callable[[], BoundedLayout | None]] = WeakTensorDict()
 
 

@@ -395,7 +395,7 @@ class ModuleState:
         self._addresses = [x.cdata for x in self._storages]  # of the weak references
 
     def _tensors(self) -> list[Tensor]:
-        return [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
+        return [x for table in self._tables for x in table.values() if x is not None]
 
     def _read(self) -> tuple[object, ...]:
         tensors = self._tensors()

@@ -8,24 +8,26 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from nt_attention.kernels.token_tiled import triton_kernels
+from nt_attention.kernels import bounds_kernels
+from nt_attention.kernels.token_tiled import plan_kernels, triton_kernels
 from nt_attention.kernels.token_tiled.configs import H200
 
 KERNELS = ("forward", "query", "key", "fused")
 INT_POINTERS = ("Tiles", "Lo", "Hi", "Own", "Buckets")
 FLOAT_POINTERS = ("Lse", "Delta", "GradLse", "Slopes", "GradBias", "GradQueryBias", "GradKeyBias")
-# switches → RELATIVE: no options, or all of them, with the gradients of biases: in any order, the same between queries
-# and keys that are the same tokens, and in a fixed order
-SWITCHES = {"plain": 0, "all": 15, "same_tokens": 47, "ordered": 31}
+# switches → RELATIVE: no options, the same with bounds of the lengths, or all options, with the gradients of biases: in
+# any order, the same between queries and keys that are the same tokens, and in a fixed order
+SWITCHES = {"plain": 0, "bounded": 0, "all": 15, "same_tokens": 47, "ordered": 31}
 
 
 def compiled(name: str, switches: str, capability: int):
     """One kernel for bfloat16 and head dim 64."""
-    plain = switches == "plain"
+    plain = switches in ("plain", "bounded")
     function = getattr(triton_kernels, f"{name}_kernel")
     tile = getattr(H200[64, 2][128, 48], name)
     constants = dict.fromkeys(("DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"), 64)
     constants |= {"GROUP": 2, "HEADS": 2, "UNIT": 16, "FAR": False, "EXACT": False, "PRECISION": "ieee"}
+    constants |= {"BOUNDED": switches == "bounded"}
     constants |= {"LINEAR": plain} | dict.fromkeys(("SOFTCAP", "ALIBI", "DROPOUT", "LSE_GRADIENT"), not plain)
     constants |= {"RELATIVE": SWITCHES[switches]}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
@@ -45,11 +47,21 @@ def compiled(name: str, switches: str, capability: int):
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def compiled_intervals(upper_left: bool, capability: int):
-    """The kernel that computes the intervals of visible rows."""
-    function = triton_kernels.interval_kernel
-    constants = {"UPPER_LEFT": upper_left, "BLOCK": 256}
+# kernels without switches → their compile-time arguments
+OTHERS = {
+    triton_kernels.interval_kernel: [{"UPPER_LEFT": x, "BLOCK": 256} for x in (False, True)],
+    bounds_kernels.check_kernel: [{"SAME": x, "BLOCK": 1024} for x in (False, True)],
+    bounds_kernels.fill_kernel: [{"BLOCK": 1024}],
+    plan_kernels.runs_kernel: [{"SAME": x, "SHARED": 64, "BLOCK": 1024} for x in (False, True)],
+    plan_kernels.count_kernel: [{"ROWS": 64, "SHARED": 64, "KIND": x, "BLOCK": 1024} for x in (1, 2, 3)],
+    plan_kernels.tile_kernel: [{"ROWS": 64, "KIND": x, "BLOCK": 256} for x in range(4)],
+}
+
+
+def compiled_other(function, constants: dict, capability: int):
+    """A kernel of `OTHERS`."""
     kinds = {parameter.name: "*i32" if parameter.name[0].isupper() else "i32" for parameter in function.params}
+    kinds |= {"Values": "*bf16"} if "Values" in kinds else {}
     signature = kinds | dict.fromkeys(constants, "constexpr")
     given = {(list(kinds).index(name),): value for name, value in constants.items()}
     return compile(ASTSource(function, signature, given), target=GPUTarget("cuda", capability, 32))
@@ -57,12 +69,13 @@ def compiled_intervals(upper_left: bool, capability: int):
 
 if __name__ == "__main__":
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-    names = sys.argv[2:] or (*KERNELS, "interval")
-    if "interval" in names:
-        for upper_left in (False, True):
-            ptx = compiled_intervals(upper_left, capability).asm["ptx"]
-            print("interval", upper_left, ptx.count("st.global"), "stores")
-    for name in [name for name in names if name != "interval"]:
+    names = sys.argv[2:] or (*KERNELS, "others")
+    if "others" in names:
+        for function, variants in OTHERS.items():
+            for constants in variants:
+                ptx = compiled_other(function, constants, capability).asm["ptx"]
+                print(function.__name__, ptx.count("st.global"), "stores")
+    for name in [name for name in names if name != "others"]:
         for switches in SWITCHES:
             kernel = compiled(name, switches, capability)
             ptx = kernel.asm["ptx"]

@@ -405,25 +405,36 @@ PLANNED = {
 
 
 class TestPlans:
-    """Every row is in one tile, and tiles are as `bounded_plan.py` says."""
+    """Every row of a sequence is in one tile, and every other row is filled. Tiles are as `bounded_plan.py` says."""
 
     def plan(self, lengths, key_lengths=None, bound=BOUNDS["larger"], aligned=False):
         """A plan without intervals, on which tiles do not depend, and its layouts."""
         layout = bounded(lengths, bound)
         key_layout = layout if key_lengths is None else bounded(key_lengths, bound)
-        rows = layout.total, key_layout.total
-        return BoundedPlan(None, None, bounds.check(layout, key_layout), rows, aligned), layout, key_layout
+        rows, longest = (layout.total, key_layout.total), max(layout.max_seqlen, key_layout.max_seqlen)
+        return BoundedPlan(None, None, bounds.check(layout, key_layout), rows, longest, aligned), layout, key_layout
 
     @staticmethod
-    def assert_cover(begins, ends, rows):
-        """The tiles that are not empty are all rows, each once."""
-        pairs = [(b, e) for b, e in zip(begins, ends, strict=True) if b < e]
-        assert all(b == e for b, e in zip(begins, ends, strict=True) if b >= e)
+    def decode(tiles, columns=2):
+        """The tiles, and the rows that are filled: first and last of each side."""
+        if not tiles.most:
+            return [], [[0, 0], [0, 0]]
+        numbers = tiles.tensor.tolist()
+        used, fill, *ranges = numbers[:6]
+        assert used <= tiles.most
+        assert fill == 0
+        assert tiles.programs >= 1
+        flat = numbers[8 : 8 + used * columns]
+        return [flat[i : i + columns] for i in range(0, len(flat), columns)], [ranges[:2], ranges[2:]]
+
+    @staticmethod
+    def assert_cover(pairs, end):
+        """These rows are all rows before `end`, each once."""
         at = 0
-        for begin, end in sorted(pairs):
+        for begin, stop in sorted((b, e) for b, e in pairs if b != e):
             assert begin == at
-            at = end
-        assert at == rows
+            at = stop
+        assert at == end
 
     @covering({"which": PLANNED, "bound": BOUNDS, "aligned": [False, True]})
     def test_tiles(self, which, bound, aligned):
@@ -433,34 +444,39 @@ class TestPlans:
             return
         borders = set(layout.cu_seqlens.tolist())
         for rows in (16, 64):
-            for tiles in (plan.query_tiles(rows, 0), plan.key_tiles(rows, 0)):
-                begins, ends = tiles.T.tolist()
-                self.assert_cover(begins, ends, layout.total)
-                assert all(e - b <= rows for b, e in zip(begins, ends, strict=True))
+            for made in (plan.query_tiles(rows, 0), plan.key_tiles(rows, 0)):
+                tiles, (filled, _) = self.decode(made)
+                self.assert_cover(tiles, sum(lengths))
+                assert filled == [sum(lengths), layout.total]
+                assert all(e - b <= rows for b, e in tiles)
                 if aligned:
-                    assert not any(borders & set(range(b + 1, e)) for b, e in zip(begins, ends, strict=True))
-        assert len(plan.key_tiles(64, 64)) == len(plan.query_tiles(64, 64, without_fused=True)) == 0
+                    assert not any(borders & set(range(b + 1, e)) for b, e in tiles)
 
-    @covering({"which": PLANNED, "bound": BOUNDS, "cross": [False, True]})
-    def test_fused_tiles(self, which, bound, cross):
-        lengths = [n % 32 for n in PLANNED[which]]
-        key_lengths = [(3 * n + 1) % 32 for n in lengths[::-1]] if cross else None
+    @covering({"which": PLANNED, "bound": BOUNDS, "cross": [False, True], "longest": [31, 200]})
+    def test_fused_and_long_tiles(self, which, bound, cross, longest):
+        lengths = [n % (longest + 1) for n in PLANNED[which]]
+        key_lengths = [(3 * n + 1) % (longest + 1) for n in lengths[::-1]] if cross else None
         plan, *layouts = self.plan(lengths, key_lengths, BOUNDS[bound])
         if not all(x.total for x in layouts):
             return
+        totals = [sum(lengths), sum(key_lengths or lengths)]
+        # whole sequences: the queries and the keys of a tile belong to the same ones
+        borders = set(zip(*[x.cu_seqlens.tolist() for x in layouts], strict=True))
         for shared in (32, 64):
-            tiles = plan.fused_tiles(shared).tolist()
-            for side, layout in enumerate(layouts):
-                begins, ends = ([tile[2 * side + i] for tile in tiles] for i in range(2))
-                self.assert_cover(begins, ends, layout.total)
-                assert all(e - b <= shared for b, e in zip(begins, ends, strict=True))
-            # whole sequences: the queries and the keys of a tile belong to the same ones
-            totals = [sum(lengths), sum(key_lengths or lengths)]
-            offsets = [x.cu_seqlens.tolist() for x in layouts]
-            pairs = set(zip(*offsets, strict=True))
-            for first, last, start, end in tiles:
-                if first < totals[0] or start < totals[1]:
-                    assert {(first, start), (last, end)} <= pairs
+            fused, filled = self.decode(plan.fused_tiles(shared), 4)
+            assert filled == [[end, x.total] for end, x in zip(totals, layouts, strict=True)]
+            for first, last, start, end in fused:
+                assert {(first, start), (last, end)} <= borders
+            long = (plan.query_tiles(16, shared, without_fused=True), plan.key_tiles(16, shared))
+            for side, made in enumerate(long):
+                tiles, (not_filled, _) = self.decode(made)
+                assert not_filled[0] == not_filled[1]
+                pairs = [tile[2 * side : 2 * side + 2] for tile in fused]
+                assert all(e - b <= shared for b, e in pairs)
+                assert all(e - b <= 16 for b, e in tiles)
+                self.assert_cover([*pairs, *tiles], totals[side])
+            if plan.longest <= shared:
+                assert not any(x.most for x in long)
 
 
 @gpu

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from ..backend import BackwardInputs, Gradients
 from ..call import AttentionSpec, Call
 from ..launch import Launch, Launches, Ready, launch_again, launch_cached
 from ..relative import RelativeBias
+from .bounded_plan import BoundedPlan
 from .configs import ANY_BATCH, Config, Tile, config_for
-
-if TYPE_CHECKING:
-    from .bounded_plan import BoundedPlan
-    from .plan import Intervals, Plan
+from .plan import Intervals, Plan, Tiles
 
 _INT32_MAX = 2**31 - 1
 Shapes = tuple[Sequence[int], int, int]  # (H, D), G, V
@@ -45,9 +43,6 @@ class Settings:
     @classmethod
     def make(cls, shapes: Shapes, call: Call, bias_gradient: bool) -> Settings:
         """The settings of calls with these shapes and this spec and these layouts."""
-        from .bounded_plan import BoundedPlan
-        from .plan import Plan  # on first use, because it imports NumPy
-
         layout, key_layout, _, spec, *_ = call
         (heads, dim), key_heads, value_dim = shapes
         window, upper_left = spec.window, not spec.lower_right
@@ -68,14 +63,11 @@ class Settings:
             *(spec.dtype == torch.float32, precision, spec.bounded),
         )
         floats = (spec.scale, spec.softcap, spec.dropout_p)
-        most = max(min(x.max_seqlen, x.total) for x in (layout, key_layout))
-        longest = min(most, sum(window) + 1)
+        longest = min(max(min(x.max_seqlen, x.total) for x in (layout, key_layout)), sum(window) + 1)
         mean = layout.total / max(1, layout.batch_size)
         batch = ANY_BATCH if spec.batch_invariant else (longest, mean)
         config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
         shared = 0 if spec.batch_invariant else config.shared
-        if spec.bounded and shared:
-            config, shared = _config_of_bounds(spec, max(blocks), config, batch, most)
         is_ordered = spec.deterministic or spec.batch_invariant
         return cls(plan, config, shared, constants, floats, bool(spec.relative), is_ordered)
 
@@ -84,33 +76,24 @@ class Settings:
         return self.floats[2] > 0
 
     @functools.cached_property
-    def forward_tiles(self) -> Tensor:
+    def forward_tiles(self) -> Tiles:
         """The tiles of `forward_kernel`."""
-        return self.plan.query_tiles(self.config.forward.block_m, self.shared)
+        return Tiles.of(self.plan.query_tiles(self.config.forward.block_m, self.shared))
 
     @functools.cached_property
-    def query_tiles(self) -> Tensor:
+    def query_tiles(self) -> Tiles:
         """The tiles of `query_kernel`."""
-        return self.plan.query_tiles(self.config.query.block_m, self.shared, without_fused=True)
+        return Tiles.of(self.plan.query_tiles(self.config.query.block_m, self.shared, without_fused=True))
 
     @functools.cached_property
-    def key_tiles(self) -> Tensor:
+    def key_tiles(self) -> Tiles:
         """The tiles of `key_kernel`."""
-        return self.plan.key_tiles(self.config.key.block_n, self.shared)
+        return Tiles.of(self.plan.key_tiles(self.config.key.block_n, self.shared))
 
     @functools.cached_property
-    def fused_tiles(self) -> Tensor:
-        """The tiles of `fused_kernel`. There are none if no sequences share a tile."""
-        return self.plan.fused_tiles(self.shared) if self.shared else self.query_tiles[:0]
-
-
-def _config_of_bounds(
-    spec: AttentionSpec, dim: int, config: Config, batch: tuple[float, float], longest: int
-) -> tuple[Config, int]:
-    """The config, and `shared`, if the host only knows bounds: either all sequences share tiles, or none do."""
-    any_mean = config_for(spec.device, dim, spec.dtype.itemsize, batch[0], math.inf)
-    found = next((x for x in (config, any_mean) if longest <= x.shared), None)
-    return (config, 0) if found is None else (found, found.shared)
+    def fused_tiles(self) -> Tiles | None:
+        """The tiles of `fused_kernel`; None if no sequences share a tile."""
+        return Tiles.of(self.plan.fused_tiles(self.shared)) if self.shared else None
 
 
 def _switches(spec: AttentionSpec, bias_gradient: bool, same_tokens: bool) -> tuple[int, ...]:
@@ -165,7 +148,7 @@ class Launcher(NamedTuple):
         self,
         kernel: Any,
         tile: Tile,
-        tiles: Tensor,
+        tiles: Tiles,
         heads: int,
         intervals: Intervals,
         tensors: tuple[Tensor | None, ...],
@@ -175,7 +158,7 @@ class Launcher(NamedTuple):
         *constants: int,
     ) -> None:
         """Launch a kernel, unless there are no tiles. It gets the strides of rows and heads of `strided`."""
-        if not tiles.shape[0]:
+        if not tiles.most:
             return
         first = (*tensors, self.slopes, seed, *self.biases)
         ready = None if self.ready is None else self.ready.get(kernel.fn)
@@ -189,8 +172,8 @@ class Launcher(NamedTuple):
             far = max(strides[1::2]) * self.heads > _INT32_MAX
             return Launch(
                 kernel,
-                (tiles.shape[0], heads),
-                (tiles, intervals.lo, intervals.hi, self.settings.plan.queries.own),
+                (tiles.programs, heads),
+                (tiles.tensor, intervals.lo, intervals.hi, self.settings.plan.queries.own),
                 (*[stride // unit for stride in strides], *more_strides, *self.integers),
                 self.settings.floats,
                 (*self.settings.constants, unit, far, tile.block_m, tile.block_n, *constants),
@@ -198,7 +181,7 @@ class Launcher(NamedTuple):
                 tile.stages_with_biases if self.settings.has_relative_bias else tile.stages,
             )
 
-        key = (kernel.fn, tile, tiles.data_ptr(), strides, more_strides, self.integers, constants)
+        key = (kernel.fn, tile, tiles.tensor.data_ptr(), strides, more_strides, self.integers, constants)
         ready = launch_cached(self.settings.launches, key, first, make)
         if self.ready is not None and ready is not None:
             self.ready[kernel.fn] = ready
@@ -335,10 +318,10 @@ def _backward(
     tiles, key_tiles = settings.query_tiles, settings.key_tiles
     biases = _BiasGradients()
     if relative is not None:
-        parts = len(tiles) + len(settings.fused_tiles)
+        parts = tiles.most + (settings.fused_tiles.most if settings.fused_tiles else 0)
         biases = _BiasGradients.zeros(relative, parts if is_ordered else kernels.PARTS.value)
     with device.current(query.device):
-        if len(tiles) or len(key_tiles):
+        if tiles.most or key_tiles.most:
             delta = torch.empty_like(lse)
             launcher.launch(
                 *(kernels.query_kernel, config.query, tiles, heads, plan.queries),
@@ -358,8 +341,8 @@ def _backward(
             if parts > 1:
                 for x, by_part in zip((grad_key, grad_value), targets, strict=True):
                     x.copy_(by_part.unflatten(1, (key_heads, parts)).sum(2))
-        if settings.shared:  # last, because the sum over parts above also writes to these rows
-            of_fused = biases.bias[len(tiles) :] if biases.bias is not None and is_ordered else biases.bias
+        if settings.fused_tiles is not None:  # last, because the sum over parts above also writes to these rows
+            of_fused = biases.bias[tiles.most :] if biases.bias is not None and is_ordered else biases.bias
             launcher.launch(
                 *(kernels.fused_kernel, config.fused, settings.fused_tiles, key_heads, plan.keys),
                 (query, key, value, out, grad, lse, grad_lse, *grads, of_fused, *biases[1:]),

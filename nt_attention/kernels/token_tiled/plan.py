@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,25 @@ from ..launch import Launch, launch
 T = TypeVar("T")
 Ints = NDArray[np.int64]
 _BLOCK = 256  # tokens of a program of `interval_kernel`
+
+
+class Tiles(NamedTuple):
+    """The tiles of a kernel on the device.
+
+    Attributes:
+        tensor: their begins and ends, int32.
+        most: their number; the largest one if only the device knows it.
+        programs: how many programs run them, for each head.
+    """
+
+    tensor: Tensor
+    most: int
+    programs: int
+
+    @classmethod
+    def of(cls, tiles: Tensor | Tiles) -> Tiles:
+        """A tensor of tiles, each of which has a program."""
+        return tiles if isinstance(tiles, Tiles) else cls(tiles, len(tiles), len(tiles))
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,7 @@ class Plan:
 
     @property
     def fill_value(self) -> Tensor | None:
-        """None: the offsets are valid. See `bounds.fill_value`."""
+        """None: the offsets are valid. See `bounds.Checked`."""
         return None
 
     def query_tiles(self, rows: int, shared: int, *, without_fused: bool = False) -> Tensor:
@@ -214,7 +233,7 @@ def _intervals(mine: SequenceLayout, other: SequenceLayout, before: float, after
         integers = (mine.batch_size, mine.total, *window)
         grid = (-(-mine.total // _BLOCK), 1)
         with device.current(mine.device):
-            launch(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, False, _BLOCK), 4, 1))
+            launch(Launch(kernels.interval_kernel, grid, tensors, integers, (), (upper_left, _BLOCK), 4, 1))
     return Intervals(lo, hi, own)
 
 

@@ -1,6 +1,6 @@
 """The Triton kernels that make the tiles of a `BoundedPlan` on the device.
 
-Dimensions: B sequences, N rows of one side, R tiles.
+Dimensions: B sequences, N rows of one side, R tiles at most.
 """
 
 # No `from __future__ import annotations`: Triton reads annotations when it compiles.
@@ -11,7 +11,14 @@ import triton.language as tl
 # The kinds of tiles, see `bounded_plan.py`.
 FIXED = tl.constexpr(0)
 ALIGNED = tl.constexpr(1)
-FUSED = tl.constexpr(2)
+LONG = tl.constexpr(2)
+FUSED = tl.constexpr(3)
+
+# Before the tiles come these integers: the number of tiles, and the bits of the float32 to write to rows that belong to
+# no sequence. Then the first and the last of these rows, of the side of the tiles, and if FUSED of the keys.
+HEADER = tl.constexpr(8)
+OWN = tl.constexpr(0)
+KEYS = tl.constexpr(1)
 
 
 @triton.jit
@@ -63,18 +70,27 @@ def runs_kernel(
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
-def count_kernel(Offsets, IsFirst, Before, num_sequences, ROWS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def count_kernel(
+    Offsets, Other, Ends, IsFirst, Before, num_sequences,
+    ROWS: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """`Before` (B+1,), the number of tiles before those of each sequence. One program."""
     total = 0
     for at in range(0, num_sequences, BLOCK):
         sequence = at + tl.arange(0, BLOCK)
         valid = sequence < num_sequences
+        after = sequence + 1
         if KIND == FUSED:
-            count = tl.load(IsFirst + sequence, mask=valid, other=0)
+            after = tl.load(Ends + sequence, mask=valid, other=0)
+        length = tl.load(Offsets + after, mask=valid, other=0) - tl.load(Offsets + sequence, mask=valid, other=0)
+        other = tl.load(Other + after, mask=valid, other=0) - tl.load(Other + sequence, mask=valid, other=0)
+        is_short = tl.maximum(length, other) <= SHARED
+        if KIND == FUSED:
+            count = tl.load(IsFirst + sequence, mask=valid, other=0) * is_short.to(tl.int32)
         else:
-            begin = tl.load(Offsets + sequence, mask=valid, other=0)
-            end = tl.load(Offsets + sequence + 1, mask=valid, other=0)
-            count = (end - begin + ROWS - 1) // ROWS
+            count = (length + ROWS - 1) // ROWS
+            if KIND == LONG:
+                count = tl.where(is_short, 0, count)
         tl.store(Before + sequence, total + tl.cumsum(count, 0) - count, mask=valid)
         total += tl.sum(count)
     tl.store(Before + num_sequences, total)
@@ -85,18 +101,15 @@ def tile_kernel(
     Offsets, Keys, Ends, Before, Tiles, num_sequences, num_tiles, num_rows, num_keys,
     ROWS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tiles, each begin and end of its rows, and if FUSED also begin and end of its keys.
-
-    The tiles after those of the sequences have the rows past the last offset. The last ones are empty: they begin and
-    end at the last row. A further row has the bits of the float32 to write past the end of the last sequence (0, or
-    NaN if the offsets are not valid), the last offset of this side, and if FUSED that of the keys.
-    """
+    """Up to BLOCK tiles, each begin and end of its rows, and if FUSED also begin and end of its keys; and `HEADER`."""
     COLUMNS: tl.constexpr = 4 if KIND == FUSED else 2
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = tile < num_tiles
+    total = tl.load(Offsets + num_sequences)
+    target = Tiles + HEADER + COLUMNS * tile
     if KIND == FIXED:
+        used = (total + ROWS - 1) // ROWS
         begin = tile * ROWS
-        end = begin + ROWS
+        end = tl.minimum(begin + ROWS, total)
     else:
         used = tl.load(Before + num_sequences)
         low = tl.zeros([BLOCK], tl.int32)
@@ -106,26 +119,22 @@ def tile_kernel(
             is_at = tl.load(Before + middle) <= tile
             low = tl.where(is_at, middle, low)
             high = tl.where(is_at, high, middle - 1)
-        past = tl.load(Offsets + num_sequences) + (tile - used) * ROWS
         if KIND == FUSED:
             after = tl.load(Ends + low)
             begin = tl.load(Offsets + low)
             end = tl.load(Offsets + after)
-            keys_past = tl.load(Keys + num_sequences) + (tile - used) * ROWS
-            keys_begin = tl.where(tile < used, tl.load(Keys + low), keys_past)
-            keys_end = tl.where(tile < used, tl.load(Keys + after), keys_past + ROWS)
-            tl.store(Tiles + COLUMNS * tile + 2, tl.minimum(keys_begin, num_keys), mask=valid)
-            tl.store(Tiles + COLUMNS * tile + 3, tl.minimum(keys_end, num_keys), mask=valid)
+            tl.store(target + 2, tl.load(Keys + low), mask=(tile < used) & (tile < num_tiles))
+            tl.store(target + 3, tl.load(Keys + after), mask=(tile < used) & (tile < num_tiles))
         else:
             begin = tl.load(Offsets + low) + (tile - tl.load(Before + low)) * ROWS
             end = tl.minimum(begin + ROWS, tl.load(Offsets + low + 1))
-        begin = tl.where(tile < used, begin, past)
-        end = tl.where(tile < used, end, past + ROWS)
-    tl.store(Tiles + COLUMNS * tile, tl.minimum(begin, num_rows), mask=valid)
-    tl.store(Tiles + COLUMNS * tile + 1, tl.minimum(end, num_rows), mask=valid)
+    valid = (tile < used) & (tile < num_tiles)
+    tl.store(target, begin, mask=valid)
+    tl.store(target + 1, end, mask=valid)
     if tl.program_id(0) == 0:
-        last = Tiles + COLUMNS * num_tiles
-        tl.store(last, tl.load(Offsets + num_sequences + 1))
-        tl.store(last + 1, tl.load(Offsets + num_sequences))
-        if KIND == FUSED:
-            tl.store(last + 2, tl.load(Keys + num_sequences))
+        tl.store(Tiles, used)
+        tl.store(Tiles + 1, tl.load(Offsets + num_sequences + 1))
+        tl.store(Tiles + 2, num_rows if KIND == LONG else total)
+        tl.store(Tiles + 3, num_rows)
+        tl.store(Tiles + 4, tl.load(Keys + num_sequences))
+        tl.store(Tiles + 5, num_keys)

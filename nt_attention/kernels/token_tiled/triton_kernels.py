@@ -17,6 +17,8 @@ Dimensions: M query rows of a tile, N key rows of a tile, D and V head dims. Nam
 import triton
 import triton.language as tl
 
+from .plan_kernels import HEADER, KEYS, OWN
+
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 # RELATIVE is a sum of these flags: the biases that are given, whether their gradients are needed, and in a fixed order,
@@ -37,13 +39,12 @@ UNSPECIALIZED += ["query_bias_row", "query_bias_head", "key_bias_row", "key_bias
 
 @triton.jit(do_not_specialize=["num_sequences", "total", "before", "after"])
 def interval_kernel(
-    Offsets, Other, Lo, Hi, Own, num_sequences, total, before, after,
-    UPPER_LEFT: tl.constexpr, BOUNDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    Offsets, Other, Lo, Hi, Own, num_sequences, total, before, after, UPPER_LEFT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The visible rows of BLOCK tokens of one side, see `plan.Intervals`.
 
     `Offsets` are those of this side, and `Other` those of the other side. A token sees the rows from `before` rows
-    before its own position to `after` rows after it. If BOUNDED, tokens from the last offset on see no rows.
+    before its own position to `after` rows after it.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = token < total
@@ -51,12 +52,10 @@ def interval_kernel(
     high = low + num_sequences
     while tl.max(high - low) > 0:
         middle = (low + high) // 2
-        ends_before = tl.load(Offsets + middle + 1, mask=low < high, other=0) <= token
-        high = tl.where(ends_before, high, middle)
-        low = tl.where(ends_before & (low < high), middle + 1, low)
+        is_past = tl.load(Offsets + middle + 1, mask=low < high, other=0) <= token
+        high = tl.where(is_past, high, middle)
+        low = tl.where(is_past & (low < high), middle + 1, low)
     sequence = low  # the number of sequences that end at the token or before it
-    if BOUNDED:
-        sequence = tl.minimum(sequence, num_sequences - 1)
     begin = tl.load(Offsets + sequence, mask=valid, other=0)
     lowest = tl.load(Other + sequence, mask=valid, other=0).to(tl.int64)
     highest = tl.load(Other + sequence + 1, mask=valid, other=0).to(tl.int64)
@@ -65,10 +64,6 @@ def interval_kernel(
         own += highest - lowest - (tl.load(Offsets + sequence + 1, mask=valid, other=0) - begin)
     lo = tl.minimum(tl.maximum(own - before, lowest), highest)
     hi = tl.minimum(tl.maximum(own + after + 1, lowest), highest)
-    if BOUNDED:
-        is_past = token >= tl.load(Offsets + num_sequences)
-        lo = tl.where(is_past, tl.load(Other + num_sequences), lo)
-        hi = tl.where(is_past, lo, hi)
     tl.store(Lo + token, lo.to(tl.int32), mask=valid)
     tl.store(Hi + token, hi.to(tl.int32), mask=valid)
     tl.store(Own + token, own.to(tl.int32), mask=valid)
@@ -121,6 +116,44 @@ def _store(
 
 
 @triton.jit
+def _own_tiles(Tiles, BOUNDED: tl.constexpr):
+    """(Tiles, first, last, step): the tiles of this program, and where they begin in memory.
+
+    A program has one tile. If BOUNDED, only the device knows how many tiles there are, and programs share them.
+    """
+    first = tl.program_id(0)
+    last = first + 1
+    step = 1
+    if BOUNDED:
+        last = tl.load(Tiles)
+        step = tl.num_programs(0)
+        Tiles += HEADER
+    return Tiles, first, last, step
+
+
+@triton.jit
+def _fill_rows(
+    Base, row_stride, Header, SIDE: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Write the share of this program of the rows of one head that belong to no sequence, see `plan_kernels.HEADER`."""
+    value = tl.zeros([ROWS, BLOCK], tl.float32) + tl.load(Header + 1).to(tl.float32, bitcast=True)
+    last = tl.load(Header + 3 + 2 * SIDE)
+    for at in range(tl.load(Header + 2 + 2 * SIDE) + tl.program_id(0) * ROWS, last, tl.num_programs(0) * ROWS):
+        _store(Base, row_stride, at, last, value, ROWS, DIM, BLOCK, UNIT)
+
+
+@triton.jit
+def _fill_lse(Lse, Header, ROWS: tl.constexpr):
+    """The same for the log-sum-exp of one head: −inf, or NaN."""
+    value = tl.full([ROWS], -INF, tl.float32) + tl.load(Header + 1).to(tl.float32, bitcast=True)
+    last = tl.load(Header + 3)
+    for at in range(tl.load(Header + 2) + tl.program_id(0) * ROWS, last, tl.num_programs(0) * ROWS):
+        rows = at + tl.arange(0, ROWS)
+        tl.store(Lse + rows, value, mask=rows < last)
+
+
+@triton.jit
 def _visible_range(Lo, Hi, start, end):
     """The union of the intervals of a tile's rows, and their intersection, in which no mask is needed."""
     first = tl.load(Lo + start)
@@ -128,20 +161,6 @@ def _visible_range(Lo, Hi, start, end):
     unmasked_from = tl.load(Lo + end - 1)
     unmasked_to = tl.load(Hi + start)
     return first, last, unmasked_from, unmasked_to
-
-
-@triton.jit
-def _fill(Tiles, COLUMNS: tl.constexpr):
-    """The float32 to write past the end of the last sequence, see `plan_kernels.tile_kernel`."""
-    return tl.load(Tiles + COLUMNS * tl.num_programs(0)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _last_loaded(Tiles, last, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, BOUNDED: tl.constexpr):
-    """`last`, or the end of the last sequence if that is lower. Rows past it may have any values, such as NaN."""
-    if BOUNDED:
-        last = tl.minimum(last, tl.load(Tiles + COLUMNS * tl.num_programs(0) + COLUMN))
-    return last
 
 
 @triton.jit
@@ -203,9 +222,9 @@ def _relative(relative, rows, keys, own, last_row, last_key, head, RELATIVE: tl.
 @triton.jit
 def _bias_sums(GradBias, tile, heads, head, radius, RELATIVE: tl.constexpr):
     """The sums (2R+1,) to which a program adds the gradient of `bias`, by distance."""
-    part = tile
+    part = tile + tl.full([], 0, tl.int32)  # Triton's interpreter has Python's integers in loops
     if not (ORDERED & RELATIVE):
-        part = tile % PARTS
+        part = part % PARTS
     return _row(GradBias, part, heads * (2 * radius + 1), head, 2 * radius + 1)
 
 
@@ -404,66 +423,66 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries and one head."""
-    tile = tl.program_id(0)
     head = tl.program_id(1)
-    start = tl.load(Tiles + 2 * tile)
-    end = tl.load(Tiles + 2 * tile + 1)
-    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
-        if start == end:
-            return
+    Header = Tiles
+    Tiles, first_tile, last_tile, step = _own_tiles(Tiles, BOUNDED)
     Query = _head_pointer(Query, head, query_head, UNIT, FAR)
     Key = _head_pointer(Key, head // GROUP, key_head, UNIT, FAR)
     Value = _head_pointer(Value, head // GROUP, value_head, UNIT, FAR)
     Out = _head_pointer(Out, head, out_head, UNIT, FAR)
 
-    rows = start + tl.arange(0, BLOCK_M)
-    lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
-    hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
-    first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
-    own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
-    own, slopes = own[:, None], slopes[:, None]
     relative = (
         Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
         key_bias_head,
     )  # fmt: skip
 
-    loaded = _last_loaded(Tiles, end, 1, 2, BOUNDED)
-    q = _load(Query, query_row, start, loaded, BLOCK_M, DIM, BLOCK_D, UNIT)
-    out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], -INF, tl.float32)
-    score_factor = _score_factor(scale, LINEAR)
+    for tile in range(first_tile, last_tile, step):
+        start = tl.load(Tiles + 2 * tile)
+        end = tl.load(Tiles + 2 * tile + 1)
+        rows = start + tl.arange(0, BLOCK_M)
+        lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
+        hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
+        first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
+        own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
+        own, slopes = own[:, None], slopes[:, None]
+        q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
+        out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        row_max = tl.full([BLOCK_M], -INF, tl.float32)
+        score_factor = _score_factor(scale, LINEAR)
 
-    for at in range(first, last, BLOCK_N):
-        keys = (at + tl.arange(0, BLOCK_N))[None, :]
-        k = _load(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        _, _, bias = _relative(relative, rows[:, None], keys, own, end - 1, last - 1, head, RELATIVE)
-        scores, _ = _scores(products, own, keys, slopes, bias, scale, softcap, LINEAR, SOFTCAP, ALIBI, RELATIVE, EXACT)
-        if (at < unmasked_from) | (at + BLOCK_N > unmasked_to):
-            scores = tl.where((keys >= lo) & (keys < hi), scores, -INF)
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_factor)
-        finite = tl.where(new_max == -INF, 0.0, new_max)
-        weights = tl.exp2(scores * score_factor - finite[:, None])
-        rescale = tl.exp2(row_max - finite)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        out = out * rescale[:, None]
-        if DROPOUT:
-            kept = _dropout_mask(Seed, rows[:, None], keys, head, dropout_p)
-            weights = tl.where(kept, weights, 0.0) * (1.0 / (1.0 - dropout_p))
-        v = _load(Value, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-        out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
-        row_max = new_max
+        for at in range(first, last, BLOCK_N):
+            keys = (at + tl.arange(0, BLOCK_N))[None, :]
+            k = _load(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            _, _, bias = _relative(relative, rows[:, None], keys, own, end - 1, last - 1, head, RELATIVE)
+            scores, _ = _scores(
+                products, own, keys, slopes, bias, scale, softcap, LINEAR, SOFTCAP, ALIBI, RELATIVE, EXACT
+            )
+            if (at < unmasked_from) | (at + BLOCK_N > unmasked_to):
+                scores = tl.where((keys >= lo) & (keys < hi), scores, -INF)
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * score_factor)
+            finite = tl.where(new_max == -INF, 0.0, new_max)
+            weights = tl.exp2(scores * score_factor - finite[:, None])
+            rescale = tl.exp2(row_max - finite)
+            row_sum = row_sum * rescale + tl.sum(weights, 1)
+            out = out * rescale[:, None]
+            if DROPOUT:
+                kept = _dropout_mask(Seed, rows[:, None], keys, head, dropout_p)
+                weights = tl.where(kept, weights, 0.0) * (1.0 / (1.0 - dropout_p))
+            v = _load(Value, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+            out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
+            row_max = new_max
 
-    masked = row_sum == 0.0
-    out = out / tl.where(masked, 1.0, row_sum)[:, None]
-    lse = tl.where(masked, -INF, (row_max + tl.log2(tl.where(masked, 1.0, row_sum))) / LOG2E)
+        masked = row_sum == 0.0
+        out = out / tl.where(masked, 1.0, row_sum)[:, None]
+        lse = tl.where(masked, -INF, (row_max + tl.log2(tl.where(masked, 1.0, row_sum))) / LOG2E)
+        tl.store(Lse + head * lse_head + rows, lse, mask=rows < end)
+        _store(Out, out_row, start, end, out, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+
     if BOUNDED:
-        fill = _fill(Tiles, 2)
-        out += fill
-        lse += fill
-    tl.store(Lse + head * lse_head + rows, lse, mask=rows < end)
-    _store(Out, out_row, start, end, out, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        _fill_rows(Out, out_row, Header, OWN, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        _fill_lse(Lse + head * lse_head, Header, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -481,13 +500,9 @@ def query_kernel(
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of queries and one head, and delta, which `key_kernel` reads."""
-    tile = tl.program_id(0)
     head = tl.program_id(1)
-    start = tl.load(Tiles + 2 * tile)
-    end = tl.load(Tiles + 2 * tile + 1)
-    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
-        if start == end:
-            return
+    Header = Tiles
+    Tiles, first_tile, last_tile, step = _own_tiles(Tiles, BOUNDED)
     Query = _head_pointer(Query, head, query_head, UNIT, FAR)
     Key = _head_pointer(Key, head // GROUP, key_head, UNIT, FAR)
     Value = _head_pointer(Value, head // GROUP, value_head, UNIT, FAR)
@@ -495,54 +510,58 @@ def query_kernel(
     Grad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
     GradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
 
-    rows = start + tl.arange(0, BLOCK_M)
-    lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
-    hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
-    first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
-    own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
-    own, slopes = own[:, None], slopes[:, None]
     relative = (
         Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
         key_bias_head,
     )  # fmt: skip
 
-    if BIAS_GRADIENT & RELATIVE:
-        heads = tl.num_programs(1)
-        GradBias = _bias_sums(GradBias, tile, heads, head, radius, RELATIVE)
-        GradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
-
-    loaded = _last_loaded(Tiles, end, 1, 2, BOUNDED)
-    q = _load(Query, query_row, start, loaded, BLOCK_M, DIM, BLOCK_D, UNIT)
-    grad = _load(Grad, grad_row, start, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-    out = _load(Out, out_row, start, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-    delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, loaded, head, LSE_GRADIENT)
-    tl.store(Delta + head * lse_head + rows, delta, mask=rows < end)
-    delta = delta[:, None]
-    lse = _backward_lse(Lse + head * lse_head, rows, end)[:, None]
-    grad_query = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    for at in range(first, last, BLOCK_N):
-        keys = (at + tl.arange(0, BLOCK_N))[None, :]
-        k = _load(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
-        v = _load(Value, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        grad_products = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        boundary = (at < unmasked_from) | (at + BLOCK_N > unmasked_to)
-        _, grad_scaled, grad_scores, distance, bucket = _weights(
-            products, grad_products, lse, delta, keys, lo, hi, boundary, rows[:, None], keys, own, slopes, relative,
-            end - 1, last - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE, EXACT,
-        )  # fmt: skip
+    for tile in range(first_tile, last_tile, step):
+        start = tl.load(Tiles + 2 * tile)
+        end = tl.load(Tiles + 2 * tile + 1)
+        rows = start + tl.arange(0, BLOCK_M)
+        lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
+        hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
+        first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
+        own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
+        own, slopes = own[:, None], slopes[:, None]
         if BIAS_GRADIENT & RELATIVE:
-            _add_bias_gradients(
-                GradBias, GradQueryBias, GradQueryBias, relative, distance, bucket, (keys >= lo) & (keys < hi),
-                grad_scores, at - start, 1, ~KEY_BIAS & RELATIVE,
-            )  # fmt: skip
-        grad_query = tl.dot(grad_scaled.to(k.dtype), k, grad_query, input_precision=PRECISION)
+            heads = tl.num_programs(1)
+            TileGradBias = _bias_sums(GradBias, tile, heads, head, radius, RELATIVE)
+            TileGradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
 
-    grad_query *= scale
+        q = _load(Query, query_row, start, end, BLOCK_M, DIM, BLOCK_D, UNIT)
+        grad = _load(Grad, grad_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        out = _load(Out, out_row, start, end, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE_GRADIENT)
+        tl.store(Delta + head * lse_head + rows, delta, mask=rows < end)
+        delta = delta[:, None]
+        lse = _backward_lse(Lse + head * lse_head, rows, end)[:, None]
+        grad_query = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+        for at in range(first, last, BLOCK_N):
+            keys = (at + tl.arange(0, BLOCK_N))[None, :]
+            k = _load(Key, key_row, at, last, BLOCK_N, DIM, BLOCK_D, UNIT)
+            v = _load(Value, value_row, at, last, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            grad_products = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            boundary = (at < unmasked_from) | (at + BLOCK_N > unmasked_to)
+            _, grad_scaled, grad_scores, distance, bucket = _weights(
+                products, grad_products, lse, delta, keys, lo, hi, boundary, rows[:, None], keys, own, slopes, relative,
+                end - 1, last - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT, RELATIVE,
+                EXACT,
+            )  # fmt: skip
+            if BIAS_GRADIENT & RELATIVE:
+                _add_bias_gradients(
+                    TileGradBias, TileGradQueryBias, TileGradQueryBias, relative, distance, bucket,
+                    (keys >= lo) & (keys < hi), grad_scores, at - start, 1, ~KEY_BIAS & RELATIVE,
+                )  # fmt: skip
+            grad_query = tl.dot(grad_scaled.to(k.dtype), k, grad_query, input_precision=PRECISION)
+
+        grad_query *= scale
+        _store(GradQuery, grad_query_row, start, end, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
+
     if BOUNDED:
-        grad_query += _fill(Tiles, 2)
-    _store(GradQuery, grad_query_row, start, end, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
+        _fill_rows(GradQuery, grad_query_row, Header, OWN, BLOCK_M, DIM, BLOCK_D, UNIT)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -560,70 +579,68 @@ def key_kernel(
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one tile of keys and values, summed over HEADS of the query heads of one key head."""
-    tile = tl.program_id(0)
     part = tl.program_id(1)
+    Header = Tiles
+    Tiles, first_tile, last_tile, step = _own_tiles(Tiles, BOUNDED)
     Key = _head_pointer(Key, part * HEADS // GROUP, key_head, UNIT, FAR)
     Value = _head_pointer(Value, part * HEADS // GROUP, value_head, UNIT, FAR)
     GradKey = _head_pointer(GradKey, part, grad_key_head, UNIT, FAR)
     GradValue = _head_pointer(GradValue, part, grad_value_head, UNIT, FAR)
-    start = tl.load(Tiles + 2 * tile)
-    end = tl.load(Tiles + 2 * tile + 1)
-    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
-        if start == end:
-            return
-
-    keys = (start + tl.arange(0, BLOCK_N))[:, None]
-    lo = tl.load(Lo + keys, mask=keys < end, other=0)
-    hi = tl.load(Hi + keys, mask=keys < end, other=0)
-    first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
-
-    loaded = _last_loaded(Tiles, end, 1, 2, BOUNDED)
-    k = _load(Key, key_row, start, loaded, BLOCK_N, DIM, BLOCK_D, UNIT)
-    v = _load(Value, value_row, start, loaded, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-    grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-
     heads = tl.num_programs(1) * HEADS
     relative = (
         Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
         key_bias_head,
     )  # fmt: skip
 
-    for head in range(part * HEADS, part * HEADS + HEADS):
-        HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
-        HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
-        for at in range(first, last, BLOCK_M):
-            rows = at + tl.arange(0, BLOCK_M)
-            q = _load(HeadQuery, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
-            grad = _load(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-            lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
-            delta = tl.load(Delta + head * lse_head + rows, mask=rows < last, other=0.0)[None, :]
-            own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
-            own, slopes = own[None, :], slopes[None, :]
-            products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            boundary = (at < unmasked_from) | (at + BLOCK_M > unmasked_to)
-            weights, grad_scaled, grad_scores, distance, bucket = _weights(
-                products, grad_products, lse, delta, rows[None, :], lo, hi, boundary, rows[None, :], keys, own, slopes,
-                relative, last - 1, end - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI, DROPOUT,
-                RELATIVE, EXACT,
-            )  # fmt: skip
-            if (BIAS_GRADIENT & RELATIVE) and (KEY_BIAS & RELATIVE):
-                HeadGradKeyBias = _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets)
-                _add_bias_gradients(
-                    GradKeyBias, GradKeyBias, HeadGradKeyBias, relative, distance, bucket,
-                    (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores, start - at, 0,
-                    ~(BIAS + QUERY_BIAS) & RELATIVE,
-                )  # fmt: skip
-            grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
-            grad_key = tl.dot(grad_scaled.to(q.dtype), q, grad_key, input_precision=PRECISION)
+    for tile in range(first_tile, last_tile, step):
+        start = tl.load(Tiles + 2 * tile)
+        end = tl.load(Tiles + 2 * tile + 1)
+        keys = (start + tl.arange(0, BLOCK_N))[:, None]
+        lo = tl.load(Lo + keys, mask=keys < end, other=0)
+        hi = tl.load(Hi + keys, mask=keys < end, other=0)
+        first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
 
-    grad_key *= scale
+        k = _load(Key, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
+        v = _load(Value, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+
+        for head in range(part * HEADS, part * HEADS + HEADS):
+            HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
+            HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
+            for at in range(first, last, BLOCK_M):
+                rows = at + tl.arange(0, BLOCK_M)
+                q = _load(HeadQuery, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
+                grad = _load(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+                lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
+                delta = tl.load(Delta + head * lse_head + rows, mask=rows < last, other=0.0)[None, :]
+                own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
+                own, slopes = own[None, :], slopes[None, :]
+                products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                boundary = (at < unmasked_from) | (at + BLOCK_M > unmasked_to)
+                weights, grad_scaled, grad_scores, distance, bucket = _weights(
+                    products, grad_products, lse, delta, rows[None, :], lo, hi, boundary, rows[None, :], keys, own,
+                    slopes, relative, last - 1, end - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI,
+                    DROPOUT, RELATIVE, EXACT,
+                )  # fmt: skip
+                if (BIAS_GRADIENT & RELATIVE) and (KEY_BIAS & RELATIVE):
+                    HeadGradKeyBias = _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets)
+                    _add_bias_gradients(
+                        GradKeyBias, GradKeyBias, HeadGradKeyBias, relative, distance, bucket,
+                        (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores, start - at, 0,
+                        ~(BIAS + QUERY_BIAS) & RELATIVE,
+                    )  # fmt: skip
+                grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
+                grad_key = tl.dot(grad_scaled.to(q.dtype), q, grad_key, input_precision=PRECISION)
+
+        grad_key *= scale
+        _store(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
+        _store(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+
     if BOUNDED:
-        grad_key += _fill(Tiles, 2)
-        grad_value += _fill(Tiles, 2)
-    _store(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
-    _store(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        _fill_rows(GradKey, grad_key_row, Header, OWN, BLOCK_N, DIM, BLOCK_D, UNIT)
+        _fill_rows(GradValue, grad_value_row, Header, OWN, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -642,76 +659,74 @@ def fused_kernel(
     LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of queries, keys and values of one tile of whole sequences and one key head."""
-    tile = tl.program_id(0)
     key_head_index = tl.program_id(1)
+    Header = Tiles
+    Tiles, first_tile, last_tile, step = _own_tiles(Tiles, BOUNDED)
     Key = _head_pointer(Key, key_head_index, key_head, UNIT, FAR)
     Value = _head_pointer(Value, key_head_index, value_head, UNIT, FAR)
     GradKey = _head_pointer(GradKey, key_head_index, grad_key_head, UNIT, FAR)
     GradValue = _head_pointer(GradValue, key_head_index, grad_value_head, UNIT, FAR)
-    first = tl.load(Tiles + 4 * tile)
-    last = tl.load(Tiles + 4 * tile + 1)
-    start = tl.load(Tiles + 4 * tile + 2)
-    end = tl.load(Tiles + 4 * tile + 3)
-    if BOUNDED:  # noqa: SIM102  (one condition is known when the kernel is compiled, the other is not)
-        if (first == last) & (start == end):
-            return
-
-    keys = (start + tl.arange(0, BLOCK_N))[:, None]
-    lo = tl.load(Lo + keys, mask=keys < end, other=0)
-    hi = tl.load(Hi + keys, mask=keys < end, other=0)
-    loaded = _last_loaded(Tiles, end, 2, 4, BOUNDED)
-    k = _load(Key, key_row, start, loaded, BLOCK_N, DIM, BLOCK_D, UNIT)
-    v = _load(Value, value_row, start, loaded, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-    loaded = _last_loaded(Tiles, last, 1, 4, BOUNDED)
-    grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-
     heads = tl.num_programs(1) * GROUP
     relative = (
         Buckets, Bias, QueryBias, KeyBias, radius, num_buckets, query_bias_row, query_bias_head, key_bias_row,
         key_bias_head,
     )  # fmt: skip
 
-    for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
-        HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
-        HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
-        HeadOut = _head_pointer(Out, head, out_head, UNIT, FAR)
-        HeadGradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
-        for at in range(first, last, BLOCK_M):
-            rows = at + tl.arange(0, BLOCK_M)
-            q = _load(HeadQuery, query_row, at, loaded, BLOCK_M, DIM, BLOCK_D, UNIT)
-            grad = _load(HeadGrad, grad_row, at, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-            out = _load(HeadOut, out_row, at, loaded, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-            delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, loaded, head, LSE_GRADIENT)
-            lse = _backward_lse(Lse + head * lse_head, rows, loaded)[None, :]
-            own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
-            own, slopes = own[None, :], slopes[None, :]
-            products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            weights, grad_scaled, grad_scores, distance, bucket = _weights(
-                products, grad_products, lse, delta[None, :], rows[None, :], lo, hi, True, rows[None, :], keys, own,
-                slopes, relative, last - 1, end - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI,
-                DROPOUT, RELATIVE, EXACT,
-            )  # fmt: skip
-            if BIAS_GRADIENT & RELATIVE:
-                _add_bias_gradients(
-                    _bias_sums(GradBias, tile, heads, head, radius, RELATIVE),
-                    _row(GradQueryBias, rows[None, :], heads * num_buckets, head, num_buckets),
-                    _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets),
-                    relative, distance, bucket, (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores, start - at,
-                    0, RELATIVE,
-                )  # fmt: skip
-            grad_scaled = grad_scaled.to(q.dtype)
-            grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
-            grad_key = tl.dot(grad_scaled, q, grad_key, input_precision=PRECISION)
-            grad_query = tl.dot(tl.trans(grad_scaled), k, input_precision=PRECISION) * scale
-            if BOUNDED:
-                grad_query += _fill(Tiles, 4)
-            _store(HeadGradQuery, grad_query_row, at, last, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
+    for tile in range(first_tile, last_tile, step):
+        first = tl.load(Tiles + 4 * tile)
+        last = tl.load(Tiles + 4 * tile + 1)
+        start = tl.load(Tiles + 4 * tile + 2)
+        end = tl.load(Tiles + 4 * tile + 3)
+        keys = (start + tl.arange(0, BLOCK_N))[:, None]
+        lo = tl.load(Lo + keys, mask=keys < end, other=0)
+        hi = tl.load(Hi + keys, mask=keys < end, other=0)
+        k = _load(Key, key_row, start, end, BLOCK_N, DIM, BLOCK_D, UNIT)
+        v = _load(Value, value_row, start, end, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
-    grad_key *= scale
+        for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
+            HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
+            HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
+            HeadOut = _head_pointer(Out, head, out_head, UNIT, FAR)
+            HeadGradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
+            for at in range(first, last, BLOCK_M):
+                rows = at + tl.arange(0, BLOCK_M)
+                q = _load(HeadQuery, query_row, at, last, BLOCK_M, DIM, BLOCK_D, UNIT)
+                grad = _load(HeadGrad, grad_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+                out = _load(HeadOut, out_row, at, last, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+                delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, last, head, LSE_GRADIENT)
+                lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
+                own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
+                own, slopes = own[None, :], slopes[None, :]
+                products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                weights, grad_scaled, grad_scores, distance, bucket = _weights(
+                    products, grad_products, lse, delta[None, :], rows[None, :], lo, hi, True, rows[None, :], keys, own,
+                    slopes, relative, last - 1, end - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI,
+                    DROPOUT, RELATIVE, EXACT,
+                )  # fmt: skip
+                if BIAS_GRADIENT & RELATIVE:
+                    _add_bias_gradients(
+                        _bias_sums(GradBias, tile, heads, head, radius, RELATIVE),
+                        _row(GradQueryBias, rows[None, :], heads * num_buckets, head, num_buckets),
+                        _row(GradKeyBias, keys, heads * num_buckets, head, num_buckets),
+                        relative, distance, bucket, (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores,
+                        start - at, 0, RELATIVE,
+                    )  # fmt: skip
+                grad_scaled = grad_scaled.to(q.dtype)
+                grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
+                grad_key = tl.dot(grad_scaled, q, grad_key, input_precision=PRECISION)
+                grad_query = tl.dot(tl.trans(grad_scaled), k, input_precision=PRECISION) * scale
+                _store(HeadGradQuery, grad_query_row, at, last, grad_query, BLOCK_M, DIM, BLOCK_D, UNIT)
+
+        grad_key *= scale
+        _store(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
+        _store(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+
     if BOUNDED:
-        grad_key += _fill(Tiles, 4)
-        grad_value += _fill(Tiles, 4)
-    _store(GradKey, grad_key_row, start, end, grad_key, BLOCK_N, DIM, BLOCK_D, UNIT)
-    _store(GradValue, grad_value_row, start, end, grad_value, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
+            HeadGradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
+            _fill_rows(HeadGradQuery, grad_query_row, Header, OWN, BLOCK_M, DIM, BLOCK_D, UNIT)
+        _fill_rows(GradKey, grad_key_row, Header, KEYS, BLOCK_N, DIM, BLOCK_D, UNIT)
+        _fill_rows(GradValue, grad_value_row, Header, KEYS, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
