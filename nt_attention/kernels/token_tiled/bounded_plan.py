@@ -126,12 +126,13 @@ class BoundedPlan:
                 if self.longest <= shared:
                     return Tiles(offsets.new_empty(0), 0, 0)
                 number = most // rows + min(self.batch_size, sum(self.rows) // (shared + 1)) + 1
-                return self._make(side, number, min(programs, _FEW), rows, shared, kernels.LONG, offsets, offsets)
+                if most <= shared * self.batch_size:  # most sequences are short
+                    programs = min(programs, _FEW)
+                return self._make(side, number, programs, rows, shared, kernels.LONG, offsets, offsets)
             if not self.only_aligned and most < 2 * rows * self.batch_size:
                 return self._make(side, programs, programs, rows, 0, kernels.FIXED, offsets, offsets)
-            return self._make(
-                side, most // rows + self.batch_size, programs, rows, 0, kernels.ALIGNED, offsets, offsets
-            )
+            number = most // rows + self.batch_size
+            return self._make(side, number, min(number, 2 * programs), rows, 0, kernels.ALIGNED, offsets, offsets)
 
         return self._cached((side, rows, shared), build)
 

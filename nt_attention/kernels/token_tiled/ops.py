@@ -63,8 +63,11 @@ class Settings:
             *(spec.dtype == torch.float32, precision, spec.bounded),
         )
         floats = (spec.scale, spec.softcap, spec.dropout_p)
-        longest = min(max(min(x.max_seqlen, x.total) for x in (layout, key_layout)), sum(window) + 1)
+        longest = max(min(x.max_seqlen, x.total) for x in (layout, key_layout))
         mean = layout.total / max(1, layout.batch_size)
+        if spec.bounded and longest <= 256:  # bounds of short sequences are mostly larger than the lengths
+            longest, mean = longest // 2, 0.8 * mean
+        longest = min(longest, sum(window) + 1)
         batch = ANY_BATCH if spec.batch_invariant else (longest, mean)
         config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
         shared = 0 if spec.batch_invariant else config.shared
