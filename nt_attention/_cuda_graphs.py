@@ -37,7 +37,7 @@ _thread = _Thread()
 
 def is_part_of_a_graph() -> bool:
     """Whether the calls of this thread become a part of a graph, so they can't be graphs of their own."""
-    return _thread.is_capturing or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return _thread.is_capturing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def check_call(module: nn.Module, tensor: Tensor) -> None:
@@ -385,17 +385,20 @@ class ModuleState:
         self._vars = [vars(x) for x in modules]
         self._children = [x._modules for x in modules]
         self._tables = [table for x in modules for table in (x._parameters, x._buffers)]
+        # tensors that are neither parameters nor buffers
+        self._others = [(own, name) for own in self._vars for name, x in own.items() if isinstance(x, Tensor)]
         self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
         self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
         self._now = self._read()
-        kinds = {type(x) for table in self._tables for x in table.values() if x is not None}
+        kinds = set(map(type, self._tensors()))
         other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
         self._kind = None if other is None else f"its parameters are {other.__name__}s"
         self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in self._tensors()]
         self._addresses = [x.cdata for x in self._storages]  # of the weak references
 
     def _tensors(self) -> list[Tensor]:
-        return [x for table in self._tables for x in table.values() if x is not None]
+        registered = [x for table in self._tables for x in table.values() if x is not None]
+        return registered + [x for own, name in self._others if isinstance(x := own.get(name), Tensor)]
 
     def _read(self) -> tuple[object, ...]:
         tensors = self._tensors()
@@ -410,7 +413,7 @@ class ModuleState:
 
     @property
     def was_freed(self) -> bool:
-        """Whether the memory of a parameter or a buffer was freed, so that no graph may read it. Takes some µs."""
+        """Whether the memory of a tensor of the module was freed, so that no graph may read it. Takes some µs."""
         return any(map(torch.UntypedStorage._expired, self._addresses))
 
     @property

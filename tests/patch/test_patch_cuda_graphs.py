@@ -290,6 +290,24 @@ class TestState:
 
         self.check(change)
 
+    def test_tensor_that_is_no_parameter(self):
+        class Shifted(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) + self.shift
+
+        model, handle, other = pair(make())
+        for each in (model, other):
+            linear = each.encoder.layer[0].intermediate.dense
+            shifted = each.encoder.layer[0].intermediate.dense = Shifted(48, 53, device=DEVICE)
+            shifted.load_state_dict(linear.state_dict())
+            shifted.shift = torch.ones(53, device=DEVICE)
+        batch = batch_of([5, 2, 9])
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        for each in (model, other):
+            each.encoder.layer[0].intermediate.dense.shift = torch.full((53,), 2.0, device=DEVICE)
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == 2
+
     def test_load_state_dict_with_assign(self):
         def change(model):
             state = {name: torch.randn_like(x) / 8 for name, x in model.state_dict().items()}

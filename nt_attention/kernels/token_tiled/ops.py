@@ -67,8 +67,7 @@ class Settings:
         mean = layout.total / max(1, layout.batch_size)
         if spec.bounded and longest <= 256:  # bounds of short sequences are mostly larger than the lengths
             longest, mean = longest // 2, 0.8 * mean
-        longest = min(longest, sum(window) + 1)
-        batch = ANY_BATCH if spec.batch_invariant else (longest, mean)
+        batch = ANY_BATCH if spec.batch_invariant else (min(longest, sum(window) + 1), mean)
         config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
         shared = 0 if spec.batch_invariant else config.shared
         is_ordered = spec.deterministic or spec.batch_invariant
