@@ -109,6 +109,14 @@ class TestResults:
             assert_same(run(model, batch, use_cache=False), run(other, batch, use_cache=False), TOLERANCE)
         assert handle.graphs.calls[None] == 2, handle
 
+    def test_masked_tokens_are_counted_in_their_sequence(self):
+        """ESM scales embeddings by the share of masked tokens in a sequence. Rows of the bucket are in none."""
+        model, handle, other = pair(make("esm", "EsmModel"))
+        batch = batch_of([5, 2, 9, 3])  # as many rows as the bucket has
+        batch["input_ids"][:, ::2] = model.config.mask_token_id
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 1}
+
     def test_without_a_mask(self):
         model, handle, other = pair(make())
         batch = {"input_ids": batch_of([7, 7])["input_ids"][:, :7]}

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..._offsets import to_device
@@ -22,8 +21,12 @@ from ...layout import SequenceLayout
 from .. import device
 from ..launch import Launch, launch
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
 T = TypeVar("T")
-Ints = NDArray[np.int64]
 _BLOCK = 256  # tokens of a program of `interval_kernel`
 
 
