@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._offsets import INT32_MAX, Cache, WeakTensorDict, creating_cached_tensors, plain
-from ._tracing import CapturedGraph, captured_graph, check_readable
+from ._tracing import CapturedGraph, TracedLayout, captured_graph, check_readable
 from .layout import SequenceLayout
 
 _T = TypeVar("_T")
@@ -45,6 +45,30 @@ class Valid(NamedTuple):
 
     offsets: Tensor
     are_valid: Tensor
+
+    @classmethod
+    def of(cls, given: Tensor, max_seqlen: int, max_tokens: int) -> Valid:
+        offsets = given.long()
+        lengths = offsets.diff()
+        in_order = ((lengths >= 0) & (lengths <= max_seqlen)).all()
+        are_valid = in_order & (offsets[0] == 0) & (offsets[-1] <= max_tokens)
+        return cls(torch.where(are_valid, offsets, 0), are_valid)
+
+    def locate(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The sequence of each of `rows` rows, and its position in it: B − 1 and 0 past the last offset."""
+        row, offsets = torch.arange(rows, device=self.offsets.device), self.offsets
+        sequence = torch.searchsorted(offsets[1:], row, right=True).clamp(max=len(offsets) - 2)
+        return sequence, torch.where(row < offsets[-1], row - offsets[sequence], 0)
+
+    def extended(self, extra: int) -> Tensor:
+        """The offsets of sequences that are `extra` tokens longer; not valid if these are not."""
+        longer = self.offsets + extra * torch.arange(len(self.offsets), device=self.offsets.device)
+        return torch.where(self.are_valid, longer, -1)
+
+    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
+        """Replace the rows of `values` past the last offset. If the offsets are not valid, all rows stay."""
+        past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
+        return values.masked_fill((past & self.are_valid).view(-1, *[1] * (values.dim() - 1)), value)
 
 
 class BoundedLayout(SequenceLayout):
@@ -98,7 +122,7 @@ class BoundedLayout(SequenceLayout):
             _version=_version(given),
             _caches={},
         )
-        _layouts[given] = weakref.ref(self)
+        _layout_with[given] = weakref.ref(self)
 
     @staticmethod
     def of(offsets: Tensor, max_seqlen: int, max_tokens: int) -> BoundedLayout:
@@ -106,11 +130,10 @@ class BoundedLayout(SequenceLayout):
 
         So all layers of a model get the same layout.
         """
-        found = _find(offsets)
-        if found is not None and (found.max_seqlen, found.total) == (max_seqlen, max_tokens):
+        found = _made_of.get(offsets)
+        if found is not None and found.is_unchanged and found.bounds == (max_seqlen, max_tokens):
             return found
-        made = BoundedLayout(offsets, max_seqlen, max_tokens)
-        _layouts[offsets] = lambda: made  # it refers to its alias of this tensor only, so the tensor can be freed
+        made = _made_of[offsets] = BoundedLayout(offsets, max_seqlen, max_tokens)
         return made
 
     @property
@@ -138,14 +161,11 @@ class BoundedLayout(SequenceLayout):
     def valid(self) -> Valid:
         """The offsets, if they are valid."""
 
-        def build() -> Valid:
-            offsets = self.given.long()
-            lengths = offsets.diff()
-            in_order = ((lengths >= 0) & (lengths <= self.max_seqlen)).all()
-            are_valid = in_order & (offsets[0] == 0) & (offsets[-1] <= self.total)
-            return Valid(torch.where(are_valid, offsets, 0), are_valid)
+        return self.cached("valid", lambda: Valid.of(self.given, *self.bounds))
 
-        return self.cached("valid", build)
+    @property
+    def safe_offsets(self) -> Tensor:
+        return self.valid.offsets
 
     @property
     def host_offsets(self) -> Tensor:
@@ -169,22 +189,23 @@ class BoundedLayout(SequenceLayout):
         return self.given.device
 
     @property
+    def lengths(self) -> Tensor:
+        self.check_unchanged("this layout")
+        return self.cached("lengths", self.offsets.diff)
+
+    @property
     def sequence_ids(self) -> Tensor:
         """(N,) int64, the index of each row's sequence; B − 1 past the last offset."""
-        return self.cached("sequence_ids", lambda: self._locate(self.total)[0])
+        return self.locate_rows(self.total)[0]
 
     @property
     def position_ids(self) -> Tensor:
         """(N,) int64, each row's position in its sequence; 0 past the last offset."""
-        return self.cached("position_ids", lambda: self._locate(self.total)[1])
+        return self.locate_rows(self.total)[1]
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        return self.cached(("locate", rows), lambda: self._locate(rows))
-
-    def _locate(self, rows: int) -> tuple[Tensor, Tensor]:
-        row, offsets = torch.arange(rows, device=self.device), self.valid.offsets
-        sequence = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=self.batch_size - 1)
-        return sequence, torch.where(row < offsets[-1], row - offsets[sequence], 0)
+        self.check_unchanged("this layout")
+        return self.cached(("locate", rows), lambda: self.valid.locate(rows))
 
     @property
     def reversed(self) -> SequenceLayout:
@@ -249,18 +270,12 @@ class BoundedLayout(SequenceLayout):
         return cache
 
     def extended(self, extra: int) -> SequenceLayout:
-        def build() -> SequenceLayout:
-            more = extra * torch.arange(self.batch_size + 1, device=self.device)
-            total = self.total + extra * self.batch_size
-            return BoundedLayout(self.valid.offsets + more, self.max_seqlen + extra, total)
-
-        return self.cached(("extended", extra), build)
+        longest, total = self.max_seqlen + extra, self.total + extra * self.batch_size
+        return self.cached(("extended", extra), lambda: BoundedLayout(self.valid.extended(extra), longest, total))
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
-        """Replace the rows past the last offset. If the offsets are not valid, all rows are NaN and stay so."""
-        valid = self.valid
-        past = torch.arange(values.shape[0], device=values.device) >= valid.offsets[-1]
-        return values.masked_fill((past & valid.are_valid).view(-1, *[1] * (values.dim() - 1)), value)
+        """Replace the rows past the last offset. If the offsets are not valid, all rows stay: they are NaN."""
+        return self.valid.fill_past_end(values, value)
 
     def cu_seqlens_for_graph(self) -> Tensor:
         return self.given
@@ -302,13 +317,48 @@ class BoundedLayout(SequenceLayout):
         )
 
 
-# The offsets that a layout keeps, and those that it was made from → the layout, for models that pass only offsets.
-_layouts: WeakTensorDict[Callable[[], BoundedLayout | None]] = WeakTensorDict()
+class TracedBoundedLayout(TracedLayout):
+    """A `BoundedLayout` in a graph.
+
+    Attributes:
+        bounds: `max_seqlen` and `total`.
+    """
+
+    knows_lengths = False
+
+    def __init__(self, offsets: Tensor, max_seqlen: int, max_tokens: int) -> None:
+        super().__init__(offsets)
+        self.bounds = self.max_seqlen, self.total = max_seqlen, max_tokens
+        self.min_seqlen = 0
+
+    @property
+    def valid(self) -> Valid:
+        return Valid.of(self.offsets, self.max_seqlen, self.total)
+
+    @property
+    def safe_offsets(self) -> Tensor:
+        return self.valid.offsets
+
+    def extended(self, extra: int) -> TracedLayout:
+        longest, total = self.max_seqlen + extra, self.total + extra * self.batch_size
+        return TracedBoundedLayout(self.valid.extended(extra), longest, total)
+
+    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        return self.valid.locate(rows)
+
+    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
+        return self.valid.fill_past_end(values, value)
+
+
+# The offsets that a layout keeps → the layout, for models of transformers, which pass only offsets to their attention.
+_layout_with: WeakTensorDict[weakref.ref[BoundedLayout]] = WeakTensorDict()
+# Offsets → the layout that `BoundedLayout.of` made of them. It refers to an alias of them only, so they can be freed.
+_made_of: WeakTensorDict[BoundedLayout] = WeakTensorDict()
 
 
 def _find(offsets: Tensor) -> BoundedLayout | None:
-    """The layout of this tensor object; None if there is none, or if the offsets were changed since it was made."""
-    reference = _layouts.get(offsets)
+    """The layout that keeps this tensor object; None if there is none, or if the offsets were changed since."""
+    reference = _layout_with.get(offsets)
     layout = None if reference is None else reference()
     return layout if layout is not None and layout.is_unchanged else None
 
@@ -318,4 +368,5 @@ def _version(tensor: Tensor) -> int | None:
 
 
 SequenceLayout._with_bounds = staticmethod(BoundedLayout.of)
+SequenceLayout._with_bounds_in_graph = staticmethod(lambda *given: cast(SequenceLayout, TracedBoundedLayout(*given)))
 SequenceLayout._find_bounded = staticmethod(_find)

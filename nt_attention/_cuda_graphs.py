@@ -7,8 +7,9 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ def check_call(module: nn.Module, tensor: Tensor) -> None:
         raise NotCapturedError("gradients are enabled: use torch.no_grad() or torch.inference_mode()")
     if module.training:
         raise NotCapturedError("the module is in training mode")
+    if getattr(module, "_is_replica", False):  # a new module in each call
+        raise NotCapturedError("the module is a replica of DataParallel")
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         raise NotCapturedError("a dispatch mode or a transform is active")
     if hooks_of_all_modules._global_forward_hooks or hooks_of_all_modules._global_forward_pre_hooks:
@@ -210,7 +213,10 @@ class CapturedCalls:
         self.calls: Counter[str | None] = Counter()
         self.captured = 0
         self._graphs: OrderedDict[tuple[Hashable, Bucket], _Graph] = OrderedDict()
-        self._refused: dict[Hashable, tuple[object, str]] = {}  # key of the work → the state of the module, the reason
+        # key of the work, and the bucket if there was no memory for it → the state of the module, and the reason
+        self._refused: dict[tuple[Hashable, Bucket | None], tuple[ModuleState, str]] = {}
+        # id of a module → the module and its state; not a global table, in which no module would be freed
+        self._states: dict[int, tuple[weakref.ref[nn.Module], ModuleState]] = {}
         self._devices: dict[torch.device, Device] = {}
         self._lock = threading.RLock()
 
@@ -230,6 +236,7 @@ class CapturedCalls:
         with self._lock:
             self._graphs.clear()
             self._refused.clear()
+            self._states.clear()
 
     def count(self, reason: str | None) -> None:
         with self._lock:
@@ -251,7 +258,7 @@ class CapturedCalls:
             device = self._devices.get(tensor.device)
             if device is None:
                 device = self._devices[tensor.device] = Device(tensor.device)
-            state = _states.get(work.module)
+            state = self._state_of(work.module)
             graph = None if state is None or state.was_freed else self._find(work, sizes, state)
             if graph is not None and state is not None:
                 # The state is compared while the device computes. A replay of a stale graph only reads parameters.
@@ -260,14 +267,20 @@ class CapturedCalls:
                     return out
             return _replay(self._find_or_add(work, sizes, device), work, device, finish)
 
+    def _state_of(self, module: nn.Module) -> ModuleState | None:
+        """The state of a module in the last capture."""
+        reference, state = self._states.get(id(module), (lambda: None, None))
+        return state if reference() is module else None
+
     def _find_or_add(self, work: Work, sizes: Bucket, device: Device) -> _Graph:
         bucket = tuple([one.bucket for one in sizes])
         work.prepare(bucket)
-        state = _states.get(work.module)
+        state = self._state_of(work.module)
         if state is None or not state.is_current:
             for key in [key for key, graph in self._graphs.items() if graph.state is state]:
                 del self._graphs[key]
-            state = _states[work.module] = ModuleState(work.module)
+            state = ModuleState(work.module)
+            self._states[id(work.module)] = weakref.ref(work.module), state
         if (reason := state.reason) is not None:
             raise NotCapturedError(reason)
         return self._find(work, sizes, state) or self._add(work, bucket, device, state)
@@ -289,16 +302,23 @@ class CapturedCalls:
         return graph
 
     def _add(self, work: Work, bucket: Bucket, device: Device, state: ModuleState) -> _Graph:
-        refused = self._refused.get(work.key)
-        if refused is not None and refused[0] is state:
-            raise NotCapturedError(refused[1])
+        for what in (None, bucket):
+            before, reason = self._refused.get((work.key, what), (None, ""))
+            if before is state:
+                raise NotCapturedError(reason)
         try:
             graph = _capture(work, bucket, device, state)
+        except torch.OutOfMemoryError as error:
+            self._refused[work.key, bucket] = state, "there was no memory to capture it"
+            raise NotCapturedError("there was no memory to capture it") from error
         except NotCapturedError as error:
-            self._refused[work.key] = (state, str(error))
+            self._refused[work.key, None] = state, str(error)
             raise
+        if not state.is_current:  # the first call of a module may set attributes
+            state = ModuleState(work.module)
+            self._states[id(work.module)] = weakref.ref(work.module), state
+            graph = replace(graph, state=state)
         self.captured += 1
-        self._refused.pop(work.key, None)
         self._graphs[work.key, bucket] = graph
         while len(self._graphs) > 1 and (len(self._graphs) > GRAPHS or self.memory > MEMORY):
             self._graphs.popitem(last=False)
@@ -328,10 +348,12 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
             with device.on_stream():
                 with _NoHostReads():
                     work.function(dict(given), bucket)
-                work.function(dict(given), bucket)  # compiles and caches what the operators of the mode did not
+                # The second run compiles and caches what the operators of the mode did not.
+                first = ModuleState(work.module)
+                work.function(dict(given), bucket)
+                if not first.is_unchanged:  # replays do not run Python code
+                    raise NotCapturedError("its forward changes attributes or buffers of a module")
             replay, outputs = device.capture(lambda: work.function(dict(given), bucket))
-    except torch.OutOfMemoryError as error:
-        raise NotCapturedError("there was no memory to capture it") from error
     finally:
         torch.set_autocast_cache_enabled(cached)
         _thread.is_capturing = False
@@ -378,37 +400,47 @@ _HOOKS = {"transformers.utils.output_capturing"}
 
 
 class ModuleState:
-    """What a captured graph of a module depends on, compared in about 0.2 µs for each module and parameter."""
+    """What a captured graph of a module depends on, compared in about 0.3 µs for each module and parameter.
+
+    This is every attribute of every module in it, by identity: parameters, buffers, child modules, hooks, options, the
+    training mode and replaced forwards. Changes inside of other objects, such as a config, are not noticed.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._vars = [vars(x) for x in modules]
+        self._attributes = [vars(x) for x in modules]
         self._children = [x._modules for x in modules]
         self._tables = [table for x in modules for table in (x._parameters, x._buffers)]
-        # tensors that are neither parameters nor buffers
-        self._others = [(own, name) for own in self._vars for name, x in own.items() if isinstance(x, Tensor)]
         self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
         self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
-        self._now = self._read()
-        kinds = set(map(type, self._tensors()))
+        # tensors that are neither parameters nor buffers
+        self._others = [(own, name) for own in self._attributes for name, x in own.items() if isinstance(x, Tensor)]
+        tensors = self._tensors()
+        self._objects, self._values = list(self._read_objects()), self._read_values()
+        self._versions = [None if x.is_inference() else x._version for x in tensors]
+        kinds = set(map(type, tensors))
         other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
         self._kind = None if other is None else f"its parameters are {other.__name__}s"
-        self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in self._tensors()]
+        self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in tensors]
         self._addresses = [x.cdata for x in self._storages]  # of the weak references
 
     def _tensors(self) -> list[Tensor]:
         registered = [x for table in self._tables for x in table.values() if x is not None]
         return registered + [x for own, name in self._others if isinstance(x := own.get(name), Tensor)]
 
-    def _read(self) -> tuple[object, ...]:
+    def _read_objects(self) -> Iterator[Any]:
+        """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
+        return chain(*map(dict.values, self._attributes), *map(dict.values, self._children), (_END,))
+
+    def _read_values(self) -> tuple[list[Any], ...]:
+        """What is compared by value."""
         tensors = self._tensors()
         return (
-            list(chain.from_iterable(map(dict.values, self._children))),
             list(map(Tensor.data_ptr, tensors)),
             list(map(Tensor.stride, tensors)),
-            [x.dtype for x in tensors],
-            [(x["training"], x.get("forward")) for x in self._vars],
-            [(x.merged, x.disable_adapters, x.active_adapters, _scaling(x)) for x in self._adapters],
+            [(x.dtype, x.shape) for x in tensors],
+            [[getattr(x, name, None) for name in _OF_ADAPTERS] for x in self._adapters],
+            [dict(getattr(x, "scaling", {})) for x in self._adapters],
         )
 
     @property
@@ -418,8 +450,13 @@ class ModuleState:
 
     @property
     def is_current(self) -> bool:
-        """Whether the module is as it was."""
-        return self._read() == self._now
+        """Whether the module is as it was. The values of tensors may be others."""
+        return all(map(is_, self._read_objects(), self._objects)) and self._read_values() == self._values
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the module is as it was, with the same values of tensors."""
+        return self.is_current and self._versions == [None if x.is_inference() else x._version for x in self._tensors()]
 
     @property
     def reason(self) -> str | None:
@@ -430,8 +467,5 @@ class ModuleState:
         return self._kind
 
 
-def _scaling(adapter: Any) -> dict[str, float]:
-    return dict(getattr(adapter, "scaling", {}))
-
-
-_states: weakref.WeakKeyDictionary[nn.Module, ModuleState] = weakref.WeakKeyDictionary()
+_END = object()
+_OF_ADAPTERS = ("merged", "disable_adapters", "active_adapters")  # of PEFT, computed from other objects

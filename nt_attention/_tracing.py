@@ -179,27 +179,25 @@ class TracedLayout:
 
     When the graph runs, its operators read and check the lengths, once for each offsets tensor. After a graph break,
     eager code may receive a `TracedLayout`. Its other attributes then read the offsets.
-
-    Attributes:
-        bounds: `max_seqlen` and `total` of a layout that only knows bounds; else None.
-        knows_lengths: whether they are known when the graph runs.
     """
 
-    # SequenceLayout.from_offsets, outside of graphs; set by layout.py
-    _read_offsets: ClassVar[Callable[..., Any]]
+    knows_lengths: ClassVar[bool] = True  # they are known when the graph runs
+    bounds: tuple[int, int] | None = None
+    _read_offsets: ClassVar[Callable[..., Any]]  # SequenceLayout.from_offsets, outside of graphs; set by layout.py
 
-    def __init__(self, offsets: Tensor, bounds: tuple[int, int] | None = None) -> None:
+    def __init__(self, offsets: Tensor) -> None:
         self.offsets = self.cu_seqlens = self.operator_offsets = offsets  # operators take int32 and int64
         self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
-        self.bounds, self.knows_lengths = bounds, bounds is None
+
+    @property
+    def safe_offsets(self) -> Tensor:
+        return self.offsets
 
     def __getattr__(self, name: str) -> Any:
         if not is_traced(self.offsets) and not name.startswith("__"):
             return getattr(TracedLayout._read_offsets(self.offsets, *(self.bounds or ())), name)
         if name == "min_seqlen":
             return 0
-        if self.bounds is not None and name in ("max_seqlen", "total"):
-            return self.bounds[name == "total"]
         raise AttributeError(f"{name} needs the lengths, which are not known in a graph: read it outside of the graph.")
 
     def cached(self, key: object, build: Any, other: object = None) -> Any:
@@ -221,9 +219,7 @@ class TracedLayout:
 
     def extended(self, extra: int) -> TracedLayout:
         longer = self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device)
-        if self.bounds is None:
-            return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
-        return TracedLayout(longer, (self.bounds[0] + extra, self.bounds[1] + extra * self.batch_size))
+        return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         row = torch.arange(rows, device=self.device)

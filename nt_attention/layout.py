@@ -80,8 +80,9 @@ class SequenceLayout:
     # Conversions from and to NestedTensors. nested.py sets them, because it imports this file.
     _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
     _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
-    # `BoundedLayout`, and the `BoundedLayout` that has a tensor object. _bounded.py sets them, for the same reason.
+    # `BoundedLayout`, the same in a graph, and the one that has a tensor object. _bounded.py sets them.
     _with_bounds: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]
+    _with_bounds_in_graph: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]
     _find_bounded: ClassVar[Callable[[Tensor], SequenceLayout | None]]
 
     @classmethod
@@ -146,8 +147,15 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """The layout of a graph. Without bounds, the offsets are read when it runs; see `_offsets.read_in_operator`."""
         if bounds is not None:
-            return cast(SequenceLayout, TracedLayout(offsets, bounds))
+            return cls._with_bounds_in_graph(offsets, *bounds)
         return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, marker)))
+
+    @staticmethod
+    def in_this_graph(offsets: Tensor, bounds: tuple[int, int] | None) -> SequenceLayout:
+        """The layout of offsets that were made outside of the graph, or that the graph has made before."""
+        if bounds is not None:
+            return SequenceLayout._with_bounds_in_graph(offsets, *bounds)
+        return cast(SequenceLayout, TracedLayout(offsets))
 
     @classmethod
     def in_operator(cls, offsets: Tensor) -> SequenceLayout:
@@ -411,7 +419,7 @@ class SequenceLayout:
         if isinstance(given, TracedLayout) and not is_traced(given.offsets):  # outside of graphs
             return SequenceLayout.from_offsets(given.offsets, *(given.bounds or ()))
         if is_tracing():
-            return cast(SequenceLayout, TracedLayout(given.operator_offsets, given.bounds))
+            return SequenceLayout.in_this_graph(given.operator_offsets, given.bounds)
         if isinstance(given, TracedLayout):
             return cast(SequenceLayout, given)
         given.check_unchanged(name)
@@ -449,6 +457,11 @@ class SequenceLayout:
     def operator_offsets(self) -> Tensor:
         """(B+1,) int32 or int64, the offsets that custom operators get."""
         return self.cu_seqlens
+
+    @property
+    def safe_offsets(self) -> Tensor:
+        """(B+1,) int64, offsets that are safe to index with."""
+        return self.offsets
 
     @property
     def bounds(self) -> tuple[int, int] | None:

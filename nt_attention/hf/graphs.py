@@ -67,8 +67,10 @@ class BoundedPacking(Packing):
         positions = torch.arange(rows * length, device=mask.device)
         index.scatter_(0, torch.where(mask.flatten(), token, tokens).clamp_(max=tokens), positions)
         layout = BoundedLayout(offsets, length, tokens)
+        # further rows are copies of the first token, because ids at padding may be invalid
+        index = torch.where(torch.arange(tokens, device=mask.device) < offsets[-1], index[:-1], index[0])
         token = token.clamp_(0, max(0, tokens - 1))
-        return cls(layout, index[:tokens], rows, length, mask=mask, token=token)
+        return cls(layout, index, rows, length, mask=mask, token=token)
 
     @property
     def saves_nothing(self) -> bool:
@@ -106,6 +108,7 @@ def run_as_graph(
     model: PreTrainedModel,
     given: dict[str, Any],
     holes: bool,
+    returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
 ) -> Any:
     """Run a packed call as a CUDA graph. Syncs with the device once, to read the mask.
@@ -115,6 +118,7 @@ def run_as_graph(
         model: the model whose call it is.
         given: the arguments that are not their defaults.
         holes: whether rows may have padding between tokens.
+        returns_cache: whether the model returns a cache for a batch without padding.
         run: runs the call for a packing and these arguments.
 
     Raises:
@@ -156,6 +160,8 @@ def run_as_graph(
     sizes = Sizes(rows, length, rows * length if read is None else _count_tokens(read(), holes))
     if not sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
+    if sizes.tokens == rows * length and returns_cache():
+        raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
 
     def finish(outputs: tuple[Any, set[int]], bucket: Bucket) -> Any:
         out, padded = outputs
@@ -215,6 +221,11 @@ def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor) -> Non
     check_call(model, tokens)
     if unknown := given.keys() - _TENSORS - _OTHERS:
         raise NotCapturedError(f"a graph can't take {', '.join(sorted(unknown))}")
+    config: Any = model.config
+    values = [("config.output_hidden_states", config.output_hidden_states)]
+    for name, x in (*values, *((name, given.get(name)) for name in _OTHERS)):
+        if x is not None and not isinstance(x, bool):
+            raise NotCapturedError(f"{name} is neither True nor False")
     given_tensors = [given[name] for name in _TENSORS & given.keys()]
     if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in given_tensors):
         raise NotCapturedError("its inputs differ in their device or in their first two dimensions")

@@ -14,6 +14,7 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -89,6 +90,10 @@ class planned_by_head:
 def is_planned_by_head(model: Any) -> bool:
     """Whether the head of this model has decided that it runs padded."""
     return any(other is model for other in _planned_by_head.get())
+
+
+# Models that were called with graphs → whether they return a cache.
+_returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,14 +210,24 @@ class PackedCall:
         if self.handle.graphs is None or is_part_of_a_graph():
             return None
         run = functools.partial(self._run_packed, model, original)
+        returns_cache = functools.partial(self._returns_cache, model, original, given)
         try:
-            out = run_as_graph(self.handle.graphs, model, given, self.proof.holes, run)
+            out = run_as_graph(self.handle.graphs, model, given, self.proof.holes, returns_cache, run)
         except (NotCapturedError, _UnknownOutput) as error:
             self.handle.graphs.count(str(error))
             return None
         self.handle.graphs.count(None)
         self.handle.count(None)
         return Finished(out)
+
+    def _returns_cache(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> bool:
+        """Whether the original forward returns a cache. It is tried once for each model."""
+        if given.get("use_cache") is False or not getattr(model.config, "use_cache", False):
+            return False
+        if model not in _returns_cache:
+            out = self._run_unpacked(model, original, (), {**given, "return_dict": True})
+            _returns_cache[model] = out.get("past_key_values") is not None
+        return _returns_cache[model]
 
     def _is_small(self, base: PreTrainedModel, given: dict[str, Any]) -> bool:
         if self.size is None or not may_run_padded(given):

@@ -71,6 +71,7 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     if rows > layout.total:  # kernels do not write these rows
         out[layout.total :] = 0
         lse[layout.total :] = -torch.inf
+        _fill_if_bounded(call, out[layout.total :], lse[layout.total :])
     return out, lse, states[0] if states else None
 
 
@@ -106,13 +107,14 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
                 call.prepared[geometry(*given)] = run
             return run(saved, *inputs)
     query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call)
-    grads = map(_without_padding, (query, key, value), totals, inputs)
+    grads = list(map(_without_padding, (query, key, value), totals, inputs))
+    _fill_if_bounded(call, *[x[total:] for x, total in zip(grads, totals, strict=True) if len(x) > total])
     return (*grads, *[grad.to(x.dtype).contiguous() for grad, x in zip(of_biases, biases, strict=True)])
 
 
 def _fill_if_bounded(call: Call, *results: Tensor) -> None:
-    """Write NaN to the results of a call that launches no kernel, if only the device knows that offsets are invalid."""
-    if call.spec.bounded:
+    """Write NaN to results that no kernel writes, if only the device knows that offsets are invalid."""
+    if call.spec.bounded and results:
         value = bounds.check(call.layout, call.key_layout).fill_value
         for x in results:
             x.add_(value)

@@ -219,8 +219,10 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout)
     """out (T, H, Dv) and lse (T, H) of attention with sinks (H,), from those without."""
     sinks = sinks.to(lse.dtype)
     masked = lse == -torch.inf  # in a fully masked row, the sink has a weight of 1
-    lse = lse.masked_fill(masked, 0.0)
-    share = torch.sigmoid(lse - sinks).masked_fill(masked, 0.0)
+    finite = lse.masked_fill(masked, 0.0)
+    share = torch.sigmoid(finite - sinks).masked_fill(masked, 0.0)
     out = (out * share.unsqueeze(-1)).to(out.dtype)
-    lse = torch.where(masked, sinks, torch.logaddexp(lse, sinks))
-    return out, layout.fill_past_end(lse, -torch.inf)
+    with_sinks = layout.fill_past_end(torch.where(masked, sinks, torch.logaddexp(finite, sinks)), -torch.inf)
+    if not layout.knows_lengths:  # rows past the end are NaN if the offsets of the keys are not valid
+        with_sinks = torch.where(lse.isnan(), lse, with_sinks)
+    return out, with_sinks

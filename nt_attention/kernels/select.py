@@ -145,7 +145,11 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backen
         if _can_run(BACKENDS[candidate], spec):
             return BACKENDS[candidate]
     message = str(explain_spec(spec, size, name))
-    raise LengthsUnknownError(message) if spec.bounded else ValueError(message)
+    if not spec.bounded:
+        raise ValueError(message)
+    able = [one for one in BACKENDS.values() if "bounds" in one.features and name in ("auto", one.name)]
+    why = "; ".join(f"{one.name}: {' '.join(_reasons(one, spec))}" for one in able) or f"{name} needs the lengths"
+    raise LengthsUnknownError(f"no backend runs this call with bounds in place of lengths ({why})\n{message}")
 
 
 def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:

@@ -75,6 +75,8 @@ def _run(
     side = [next(i for i, layout in enumerate(layouts) if x.layout is layout) for x in inputs]
     if not all(layout.knows_lengths and layout.batch_size for layout in layouts):
         raise NotCapturedError("its layouts know only bounds, or have no sequences")
+    if len({layout.batch_size for layout in layouts}) > 1:
+        raise NotCapturedError("its layouts have different numbers of sequences")
     rows = [max(len(x.values) for x, i in zip(inputs, side, strict=True) if i == j) for j in range(len(layouts))]
     if not all(rows):
         raise NotCapturedError("the batch has no tokens")

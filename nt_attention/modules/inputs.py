@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import nested
-from .._tracing import can_be_read, refuse_jit_trace
+from .._tracing import can_be_read, is_traced, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
 from ..layout import SequenceLayout
 
@@ -109,6 +109,22 @@ class Inputs(NamedTuple):
         unpack = self.restore or (lambda out: out)
         return Inputs(
             q, k, v, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
+        )
+
+    def without_rows_past_end(self) -> Inputs:
+        """Replace packed rows that belong to no sequence by 0, if parameters get gradients: 0 · NaN is NaN."""
+        if self.layouts is None or not torch.is_grad_enabled():
+            return self
+        layout, key_layout = self.layouts
+        filled: dict[tuple[int, int], Tensor] = {}  # one object stays one object
+        for x, side in zip(self[:3], (layout, key_layout, key_layout), strict=True):
+            if (id(x), id(side)) not in filled:
+                is_full = side.knows_lengths and (is_traced(x) or len(x) == side.total)
+                filled[id(x), id(side)] = x if is_full else side.fill_past_end(x, 0.0)
+        return self._replace(
+            query=filled[id(self.query), id(layout)],
+            key=filled[id(self.key), id(key_layout)],
+            value=filled[id(self.value), id(key_layout)],
         )
 
     def convert_back(self, out: Tensor, weights: Tensor | None, average: bool) -> tuple[Any, Tensor | None]:

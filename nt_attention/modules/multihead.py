@@ -346,7 +346,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if self.report is not None and inputs.layouts is None and key_padding_mask is not None:
             self.report(reason)
         if reason is None:
-            inputs = inputs.pack()
+            inputs = inputs.pack().without_rows_past_end()
             out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
             if out is not None:
                 return inputs.convert_back(out, None, average_attn_weights)
@@ -369,8 +369,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             captured.count("it has a mask_mod or a score_mod")
             return None
         layouts = inputs.layouts[0], inputs.layouts[1], inputs.layouts[1]
-        given = {id(x): graphs.Packed(x, layout) for x, layout in zip(inputs[:3], layouts, strict=True)}
-        which = [list(given).index(id(x)) for x in inputs[:3]]
+        given: dict[tuple[int, int], graphs.Packed] = {}  # one object with two layouts is two inputs
+        which = []
+        for x, layout in zip(inputs[:3], layouts, strict=True):
+            given.setdefault((id(x), id(layout)), graphs.Packed(x, layout))
+            which.append(list(given).index((id(x), id(layout))))
 
         def attend(packed: list[graphs.Packed]) -> Tensor:
             query, key, value = [packed[i] for i in which]
@@ -379,8 +382,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             )
             return self._attend(bounded, packed_attention)[0]
 
-        options = (masks.is_causal, *which, *[str(getattr(self, name)) for name in (*_SCORE_OPTIONS, "alibi")])
-        return graphs.run_as_graph(captured, self, (*options, self.backend), list(given.values()), attend)
+        return graphs.run_as_graph(captured, self, (masks.is_causal, *which), list(given.values()), attend)
 
     def _why_padded(self, inputs: Inputs) -> str | None:
         """Why every score of the padded batch is computed, or None if the call runs on packed tensors."""

@@ -17,6 +17,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._bounded import LengthsUnknownError
 from .._tracing import is_tracing
 from ..kernels.call import MaskMod, ScoreMod
 from ..kernels.masks import Window, alibi_bias, distances, for_each_score
@@ -93,6 +94,11 @@ def _attend_ragged(
     layout, key_layout = inputs.layouts
     if layout.batch_size != key_layout.batch_size:
         raise ValueError(f"query has {layout.batch_size} sequences, and key and value have {key_layout.batch_size}.")
+    if not (layout.knows_lengths and key_layout.knows_lengths):
+        raise LengthsUnknownError(
+            "attention weights, attn_mask and a dropout of 1 need the lengths, but a layout only knows bounds of them: "
+            "make it without max_tokens, or leave out need_weights and attn_mask."
+        )
     lengths = _lengths(layout, key_layout)
     layout, key_layout = (SequenceLayout.from_offsets(x.offsets) for x in inputs.layouts)
     rows, masks = q.shape[0], inputs.masks

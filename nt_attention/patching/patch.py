@@ -62,11 +62,11 @@ def patch(
             a fraction of the host time. A graph is captured when a bucket of sizes is first met: the number of
             sequences and the longest length are rounded up to powers of two, the number of tokens to one of eight
             numbers between two powers of two. It is replayed for every batch that fits. Results are copies, and stay
-            valid. A graph is captured again after parameters were replaced or moved, and for another dtype, device,
-            autocast, adapter or attention. Calls that can't run as graphs run as without this option: in training, with
-            labels, with hooks, or if the host reads values of tensors, as in some mixtures of experts.
-            `handle.graphs.calls` counts them with the reason. Changes that only Python code sees, such as another
-            `eps` of a norm, need `handle.graphs.clear()`.
+            valid. A graph is captured again after parameters, modules or attributes of a module were replaced, and for
+            another dtype, device, autocast, adapter or attention. Changes inside of other objects, such as a field of
+            the config, need `handle.graphs.clear()`. Calls that can't run as graphs run as without this option: in
+            training, with labels, with hooks, or if the host reads values of tensors, as in some mixtures of experts.
+            `handle.graphs.calls` counts them with the reason.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`

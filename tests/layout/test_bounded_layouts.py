@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nt_attention as nta
 from nt_attention import SequenceLayout
-from nt_attention._bounded import BoundedLayout, LengthsUnknownError
-from nt_attention._bounded import _layouts as bounded_layouts
+from nt_attention._bounded import BoundedLayout, LengthsUnknownError, _layout_with, _made_of
 
 INT32, INT64 = torch.int32, torch.int64
 both_dtypes = pytest.mark.parametrize("dtype", [INT32, INT64], ids=str)
@@ -380,13 +379,11 @@ class TestLifetimes:
     def test_cu_seqlens_find_the_layout(self, dtype):
         layout = bounded(offsets(dtype))
         assert SequenceLayout.from_offsets(layout.operator_offsets) is layout
-        bounds = layout.max_seqlen, layout.total
-        assert BoundedLayout.of(layout.operator_offsets, *bounds) is layout
 
     @both_dtypes
     def test_layout_is_freed_after_forward_and_backward(self, dtype):
         gc.collect()
-        before, given = len(bounded_layouts), offsets(dtype)
+        before, given = len(_layout_with) + len(_made_of), offsets(dtype)
         layout = bounded(given)
         x = randn(MAX_TOKENS, 2, 16, requires_grad=True)
         attend(layout, x=x).sum().backward()
@@ -395,11 +392,11 @@ class TestLifetimes:
         del layout, given
         gc.collect()
         assert [x() for x in freed] == [None, None]
-        assert len(bounded_layouts) == before
+        assert len(_layout_with) + len(_made_of) == before
 
     def test_registered_layouts_do_not_pile_up(self):
         gc.collect()
-        before = len(bounded_layouts)
+        before = len(_layout_with) + len(_made_of)
         for dtype in [INT32, INT64] * 5:
             layout, exact = bounded(offsets(dtype)), exact_layout()
             attend(layout)
@@ -407,7 +404,7 @@ class TestLifetimes:
             attend(exact, layout)
         del layout, exact
         gc.collect()
-        assert len(bounded_layouts) == before
+        assert len(_layout_with) + len(_made_of) == before
 
     @pytest.mark.parametrize("kept_side", ["queries", "keys"])
     @pytest.mark.parametrize("other_kind", ["bounded", "exact"])
@@ -449,7 +446,7 @@ class TestLifetimes:
     def test_tensors_of_operators_are_freed(self):
         """The layout that an operator makes is kept with the tensor that it got, and does not keep this tensor."""
         gc.collect()
-        before, given = len(bounded_layouts), offsets()
+        before, given = len(_layout_with) + len(_made_of), offsets()
         layout = BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS)
         assert BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS) is layout
         assert BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS + 1) is not layout
@@ -458,7 +455,7 @@ class TestLifetimes:
         del layout, given
         gc.collect()
         assert freed() is None
-        assert len(bounded_layouts) == before
+        assert len(_layout_with) + len(_made_of) == before
 
     def test_two_layouts_of_the_same_offsets_with_other_bounds(self):
         """An operator must get the layout that was passed, not the last one that was made."""
@@ -475,7 +472,7 @@ class TestLifetimes:
 class TestChangedOffsets:
     @both_dtypes
     @pytest.mark.parametrize("was_used", [False, True], ids=["unused", "used"])
-    @pytest.mark.parametrize("use", ["attention", "pack", "pad", "keys"])
+    @pytest.mark.parametrize("use", ["attention", "pack", "pad", "keys", "lengths", "position_ids", "sequence_ids"])
     def test_layout_of_changed_offsets_is_refused(self, use, was_used, dtype):
         given = offsets(dtype)
         layout = bounded(given)
@@ -483,6 +480,9 @@ class TestChangedOffsets:
             "attention": lambda: attend(layout),
             "pack": lambda: layout.pack(randn(BATCH, MAX_SEQLEN, 2)),
             "pad": lambda: layout.pad(randn(MAX_TOKENS, 2)),
+            "lengths": lambda: layout.lengths,
+            "position_ids": lambda: layout.position_ids,
+            "sequence_ids": lambda: layout.sequence_ids,
             "keys": lambda: attend(exact_layout(), layout),
         }
         if was_used:
@@ -658,8 +658,50 @@ class TestBackends:
 
     def test_weights_need_the_lengths(self):
         module, x = nta.VarlenMultiheadAttention(32, 2, batch_first=True, device=DEVICE), randn(MAX_TOKENS, 32)
-        with nta.use_backend("token_tiled"), pytest.raises(LengthsUnknownError, match="without max_tokens"):
-            module(x, x, x, layout=bounded(), need_weights=True)
+        for more in ({"need_weights": True}, {"attn_mask": torch.zeros(12, 12, dtype=torch.bool, device=DEVICE)}):
+            with nta.use_backend("token_tiled"), pytest.raises(LengthsUnknownError, match="need the lengths"):
+                module(x, x, x, layout=bounded(), **more)
+
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    @pytest.mark.parametrize("more", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"rotary": nta.Rotary()}])
+    @pytest.mark.parametrize("side", ["both", "keys"])
+    @pytest.mark.parametrize("given", [[0, 5, 3, 3, 3], [0, 5, 4, 4, 4], [0, 5, 1000, 1000, 1000], [0, -9, 5, 6, 6]])
+    def test_module_with_invalid_offsets(self, given, side, more, compiled, fresh_compiler):
+        """All outputs are NaN, and no index is out of range. Added keys do not make the offsets valid."""
+        module = nta.VarlenMultiheadAttention(32, 2, batch_first=True, device=DEVICE, backend="token_tiled", **more)
+        x, invalid = randn(MAX_TOKENS, 32), bounded(tensor(given))
+        layout = bounded() if side == "keys" else invalid
+        attend = torch.compile(module, backend="aot_eager") if compiled else module
+        with torch.no_grad():
+            out, _ = attend(x, x.clone(), x.clone(), layout=layout, key_layout=invalid)
+        assert out[: TOKENS if side == "keys" else None].isnan().all()
+
+    @pytest.mark.parametrize("kind", ["bounds", "lengths"])
+    def test_parameters_get_no_nan_from_rows_past_the_end(self, kind):
+        module = nta.VarlenMultiheadAttention(32, 2, batch_first=True, device=DEVICE, backend="token_tiled")
+        layout, x = bounded() if kind == "bounds" else exact_layout(), randn(MAX_TOKENS, 32)
+        want = torch.autograd.grad(module(x, x, x, layout=layout)[0].sum(), list(module.parameters()))
+        x[TOKENS:] = torch.nan
+        got = torch.autograd.grad(module(x, x, x, layout=layout)[0].sum(), list(module.parameters()))
+        for one, two in zip(got, want, strict=True):
+            torch.testing.assert_close(one, two)
+
+    def test_rows_past_the_bound_are_nan_if_offsets_are_not_valid(self):
+        x = randn(MAX_TOKENS + 3, 2, 16, requires_grad=True)
+        layout = bounded(tensor([0, 5, 3, 3, 3]))
+        out, lse = attend(layout, x=x, return_lse=True, sinks=randn(2))
+        assert out.isnan().all()
+        assert lse.isnan().all()
+        assert torch.autograd.grad(out.sum(), x)[0].isnan().all()
+        _, lse = attend(bounded(), layout, x=x, return_lse=True, sinks=randn(2))
+        assert lse.isnan().all()
+
+    def test_from_offsets_with_other_arguments(self):
+        given = offsets()
+        made = BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS)  # as on a GPU
+        assert SequenceLayout.from_offsets(given).knows_lengths
+        assert SequenceLayout.from_offsets(given, max_seqlen=20).max_seqlen == 20
+        assert BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS) is made
 
     @pytest.mark.skipif(GPU, reason="an index out of range would end the process")
     @pytest.mark.parametrize("given", [[0, 5, 1000, 1000, 1000], [0, 5, 3], [0, -9, 5]], ids=str)

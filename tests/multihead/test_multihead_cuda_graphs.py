@@ -98,6 +98,26 @@ def test_query_key_and_value_that_differ_share_a_layout():
     assert module.graphs.calls == {None: 1}
 
 
+@pytest.mark.parametrize("same", ["query and key", "query and value", "all"])
+def test_one_tensor_with_two_layouts(same):
+    module, other = pair()
+    x, y = torch.randn(2, 8, 32, device=DEVICE).unbind()
+    layout, key_layout = (nta.SequenceLayout.from_lengths(n, device=DEVICE) for n in ([2, 6], [5, 3]))
+    inputs = {"query and key": (x, x, y), "query and value": (x, y, x), "all": (x, x, x)}[same]
+    with torch.no_grad():
+        got, want = (m(*inputs, layout=layout, key_layout=key_layout)[0] for m in (module, other))
+    assert_same(got, want, TOLERANCE)
+    assert module.graphs.calls == {None: 1}
+
+
+def test_layouts_of_other_numbers_of_sequences():
+    module, _ = pair()
+    x, y = torch.randn(2, 8, 32, device=DEVICE).unbind()
+    layout, key_layout = (nta.SequenceLayout.from_lengths(n, device=DEVICE) for n in ([2, 6, 0], [5, 1, 1, 1]))
+    with torch.no_grad(), pytest.raises(ValueError, match="3 sequences and key_layout 4"):
+        module(x, y, y, layout=layout, key_layout=key_layout)
+
+
 def test_results_stay_valid():
     module, other = pair()
     layouts = [nta.SequenceLayout.from_lengths(x, device=DEVICE) for x in ([5, 2, 9], [4, 3, 8])]
@@ -135,12 +155,15 @@ def test_options_that_are_changed_later():
     module, other = pair()
     layout = nta.SequenceLayout.from_lengths([5, 2, 9], device=DEVICE)
     x = torch.randn(layout.total, 32, device=DEVICE)
-    for name, value in (("softcap", 1.5), ("window_size", (2, 2)), ("scale", 0.1), ("alibi", True)):
-        with torch.no_grad():
-            module(x, x, x, layout=layout)
+    with torch.no_grad():
+        module(x, x, x, layout=layout)
+        rotation = nta.Rotary().of_head_dim(8)
+        options = {"softcap": 1.5, "window_size": (2, 2), "scale": 0.1, "alibi": True, "rotation": rotation}
+        for count, (name, value) in enumerate(options.items(), 2):
             for each in (module, other):
                 setattr(each, name, value)
             assert_same(module(x, x, x, layout=layout)[0], other(x, x, x, layout=layout)[0], TOLERANCE)
+            assert module.graphs.captured == count
 
 
 def test_copies_and_state_dict():

@@ -6,8 +6,11 @@ Dimensions: B rows of a padded batch, L positions in a row.
 """
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import peft
@@ -161,7 +164,28 @@ class TestResults:
         assert_same(got, want, TOLERANCE)
         assert (got.last_hidden_state[batch["attention_mask"] == 0] == 0).all()
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+    @pytest.mark.parametrize("lengths", [[5, 2, 9], [0, 5, 9]], ids=str)
+    def test_invalid_ids_at_padding(self, lengths):
+        """The further rows of a bucket must not read them: on a GPU such an id ends the process."""
+        model, handle, other = pair(make())
+        batch = batch_of(lengths, side="left")
+        batch["input_ids"][batch["attention_mask"] == 0] = -100
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 1}
+
+    def test_cache_of_a_batch_without_padding(self):
+        """Callers get the cache, as without graphs; without a cache such a batch runs as a graph."""
+        model, handle, other = pair(make("llama", "LlamaForCausalLM"))
+        batch = {"input_ids": batch_of([7, 7])["input_ids"][:, :7]}
+        for _ in range(2):
+            got, want = run(model, batch), run(other, batch)
+            assert list(got) == list(want) == ["logits", "past_key_values"]
+            assert_same(got["logits"], want["logits"], TOLERANCE)
+        assert_same(run(model, batch, use_cache=False), run(other, batch, use_cache=False), TOLERANCE)
+        assert handle.graphs.calls[None] == 1
+        assert handle.graphs.calls.total() == 3
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
     def test_dtypes_of_masks(self, dtype):
         model, handle, other = pair(make())
         batch = batch_of([5, 2, 9])
@@ -245,6 +269,77 @@ class TestReasons:
         batch = batch_of([5, 2, 9])
         self.check("encoder-decoder", batch | {"decoder_input_ids": batch["input_ids"]}, model)
 
+    @pytest.mark.parametrize("where", ["argument", "config"])
+    @pytest.mark.parametrize("value", [1, [0, 2]], ids=str)
+    def test_hidden_states_of_some_layers(self, where, value):
+        """1 is not True: it asks for layer 1, in some versions of transformers."""
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        if where == "config":
+            for each in (model, other):
+                each.config.output_hidden_states = value
+        more = {"output_hidden_states": value} if where == "argument" else {}
+        assert_same(run(model, batch, **more), run(other, batch, **more), TOLERANCE)
+        assert "output_hidden_states is neither True nor False" in str(handle.graphs.calls)
+
+    def test_forward_that_changes_an_attribute_or_a_buffer(self):
+        class Counts(nn.Module):
+            def __init__(self, inner, how):
+                super().__init__()
+                self.inner, self.how = inner, how
+                self.register_buffer("calls", torch.zeros(1, device=DEVICE))
+
+            def forward(self, x):
+                if self.how == "attribute":
+                    self.last = x
+                elif self.how == "buffer":
+                    self.calls = self.calls + 1
+                else:
+                    self.calls.add_(1)
+                return self.inner(x)
+
+        for how in ("attribute", "buffer", "in place"):
+            model, handle, other = pair(make())
+            for each in (model, other):
+                part = each.encoder.layer[0].intermediate
+                part.dense = Counts(part.dense, how)
+            batch = batch_of([5, 2, 9])
+            for _ in range(3):
+                assert_same(run(model, batch), run(other, batch), TOLERANCE)
+            assert list(handle.graphs.calls) == ["its forward changes attributes or buffers of a module"]
+
+    def test_replica_of_data_parallel(self):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        assert_same(run(model._replicate_for_data_parallel(), batch), run(other, batch), TOLERANCE)
+        assert list(handle.graphs.calls) == ["the module is a replica of DataParallel"]
+
+    def test_no_memory_for_a_large_batch(self, monkeypatch):
+        """Smaller ones are captured all the same."""
+        model, handle, other = pair(make())
+
+        def out_of_memory(*args):
+            raise torch.OutOfMemoryError("no memory")
+
+        batch = batch_of([100, 100])
+        with monkeypatch.context() as patched:
+            patched.setattr(_cuda_graphs.Device, "capture", out_of_memory)
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)  # is not tried again
+        batch = batch_of([5, 2, 9])
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {"there was no memory to capture it": 2, None: 1}
+
+    def test_float64(self):
+        model = make().double()
+        with nta.use_backend("auto") if GPU else nullcontext():
+            other, handle = copy.deepcopy(model), nta.patch(model, packing="always", cuda_graphs=True)
+        with torch.no_grad(), nta.use_backend("reference"):
+            batch = batch_of([5, 2, 9])
+            got, want = model(**batch).last_hidden_state, other(**batch).last_hidden_state
+        torch.testing.assert_close(got, want * batch["attention_mask"][..., None])
+        assert "reference needs the lengths" in next(iter(handle.graphs.calls))
+
     @pytest.mark.skipif(GPU, reason="it is about machines without a GPU")
     def test_a_cpu(self, monkeypatch):
         monkeypatch.undo()
@@ -291,6 +386,50 @@ class TestState:
             linear.weight.data = torch.randn_like(linear.weight)
 
         self.check(change)
+
+    def test_parameter_of_another_shape_in_the_same_memory(self):
+        model, handle, other = pair(make("llama", "LlamaForCausalLM"))
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        for each in (model, other):
+            each.lm_head.weight = nn.Parameter(each.lm_head.weight[:50])
+        assert not handle.graphs._state_of(model).is_current
+        if GPU:  # fake graphs would compute other shapes before the states are compared
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+            assert handle.graphs.captured == 2
+
+    def test_number_that_only_python_reads(self):
+        def change(model):
+            model.encoder.layer[0].output.LayerNorm.eps = 0.5
+
+        self.check(change)
+
+    def test_hooks_in_a_new_table(self):
+        model, handle, _ = pair(make())
+        batch, seen = batch_of([5, 2, 9]), []
+        run(model, batch)
+        layer = model.encoder.layer[0]
+        layer._forward_hooks = OrderedDict()
+        layer.register_forward_hook(lambda module, args, out: seen.append(out))
+        run(model, batch)
+        assert len(seen) == (1 if GPU else 2)  # a fake graph runs Python code before the states are compared
+        assert handle.graphs.calls == {None: 1, "a module has forward hooks": 1}
+
+    @pytest.mark.parametrize("task", ["TOKEN_CLS", "QUESTION_ANS"])
+    def test_adapters_with_a_saved_head(self, task):
+        name = {"TOKEN_CLS": "BertForTokenClassification", "QUESTION_ANS": "BertForQuestionAnswering"}[task]
+        base = make("bert", name)
+        peft.get_peft_model(base, peft.LoraConfig(task_type=task, r=2, target_modules=["query"])).eval()
+        base.eval()
+        handle = nta.patch(base, packing="always", cuda_graphs=True)
+        batch = batch_of([5, 2, 9])
+        got = run(base, batch)
+        with nta_off(handle):
+            want = run(base, batch)
+        is_token = batch["attention_mask"] > 0
+        for name in want:
+            torch.testing.assert_close(got[name][is_token], want[name][is_token], rtol=TOLERANCE, atol=1e-3)
+        assert handle.graphs.calls == {None: 1}
 
     def test_module_replaced(self):
         def change(model):
@@ -450,6 +589,17 @@ class TestBounds:
         assert len(handle.graphs) == 0
         run(model, batch)
         assert handle.graphs.calls == {None: 2}
+
+    @pytest.mark.parametrize("removed", [False, True])
+    def test_models_are_freed(self, removed):
+        model, handle, _ = pair(make())
+        run(model, batch_of([5, 2, 9]))
+        if removed:
+            handle.remove()
+        freed = weakref.ref(model)
+        del model, handle
+        gc.collect()
+        assert freed() is None
 
     @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deep", "pickle"])
     def test_copies_have_graphs_of_their_own(self, copier):

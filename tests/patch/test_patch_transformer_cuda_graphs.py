@@ -162,7 +162,11 @@ def test_state():
             each.layers[0].linear1.weight.mul_(2)
             each.layers[1].linear1.weight = nn.Parameter(torch.randn(48, 32, device=DEVICE))
         assert_same(model(x, src_key_padding_mask=padding), other(x, src_key_padding_mask=padding), TOLERANCE)
-    assert handle.graphs.captured == 2
+        assert handle.graphs.captured == 2
+        for each in (model, other):
+            each.layers[0].self_attn.softcap = 0.5
+        assert_same(model(x, src_key_padding_mask=padding), other(x, src_key_padding_mask=padding), TOLERANCE)
+    assert handle.graphs.captured == 3
 
 
 def test_encoder_in_a_graph_of_its_own_model():
