@@ -56,15 +56,16 @@ def draw(rows: int, shortest: int, longest: int) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def speed(rounds: int) -> list[str]:
+def speed(options: argparse.Namespace) -> list[str]:
+    ways = ["padded", *(["padded, compiled"] if options.compiled else []), "auto", "always", "graphs"]
     lines = [
-        '| model | rows | padded | padded, compiled | patched, `packing="auto"` | always packed | with graphs '
-        "| fastest padded / graphs | device busy in a replay |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| model | rows | {' | '.join(ways)} | fastest padded / graphs | device busy in a replay |",
+        "|---" * (4 + len(ways)) + "|",
     ]
     for name, rows, shortest, longest in SPEED:
-        models = {way: make(name) for way in ("padded", "compiled", "auto", "always", "graphs")}
-        models["compiled"] = torch.compile(models["compiled"], dynamic=True)
+        models = {way: make(name) for way in ways}
+        if options.compiled:
+            models["padded, compiled"] = torch.compile(models["padded, compiled"], dynamic=True)
         nta.patch(models["auto"])
         nta.patch(models["always"], packing="always")
         handle = nta.patch(models["graphs"], cuda_graphs=True)
