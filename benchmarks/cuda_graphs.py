@@ -1,6 +1,6 @@
 """Inference of small batches: padded, patched by ``nta.patch``, and patched with ``cuda_graphs=True``.
 
-    python benchmarks/cuda_graphs.py [speed batches replays torch] [--compiled] [--rounds 30] [--save FILE]
+    python benchmarks/cuda_graphs.py [--parts speed batches replays torch] [--compiled] [--rounds 30] [--save FILE]
 
 - **speed**: wall-clock times of batches of other lengths, the ways by turns, and the time for which the device is busy
   in a replay.
@@ -183,7 +183,7 @@ PARTS = {"speed": speed, "batches": batches, "replays": replays, "torch": of_tor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--compiled", action="store_true", help="also the padded model under torch.compile")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--save", type=Path)

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -144,6 +144,21 @@ class _Graph:
     replay: Callable[[], None]
     inputs: dict[str, Tensor]
     outputs: Any
+    _parts: dict[tuple[torch.Size, ...], list[Tensor]] = field(default_factory=dict)
+
+    def fill(self, given: Mapping[str, Tensor], zeroed: frozenset[str]) -> None:
+        """Copy the tensors of a call to those of the graph, which are not smaller. For `zeroed` see `Work`."""
+        shapes = tuple([x.shape for x in given.values()])
+        parts = self._parts.get(shapes)
+        if parts is None:
+            if len(self._parts) >= 64:
+                self._parts.clear()
+            parts = [self.inputs[name][tuple(map(slice, shape))] for name, shape in zip(given, shapes, strict=True)]
+            self._parts[shapes] = parts
+        for name in zeroed:
+            if self.inputs[name].shape != given[name].shape:
+                self.inputs[name].zero_()
+        torch._foreach_copy_(parts, list(given.values()))
 
     @property
     def memory(self) -> int:
@@ -327,7 +342,7 @@ class CapturedCalls:
 
 def _replay(graph: _Graph, work: Work, device: Device, finish: Callable[[Any, Bucket], Any]) -> Any:
     with device.in_order():
-        _fill(graph.inputs, work.inputs, work.zeroed)
+        graph.fill(work.inputs, work.zeroed)
         graph.replay()
         return finish(graph.outputs, graph.bucket)
 
@@ -344,7 +359,7 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
         with _capturing:
             shapes = work.shapes(bucket)
             given = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
-            _fill(given, work.inputs, work.zeroed)
+            _Graph(bucket, state, lambda: None, given, None).fill(work.inputs, work.zeroed)
             with device.on_stream():
                 with _NoHostReads():
                     work.function(dict(given), bucket)
@@ -358,16 +373,6 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
         torch.set_autocast_cache_enabled(cached)
         _thread.is_capturing = False
     return _Graph(bucket, state, replay, given, outputs)
-
-
-def _fill(into: Mapping[str, Tensor], given: Mapping[str, Tensor], zeroed: frozenset[str]) -> None:
-    for name, x in given.items():
-        target = into[name]
-        if target.shape != x.shape:
-            if name in zeroed:
-                target.zero_()
-            target = target[tuple([slice(size) for size in x.shape])]
-        target.copy_(x)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

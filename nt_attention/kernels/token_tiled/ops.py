@@ -70,6 +70,8 @@ class Settings:
         batch = ANY_BATCH if spec.batch_invariant else (min(longest, sum(window) + 1), mean)
         config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
         shared = 0 if spec.batch_invariant else config.shared
+        if spec.bounded and mean > 2 * shared:  # programs for fused tiles, which are probably few, take time
+            shared = 0
         is_ordered = spec.deterministic or spec.batch_invariant
         return cls(plan, config, shared, constants, floats, bool(spec.relative), is_ordered)
 
