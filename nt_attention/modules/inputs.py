@@ -99,33 +99,36 @@ class Inputs(NamedTuple):
         """Pack padded inputs, whose only masks are `is_causal` and a boolean `key_padding_mask`."""
         if self.layouts is not None:
             return self
-        (query, key, value), padding = self[:3], self.masks.key_padding_mask
+        (query, key, _), padding = self[:3], self.masks.key_padding_mask
         key_layout = layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
         layout = key_layout if self.is_self_attention else layout_without_padding(query)
-        q = layout.pack(query)
-        k = q if key is query and key_layout is layout else key_layout.pack(key)
-        v = q if value is query and key_layout is layout else k if value is key else key_layout.pack(value)
-
+        packed = self._convert(SequenceLayout.pack, layout, key_layout)
         unpack = self.restore or (lambda out: out)
         return Inputs(
-            q, k, v, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
+            *packed, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
         )
 
     def without_rows_past_end(self) -> Inputs:
         """Replace packed rows that belong to no sequence by 0, if parameters get gradients: 0 · NaN is NaN."""
         if self.layouts is None or not torch.is_grad_enabled():
             return self
-        layout, key_layout = self.layouts
-        filled: dict[tuple[int, int], Tensor] = {}  # one object stays one object
-        for x, side in zip(self[:3], (layout, key_layout, key_layout), strict=True):
-            if (id(x), id(side)) not in filled:
-                is_full = side.knows_lengths and (is_traced(x) or len(x) == side.total)
-                filled[id(x), id(side)] = x if is_full else side.fill_past_end(x, 0.0)
-        return self._replace(
-            query=filled[id(self.query), id(layout)],
-            key=filled[id(self.key), id(key_layout)],
-            value=filled[id(self.value), id(key_layout)],
-        )
+
+        def fill(layout: SequenceLayout, x: Tensor) -> Tensor:
+            is_full = layout.knows_lengths and (is_traced(x) or len(x) == layout.total)
+            return x if is_full else layout.fill_past_end(x, 0.0)
+
+        query, key, value = self._convert(fill, *self.layouts)
+        return self._replace(query=query, key=key, value=value)
+
+    def _convert(
+        self, function: Callable[[SequenceLayout, Tensor], Tensor], layout: SequenceLayout, key_layout: SequenceLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply `function` to query, key and value. Inputs that are one object stay one object."""
+        query, key, value = self[:3]
+        q = function(layout, query)
+        k = q if key is query and key_layout is layout else function(key_layout, key)
+        v = q if value is query and key_layout is layout else k if value is key else function(key_layout, value)
+        return q, k, v
 
     def convert_back(self, out: Tensor, weights: Tensor | None, average: bool) -> tuple[Any, Tensor | None]:
         """Convert `out` (T, E) or (B, L, E) to the caller's form, and average weights (B, H, L, S) if `average`."""
