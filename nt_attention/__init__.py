@@ -6,10 +6,12 @@ from .kernels.select import available_backends, use_backend
 from .layout import SequenceLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
+from .paged import PagedLayout
 from .patching.patch import patch
 
 __version__ = "0.1.0"
 __all__ = [
+    "PagedLayout",
     "RelativeBias",
     "Rotary",
     "SequenceLayout",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Unpack, get_type_hints
+from typing import Any, NamedTuple, Unpack, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from .kernels.call import (
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layout import SequenceLayout
+from .paged import PagedLayout
 
 _NO_OPERATOR = "no custom operator supports this call (it has mask_mod, score_mod or backend='flex')"
 
@@ -42,7 +43,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | PagedLayout | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -68,7 +69,8 @@ def varlen_attention(
         key: (S, G, D) packed, or a NestedTensor with the same number of sequences as `query`.
         value: (S, G, Dv) packed, or a NestedTensor with the same lengths as `key`.
         layout: the sequences of packed tensors. Must be None for NestedTensors.
-        key_layout: the sequences of packed key and value in cross-attention; None if they are those of `layout`.
+        key_layout: the sequences of packed key and value in cross-attention; None if they are those of `layout`. With a
+            `PagedLayout`, key and value are pools (pages, page_size, G, D) or (N, G, D), which no gradient may need.
         is_causal: mask the keys after the position of a query.
         causal_alignment: the position of a query among the keys of its sequence. For query i of Lq and Lk keys,
             "lower_right" is i + Lk − Lq, as in flash-attn, and "upper_left" is i. `is_causal`, `window_size`,
@@ -125,7 +127,7 @@ def explain(
     key: Tensor,
     value: Tensor,
     layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | PagedLayout | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -201,7 +203,7 @@ def plan(
     key: Tensor,
     value: Tensor,
     layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | None = None,
+    key_layout: SequenceLayout | PagedLayout | None = None,
     *,
     alibi_slopes: Tensor | None = None,
     relative: RelativeBias | None = None,
@@ -229,12 +231,13 @@ def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Map
     else:
         cache_key = (
             *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
+            (key_layout.batch_size, key_layout.max_seqlen) if isinstance(key_layout, PagedLayout) else None,
             *(query.device, key.device, value.device, alibi_slopes is None, needs_grad, *selection_key(backend)),
             relative and (relative.terms, relative.requires_grad),
             *(*options.values(), *map(type, options.values())),  # types too: 1 == True, but 1 is not a valid bool
         )
         try:
-            other = None if key_layout is layout else key_layout
+            other = None if key_layout is layout or isinstance(key_layout, PagedLayout) else key_layout
             spec, chosen, dims, prepared = layout.cached(cache_key, lambda: (*decide(), {}), other)
         except TypeError:
             check_options(**options)  # raises a clearer error: no option has unhashable values
@@ -252,7 +255,7 @@ class _Inputs(NamedTuple):
     key: Tensor
     value: Tensor
     layout: SequenceLayout
-    key_layout: SequenceLayout
+    key_layout: SequenceLayout  # or a PagedLayout, which has the attributes that this file uses
     rewrap: Callable[..., Tensor] | None
     is_traced: bool
     needs_grad: bool
@@ -264,7 +267,7 @@ def _pack(
     key: Tensor,
     value: Tensor,
     layout: SequenceLayout | None,
-    key_layout: SequenceLayout | None,
+    key_layout: SequenceLayout | PagedLayout | None,
     relative: RelativeBias | None,
 ) -> _Inputs:
     refuse_jit_trace()
@@ -278,13 +281,19 @@ def _pack(
         query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
         relative = relative and relative.with_tensors([x.view_as(x) for x in relative.tensors])
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if isinstance(key_layout, PagedLayout):
+        _check_paged(needs_grad, relative)
     if relative is not None and not needs_grad:
         needs_grad = torch.is_grad_enabled() and relative.requires_grad
     return _Inputs(query, key, value, layout, key_layout, rewrap, traced, needs_grad, relative)
 
 
 def _unwrap(
-    query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SequenceLayout | None,
+    key_layout: SequenceLayout | PagedLayout | None,
 ) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
     """Convert NestedTensors to packed tensors, their layouts and `rewrap`. Packed tensors are only checked."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -300,6 +309,8 @@ def _unwrap(
             )
         is_self = key_layout is None or key_layout is layout
         layout = SequenceLayout.require(layout, "layout")
+        if isinstance(key_layout, PagedLayout):
+            return query, key, value, layout, cast(SequenceLayout, key_layout), None
         key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
         return query, key, value, layout, key_layout, None
     if not all(kinds):
@@ -336,12 +347,15 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpec:
     """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
     query, key, value, layout, key_layout, *_ = inputs
-    _check_tensors(query, key, value)
+    is_paged = isinstance(key_layout, PagedLayout)
+    _check_tensors(query, key, value, is_paged)
     if layout.batch_size != key_layout.batch_size:
         raise ValueError(
             f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many sequences "
             "of keys as of queries. A sequence may have length 0."
         )
+    if is_paged:
+        return AttentionSpec.of_paged(query, key, value, options, alibi=alibi, bounded=not layout.knows_lengths)
     same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths
     return AttentionSpec.of(
         query.device,
@@ -370,9 +384,26 @@ def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend
     return choose_for(Call(inputs.layout, inputs.key_layout, None, spec, None, inputs.relative), backend)
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
+    """Check what a call with a `PagedLayout` may not have."""
+    if needs_grad:
+        raise ValueError(
+            "keys in pools are for inference, but query, key or value needs a gradient: call varlen_attention in "
+            "torch.no_grad(), or pass packed keys and a SequenceLayout."
+        )
+    if relative is not None:
+        raise ValueError(
+            "relative biases are not supported with a PagedLayout: copy the keys with PagedLayout.gather, and pass the "
+            "layout that it returns."
+        )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, is_paged: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 3:
+        if is_paged and name != "query":
+            if x.dim() not in (3, 4):
+                raise ValueError(f"{name} must be a pool (pages, page_size, G, D) or (N, G, D), got {tuple(x.shape)}.")
+        elif x.dim() != 3:
             raise ValueError(
                 f"{name} must be (tokens, heads, head dim), got {tuple(x.shape)}: pack a padded "
                 "batch with layout.pack, and split an embedding with unflatten(-1, (heads, -1))."

@@ -18,11 +18,11 @@ from torch.autograd import forward_ad
 
 from .._tracing import is_compiling, is_observed, is_tracing
 from ..layout import SequenceLayout
-from . import adapters, flops
+from . import adapters, flops, paged
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
-from .custom_ops import arguments_of, bounds_of
+from .custom_ops import arguments_of, bounds_of, paged_arguments_of
 from .relative import RelativeBias
 
 
@@ -40,7 +40,9 @@ def run(
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
-    if isinstance(backend, Backend) and backend.differentiable:
+    if call.spec.paged:
+        out, lse = _run_paged(backend, query, key, value, call)
+    elif isinstance(backend, Backend) and backend.differentiable:
         out, lse = backend.forward(query, key, value, call)[:2]
     else:
         kernel = Kernel(None, backend) if isinstance(backend, str) else Kernel(backend)
@@ -103,6 +105,17 @@ def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Ten
         call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
         out, lse, *_ = function.apply(*inputs, (kernel, call), *relative)
     return out, lse
+
+
+def _run_paged(backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Keys in pools: there is no backward."""
+    if isinstance(backend, Backend):
+        if not is_observed(query, key, value):
+            return paged.forward(backend, query, key, value, call)
+        backend = backend.name
+    operators = torch.ops.nt_attention
+    operator = operators.paged_forward if call.layout.bounds is None else operators.paged_forward_with_bounds
+    return operator.default(query, key, value, *paged_arguments_of(call), backend)
 
 
 class _Attention(torch.autograd.Function):

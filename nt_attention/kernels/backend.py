@@ -109,7 +109,13 @@ class Backend:
             (`geometry` in `kernels/call.py`). It runs in place of `forward` or `backward` if the call has no tensors
             but query, key and value, and needs no adapter. None if there is nothing to save by it.
         differentiable: Whether `forward` consists of differentiable operations. Outside of graphs, PyTorch then
-            differentiates these, any number of times, and `backward` is not used. Needed if `backward` is None.
+            differentiates these, any number of times, and `backward` is not used.
+        inference_only: Whether the kernel has no gradients. One of `backward`, `differentiable` and `inference_only` is
+            needed.
+        paged_forward: `forward` for calls in which `call.key_layout` is a `PagedLayout`, and key and value are pools
+            (pages, page size, G, D) or (rows, G, D) that are contiguous in the last dimension. Rows past the layout's
+            total may be left unwritten. If it is None and `features` has "paged", the keys are copied from the pools
+            into packed tensors, and `forward` runs.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
         device_type: The device type of its tensors; None for any.
         min_capability: The lowest supported compute capability of a CUDA device, (major, minor).
@@ -145,6 +151,8 @@ class Backend:
     prepare_forward: PrepareForward | None = None
     prepare_backward: PrepareBackward | None = None
     differentiable: bool = False
+    inference_only: bool = False
+    paged_forward: Forward | None = None
     features: frozenset[str] = frozenset()
     device_type: str | None = None
     min_capability: tuple[int, int] = (0, 0)
@@ -159,8 +167,12 @@ class Backend:
     is_reference: bool = False
 
     def __post_init__(self) -> None:
-        if self.backward is None and not self.differentiable:
-            raise ValueError(f"{self.name}: pass backward, or differentiable=True if forward is.")
+        if self.backward is None and not (self.differentiable or self.inference_only):
+            raise ValueError(
+                f"{self.name}: pass backward, or differentiable=True if forward is, or inference_only=True."
+            )
+        if self.paged_forward is not None and "paged" not in self.features:
+            raise ValueError(f"{self.name}: paged_forward needs 'paged' in features.")
         # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.
         if not self.takes_fully_masked_rows and "window" in self.features:
             raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")
@@ -181,6 +193,8 @@ class Backend:
         wide = max(spec.head_dim, spec.value_dim)
         if wide > self.head_dims.most:
             reasons.append(f"head dims above {self.head_dims.most} are not supported, got {wide}.")
+        if self.inference_only and spec.needs_grad:
+            reasons.append("gradients are not supported: call it in torch.no_grad(), or pass another backend.")
         not_supported = spec.features - self.features
         reasons += [advice for feature, advice in FEATURES.items() if feature in not_supported]
         return reasons + self.refuses(spec)

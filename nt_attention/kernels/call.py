@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
+from ..paged import PagedLayout
 from .masks import Window
 from .relative import RelativeBias
 
@@ -117,6 +118,7 @@ class AttentionSpec:
         equal_lengths: Whether every sequence has as many keys as queries. Both alignments are then the same.
         keyless: Whether some sequence may have no key.
         bounded: Whether the host only knows bounds of the lengths.
+        paged: Whether keys and values are in pools, at the rows of a `PagedLayout`.
 
     Example:
         >>> import torch
@@ -161,6 +163,7 @@ class AttentionSpec:
     equal_lengths: bool = True
     keyless: bool = True
     bounded: bool = False
+    paged: bool = False
 
     @classmethod
     def of(
@@ -189,6 +192,20 @@ class AttentionSpec:
         if values["scale"] is None:
             values["scale"] = head_dim**-0.5
         return cls(device, dtype, num_heads, num_kv_heads, head_dim, value_dim, **values, **more)
+
+    @classmethod
+    def of_paged(
+        cls, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any], *, alibi: bool, bounded: bool
+    ) -> AttentionSpec:
+        """The spec of a call whose keys are in pools. `options` may have other fields of `SCHEMA`, which are ignored.
+
+        Raises:
+            ValueError: as `of`.
+        """
+        shapes = (query.shape, (1, *key.shape[-2:]), (1, *value.shape[-2:]))
+        options = {name: x for name, x in options.items() if name in OPTIONS}
+        more = {"equal_lengths": False, "keyless": True, "bounded": bounded, "paged": True}
+        return cls.of(query.device, query.dtype, shapes, options, alibi=alibi, **more)
 
     @property
     def window(self) -> Window:
@@ -249,6 +266,7 @@ class AttentionSpec:
             "scale ≤ 0": not self.has_positive_scale,
             "value dim": self.head_dim != self.value_dim,
             "bounds": self.bounded,
+            "paged": self.paged,
             **{option.feature: bool(getattr(self, name)) for name, option in _WITH_FEATURE.items()},
         }
         needed["deterministic"] &= self.needs_grad
@@ -293,6 +311,7 @@ FEATURES = {
     "scale ≤ 0": "scale must be positive: negate query and pass -scale.",
     "value dim": "value must have the head dim of key.",
     "bounds": "the lengths must be known on the host: make the layout without max_tokens.",
+    "paged": "keys in a pool are not supported: copy them with PagedLayout.gather.",
 }
 
 # The type of a field → its type in an operator's schema. Options that are functions can't be arguments of operators.
@@ -339,7 +358,7 @@ class Call(NamedTuple):
     """The arguments of a call other than query, key and value.
 
     Attributes:
-        layout, key_layout: The sequences of queries and of keys.
+        layout, key_layout: The sequences of queries and of keys. `key_layout` is a `PagedLayout` if `spec.paged`.
         alibi_slopes: (H,) or (B, H), or None.
         spec: All other arguments.
         head_dims: The head dims (D, Dv) that the chosen backend is called with; None if not looked up yet.
@@ -348,12 +367,18 @@ class Call(NamedTuple):
     """
 
     layout: SequenceLayout
-    key_layout: SequenceLayout
+    key_layout: SequenceLayout  # for type checkers; see `paged`
     alibi_slopes: Tensor | None
     spec: AttentionSpec
     head_dims: tuple[int, int] | None = None
     relative: RelativeBias | None = None
     prepared: PreparedRuns | None = None
+
+    @property
+    def paged(self) -> PagedLayout:
+        """`key_layout` of a call whose keys are in pools."""
+        assert isinstance(self.key_layout, PagedLayout)
+        return self.key_layout
 
 
 # `geometry` of the tensors → a function of these tensors that runs the forward or the backward. It also depends on the

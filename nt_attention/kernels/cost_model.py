@@ -44,7 +44,7 @@ class CallSize(NamedTuple):
         """The size of `call`. Pairs that take time to count are cached with the layouts."""
         layout, key_layout, _, spec, *_ = call
         tokens = (layout.total + key_layout.total) / 2
-        if spec.bounded:  # as if each query saw as many keys as the bounds allow
+        if spec.bounded or spec.paged:  # as if each query saw as many keys as the bounds allow
             return cls(layout.batch_size, tokens, layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1))
         if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
             squares = layout.sum_of_squares

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .._bounded import BoundedLayout
 from .._operators import LIBRARY, define
 from .._tracing import is_traced
 from ..layout import SequenceLayout
+from ..paged import PagedLayout
 from . import adapters
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs
@@ -29,6 +30,10 @@ _T = TypeVar("_T")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
 _RELATIVE = "Tensor? buckets, Tensor? bias, Tensor? query_bias, Tensor? key_bias"
 _CALL = f"{_TENSORS}, {_RELATIVE}, {SCHEMA}"
+_PAGED = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor table, Tensor? table_offsets, Tensor? lengths, "
+    "Tensor? alibi_slopes, SymInt[] bounds, SymInt page_size, SymInt max_seqlen, bool has_slots"
+)
 _NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
 _ARGUMENTS = len(_NAMES)
 _Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and value, and of the biases that are given
@@ -39,8 +44,10 @@ _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_stat
 
 
 def register(backend: Backend) -> None:
-    """Define `nt_attention::<name>_forward` and `_backward`, which run the kernel and its adapters."""
-    assert backend.backward is not None
+    """Define `nt_attention::<name>_forward` and `_backward`, which run the kernel and its adapters.
+
+    A backend without a backward has the forward only.
+    """
 
     def call(arguments: Sequence[Any]) -> Call:
         return _cached_call(arguments, (backend.name,), lambda call: None)[0]
@@ -56,8 +63,9 @@ def register(backend: Backend) -> None:
     random = "dropout" in backend.features
     results = "Tensor out, Tensor lse, Tensor rng_state"
     define(f"{backend.name}_forward({_CALL}) -> ({results})", forward, fake, random=random)
-    define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
-    _differentiate(backend.name)
+    if backend.backward is not None:
+        define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
+        _differentiate(backend.name)
 
 
 def register_bounded(
@@ -95,6 +103,64 @@ def register_bounded(
         f"bounded_backward({_SAVED}, {_CALL}, {more}) -> {_GRADIENTS}", backward, _fake_backward, reads_on_host=False
     )
     _differentiate("bounded")
+
+
+def register_paged(
+    choose: Callable[[Call, str], tuple[Backend, tuple[int, int] | None]],
+    run: Callable[[Backend, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]],
+) -> None:
+    """Define `nt_attention::paged_forward` and `paged_forward_with_bounds`, for keys in pools.
+
+    The second one is for queries whose layout knows only bounds. It reads nothing on the host, so a compiler can
+    capture it in a CUDA graph. Both have no gradients.
+
+    Args:
+        choose: Selects a backend, and the head dims to call it with, for a call and a requested name.
+        run: Runs it.
+    """
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        query, key, value, *rest, name = arguments
+        call = _paged_call(query, key, value, rest)
+        return run(choose(call, name)[0], query, key, value, call)
+
+    def fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+        query, _, value = arguments[:3]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        return out, query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T
+
+    for name, reads_on_host in (("paged_forward", True), ("paged_forward_with_bounds", False)):
+        schema = f"{name}({_PAGED}, {SCHEMA}, str backend) -> (Tensor out, Tensor lse)"
+        define(schema, forward, fake, random=True, reads_on_host=reads_on_host)
+
+
+def paged_arguments_of(call: Call) -> tuple[Any, ...]:
+    """The arguments of `paged_forward` after query, key and value, without the last one."""
+    paged = call.paged
+    where = (paged.table, paged.table_offsets, paged.given_lengths)
+    numbers = (list(call.layout.bounds or ()), paged.page_size, paged.max_seqlen, paged.has_slots)
+    return (call.layout.operator_offsets, *where, call.alibi_slopes, *numbers, *schema_values(call.spec))
+
+
+def _paged_call(query: Tensor, key: Tensor, value: Tensor, arguments: Sequence[Any]) -> Call:
+    """The inverse of `paged_arguments_of`."""
+    cu_seqlens, table, table_offsets, lengths, slopes, bounds, page_size, max_seqlen, has_slots, *values = arguments
+    layout = BoundedLayout(cu_seqlens, *bounds) if bounds else SequenceLayout.in_operator(cu_seqlens)
+    if has_slots:
+        paged = PagedLayout.from_slots(table.squeeze(1), lengths, max_seqlen)
+    elif table_offsets is not None:
+        paged = PagedLayout.from_indices(table, table_offsets, lengths, page_size, max_seqlen)
+    else:
+        paged = PagedLayout(table, lengths, page_size, max_seqlen)
+    layout.check_rows(query, "query")
+    paged.check_keys(key, value)
+    if slopes is not None:
+        check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in from_schema(values).items()}
+    more = {"alibi": slopes is not None, "bounded": not layout.knows_lengths}
+    spec = AttentionSpec.of_paged(query, key, value, options, **more)
+    return Call(layout, cast(SequenceLayout, paged), slopes, spec)
 
 
 class Selection(NamedTuple):

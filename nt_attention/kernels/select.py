@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.nn.attention import current_flash_attention_impl
 
 from .._bounded import LengthsUnknownError
-from . import cost_model, custom_ops, support, token_tiled
+from . import cost_model, custom_ops, paged, split_kv, support, token_tiled
 from .backend import Backend
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
 from .call import AttentionSpec, Call
@@ -26,7 +26,10 @@ ENVIRONMENT_VARIABLE = "NT_ATTENTION_BACKEND"
 
 BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND
-    for module in (token_tiled, flash_attn_4, torch_flash, flash_attn_2, torch_efficient, flex, cpu, reference)
+    for module in (
+        *(token_tiled, flash_attn_4, torch_flash, flash_attn_2, torch_efficient, flex, split_kv),
+        *(cpu, reference),
+    )
 }
 _requested: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
 _ignores_requests: ContextVar[bool] = ContextVar("nt_attention_automatic_choice", default=False)
@@ -181,10 +184,14 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
         )
     if spec.score_mod is not None or spec.mask_mod is not None:  # functions can't be arguments of operators
         return False
+    if spec.paged:
+        return True
     candidates = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
     return any(
         # cheap checks first, because a compiler traces this code
-        one.backward is not None and one.device_type in (None, spec.device.type) and not one.unsupported(spec)
+        (one.backward is not None or one.inference_only)
+        and one.device_type in (None, spec.device.type)
+        and not one.unsupported(spec)
         for one in candidates
     )
 
@@ -192,7 +199,7 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
 def _select_in_graph(call: Call, name: str) -> Selection:
     """The chosen backend. Its number is its index in `BACKENDS`."""
     chosen, dims = choose_for(call, name)
-    if chosen.backward is None:
+    if chosen.backward is None and not chosen.inference_only:
         raise ValueError(
             f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
             f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
@@ -319,7 +326,8 @@ def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
 
 
 for _backend in BACKENDS.values():
-    if _backend.backward is not None:
+    if _backend.backward is not None or _backend.inference_only:
         custom_ops.register(_backend)
 custom_ops.register_auto(_select_in_graph, _select_again, selection_key)
 custom_ops.register_bounded(choose_for, selection_key)
+custom_ops.register_paged(choose_for, paged.forward)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from nt_attention.kernels import triton_support
 from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.token_tiled import backend
 
@@ -31,7 +32,7 @@ SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 4, 4, 64, 64, 0.125)
 )
 def test_token_tiled_support(change, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_support, "interpreted", lambda: False)
     reasons = backend.BACKEND.unsupported(dataclasses.replace(SPEC, **change))
     assert len(reasons) == (reason is not None)
     assert reason is None or reason in reasons[0]
@@ -44,5 +45,5 @@ def test_old_gpu_is_not_supported(monkeypatch):
 
 
 def test_interpreter_supports_cpu_tensors(monkeypatch):
-    monkeypatch.setattr(backend, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_support, "interpreted", lambda: True)
     assert backend.BACKEND.unsupported(dataclasses.replace(SPEC, device=torch.device("cpu"))) == []

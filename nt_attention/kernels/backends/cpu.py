@@ -295,7 +295,7 @@ BACKEND = Backend(
     missing=lambda: None,
     forward=forward,
     backward=backward,
-    features=COMMON | {"scale ≤ 0", "window", "alibi", "relative bias", "deterministic"},
+    features=COMMON | {"scale ≤ 0", "window", "alibi", "relative bias", "deterministic", "paged"},
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     head_dims=HeadDims(equal=True),

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-
 import torch
 
+from .. import triton_support
 from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec
+from ..triton_support import missing
 from . import ops
 
 
-def interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1), which is slow and meant for tests."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-@functools.cache
-def missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: install a GPU build of torch, which includes it, or pip install triton."
-    if not interpreted() and not torch.accelerator.is_available():
-        return "no GPU is available."
-    return None
-
-
 def refuses(spec: AttentionSpec) -> list[str]:
-    reasons = []
-    if spec.device.type == "cpu" and not interpreted():
-        reasons.append("tensors must be on a GPU, got cpu: move them there.")
+    reasons = triton_support.refuses(spec)
     if spec.batch_invariant and spec.dropout_p:
         reasons.append(
             "dropout depends on a sequence's place in the batch: leave dropout_p at 0 or batch_invariant at False."

@@ -1,0 +1,21 @@
+"""The `split_kv` backend and what it supports."""
+
+from __future__ import annotations
+
+from ..backend import COMMON, Backend, HeadDims
+from ..triton_support import missing, refuses
+from . import launches
+
+BACKEND = Backend(
+    name="split_kv",
+    about="this library's Triton kernels that split the keys of a sequence (GPU; inference, keys in pools or packed)",
+    missing=missing,
+    forward=launches.forward,
+    paged_forward=launches.paged_forward,
+    inference_only=True,
+    features=COMMON | {"scale ≤ 0", "window", "softcap", "alibi", "batch_invariant", "paged"},
+    min_capability=(8, 0),
+    dtypes=launches.DTYPES,
+    head_dims=HeadDims(256),
+    refuses=refuses,
+)
