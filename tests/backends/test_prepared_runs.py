@@ -133,3 +133,16 @@ def test_gradient_of_lse_is_not_prepared(prepared):
         _, lse = nta.varlen_attention(query, query, query, layout, backend="preparing", return_lse=True)
         lse.sum().backward()
     assert prepared["backward"] == []
+
+
+def test_keys_in_pools_have_other_lengths_in_each_call(prepared):
+    """The lengths of both calls have the same sum, so the gathered keys have the same shape."""
+    layout = nta.SequenceLayout.from_lengths([1, 1])
+    query, pool = torch.randn(2, 4, 16, dtype=torch.float64), torch.randn(16, 4, 16, dtype=torch.float64)
+    for lengths in ([3, 5], [5, 3]):
+        paged = nta.PagedLayout.from_slots(torch.tensor([0, 8]), torch.tensor(lengths), max_seqlen=8)
+        found, wanted = (
+            nta.varlen_attention(query, pool, pool, layout, paged, backend=backend)
+            for backend in ("preparing", "reference")
+        )
+        torch.testing.assert_close(found, wanted)
