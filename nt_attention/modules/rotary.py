@@ -108,23 +108,28 @@ class Rotation:
         """Rotate packed `x` (N, H, D) with the positions of a layout, or (B, L, H, D) with positions (B or 1, L)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(positions, Tensor):
-            return self._apply(x, *self.tables(positions, dtype))
+            return rotate_pairs(x, *self.tables(positions, dtype), interleaved=self.interleaved)
         if is_tracing() or not isinstance(positions, SequenceLayout):  # the lengths are unknown
-            return self._apply(x, *self.tables(positions.locate_rows(x.shape[0])[1], dtype))
+            tables = self.tables(positions.locate_rows(x.shape[0])[1], dtype)
+            return rotate_pairs(x, *tables, interleaved=self.interleaved)
         layout = positions
         cos, sin = layout.cached(("rotary", self, dtype), lambda: self.tables(layout.position_ids, dtype))
         if past := x.shape[0] - layout.total:  # rows that belong to no sequence
             cos, sin = (F.pad(table, (0, 0, 0, 0, 0, past)) for table in (cos, sin))
-        return self._apply(x, cos, sin)
+        return rotate_pairs(x, cos, sin, interleaved=self.interleaved)
 
-    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate `x` (…, H, D) in the dtype of the tables, and return it in the dtype of `x`."""
-        dims = 2 * len(self.frequencies)
-        rotated, rest = x[..., :dims].to(cos.dtype), x[..., dims:]
-        first, second = (rotated[..., 0::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, -1)
-        pair = (first * cos - second * sin, second * cos + first * sin)
-        rotated = (torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)).to(x.dtype)
-        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate pairs of the first R dims of `x` (…, H, D), by angles with cosines and sines (…, 1, R/2).
+
+    It computes in the dtype of `cos` and `sin`, and returns the dtype of `x`. `interleaved` is as in `Rotary`.
+    """
+    dims = 2 * cos.shape[-1]
+    rotated, rest = x[..., :dims].to(cos.dtype), x[..., dims:]
+    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    rotated = (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)
+    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
 @functools.lru_cache(64)
