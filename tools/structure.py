@@ -3,6 +3,7 @@
     python tools/structure.py [TREE]        TREE: the root of another checkout, such as a `git worktree`
 
 Everything but the cycles is counted without the command line (``nt_attention/cli``, or ``commands`` in older versions).
+The first two are also counted without ``nt_attention/compat``, whose signatures are those of other libraries.
 
 - **Hand-ordered option lists**: lists in the code that name at least 4 options of an attention call one after another,
   in the order of their declaration (``OPTIONS``): a signature, a call, a tuple, a list, a set, a dict, a class body, or
@@ -66,14 +67,15 @@ def measure(tree: Path) -> dict[str, int | list[str]]:
     everything = {path.relative_to(tree): path.read_text(encoding="utf-8") for path in files}
     texts = {path: text for path, text in everything.items() if path.parts[1] not in ("cli", "commands")}
     modules = {path: ast.parse(text) for path, text in texts.items()}
+    own = [path for path in modules if path.parts[1] != "compat"]
 
-    def locations(of: Callable[[ast.Module], list[tuple[int, str]]]) -> list[str]:
-        return [f"{path}:{line} {what}" for path, module in modules.items() for line, what in of(module)]
+    def locations(of: Callable[[ast.Module], list[tuple[int, str]]], paths: Iterable[Path]) -> list[str]:
+        return [f"{path}:{line} {what}" for path in paths for line, what in of(modules[path])]
 
     return {
-        "hand-ordered option lists": locations(option_lists),
-        "files that name softcap": [str(path) for path, text in texts.items() if "softcap" in text],
-        f"functions over {MAX_LINES} lines": locations(long_functions),
+        "hand-ordered option lists": locations(option_lists, own),
+        "files that name softcap": [str(path) for path in own if "softcap" in texts[path]],
+        f"functions over {MAX_LINES} lines": locations(long_functions, modules),
         "import cycles": [", ".join(cycle) for cycle in cycles(imports(everything))],
         "lines": sum(text.count("\n") for text in texts.values()),
         "lines of the command line": sum(text.count("\n") for path, text in everything.items() if path not in texts),
