@@ -1,0 +1,793 @@
+"""`nt_attention.compat.flash_attn` against padded dense attention in float64, and against flash-attn's signatures."""
+
+import inspect
+
+import pytest
+import torch
+from sweeps import sweep_product
+
+import nt_attention as nta
+from nt_attention.compat import _layouts
+from nt_attention.compat import flash_attn as compat
+
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+WINDOWS = [(-1, -1), (3, 0), (2, 5), (-1, 2), (0, 0)]
+LENGTHS = {
+    "equal": ([6, 9, 1], [6, 9, 1]),
+    "more keys": ([2, 7, 1], [11, 9, 4]),
+    "more queries": ([12, 5, 3], [4, 5, 1]),
+    "empty": ([5, 0, 3, 0], [5, 4, 0, 0]),
+}
+OPTIONS = {
+    "plain": {},
+    "scale": {"softmax_scale": 0.3},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi_slopes": "per head"},
+    "alibi per sequence": {"alibi_slopes": "per sequence"},
+    "deterministic": {"deterministic": True},
+}
+
+VARLEN = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+COMMON = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+KVCACHE = {
+    "k": None,
+    "v": None,
+    "rotary_cos": None,
+    "rotary_sin": None,
+    "cache_seqlens": None,
+    "cache_batch_idx": None,
+    "cache_leftpad": None,
+    "block_table": None,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "rotary_interleaved": True,
+    "alibi_slopes": None,
+    "num_splits": 0,
+    "return_softmax_lse": False,
+}
+# The signatures of flash_attn 2.8: the arguments without a default, and those with one.
+SIGNATURES = {
+    "flash_attn_func": (["q", "k", "v"], COMMON),
+    "flash_attn_kvpacked_func": (["q", "kv"], COMMON),
+    "flash_attn_qkvpacked_func": (["qkv"], COMMON),
+    "flash_attn_varlen_func": (["q", "k", "v", *VARLEN], COMMON | {"block_table": None}),
+    "flash_attn_varlen_kvpacked_func": (["q", "kv", *VARLEN], COMMON),
+    "flash_attn_varlen_qkvpacked_func": (["qkv", "cu_seqlens", "max_seqlen"], COMMON),
+    "flash_attn_with_kvcache": (["q", "k_cache", "v_cache"], KVCACHE),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_order_and_defaults_of_arguments_are_those_of_flash_attn(name):
+    required, defaults = SIGNATURES[name]
+    parameters = inspect.signature(getattr(compat, name)).parameters.values()
+    assert all(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters)
+    empty = inspect.Parameter.empty
+    assert [(p.name, p.default) for p in parameters] == [*((name, empty) for name in required), *defaults.items()]
+
+
+def test_all_names_the_functions():
+    assert sorted(compat.__all__) == sorted(SIGNATURES)
+
+
+# The reference
+
+
+def reference(q, k, v, q_lengths, k_lengths, causal=False, window_size=(-1, -1), **options):
+    """out (B, L, H, Dv) and lse (B, H, L) of padded float64 inputs, 0 and −inf at padding."""
+    softmax_scale, softcap = options.get("softmax_scale"), options.get("softcap", 0.0)
+    slopes = options.get("alibi_slopes")
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("blhd,bshd->bhls", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    of_queries, of_keys = (torch.as_tensor(lengths)[:, None, None] for lengths in (q_lengths, k_lengths))
+    distance = j - (i + of_keys - of_queries)  # (B, L, S)
+    if slopes is not None:
+        slopes = slopes.double().expand(len(q), -1)
+        scores = scores - slopes[:, :, None, None] * distance[:, None].abs()
+    visible = (i < of_queries) & (j < of_keys)
+    left, right = window_size
+    right = 0 if causal else right
+    if left >= 0:
+        visible = visible & (distance >= -left)
+    if right >= 0:
+        visible = visible & (distance <= right)
+    visible = visible[:, None].expand_as(scores)
+    lse = scores.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    weights = torch.where(visible, (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp(), 0.0)
+    return torch.einsum("bhls,bshd->blhd", weights, v), lse
+
+
+def pad(packed, lengths):
+    parts = packed.double().split(list(lengths))
+    return torch.nn.utils.rnn.pad_sequence([*parts], batch_first=True)
+
+
+def unpad(padded, lengths):
+    return torch.cat([x[:length] for x, length in zip(padded, lengths, strict=True)])
+
+
+def cu_seqlens(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+def options_of(name, heads, batch):
+    options = dict(OPTIONS[name])
+    if "alibi_slopes" in options:
+        shape = (heads,) if options["alibi_slopes"] == "per head" else (batch, heads)
+        options["alibi_slopes"] = torch.rand(shape) * 0.3
+    return options
+
+
+def check(found, wanted):
+    torch.testing.assert_close(found.double(), wanted, atol=3e-5, rtol=3e-5)
+
+
+def check_with_gradients(call, leaves, wanted_call):
+    """Compare outputs, log-sum-exps and gradients. Both calls return (out, lse)."""
+    (out, lse), (wanted_out, wanted_lse) = call(*leaves), wanted_call(*leaves)
+    check(out, wanted_out)
+    check(lse, wanted_lse)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, grad)
+    wanted = torch.autograd.grad(wanted_out, leaves, grad.double())
+    for x, y in zip(found, wanted, strict=True):
+        check(x, y.double())
+
+
+# Packed and dense batches
+
+
+@sweep_product(
+    "heads, causal, window_size, lengths, head_dim, options",
+    *(HEADS, [False, True], WINDOWS, LENGTHS, [32, 40, 59, 128], OPTIONS),
+    strength=2,
+)
+def test_varlen(heads, causal, window_size, lengths, head_dim, options):
+    (nheads, nheads_k), (q_lengths, k_lengths) = HEADS[heads], LENGTHS[lengths]
+    if lengths == "equal":
+        cu_q = cu_k = cu_seqlens(q_lengths)
+    else:
+        cu_q, cu_k = cu_seqlens(q_lengths), cu_seqlens(k_lengths)
+    leaves = [
+        torch.randn(sum(q_lengths), nheads, head_dim, requires_grad=True),
+        *(torch.randn(sum(k_lengths), nheads_k, head_dim, requires_grad=True) for _ in range(2)),
+    ]
+    options = {"causal": causal, "window_size": window_size, **options_of(options, nheads, len(q_lengths))}
+
+    def call(q, k, v):
+        out, lse, _ = compat.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, max(q_lengths), max(k_lengths), **options, return_attn_probs=True
+        )
+        assert lse.shape == (nheads, sum(q_lengths))
+        return out, lse
+
+    def wanted(q, k, v):
+        padded = pad(q, q_lengths), pad(k, k_lengths), pad(v, k_lengths)
+        out, lse = reference(*padded, q_lengths, k_lengths, **options)
+        return unpad(out, q_lengths), unpad(lse.transpose(1, 2), q_lengths).T
+
+    check_with_gradients(call, leaves, wanted)
+
+
+@sweep_product(
+    "heads, causal, window_size, lengths, head_dim, options",
+    *(HEADS, [False, True], WINDOWS, [(7, 7), (3, 9), (9, 3), (1, 8)], [32, 59], OPTIONS),
+    strength=2,
+)
+def test_dense(heads, causal, window_size, lengths, head_dim, options):
+    nheads, nheads_k = HEADS[heads]
+    leaves = [
+        torch.randn(2, lengths[0], nheads, head_dim, requires_grad=True),
+        *(torch.randn(2, lengths[1], nheads_k, head_dim, requires_grad=True) for _ in range(2)),
+    ]
+    options = {"causal": causal, "window_size": window_size, **options_of(options, nheads, 2)}
+
+    def call(q, k, v):
+        out, lse, _ = compat.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+        assert lse.shape == (2, nheads, lengths[0])
+        return out, lse
+
+    def wanted(q, k, v):
+        return reference(q.double(), k.double(), v.double(), [lengths[0]] * 2, [lengths[1]] * 2, **options)
+
+    check_with_gradients(call, leaves, wanted)
+
+
+def test_dense_takes_transposed_tensors():
+    q, k, v = torch.randn(3, 2, 4, 7, 32).transpose(2, 3).unbind()
+    out = compat.flash_attn_func(q, k, v, causal=True)
+    check(out, reference(q.double(), k.double(), v.double(), [7, 7], [7, 7], causal=True)[0])
+
+
+def parts_and_gradients(call, packed):
+    out, lse, _ = call(packed)
+    return out, lse, torch.autograd.grad(out.square().sum(), packed)[0]
+
+
+@pytest.mark.parametrize("is_dense", [False, True], ids=["varlen", "dense"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_qkvpacked_is_the_same_as_three_tensors(is_dense, causal):
+    options = {"causal": causal, "window_size": (4, 1), "return_attn_probs": True}
+    offsets = cu_seqlens([5, 0, 9])
+    qkv = torch.randn(*((2, 7) if is_dense else (14,)), 3, 4, 32, requires_grad=True)
+
+    def packed(x):
+        if is_dense:
+            return compat.flash_attn_qkvpacked_func(x, **options)
+        return compat.flash_attn_varlen_qkvpacked_func(x, offsets, 9, **options)
+
+    def separate(x):
+        if is_dense:
+            return compat.flash_attn_func(*x.unbind(-3), **options)
+        return compat.flash_attn_varlen_func(*x.unbind(-3), offsets, offsets, 9, 9, **options)
+
+    for found, wanted in zip(parts_and_gradients(packed, qkv), parts_and_gradients(separate, qkv), strict=True):
+        torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("is_dense", [False, True], ids=["varlen", "dense"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_kvpacked_is_the_same_as_two_tensors(is_dense, heads):
+    nheads, nheads_k = HEADS[heads]
+    options = {"causal": True, "return_attn_probs": True}
+    cu_q, cu_k = cu_seqlens([5, 0, 9]), cu_seqlens([6, 2, 4])
+    q = torch.randn(*((2, 7) if is_dense else (14,)), nheads, 32)
+    kv = torch.randn(*((2, 6) if is_dense else (12,)), 2, nheads_k, 32, requires_grad=True)
+
+    def packed(x):
+        if is_dense:
+            return compat.flash_attn_kvpacked_func(q, x, **options)
+        return compat.flash_attn_varlen_kvpacked_func(q, x, cu_q, cu_k, 9, 6, **options)
+
+    def separate(x):
+        if is_dense:
+            return compat.flash_attn_func(q, *x.unbind(-3), **options)
+        return compat.flash_attn_varlen_func(q, *x.unbind(-3), cu_q, cu_k, 9, 6, **options)
+
+    for found, wanted in zip(parts_and_gradients(packed, kv), parts_and_gradients(separate, kv), strict=True):
+        torch.testing.assert_close(found, wanted, atol=0, rtol=0)
+
+
+def test_packed_functions_pass_every_option_on(monkeypatch):
+    """All arguments have values of their own, so that two that are swapped differ."""
+    values = dict.fromkeys(COMMON)
+    values |= {name: f"value of {name}" for name in values}
+    names = {"dense": "flash_attn_func", "varlen": "flash_attn_varlen_func"}
+    for kind, target in names.items():
+        monkeypatch.setattr(compat, target, inspect.signature(getattr(compat, target)).bind)
+        middle = "_varlen" if kind == "varlen" else ""
+        qkv, q, kv = torch.zeros(4, 3, 2, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 2, 8)
+        if kind == "dense":
+            qkv, q, kv = (x.unsqueeze(0) for x in (qkv, q, kv))
+        before = {"varlen": (["cu"] * 1 + ["max"], ["cu_q", "cu_k", "max_q", "max_k"]), "dense": ([], [])}[kind]
+        of_qkv = getattr(compat, f"flash_attn{middle}_qkvpacked_func")(qkv, *before[0], **values).arguments
+        of_kv = getattr(compat, f"flash_attn{middle}_kvpacked_func")(q, kv, *before[1], **values).arguments
+        for arguments in (of_qkv, of_kv):
+            assert {name: arguments[name] for name in values} == values
+        if kind == "varlen":
+            assert [of_qkv[name] for name in VARLEN] == ["cu", "cu", "max", "max"]
+            assert [of_kv[name] for name in VARLEN] == before[1]
+
+
+def test_without_return_attn_probs_only_the_output_is_returned():
+    q = torch.randn(2, 5, 4, 32)
+    assert isinstance(compat.flash_attn_func(q, q, q), torch.Tensor)
+    out, lse, probabilities = compat.flash_attn_func(q, q, q, return_attn_probs=True)
+    assert out.shape == q.shape
+    assert lse.dtype == torch.float32
+    assert probabilities.numel() == 0
+
+
+def test_query_without_visible_key_gives_zero_and_minus_infinity():
+    q, k = torch.randn(1, 4, 2, 32), torch.randn(1, 2, 2, 32)
+    out, lse, _ = compat.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert not out[:, :2].any()
+    assert (lse[..., :2] == -torch.inf).all()
+    assert lse[..., 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    q = torch.randn(2, 5, 4, 32).to(dtype)
+    out = compat.flash_attn_func(q, q, q, causal=True)
+    assert out.dtype == dtype
+    wanted = reference(*[q.double()] * 3, [5, 5], [5, 5], causal=True)[0]
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_dropout_drops_weights_and_keeps_their_mean():
+    q, k, v = torch.randn(3, 2, 6, 2, 32).unbind()
+    outs = torch.stack([compat.flash_attn_func(q, k, v, dropout_p=0.3) for _ in range(400)])
+    assert (outs[0] != outs[1]).any()
+    torch.testing.assert_close(outs.mean(0), compat.flash_attn_func(q, k, v), atol=0.25, rtol=0.1)
+
+
+def test_negative_softcap_and_windows_mean_none():
+    q = torch.randn(1, 6, 2, 32)
+    found = compat.flash_attn_func(q, q, q, softcap=-1.0, window_size=[-2, -5])
+    torch.testing.assert_close(found, compat.flash_attn_func(q, q, q), atol=0, rtol=0)
+
+
+def test_max_seqlen_may_be_a_bound():
+    q, offsets = torch.randn(8, 2, 32), cu_seqlens([3, 5])
+    found = compat.flash_attn_varlen_func(q, q, q, offsets, offsets, 100, 64)
+    torch.testing.assert_close(found, compat.flash_attn_varlen_func(q, q, q, offsets, offsets, 5, 5))
+
+
+@pytest.mark.parametrize("bounds", [(4, 5), (5, 4)])
+def test_too_small_max_seqlen_is_refused(bounds):
+    q, offsets = torch.randn(8, 2, 32), cu_seqlens([3, 5])
+    with pytest.raises(ValueError, match="max_seqlen=4 is below the longest sequence of 5"):
+        compat.flash_attn_varlen_func(q, q, q, offsets, offsets, *bounds)
+
+
+def test_cu_seqlens_are_read_once(monkeypatch):
+    from nt_attention import _offsets
+
+    read, original = [], _offsets._read
+    monkeypatch.setattr(_offsets, "_read", lambda offsets: read.append(offsets) or original(offsets))
+    q, offsets = torch.randn(8, 2, 32), cu_seqlens([3, 5])
+    for _ in range(3):
+        compat.flash_attn_varlen_func(q, q, q, offsets, offsets, 5, 5)
+    assert len(read) == 1
+
+
+# Keys in pages, without new keys
+
+
+def in_pages(k_lengths, page_size, nheads_k, head_dim):
+    """Pools whose pages are in a random order, a block table, and the padded keys and values that they have."""
+    batch, most = len(k_lengths), max(k_lengths)
+    per_sequence = -(-most // page_size)
+    pages = batch * per_sequence + 3
+    table = torch.randperm(pages)[: batch * per_sequence].view(batch, per_sequence).int()
+    pools = [torch.randn(pages, page_size, nheads_k, head_dim) for _ in range(2)]
+    return pools, table, [pool[table.long()].flatten(1, 2) for pool in pools]
+
+
+@sweep_product(
+    "heads, causal, window_size, lengths, page_size, options",
+    *(["gqa", "mqa"], [False, True], WINDOWS, LENGTHS, [1, 4, 16], OPTIONS),
+)
+def test_varlen_with_block_table(heads, causal, window_size, lengths, page_size, options):
+    (nheads, nheads_k), (q_lengths, k_lengths) = HEADS[heads], LENGTHS[lengths]
+    (k, v), table, padded = in_pages(k_lengths, page_size, nheads_k, 32)
+    q = torch.randn(sum(q_lengths), nheads, 32)
+    options = {"causal": causal, "window_size": window_size, **options_of(options, nheads, len(q_lengths))}
+    out, lse, _ = compat.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens(q_lengths),
+        cu_seqlens(k_lengths),
+        max(q_lengths),
+        max(k_lengths),
+        return_attn_probs=True,
+        block_table=table,
+        **options,
+    )
+    wanted, wanted_lse = reference(pad(q, q_lengths), *(x.double() for x in padded), q_lengths, k_lengths, **options)
+    check(out, unpad(wanted, q_lengths))
+    check(lse, unpad(wanted_lse.transpose(1, 2), q_lengths).T)
+
+
+def test_block_table_with_gradient_is_refused():
+    (k, v), table, _ = in_pages([5, 3], 4, 2, 32)
+    q = torch.randn(2, 2, 32, requires_grad=True)
+    with pytest.raises(ValueError, match="gradient"):
+        compat.flash_attn_varlen_func(q, k, v, cu_seqlens([1, 1]), cu_seqlens([5, 3]), 1, 5, block_table=table)
+
+
+# flash_attn_with_kvcache
+
+
+def rotated(x, cos, sin, positions, interleaved):
+    """`x` (B, L, H, D) in float64, rotated as complex numbers by the positions (B, L)."""
+    pairs = cos.shape[1]
+    factor = torch.complex(cos.double(), sin.double())[positions].unsqueeze(2)
+    part, rest = x.double()[..., : 2 * pairs], x.double()[..., 2 * pairs :]
+    real, imaginary = (part[..., ::2], part[..., 1::2]) if interleaved else (part[..., :pairs], part[..., pairs:])
+    turned = torch.complex(real, imaginary) * factor
+    if interleaved:
+        return torch.cat([torch.view_as_real(turned).flatten(-2), rest], -1)
+    return torch.cat([turned.real, turned.imag, rest], -1)
+
+
+CAPACITY, BATCH = 32, 3
+FORMS = ["rows", "cache_batch_idx", "pages of 4", "pages of 32", "leftpad", "cache_batch_idx and leftpad", "strided"]
+
+# The number of new keys, then the dims that are rotated and whether they are interleaved.
+NEW_KEYS = [
+    *[(new, None) for new in (None, 1, 4, 6)],
+    *[(1, (32, True)), (4, (32, False)), (6, (16, True)), (4, (16, False))],
+]
+
+
+class Cache:
+    """The caches of one of the forms, with the arguments that describe them."""
+
+    def __init__(self, form, nheads_k, head_dim=32, value_dim=32):
+        self.arguments, self.leftpad = {}, torch.zeros(BATCH, dtype=torch.int32)
+        rows, size = (BATCH, CAPACITY)
+        if form.startswith("pages"):
+            size = int(form.split()[-1])
+            per_sequence = CAPACITY // size
+            rows = BATCH * per_sequence + 2
+            table = torch.randperm(rows)[: BATCH * per_sequence].view(BATCH, -1).int()
+            self.arguments["block_table"] = table
+        elif "cache_batch_idx" in form:
+            rows = BATCH + 2
+            table = torch.tensor([3, 0, 4], dtype=torch.int32)
+            self.arguments["cache_batch_idx"], table = table, table[:, None]
+        else:
+            table = torch.arange(BATCH)[:, None]
+        if "leftpad" in form:
+            self.leftpad = self.arguments["cache_leftpad"] = torch.tensor([2, 0, 5], dtype=torch.int32)
+        if form == "strided":  # (B, G, S, D) in memory
+            self.pools = [torch.randn(rows, nheads_k, size, dim).transpose(1, 2) for dim in (head_dim, value_dim)]
+        else:
+            self.pools = [torch.randn(rows, size, nheads_k, dim) for dim in (head_dim, value_dim)]
+        self.table, self.size = table.long(), size
+
+    def padded(self):
+        """The caches as (B, CAPACITY, G, D), by position."""
+        return [pool[self.table].flatten(1, 2) for pool in self.pools]
+
+    def visible(self):
+        """The same, with the first key of each sequence at 0."""
+        return [
+            torch.stack([x.roll(-int(pad), 0) for x, pad in zip(padded, self.leftpad, strict=True)])
+            for padded in self.padded()
+        ]
+
+    def index(self, sequence, position):
+        return int(self.table[sequence, position // self.size]), position % self.size
+
+
+@sweep_product(
+    "form, heads, causal, window_size, queries, new_keys, options",
+    FORMS,
+    ["gqa", "mqa"],
+    [False, True],
+    [(-1, -1), (5, 0), (3, 2)],
+    [1, 4],
+    NEW_KEYS,
+    ["plain", "softcap", "alibi per sequence"],
+    strength=2,
+)
+def test_kvcache(form, heads, causal, window_size, queries, new_keys, options):
+    (nheads, nheads_k), (new, rotary) = HEADS[heads], new_keys
+    cache = Cache(form, nheads_k)
+    lengths = torch.tensor([9, 0, 26] if cache.leftpad[2] == 0 else [9, 1, 26], dtype=torch.int32)
+    q = torch.randn(BATCH, queries, nheads, 32)
+    options = {"causal": causal, "window_size": window_size, **options_of(options, nheads, BATCH)}
+    arguments, new_k, new_v, wanted_q = {}, None, None, q.double()
+    before = [x.double() for x in cache.padded()]
+    if new is not None:
+        new_k, new_v = torch.randn(2, BATCH, new, nheads_k, 32)
+        arguments = {"k": new_k, "v": new_v}
+        steps, wanted_k = lengths[:, None].long() + torch.arange(new), new_k.double()
+        if rotary is not None:
+            dims, interleaved = rotary
+            angles = torch.rand(CAPACITY, dims // 2) * 6
+            cos, sin = angles.cos(), angles.sin()
+            arguments |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+            is_ordered = causal or window_size != (-1, -1)
+            at = lengths[:, None].long() + torch.arange(queries) * is_ordered
+            wanted_q = rotated(q, cos, sin, at, interleaved)
+            wanted_k = rotated(new_k, cos, sin, steps, interleaved)
+        for padded, x in zip(before, (wanted_k, new_v.double()), strict=True):
+            padded[torch.arange(BATCH)[:, None], steps] = x
+    out, lse = compat.flash_attn_with_kvcache(
+        q, *cache.pools, cache_seqlens=lengths, **arguments, **cache.arguments, **options, return_softmax_lse=True
+    )
+    for found, wanted in zip(cache.padded(), before, strict=True):
+        check(found, wanted)
+    k, v = (x.double() for x in cache.visible())
+    keys = lengths - cache.leftpad + (new or 0)
+    wanted, wanted_lse = reference(wanted_q, k, v, [queries] * BATCH, keys, **options)
+    check(out, wanted)
+    check(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_keys_change_nothing_else_in_the_cache(form):
+    cache = Cache(form, 2)
+    before = [pool.clone() for pool in cache.pools]
+    k, v = torch.randn(2, BATCH, 3, 2, 32)
+    starts = [6, 11, 29]
+    compat.flash_attn_with_kvcache(
+        torch.randn(BATCH, 1, 4, 32), *cache.pools, k, v, cache_seqlens=torch.tensor(starts), **cache.arguments
+    )
+    for pool, old, new in zip(cache.pools, before, (k, v), strict=True):
+        for b, start in enumerate(starts):
+            for i in range(3):
+                index = cache.index(b, start + i)
+                assert torch.equal(pool[index], new[b, i])
+                old[index] = new[b, i]
+        assert torch.equal(pool, old)
+
+
+@pytest.mark.parametrize("new", [0, 2])
+def test_integer_cache_seqlens_are_those_of_all_sequences(new):
+    cache, other = Cache("rows", 2), Cache("rows", 2)
+    other.pools = [pool.clone() for pool in cache.pools]
+    q = torch.randn(BATCH, 2, 4, 32)
+    arguments = dict(zip("kv", torch.randn(2, BATCH, new, 2, 32), strict=True)) if new else {}
+    found = compat.flash_attn_with_kvcache(q, *cache.pools, **arguments, cache_seqlens=13, causal=True)
+    lengths = torch.full((BATCH,), 13)
+    wanted = compat.flash_attn_with_kvcache(q, *other.pools, **arguments, cache_seqlens=lengths, causal=True)
+    assert torch.equal(found, wanted)
+    assert torch.equal(cache.pools[0], other.pools[0])
+
+
+def test_without_cache_seqlens_the_whole_cache_is_used():
+    cache, q = Cache("pages of 4", 2), torch.randn(BATCH, 2, 4, 32)
+    out = compat.flash_attn_with_kvcache(q, *cache.pools, **cache.arguments)
+    check(out, reference(q.double(), *(x.double() for x in cache.padded()), [2] * BATCH, [CAPACITY] * BATCH)[0])
+
+
+def test_values_may_have_another_head_dim():
+    cache, q = Cache("cache_batch_idx", 2, value_dim=24), torch.randn(BATCH, 2, 4, 32)
+    k, v = torch.randn(BATCH, 1, 2, 32), torch.randn(BATCH, 1, 2, 24)
+    out = compat.flash_attn_with_kvcache(q, *cache.pools, k, v, cache_seqlens=4, **cache.arguments)
+    check(out, reference(q.double(), *(x.double() for x in cache.padded()), [2] * BATCH, [5] * BATCH)[0])
+
+
+def test_sequences_may_share_pages():
+    pool, q = torch.randn(3, 4, 2, 32), torch.randn(2, 1, 4, 32)
+    table = torch.tensor([[1, 0], [1, 2]], dtype=torch.int32)
+    out = compat.flash_attn_with_kvcache(q, pool, pool, cache_seqlens=torch.tensor([6, 7]), block_table=table)
+    keys = pool[table.long()].flatten(1, 2).double()
+    check(out, reference(q.double(), keys, keys, [1, 1], [6, 7])[0])
+
+
+def test_num_splits_does_not_change_the_result():
+    cache, q = Cache("rows", 2), torch.randn(BATCH, 1, 4, 32)
+    outs = [compat.flash_attn_with_kvcache(q, *cache.pools, cache_seqlens=20, num_splits=n) for n in (0, 1, 7)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_decoding_makes_no_layout_anew(is_inference):
+    _layouts._cached.cache_clear()
+    cache, lengths = Cache("rows", 2), torch.tensor([3, 0, 9], dtype=torch.int32)
+    with torch.inference_mode(is_inference):
+        for _ in range(4):
+            q, (k, v) = torch.randn(BATCH, 1, 4, 32), torch.randn(2, BATCH, 1, 2, 32)
+            out = compat.flash_attn_with_kvcache(q, *cache.pools, k, v, cache_seqlens=lengths, causal=True)
+            lengths += 1
+            keys = [x.double() for x in cache.padded()]
+            check(out, reference(q.double(), *keys, [1] * BATCH, lengths)[0])
+    assert _layouts._cached.cache_info().misses == 2  # with positions, and without
+    out = compat.flash_attn_with_kvcache(q.clone(), *cache.pools, cache_seqlens=10)
+    assert not out.is_inference()
+
+
+def test_prompt_and_decoding_are_the_same_as_one_call():
+    length, prompt = 9, 6
+    q, k, v = torch.randn(3, 2, length, 2, 32).unbind()
+    k_cache, v_cache = torch.zeros(2, 2, 16, 2, 32)
+    outs, begin = [], 0
+    for end in (prompt, *range(prompt + 1, length + 1)):
+        part = slice(begin, end)
+        outs.append(
+            compat.flash_attn_with_kvcache(
+                q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_seqlens=begin, causal=True
+            )
+        )
+        begin = end
+    torch.testing.assert_close(torch.cat(outs, 1), compat.flash_attn_func(q, k, v, causal=True))
+
+
+# Errors
+
+
+def cache_call(**changes):
+    arguments = {
+        "q": torch.randn(2, 1, 4, 32),
+        "k_cache": torch.randn(2, 8, 2, 32),
+        "v_cache": torch.randn(2, 8, 2, 32),
+        "k": torch.randn(2, 1, 2, 32),
+        "v": torch.randn(2, 1, 2, 32),
+        "cache_seqlens": torch.tensor([3, 5], dtype=torch.int32),
+    } | changes
+    before = arguments["k_cache"].detach().clone()
+    try:
+        return compat.flash_attn_with_kvcache(**arguments)
+    finally:
+        if changes:
+            assert torch.equal(arguments["k_cache"], before), "a refused call changed the cache"
+
+
+ROTARY = {"rotary_cos": torch.ones(8, 16), "rotary_sin": torch.zeros(8, 16)}
+NOTHING_NEW = {"k": None, "v": None}
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.randn(2, 4, 32)}, r"q must be a tensor \(B, L, H, D\), got \(2, 4, 32\)"),
+        ({"q": torch.randn(2, 1, 3, 32)}, "query heads must be a multiple of key heads"),
+        ({"q": torch.randn(2, 1, 4, 16)}, "same head dim"),
+        ({"q": torch.randn(2, 1, 4, 32, requires_grad=True)}, "torch.no_grad"),
+        ({"v_cache": torch.randn(2, 9, 2, 32)}, "k_cache and v_cache must be"),
+        ({"v": None}, "k and v must be passed together"),
+        ({"k": torch.randn(2, 1, 1, 32)}, r"k must be \(2, 1, 2, 32\)"),
+        ({"v": torch.randn(2, 2, 2, 32)}, r"v must be \(2, 1, 2, 32\)"),
+        ({"k": torch.randn(2, 1, 2, 32).double()}, "torch.float32"),
+        ({"cache_seqlens": None}, "cache_seqlens is needed"),
+        ({"cache_seqlens": int32(3, 8)}, "pass numbers from 0 to 7"),
+        ({"cache_seqlens": int32(-1, 3)}, "cache_seqlens has -1"),
+        ({"cache_seqlens": int32(3, 5, 6)}, r"cache_seqlens must be \(2,\), got \(3,\)"),
+        ({"cache_seqlens": torch.tensor([3.0, 5.0])}, "int32 or int64"),
+        ({"cache_seqlens": 8}, "pass numbers from 0 to 7"),
+        ({"cache_seqlens": True}, "must be an integer"),
+        ({"cache_seqlens": int32(3, 9), **NOTHING_NEW}, "pass numbers from 0 to 8"),
+        ({"cache_batch_idx": int32(0)}, r"cache_batch_idx must be \(2,\)"),
+        ({"cache_batch_idx": int32(0, 2)}, "page 2, but the cache has 2"),
+        ({"cache_batch_idx": int32(0, -1)}, "page -1"),
+        ({"cache_batch_idx": int32(0, 5), **NOTHING_NEW}, "pool"),
+        ({"block_table": int32(0, 1)}, r"block_table must be \(2, P\), got \(2,\)"),
+        ({"block_table": int32(0, -1).view(2, 1)}, "page -1"),
+        ({"block_table": int32(0, 1).view(2, 1), "cache_batch_idx": int32(0, 1)}, "cache_batch_idx can't be combined"),
+        ({"block_table": int32(0, 1).view(2, 1), "cache_leftpad": int32(0, 1)}, "cache_leftpad can't be combined"),
+        ({"cache_leftpad": int32(4, 7)}, "cache_leftpad of sequence 1 must be from 0 to its 6"),
+        ({"cache_leftpad": int32(0, -1)}, "cache_leftpad of sequence 1"),
+        ({"k_cache": torch.randn(2, 2, 8, 32).transpose(1, 2), "cache_leftpad": int32(0, 1)}, "contiguous cache"),
+        ({"k_cache": torch.randn(1, 8, 2, 32), "v_cache": torch.randn(1, 8, 2, 32)}, "1 rows for 2 sequences"),
+        ({"rotary_cos": torch.ones(8, 16)}, "passed together"),
+        ({**ROTARY, **NOTHING_NEW}, "need new keys"),
+        ({"rotary_cos": torch.ones(7, 16), "rotary_sin": torch.ones(7, 16)}, "7 positions, but the cache has 8"),
+        ({"rotary_cos": torch.ones(8, 17), "rotary_sin": torch.ones(8, 17)}, "R up to 32"),
+        ({**ROTARY, "q": torch.randn(2, 5, 4, 32), "causal": True}, "a query is at position 9"),
+        ({"window_size": (1,)}, "window_size must be"),
+        ({"softcap": torch.inf}, "softcap must be"),
+        ({"softmax_scale": torch.nan}, "softmax_scale must be"),
+        ({"causal": 1}, "causal must be True or False"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else "+".join(x),
+)
+def test_kvcache_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        cache_call(**changes)
+
+
+def test_kvcache_takes_the_arguments_that_errors_are_tested_with():
+    assert cache_call().shape == (2, 1, 4, 32)
+    assert compat.flash_attn_with_kvcache(
+        torch.randn(2, 1, 4, 32), *torch.randn(4, 2, 8, 2, 32)[:2], *torch.randn(2, 2, 1, 2, 32), **ROTARY,
+        cache_seqlens=7,
+    ).shape == (2, 1, 4, 32)  # fmt: skip
+
+
+def test_other_errors():
+    q, offsets = torch.randn(8, 4, 32), cu_seqlens([3, 5])
+    with pytest.raises(ValueError, match="return_attn_probs with dropout_p"):
+        compat.flash_attn_varlen_func(q, q, q, offsets, offsets, 5, 5, dropout_p=0.5, return_attn_probs=True)
+    with pytest.raises(ValueError, match=r"qkv must be a tensor \(B, L, 3, H, D\), got \(8, 4, 32\)"):
+        compat.flash_attn_qkvpacked_func(q)
+    with pytest.raises(ValueError, match=r"kv must be \(K, 2, G, D\), got \(8, 3, 4, 32\)"):
+        compat.flash_attn_varlen_kvpacked_func(q, torch.randn(8, 3, 4, 32), offsets, offsets, 5, 5)
+    with pytest.raises(ValueError, match="same batch size"):
+        compat.flash_attn_func(torch.randn(2, 3, 4, 32), *torch.randn(2, 1, 3, 4, 32))
+    with pytest.raises(ValueError, match=r"k must be a tensor \(num_blocks, page_block_size, G, D\)"):
+        compat.flash_attn_varlen_func(q, q, q, offsets, offsets, 5, 5, block_table=int32(0, 1).view(2, 1))
+    with pytest.raises(TypeError, match="offsets must be a"):
+        compat.flash_attn_varlen_func(q, q, q, [0, 3, 8], [0, 3, 8], 5, 5)
+
+
+# Compilers
+
+
+def test_functions_compile_to_one_graph(fresh_compiler):
+    offsets = cu_seqlens([3, 5])
+
+    def run(q, k_cache, v_cache, k, lengths, slopes):
+        packed = q.flatten(0, 1)
+        varlen = compat.flash_attn_varlen_func(packed, packed, packed, offsets, offsets, 5, 5, causal=True)
+        dense = compat.flash_attn_func(q, q, q, alibi_slopes=slopes)
+        decoded = compat.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=lengths, causal=True)
+        return varlen, dense, decoded
+
+    q, k, lengths = torch.randn(2, 4, 4, 32), torch.randn(2, 4, 2, 32), int32(3, 9)
+    caches = torch.randn(2, 2, 16, 2, 32)
+    wanted_caches = caches.clone()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = compiled(q, *caches, k, lengths, torch.rand(4) * 0)
+    wanted = run(q, *wanted_caches, k, lengths, torch.rand(4) * 0)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+    assert torch.equal(caches, wanted_caches)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_on_a_gpu_does_not_sync_and_can_be_captured(form):
+    torch.manual_seed(1)
+    cache = Cache(form, 2, 64, 64)
+    pools = [pool.cuda().bfloat16() for pool in cache.pools]
+    arguments = {name: x.cuda() for name, x in cache.arguments.items()}
+    q = torch.randn(BATCH, 1, 4, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, BATCH, 1, 2, 64, device="cuda", dtype=torch.bfloat16)
+    angles = torch.rand(CAPACITY, 16, device="cuda")
+    arguments |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "causal": True}
+    lengths = int32(7, 8, 9).cuda()
+
+    def step():
+        return compat.flash_attn_with_kvcache(
+            q, *pools, k, v, cache_seqlens=lengths, **arguments, return_softmax_lse=True
+        )
+
+    step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        out, lse = step()
+    for now in ([7, 8, 9], [20, 6, 31], [30, 12, 5]):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        found = out.clone(), lse.clone(), *(pool.clone() for pool in pools)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for x, y in zip(found, (*eager, *pools), strict=True):
+            torch.testing.assert_close(x, y)
+        for pool, mirror in zip(pools, cache.pools, strict=True):
+            mirror.copy_(pool)
+        at = torch.tensor(now)[:, None]
+        turned = rotated(q.cpu(), angles.cos().cpu(), angles.sin().cpu(), at, True)
+        keys = [x.double() for x in cache.visible()]
+        wanted, wanted_lse = reference(turned, *keys, [1] * BATCH, torch.tensor(now) - cache.leftpad + 1)
+        torch.testing.assert_close(out.cpu().double(), wanted, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse.cpu().double(), wanted_lse, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_varlen_in_a_cuda_graph_uses_the_offsets_of_each_replay():
+    q, k, v = torch.randn(3, 32, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    offsets = cu_seqlens([12, 20]).cuda()
+    static = offsets.clone()
+
+    def run(offsets):
+        return compat.flash_attn_varlen_func(q, k, v, offsets, offsets, 32, 32, causal=True)
+
+    run(static)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        nta.varlen_attention(q, k, v, nta.SequenceLayout.from_offsets(offsets, 32, 32), is_causal=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        out = run(static)
+    for lengths in ([12, 20], [1, 31], [32, 0]):
+        static.copy_(cu_seqlens(lengths))
+        graph.replay()
+        wanted = run(cu_seqlens(lengths).cuda())
+        torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
