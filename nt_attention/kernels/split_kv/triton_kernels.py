@@ -141,7 +141,7 @@ def _rows_of_keys(Table, first_entry, position, is_key, total_rows, page_stride,
     PAGE is the number of rows of a page; 0 if keys stand in one piece, whose first row is the only entry.
     """
     if PAGE == 0:
-        entry = tl.load(Table + first_entry).to(tl.int64)
+        entry = tl.load(Table + first_entry).to(tl.int64) + tl.zeros_like(position)
         within = position
         row = entry + position
     else:
