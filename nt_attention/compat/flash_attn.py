@@ -8,8 +8,9 @@
   out a term that is equal for all keys of a query.
 - `S_dmask` is empty. With dropout, `return_attn_probs` raises an error.
 - `max_seqlen_q` and `max_seqlen_k` below the longest sequence raise an error.
-- The host reads `cu_seqlens` at the first use of the tensor, which syncs once on a GPU. While a CUDA graph is captured,
-  it is not read, and may be changed between replays. See `SequenceLayout.from_offsets`.
+- The host reads `cu_seqlens` at the first use of the tensor, which syncs once on a GPU. Tensors that were made in
+  inference mode are read in each call. While a CUDA graph is captured, `cu_seqlens` is not read, and may be changed
+  between replays. See `SequenceLayout.from_offsets`.
 - Calls with keys in a cache raise an error if a gradient is needed.
 
 Errors may use the names of the arguments of `varlen_attention`.

@@ -473,6 +473,10 @@ class Cache:
     strength=2,
 )
 def test_kvcache(form, heads, causal, window_size, queries, new_keys, options):
+    check_kvcache(form, heads, causal, window_size, queries, new_keys, options)
+
+
+def check_kvcache(form, heads, causal, window_size, queries, new_keys, options):
     (nheads, nheads_k), (new, rotary) = HEADS[heads], new_keys
     cache = Cache(form, nheads_k)
     lengths = torch.tensor([9, 0, 26] if cache.leftpad[2] == 0 else [9, 1, 26], dtype=torch.int32)
@@ -505,6 +509,18 @@ def test_kvcache(form, heads, causal, window_size, queries, new_keys, options):
     wanted, wanted_lse = reference(wanted_q, k, v, [queries] * BATCH, keys, **options)
     check(out, wanted)
     check(lse, wanted_lse)
+
+
+@sweep_product(
+    "form, causal, queries, options", FORMS, [False, True], [1, 4], ["plain", "softcap", "alibi per sequence"]
+)
+def test_kvcache_on_the_kernels_for_gpus(form, causal, queries, options):
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("Triton interprets kernels only where there is no GPU")
+    with nta.use_backend("split_kv"):
+        check_kvcache(form, "gqa", causal, (5, 2), queries, (4, (16, False)), options)
 
 
 @pytest.mark.parametrize("form", FORMS)
