@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._offsets import INT32_MAX, Cache, WeakTensorDict, creating_cached_tensors, plain
-from ._tracing import CapturedGraph, TracedLayout, captured_graph, check_readable
+from ._tracing import CapturedGraph, TracedLayout, captured_graph, check_readable, is_replayed
 from .layout import SequenceLayout
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class BoundedLayout(SequenceLayout):
 
     It never syncs, so it can be used while a CUDA graph is captured, and the offsets may have other values whenever the
     graph is replayed. Packed tensors have N rows. Rows past the last offset belong to no sequence: there, results and
-    gradients are 0. If the offsets are not valid or exceed the bounds, all results and gradients are NaN.
+    gradients are 0. If the offsets are not valid or exceed the bounds, all results and gradients of attention are NaN.
 
     Attributes:
         given: (B+1,) int32 or int64, an alias of the offsets that were passed.
@@ -119,7 +119,7 @@ class BoundedLayout(SequenceLayout):
             padded_index=None,
             has_holes=False,
             given=given,
-            _version=_version(given),
+            _version=None if is_replayed(offsets) else _version(given),
             _caches={},
         )
         _layout_with[given] = weakref.ref(self)
@@ -160,7 +160,6 @@ class BoundedLayout(SequenceLayout):
     @property
     def valid(self) -> Valid:
         """The offsets, if they are valid."""
-
         return self.cached("valid", lambda: Valid.of(self.given, *self.bounds))
 
     @property
@@ -228,7 +227,7 @@ class BoundedLayout(SequenceLayout):
     @property
     def is_unchanged(self) -> bool:
         """Whether the offsets were not changed in place since the layout was made."""
-        return bool(self._version == _version(self.given))
+        return self._version is None or self._version == _version(self.given)
 
     def check_unchanged(self, name: str) -> None:
         if not self.is_unchanged:
@@ -251,6 +250,8 @@ class BoundedLayout(SequenceLayout):
         other_cache = None
         if other is not None and other is not self:
             other_cache = other._cache if isinstance(other, BoundedLayout) else other._facts.cache
+            if other_cache is None:
+                return build()
         return cast(_T, cache.find_or_build(key, build, other_cache))
 
     @property

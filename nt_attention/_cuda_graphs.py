@@ -27,6 +27,10 @@ class NotCapturedError(Exception):
     """A call can't run as a CUDA graph. The message says why."""
 
 
+class _ChangesItselfError(NotCapturedError):
+    """The forward of a module changes the module, so its state is another one in each call."""
+
+
 class _Thread(threading.local):
     """Whether this thread captures a graph, or runs its work before the capture."""
 
@@ -148,17 +152,18 @@ class _Graph:
 
     def fill(self, given: Mapping[str, Tensor], zeroed: frozenset[str]) -> None:
         """Copy the tensors of a call to those of the graph, which are not smaller. For `zeroed` see `Work`."""
-        shapes = tuple([x.shape for x in given.values()])
+        tensors = [given[name] for name in self.inputs]  # a call may have them in another order
+        shapes = tuple([x.shape for x in tensors])
         parts = self._parts.get(shapes)
         if parts is None:
             if len(self._parts) >= 64:
                 self._parts.clear()
-            parts = [self.inputs[name][tuple(map(slice, shape))] for name, shape in zip(given, shapes, strict=True)]
+            parts = [x[tuple(map(slice, shape))] for x, shape in zip(self.inputs.values(), shapes, strict=True)]
             self._parts[shapes] = parts
         for name in zeroed:
             if self.inputs[name].shape != given[name].shape:
                 self.inputs[name].zero_()
-        torch._foreach_copy_(parts, list(given.values()))
+        torch._foreach_copy_(parts, tensors)
 
     @property
     def memory(self) -> int:
@@ -177,8 +182,14 @@ class Device:
     def in_order(self) -> Iterator[None]:
         """A context that waits, on the current stream, until the one before is done."""
         torch.cuda.current_stream().wait_event(self._done)
-        yield
-        self._done.record(torch.cuda.current_stream())
+        try:
+            yield
+        finally:
+            self._done.record(torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        """Wait, on the host, until no graph runs, so that their tensors can be freed."""
+        self._done.synchronize()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -194,14 +205,16 @@ class Device:
         Raises:
             NotCapturedError: the work can't be captured.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # other threads may use the device meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 outputs = function()
         except RuntimeError as error:
-            with suppress(RuntimeError):  # a failed capture leaves this to us
-                torch._C._cuda_endAllocateToPool(self._stream.device_index, graph.pool())
+            torch.cuda.set_stream(stream)  # a failed capture leaves these to us
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.synchronize()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -216,7 +229,7 @@ def supports(tensor: Tensor) -> bool:
 
 
 class CapturedCalls:
-    """The CUDA graphs of a patched model or a module, the oldest first.
+    """The CUDA graphs of a patched model or a module, the least recently used first.
 
     Attributes:
         calls: reason → the number of packed calls that did not run as a graph for this reason. The key None counts
@@ -228,8 +241,9 @@ class CapturedCalls:
         self.calls: Counter[str | None] = Counter()
         self.captured = 0
         self._graphs: OrderedDict[tuple[Hashable, Bucket], _Graph] = OrderedDict()
-        # key of the work, and the bucket if there was no memory for it → the state of the module, and the reason
-        self._refused: dict[tuple[Hashable, Bucket | None], tuple[ModuleState, str]] = {}
+        # key of the work, and the bucket if there was no memory for it → the state of the module, None for any state,
+        # and the reason
+        self._refused: dict[tuple[Hashable, Bucket | None], tuple[ModuleState | None, str]] = {}
         # id of a module → the module and its state; not a global table, in which no module would be freed
         self._states: dict[int, tuple[weakref.ref[nn.Module], ModuleState]] = {}
         self._devices: dict[torch.device, Device] = {}
@@ -244,11 +258,18 @@ class CapturedCalls:
     @property
     def memory(self) -> int:
         """The bytes of the inputs and outputs of all graphs. They share the memory for what is computed between."""
-        return sum(graph.memory for graph in self._graphs.values())
+        with self._lock:
+            return sum(graph.memory for graph in self._graphs.values())
+
+    def counted(self) -> dict[str | None, int]:
+        """A copy of `calls`."""
+        with self._lock:
+            return dict(self.calls)
 
     def clear(self) -> None:
         """Free all graphs."""
         with self._lock:
+            self._wait()
             self._graphs.clear()
             self._refused.clear()
             self._states.clear()
@@ -274,9 +295,9 @@ class CapturedCalls:
             if device is None:
                 device = self._devices[tensor.device] = Device(tensor.device)
             state = self._state_of(work.module)
-            graph = None if state is None or state.was_freed else self._find(work, sizes, state)
+            graph = None if state is None or not state.has_its_tensors else self._find(work, sizes, state)
             if graph is not None and state is not None:
-                # The state is compared while the device computes. A replay of a stale graph only reads parameters.
+                # The rest of the state is compared while the device computes: a stale graph changes nothing.
                 out = _replay(graph, work, device, finish)
                 if state.is_current and state.reason is None:
                     return out
@@ -292,13 +313,27 @@ class CapturedCalls:
         work.prepare(bucket)
         state = self._state_of(work.module)
         if state is None or not state.is_current:
-            for key in [key for key, graph in self._graphs.items() if graph.state is state]:
-                del self._graphs[key]
-            state = ModuleState(work.module)
-            self._states[id(work.module)] = weakref.ref(work.module), state
+            state = self._renew_state(work.module)
         if (reason := state.reason) is not None:
             raise NotCapturedError(reason)
         return self._find(work, sizes, state) or self._add(work, bucket, device, state)
+
+    def _renew_state(self, module: nn.Module) -> ModuleState:
+        """The state of a module as it is now. What was kept for an older state is dropped."""
+        old = self._state_of(module)
+        if stale := [key for key, graph in self._graphs.items() if graph.state is old]:
+            self._wait()
+            for key in stale:
+                del self._graphs[key]
+        if old is not None:
+            self._refused = {key: refusal for key, refusal in self._refused.items() if refusal[0] is not old}
+        state = ModuleState(module)
+        self._states[id(module)] = weakref.ref(module), state
+        return state
+
+    def _wait(self) -> None:
+        for device in self._devices.values():
+            device.wait()
 
     def _find(self, work: Work, sizes: Bucket, state: ModuleState) -> _Graph | None:
         """The graph of the bucket of these sizes, or else the smallest other one that fits."""
@@ -318,8 +353,8 @@ class CapturedCalls:
 
     def _add(self, work: Work, bucket: Bucket, device: Device, state: ModuleState) -> _Graph:
         for what in (None, bucket):
-            before, reason = self._refused.get((work.key, what), (None, ""))
-            if before is state:
+            before, reason = self._refused.get((work.key, what), (_END, ""))
+            if before is state or before is None:
                 raise NotCapturedError(reason)
         try:
             graph = _capture(work, bucket, device, state)
@@ -327,15 +362,15 @@ class CapturedCalls:
             self._refused[work.key, bucket] = state, "there was no memory to capture it"
             raise NotCapturedError("there was no memory to capture it") from error
         except NotCapturedError as error:
-            self._refused[work.key, None] = state, str(error)
+            self._refused[work.key, None] = None if isinstance(error, _ChangesItselfError) else state, str(error)
             raise
         if not state.is_current:  # the first call of a module may set attributes
-            state = ModuleState(work.module)
-            self._states[id(work.module)] = weakref.ref(work.module), state
+            state = self._renew_state(work.module)
             graph = replace(graph, state=state)
         self.captured += 1
         self._graphs[work.key, bucket] = graph
         while len(self._graphs) > 1 and (len(self._graphs) > GRAPHS or self.memory > MEMORY):
+            self._wait()
             self._graphs.popitem(last=False)
         return graph
 
@@ -367,7 +402,7 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
                 first = ModuleState(work.module)
                 work.function(dict(given), bucket)
                 if not first.is_unchanged:  # replays do not run Python code
-                    raise NotCapturedError("its forward changes attributes or buffers of a module")
+                    raise _ChangesItselfError("its forward changes attributes or buffers of a module")
             replay, outputs = device.capture(lambda: work.function(dict(given), bucket))
     finally:
         torch.set_autocast_cache_enabled(cached)
@@ -415,23 +450,32 @@ class ModuleState:
         modules = list(module.modules())
         self._attributes = [vars(x) for x in modules]
         self._children = [x._modules for x in modules]
-        self._tables = [table for x in modules for table in (x._parameters, x._buffers)]
+        self._tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
         self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
         self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
         # tensors that are neither parameters nor buffers
         self._others = [(own, name) for own in self._attributes for name, x in own.items() if isinstance(x, Tensor)]
         tensors = self._tensors()
         self._objects, self._values = list(self._read_objects()), self._read_values()
+        # what is compared before a replay, without empty dictionaries, which take half of the time
+        self._parents, self._owners = ([x for x in of if x] for of in (self._children, self._tables))
+        self._before_replay = self._read_before_replay()
         self._versions = [None if x.is_inference() else x._version for x in tensors]
         kinds = set(map(type, tensors))
         other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
         self._kind = None if other is None else f"its parameters are {other.__name__}s"
+        if len({x.device for x in tensors if x.is_cuda}) > 1:
+            self._kind = "its parameters are on several devices"
         self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in tensors]
         self._addresses = [x.cdata for x in self._storages]  # of the weak references
 
     def _tensors(self) -> list[Tensor]:
-        registered = [x for table in self._tables for x in table.values() if x is not None]
+        registered = [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
         return registered + [x for own, name in self._others if isinstance(x := own.get(name), Tensor)]
+
+    def _read_before_replay(self) -> tuple[list[Any], list[int]]:
+        addresses = [x.data_ptr() for owner in self._owners for x in owner.values() if x is not None]
+        return [id(x) for x in chain(*map(dict.values, self._parents))], addresses
 
     def _read_objects(self) -> Iterator[Any]:
         """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
@@ -449,9 +493,14 @@ class ModuleState:
         )
 
     @property
-    def was_freed(self) -> bool:
-        """Whether the memory of a tensor of the module was freed, so that no graph may read it. Takes some µs."""
-        return any(map(torch.UntypedStorage._expired, self._addresses))
+    def has_its_tensors(self) -> bool:
+        """Whether the module has the same parts, and its tensors are in the same memory.
+
+        If not, no graph may run: the memory may have been freed, or a table may have too few rows for the inputs. Takes
+        about 0.1 µs for each module and tensor. Children are kept by `_objects`, so their ids stay unique.
+        """
+        was_freed = any(map(torch.UntypedStorage._expired, self._addresses))
+        return not was_freed and self._read_before_replay() == self._before_replay
 
     @property
     def is_current(self) -> bool:

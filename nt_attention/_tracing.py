@@ -99,7 +99,12 @@ def is_observed(*tensors: Tensor) -> bool:
 
 def is_captured(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured, in which the host can't read the tensor."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not tensor.is_cuda:
+        return False
+    if tensor.device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class CapturedGraph(NamedTuple):
@@ -127,6 +132,8 @@ def captured_graph(tensor: Tensor) -> CapturedGraph | None:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     """CUDA's driver: PyTorch has no function for the number of a capture."""
+    if torch.version.hip:
+        raise RuntimeError("on ROCm, graphs can't capture layouts that were made with max_tokens.")
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 

@@ -131,9 +131,10 @@ def run_as_graph(
     rows, length = tokens.shape[:2]
     mask = given.get("attention_mask")
     read = None if mask is None else _start_reading(mask)
-    inputs = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    inputs = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor)}
     if mask is None:
-        inputs["attention_mask"] = torch.ones((rows, length), dtype=torch.bool, device=tokens.device)
+        ones = torch.ones((rows, length), dtype=torch.bool, device=tokens.device)
+        inputs = {"attention_mask": ones, **inputs}
     numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
 
     def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
@@ -165,7 +166,7 @@ def run_as_graph(
 
     def finish(outputs: tuple[Any, set[int]], bucket: Bucket) -> Any:
         out, padded = outputs
-        return _map(out, lambda x: _own(x, sizes, bucket[0], id(x) in padded))
+        return _map(out, lambda x: _copy_for_caller(x, sizes, bucket[0], id(x) in padded))
 
     return graphs.run(work, (sizes,), finish)
 
@@ -181,7 +182,7 @@ def _map(out: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, function, out)
 
 
-def _own(x: Tensor, sizes: Sizes, bucket: Sizes, is_padded: bool) -> Tensor:
+def _copy_for_caller(x: Tensor, sizes: Sizes, bucket: Sizes, is_padded: bool) -> Tensor:
     """The part of an output of a graph that belongs to the batch, in memory of its own."""
     if is_padded:
         x = x[: sizes.sequences, : sizes.longest]
@@ -226,6 +227,8 @@ def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor) -> Non
     for name, x in (*values, *((name, given.get(name)) for name in _OTHERS)):
         if x is not None and not isinstance(x, bool):
             raise NotCapturedError(f"{name} is neither True nor False")
+    if tokens.dim() != (2 if "input_ids" in given else 3):
+        raise NotCapturedError("its inputs have another number of dimensions")
     given_tensors = [given[name] for name in _TENSORS & given.keys()]
     if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in given_tensors):
         raise NotCapturedError("its inputs differ in their device or in their first two dimensions")
@@ -245,4 +248,4 @@ def _settings(model: PreTrainedModel, device: torch.device) -> tuple[object, ...
 
 
 def _kinds(inputs: dict[str, Tensor]) -> tuple[object, ...]:
-    return tuple([(name, x.dtype, x.shape[2:], x.device) for name, x in sorted(inputs.items())])
+    return tuple([(name, x.dtype, x.shape[2:], x.device) for name, x in inputs.items()])

@@ -209,11 +209,17 @@ class PackedCall:
         """Run a call as a CUDA graph, or return None, and count why it did not."""
         if self.handle.graphs is None or is_part_of_a_graph():
             return None
-        run = functools.partial(self._run_packed, model, original)
+
+        def run(packing: Packing, arguments: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
+            try:
+                return self._run_packed(model, original, packing, arguments)
+            except _UnknownOutput as unknown:
+                raise NotCapturedError(str(unknown)) from unknown
+
         returns_cache = functools.partial(self._returns_cache, model, original, given)
         try:
             out = run_as_graph(self.handle.graphs, model, given, self.proof.holes, returns_cache, run)
-        except (NotCapturedError, _UnknownOutput) as error:
+        except NotCapturedError as error:
             self.handle.graphs.count(str(error))
             return None
         self.handle.graphs.count(None)

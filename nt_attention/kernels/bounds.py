@@ -65,7 +65,10 @@ def _check(layout: SequenceLayout, key_layout: SequenceLayout) -> Checked:
 
 
 def fill_past_end(values: Tensor, checked: Tensor) -> Tensor:
-    """`values` (N, …) with what follows the last offset in `checked` (B+2,) in the rows past it. Changed in place."""
+    """Write 0 to the rows of `values` (N, …) past the last offset, or NaN if the offsets in `checked` are not valid.
+
+    Returns `values`, or a contiguous copy.
+    """
     from . import bounds_kernels as kernels
 
     values = values.contiguous()

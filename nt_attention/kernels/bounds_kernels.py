@@ -38,7 +38,10 @@ def check_kernel(
     Offsets, KeyOffsets, Checked, KeyChecked, num_sequences, max_seqlen, max_tokens, max_key_seqlen, max_key_tokens,
     SAME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the offsets (B+1,) of both sides and the bits of 0.0; if any are not valid, 0 and the bits of NaN."""
+    """Copy the offsets (B+1,) of both sides, followed by the bits of 0.0.
+
+    If any offset is not valid, write 0 for all of them, followed by the bits of NaN.
+    """
     invalid = _count_invalid(Offsets, num_sequences, max_seqlen, max_tokens, BLOCK)
     if not SAME:
         invalid += _count_invalid(KeyOffsets, num_sequences, max_key_seqlen, max_key_tokens, BLOCK)

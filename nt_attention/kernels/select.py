@@ -273,7 +273,7 @@ def use_backend(backend: str) -> Iterator[None]:
 
 @contextmanager
 def automatic_choice() -> Iterator[None]:
-    """Within the block, `use_backend` outside of it and the environment variable have no effect, in this thread."""
+    """Within the block, the backend of `use_backend` or of the environment variable is ignored, in this thread."""
     token = _ignores_requests.set(True)
     try:
         yield

@@ -124,6 +124,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.scale = scale
         self.alibi = alibi
         self.backend = backend
+        if not isinstance(cuda_graphs, bool):
+            raise ValueError(f"cuda_graphs must be True or False, got {cuda_graphs!r}.")
         self.graphs = CapturedCalls() if cuda_graphs else None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._create_parameters(bias, add_bias_kv, sinks, factory)

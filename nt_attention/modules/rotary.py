@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._offsets import creating_cached_tensors
-from .._tracing import is_tracing
+from .._tracing import is_traced, is_tracing
 from ..layout import SequenceLayout
 
 # Converts the frequencies (R/2,) to new frequencies, or to a tuple of them and a factor for rotated queries and keys.
@@ -97,7 +97,7 @@ class Rotation:
 
         They are computed in float64 and returned in `dtype`.
         """
-        if is_tracing():
+        if is_traced(positions):
             frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=positions.device)
         else:
             frequencies = _on_device(self.frequencies, positions.device)
@@ -132,7 +132,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> T
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
-@functools.lru_cache(64)
+@functools.cache  # captured CUDA graphs read the memory, so it is never freed
 def _on_device(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
     """Frequencies as a float64 tensor, cached because a CUDA graph that is captured can't copy them."""
     with creating_cached_tensors():

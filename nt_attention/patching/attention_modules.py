@@ -58,7 +58,6 @@ def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | N
         if (reason := attention_not_supported(stock)) is not None:
             return reason
         ragged = handle.replacements[stock] = VarlenMultiheadAttention.from_torch(stock)
-        ragged.graphs = handle.graphs
         _share(_HOOKS, stock, ragged)
         _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_COPIED, stock, ragged)
     _swapped_by[ragged] = ref(handle)

@@ -63,8 +63,8 @@ class PatchHandle:
         left: module name → why the module was not changed.
         calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
         active: False after `remove()`.
-        graphs: the CUDA graphs, or None without `cuda_graphs=True`. `graphs.calls` counts the packed calls: those that
-            ran as graphs under None, and others under the reason. `len(graphs)` is the number of graphs,
+        graphs: the CUDA graphs, or None without `cuda_graphs=True`. `graphs.calls` counts the calls that could run as
+            graphs: those that did under None, and others under the reason. `len(graphs)` is the number of graphs,
             `graphs.captured` the number of captures, and `graphs.memory` the bytes of their inputs and outputs.
 
     Example:
@@ -120,20 +120,22 @@ class PatchHandle:
         self.remove()
 
     def __repr__(self) -> str:
+        with _lock:
+            calls = dict(self.calls)
         lines = [f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}:"]
         lines += [f"  {name}: {description}" for name, description in self.changed.items()]
         lines += [f"    {names}: {description}" for names, description in _in_ranges(self.layers)]
         lines += [f"  {name}: not changed, {reason}" for name, reason in self.left.items()]
         lines += [
             f"  {count} call{'s' if count > 1 else ''} {'ran packed' if why is None else f'did not run packed: {why}'}"
-            for why, count in self.calls.items()
+            for why, count in calls.items()
         ] or ["  no calls yet"]
         if self.graphs is not None:
             megabytes = self.graphs.memory / 2**20
             lines.append(f"  CUDA graphs: {len(self.graphs)}, inputs and outputs {megabytes:.1f} MiB")
             lines += [
                 f"    {count} call{'s' if count > 1 else ''} {'ran as a graph' if why is None else f'did not: {why}'}"
-                for why, count in self.graphs.calls.items()
+                for why, count in self.graphs.counted().items()
             ]
         return "\n".join(lines)
 

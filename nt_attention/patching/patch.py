@@ -59,14 +59,17 @@ def patch(
             packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a
             `key_padding_mask` counts.
         cuda_graphs: run packed calls without gradients, in evaluation mode on a CUDA device, as CUDA graphs. They take
-            a fraction of the host time. A graph is captured when a bucket of sizes is first met: the number of
-            sequences and the longest length are rounded up to powers of two, the number of tokens to one of eight
-            numbers between two powers of two. It is replayed for every batch that fits. Results are copies, and stay
-            valid. A graph is captured again after parameters, modules or attributes of a module were replaced, and for
-            another dtype, device, autocast, adapter or attention. Changes inside of other objects, such as a field of
-            the config, need `handle.graphs.clear()`. Calls that can't run as graphs run as without this option: in
-            training, with labels, with hooks, or if the host reads values of tensors, as in some mixtures of experts.
-            `handle.graphs.calls` counts them with the reason.
+            a fraction of the host time, so this also applies to batches that `packing="auto"` would run padded. A graph
+            is captured when a bucket of sizes is first met. The number of sequences is rounded up to a power of two,
+            and so is the longest length, to 16 or more. The number of tokens is rounded up to one of eight numbers
+            between two powers of two, in steps of 64 or more. A graph is replayed for every batch that fits. A handle
+            keeps at most 128 graphs, with at most 8 GiB of inputs and outputs, and frees the least recently used first.
+            Results are copies, and stay valid. A graph is captured again after parameters, modules or attributes of a
+            module were replaced, and for another dtype, device, autocast, adapter, backend or attention implementation.
+            Changes inside of other objects, such as a field of the config, need `handle.graphs.clear()`. Calls that
+            can't run as graphs run as without this option: in training, with labels, with hooks, in encoder-decoders of
+            Hugging Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls`
+            counts them with the reason.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -148,6 +151,7 @@ def _patch_modules(
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
+            cast(VarlenMultiheadAttention, module._modules[child_name]).graphs = handle.graphs
             if padding_free:
                 description += (
                     ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"

@@ -1,8 +1,10 @@
 """CUDA graphs on a machine without a GPU: what is captured is computed again in each replay.
 
-Triton's interpreter runs attention, because only `token_tiled` supports layouts that know bounds on a CPU.
+No CPU backend supports layouts that know only bounds. So attention reads the lengths, and runs as with known ones.
+tests/token_tiled/test_token_tiled_bounds.py tests the kernels.
 """
 
+import dataclasses
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import nt_attention as nta
 from nt_attention import _cuda_graphs
+from nt_attention.kernels import adapters, select
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -28,6 +31,9 @@ class FakeDevice:
 
     on_stream = in_order
 
+    def wait(self):
+        """Nothing runs."""
+
     def capture(self, function):
         outputs = function()
 
@@ -43,6 +49,18 @@ class FakeDevice:
         return replay, outputs
 
 
+def forward(query, key, value, call):
+    """The forward of a backend for layouts that know only bounds, whose offsets are valid."""
+    layouts = [nta.SequenceLayout.from_offsets(x.operator_offsets.clone()) for x in (call.layout, call.key_layout)]
+    same = call.key_layout is call.layout
+    keyless = layouts[1].min_seqlen == 0
+    spec = dataclasses.replace(call.spec, bounded=False, equal_lengths=same, keyless=keyless, needs_grad=False)
+    call = call._replace(layout=layouts[0], key_layout=layouts[0] if same else layouts[1], spec=spec, prepared=None)
+    with select.automatic_choice():
+        backend, dims = select.choose_for(call, "auto")
+    return adapters.forward(backend, adapters.Inputs(query, key, value), call._replace(head_dims=dims))[:2]
+
+
 @pytest.fixture
 def cuda_graphs(monkeypatch):
     """Calls can run as CUDA graphs: real ones on a GPU, else fake ones."""
@@ -51,6 +69,9 @@ def cuda_graphs(monkeypatch):
         return
     monkeypatch.setattr(_cuda_graphs, "Device", FakeDevice)
     monkeypatch.setattr(_cuda_graphs, "supports", lambda tensor: True)
+    known = select.BACKENDS["token_tiled"]
+    fake = dataclasses.replace(known, forward=forward, prepare_forward=None, dtypes=None, refuses=lambda spec: [])
+    monkeypatch.setitem(select.BACKENDS, "token_tiled", fake)
     with nta.use_backend("token_tiled"):
         yield
 

@@ -76,6 +76,21 @@ def sweep(names: str, rows, strength: int = 1):
     return pytest.mark.parametrize(names, parameters)
 
 
+def pairwise(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """Combinations of the axes' values in which every pair of values occurs, and no others.
+
+    ``make test`` runs some of them, in which every value occurs; the others are marked ``sweep``.
+    """
+    rows = list(itertools.product(*axes.values()))
+    rows = [rows[index] for index in sorted(selection(rows, 2))]
+    selected = selection(rows, 1)
+    params = [
+        pytest.param(*row, marks=() if index in selected else pytest.mark.sweep, id="-".join(map(_id, row)))
+        for index, row in enumerate(rows)
+    ]
+    return pytest.mark.parametrize(", ".join(axes), params)
+
+
 def sweep_product(names: str, *axes, strength: int = 1):
     """Parametrize a test with all combinations of the values of `axes`."""
     return sweep(names, itertools.product(*axes), strength)

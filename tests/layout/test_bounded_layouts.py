@@ -532,6 +532,31 @@ class TestChangedOffsets:
         with PassThrough(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
 
+    def test_keys_without_versions_are_not_cached(self):
+        """Nothing tells whether their offsets were changed, so no value that depends on them is kept."""
+        queries = bounded()
+        with torch.inference_mode():
+            keys = [bounded(tensor(given)) for given in ([0, 2, 2, 3, 9], [0, 1, 5, 6, 6])]
+        found = [queries.cached("a key", lambda one=one: one, one) for one in (*keys, queries)]
+        assert [one is want for one, want in zip(found, (*keys, queries), strict=True)] == [True] * 3
+        x = randn(MAX_TOKENS, 2, 16)
+        with torch.inference_mode():
+            for one in keys:
+                got = attend(queries, one, x)
+                want = attend(bounded(), bounded(one.given.clone()), x)
+                assert torch.equal(got, want)
+
+    def test_offsets_that_a_graph_of_torch_compile_writes(self, monkeypatch):
+        """A replay changes them without a new version, so nothing about them is kept."""
+        monkeypatch.setattr("nt_attention._bounded.is_replayed", lambda tensor: True)
+        given, x = offsets(), randn(MAX_TOKENS, 2, 16)
+        layout = BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS)
+        attend(layout, x=x)
+        given.data.copy_(tensor([0, 2, 2, 3, 9]))
+        for one in (layout, BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS)):
+            assert torch.equal(attend(one, x=x), attend(bounded(given.clone()), x=x))
+            assert one.lengths.tolist() == [2, 0, 1, 6]
+
 
 class TestBackends:
     def test_explain_gives_the_reason(self):

@@ -86,3 +86,10 @@ def test_export_and_fake_tensors_leave_nothing_behind():
     torch.testing.assert_close(fresh[0](packed, packed, packed, layout=layout)[0].unflatten(0, (2, 5)), want)
     torch.testing.assert_close(exported(x), want)
     assert want.abs().max() < 100
+
+
+def test_rotation_of_fake_positions_makes_no_real_tensors():
+    rotation = nta.Rotary().of_head_dim(8)
+    with FakeTensorMode() as mode:  # mixing real and fake tensors is an error
+        x, positions = mode.from_tensor(torch.randn(2, 5, 2, 8)), mode.from_tensor(torch.arange(5)[None])
+        assert rotation.rotate(x, positions).shape == x.shape

@@ -20,9 +20,9 @@ from nt_attention.hf.packed_forward import PackedCall
 
 # Other types run the code of one of these.
 TYPES = (
-    "albert", "bert", "deepseek_v3", "esm", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral",
-    "modernbert", "opt", "qwen3", "roberta",
-)  # fmt: skip
+    *("albert", "bert", "deepseek_v3", "esm", "gemma2", "gpt2", "gpt_oss", "llama", "mistral", "modernbert", "opt"),
+    "roberta",
+)
 CLASSES = {model_type: tiny.classes(model_type)[-1] for model_type in TYPES} | {
     "bert": "BertForMaskedLM",
     "llama": "LlamaForCausalLM",
@@ -169,7 +169,8 @@ def test_backward_of_a_checkpoint_reads_saved_tensors_once(backend):
 @pytest.mark.sweep
 @pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
 def test_inductor(model_type):
-    model = tiny.make(model_type, CLASSES[model_type], "sdpa").train()
+    more = {} if model_type == "modernbert" else {"num_hidden_layers": 1}  # compiles faster
+    model = tiny.make(model_type, CLASSES[model_type], "sdpa", **more).train()
     batches = [batch_of(model, lengths) for lengths in BATCHES]
     want = [solve(model, model, batch) for batch in batches]
     plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}  # compiles faster

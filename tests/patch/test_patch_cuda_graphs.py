@@ -6,6 +6,7 @@ Dimensions: B rows of a padded batch, L positions in a row.
 """
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -25,6 +26,8 @@ from torch import nn
 import nt_attention as nta
 from nt_attention import _cuda_graphs
 from nt_attention._cuda_graphs import CapturedCalls, Sizes
+from nt_attention.hf import packed_forward
+from nt_attention.hf.graphs import BoundedPacking
 from nt_attention.patching.handle import NotPackedWarning
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
@@ -145,6 +148,13 @@ class TestResults:
             assert_same(got, want, TOLERANCE)
         assert handle.graphs.captured == 3
 
+    def test_other_order_of_arguments(self):
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        for given in (batch, dict(reversed(batch.items())), batch_of([4, 9, 1])):
+            assert_same(run(model, given), run(other, given), TOLERANCE)
+        assert handle.graphs.captured == 1
+
     def test_results_stay_valid(self):
         model, _, other = pair(make())
         batches = [batch_of(lengths) for lengths in ([5, 2, 9], [4, 3, 8], [1, 2, 10])]
@@ -257,6 +267,57 @@ class TestReasons:
         monkeypatch.setattr(_cuda_graphs, "_capture", None)  # calling it is an error
         run(model, batch_of([11, 4, 5]))
         assert handle.graphs.calls.total() == 2
+
+    def test_forward_that_replaces_an_attribute_is_not_tried_again(self):
+        """Although the state of the module is another one in each call."""
+        model, handle, other = pair(make())
+        calls = []
+
+        def forward(x, *, layer, original):
+            calls.append(x)
+            layer.last = x
+            return original(x)
+
+        for each in (model, other):
+            layer = each.encoder.layer[0].intermediate
+            layer.forward = functools.partial(forward, layer=layer, original=layer.forward)
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        calls.clear()
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert len(calls) == 2
+        handle.graphs.clear()
+        run(model, batch)
+        assert len(calls) > 3
+
+    def test_unknown_output_is_not_tried_again(self, monkeypatch):
+        model, handle, _ = pair(make())
+        pad_outputs, captures = packed_forward._pad_outputs, []
+
+        def with_more(out, packing, kept, done):
+            captures.append(packing)
+            out["flat"] = out["last_hidden_state"][0]  # (T, E)
+            pad_outputs(out, packing, kept, done)
+
+        monkeypatch.setattr(packed_forward, "_pad_outputs", with_more)
+        with pytest.warns(NotPackedWarning, match="its output 'flat' is not known"):
+            run(model, batch_of([5, 2, 9]))
+        captures.clear()
+        run(model, batch_of([5, 2, 9]))
+        assert not any(isinstance(packing, BoundedPacking) for packing in captures)
+        assert handle.graphs.calls == {"its output 'flat' is not known, and may have a value for each token": 2}
+
+    @pytest.mark.parametrize("shape", [(6,), (2, 3, 4)], ids=str)
+    def test_ids_with_another_number_of_dimensions(self, shape):
+        """The model's own forward says what is wrong, as without graphs."""
+        model, handle, other = pair(make())
+        errors = []
+        for each in (model, other):
+            with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+                run(each, {"input_ids": torch.ones(shape, dtype=torch.int64, device=DEVICE)})
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+        assert "its inputs have another number of dimensions" in handle.graphs.calls
 
     def test_encoder_decoders(self):
         import transformers
@@ -379,6 +440,20 @@ class TestState:
             linear.weight = nn.Parameter(torch.randn_like(linear.weight))
 
         self.check(change)
+
+    def test_graph_with_an_embedding_of_fewer_rows_is_not_replayed(self, monkeypatch):
+        """On a GPU, ids that are too large for it end the process. The old parameter is still in use elsewhere."""
+        model, handle, _ = pair(make())
+        run(model, batch_of([5, 2, 9]))
+        old = model.get_input_embeddings()
+        rows, dims = old.weight.shape
+        model.set_input_embeddings(nn.Embedding(2 * rows, dims, old.padding_idx).to(DEVICE))
+        replayed = []
+        monkeypatch.setattr(_cuda_graphs._Graph, "fill", lambda self, *args: replayed.append(self))
+        (graph,) = handle.graphs._graphs.values()
+        run(model, batch_of([5, 2, 9]))
+        assert replayed
+        assert graph not in replayed
 
     def test_parameter_data_replaced(self):
         def change(model):
@@ -558,6 +633,21 @@ class nta_off:
 
 
 class TestBounds:
+    def test_least_recently_used_is_freed(self, monkeypatch):
+        model, handle, other = pair(make())
+        monkeypatch.setattr(_cuda_graphs, "GRAPHS", 2)
+        for length in (5, 100, 5, 300, 5):
+            batch = batch_of([length, length])
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == 3  # that of 5 was used last when that of 300 was captured
+
+    def test_graphs_can_be_printed_while_calls_are_counted(self):
+        model, handle, _ = pair(make())
+        run(model, batch_of([5, 2, 9]))
+        counted = handle.graphs.counted()
+        handle.graphs.count("a reason")
+        assert counted == {None: 1}
+
     def test_oldest_is_freed(self, monkeypatch):
         monkeypatch.setattr(_cuda_graphs, "GRAPHS", 2)
         monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)

@@ -28,7 +28,7 @@ from .plan import Intervals, Tiles
 
 _BLOCK = 256
 _SCAN = 1024  # sequences of a step of a kernel that runs as one program
-_FEW = (
+_FEW_PROGRAMS = (
     44  # programs of each head for tiles of which there may be none: with 12 heads, four for each processor of an H200
 )
 
@@ -127,7 +127,7 @@ class BoundedPlan:
                     return Tiles(offsets.new_empty(0), 0, 0)
                 number = most // rows + min(self.batch_size, sum(self.rows) // (shared + 1)) + 1
                 if most <= shared * self.batch_size:  # most sequences are short
-                    programs = min(programs, _FEW)
+                    programs = min(programs, _FEW_PROGRAMS)
                 return self._make(side, number, programs, rows, shared, kernels.LONG, offsets, offsets)
             if not self.only_aligned and most < 2 * rows * self.batch_size:
                 return self._make(side, programs, programs, rows, 0, kernels.FIXED, offsets, offsets)

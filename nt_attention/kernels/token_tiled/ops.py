@@ -237,7 +237,7 @@ class _BiasGradients(NamedTuple):
         return cls(**{name: relative.buckets.new_zeros(s, dtype=torch.float32) for name, s in shapes.items()})
 
     def finish(self, relative: RelativeBias | None, is_ordered: bool, fill: Tensor | None) -> tuple[Tensor, ...]:
-        """The gradients of the biases that are given. `fill` is added to them, see `bounds.fill_value`."""
+        """The gradients of the biases that are given. `fill` is added to them, see `bounds.Checked.fill_value`."""
         found = self._finish(relative, is_ordered)
         return found if fill is None else tuple([x + fill for x in found])
 

@@ -83,11 +83,14 @@ def _head_pointer(Base, head, head_stride, UNIT: tl.constexpr, FAR: tl.constexpr
 
 @triton.jit
 def _row_pointers(
-    Base, row_stride, first, last, anchor,
+    Base, row_stride, first, last, zero,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, BLOCK) pointers to the rows from `first`, and a mask: rows before `last`, columns before DIM."""
-    rows = tl.arange(0, ROWS) + anchor
+    """(ROWS, BLOCK) pointers to the rows from `first`, and a mask: rows before `last`, columns before DIM.
+
+    `zero` is that of `_unknown_zero`, or 0.
+    """
+    rows = tl.arange(0, ROWS) + zero
     columns = tl.arange(0, BLOCK)
     valid = (first + rows < last)[:, None]
     if BLOCK != DIM:
@@ -99,21 +102,21 @@ def _row_pointers(
 
 @triton.jit
 def _load(
-    Base, row_stride, first, last, anchor,
+    Base, row_stride, first, last, zero,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """(ROWS, BLOCK) the rows of one head from `first`; 0 in rows from `last` and in columns from DIM."""
-    pointers, valid = _row_pointers(Base, row_stride, first, last, anchor, ROWS, DIM, BLOCK, UNIT)
+    pointers, valid = _row_pointers(Base, row_stride, first, last, zero, ROWS, DIM, BLOCK, UNIT)
     return tl.load(pointers, mask=valid, other=0.0)
 
 
 @triton.jit
 def _store(
-    Base, row_stride, first, last, x, anchor,
+    Base, row_stride, first, last, x, zero,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Store `x` (ROWS, BLOCK) to the elements that `_load` reads."""
-    pointers, valid = _row_pointers(Base, row_stride, first, last, anchor, ROWS, DIM, BLOCK, UNIT)
+    pointers, valid = _row_pointers(Base, row_stride, first, last, zero, ROWS, DIM, BLOCK, UNIT)
     tl.store(pointers, x.to(Base.dtype.element_ty), mask=valid)
 
 
@@ -134,7 +137,7 @@ def _own_tiles(Tiles, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def _anchor(start, BOUNDED: tl.constexpr):
+def _unknown_zero(start, BOUNDED: tl.constexpr):
     """0. If BOUNDED, the compiler does not know it, and computes the pointers of each tile anew.
 
     Otherwise it would compute them once, before the loop over tiles. In `query_kernel` they take 40 registers.
@@ -452,14 +455,14 @@ def forward_kernel(
     for tile in range(first_tile, last_tile, step):
         start = tl.load(Tiles + 2 * tile)
         end = tl.load(Tiles + 2 * tile + 1)
-        anchor = _anchor(start, BOUNDED)
+        zero = _unknown_zero(start, BOUNDED)
         rows = start + tl.arange(0, BLOCK_M)
         lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
         hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
         first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
         own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
         own, slopes = own[:, None], slopes[:, None]
-        q = _load(Query, query_row, start, end, anchor, BLOCK_M, DIM, BLOCK_D, UNIT)
+        q = _load(Query, query_row, start, end, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
         out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_max = tl.full([BLOCK_M], -INF, tl.float32)
@@ -467,7 +470,7 @@ def forward_kernel(
 
         for at in range(first, last, BLOCK_N):
             keys = (at + tl.arange(0, BLOCK_N))[None, :]
-            k = _load(Key, key_row, at, last, anchor, BLOCK_N, DIM, BLOCK_D, UNIT)
+            k = _load(Key, key_row, at, last, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             _, _, bias = _relative(relative, rows[:, None], keys, own, end - 1, last - 1, head, RELATIVE)
             scores, _ = _scores(
@@ -484,7 +487,7 @@ def forward_kernel(
             if DROPOUT:
                 kept = _dropout_mask(Seed, rows[:, None], keys, head, dropout_p)
                 weights = tl.where(kept, weights, 0.0) * (1.0 / (1.0 - dropout_p))
-            v = _load(Value, value_row, at, last, anchor, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+            v = _load(Value, value_row, at, last, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
             out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
             row_max = new_max
 
@@ -492,7 +495,7 @@ def forward_kernel(
         out = out / tl.where(masked, 1.0, row_sum)[:, None]
         lse = tl.where(masked, -INF, (row_max + tl.log2(tl.where(masked, 1.0, row_sum))) / LOG2E)
         tl.store(Lse + head * lse_head + rows, lse, mask=rows < end)
-        _store(Out, out_row, start, end, out, anchor, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        _store(Out, out_row, start, end, out, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
 
     if BOUNDED:
         _fill_rows(Out, out_row, Header, OWN, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
@@ -532,7 +535,7 @@ def query_kernel(
     for tile in range(first_tile, last_tile, step):
         start = tl.load(Tiles + 2 * tile)
         end = tl.load(Tiles + 2 * tile + 1)
-        anchor = _anchor(start, BOUNDED)
+        zero = _unknown_zero(start, BOUNDED)
         rows = start + tl.arange(0, BLOCK_M)
         lo = tl.load(Lo + rows, mask=rows < end, other=0)[:, None]
         hi = tl.load(Hi + rows, mask=rows < end, other=0)[:, None]
@@ -544,9 +547,9 @@ def query_kernel(
             TileGradBias = _bias_sums(GradBias, tile, heads, head, radius, RELATIVE)
             TileGradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
 
-        q = _load(Query, query_row, start, end, anchor, BLOCK_M, DIM, BLOCK_D, UNIT)
-        grad = _load(Grad, grad_row, start, end, anchor, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-        out = _load(Out, out_row, start, end, anchor, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        q = _load(Query, query_row, start, end, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
+        grad = _load(Grad, grad_row, start, end, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        out = _load(Out, out_row, start, end, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
         delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE_GRADIENT)
         tl.store(Delta + head * lse_head + rows, delta, mask=rows < end)
         delta = delta[:, None]
@@ -555,8 +558,8 @@ def query_kernel(
 
         for at in range(first, last, BLOCK_N):
             keys = (at + tl.arange(0, BLOCK_N))[None, :]
-            k = _load(Key, key_row, at, last, anchor, BLOCK_N, DIM, BLOCK_D, UNIT)
-            v = _load(Value, value_row, at, last, anchor, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+            k = _load(Key, key_row, at, last, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
+            v = _load(Value, value_row, at, last, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             grad_products = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
             boundary = (at < unmasked_from) | (at + BLOCK_N > unmasked_to)
@@ -573,7 +576,7 @@ def query_kernel(
             grad_query = tl.dot(grad_scaled.to(k.dtype), k, grad_query, input_precision=PRECISION)
 
         grad_query *= scale
-        _store(GradQuery, grad_query_row, start, end, grad_query, anchor, BLOCK_M, DIM, BLOCK_D, UNIT)
+        _store(GradQuery, grad_query_row, start, end, grad_query, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
 
     if BOUNDED:
         _fill_rows(GradQuery, grad_query_row, Header, OWN, BLOCK_M, DIM, BLOCK_D, UNIT)
@@ -610,14 +613,14 @@ def key_kernel(
     for tile in range(first_tile, last_tile, step):
         start = tl.load(Tiles + 2 * tile)
         end = tl.load(Tiles + 2 * tile + 1)
-        anchor = _anchor(start, BOUNDED)
+        zero = _unknown_zero(start, BOUNDED)
         keys = (start + tl.arange(0, BLOCK_N))[:, None]
         lo = tl.load(Lo + keys, mask=keys < end, other=0)
         hi = tl.load(Hi + keys, mask=keys < end, other=0)
         first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
 
-        k = _load(Key, key_row, start, end, anchor, BLOCK_N, DIM, BLOCK_D, UNIT)
-        v = _load(Value, value_row, start, end, anchor, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        k = _load(Key, key_row, start, end, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
+        v = _load(Value, value_row, start, end, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
         grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
@@ -626,8 +629,8 @@ def key_kernel(
             HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
             for at in range(first, last, BLOCK_M):
                 rows = at + tl.arange(0, BLOCK_M)
-                q = _load(HeadQuery, query_row, at, last, anchor, BLOCK_M, DIM, BLOCK_D, UNIT)
-                grad = _load(HeadGrad, grad_row, at, last, anchor, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+                q = _load(HeadQuery, query_row, at, last, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
+                grad = _load(HeadGrad, grad_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
                 lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
                 delta = tl.load(Delta + head * lse_head + rows, mask=rows < last, other=0.0)[None, :]
                 own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
@@ -651,8 +654,8 @@ def key_kernel(
                 grad_key = tl.dot(grad_scaled.to(q.dtype), q, grad_key, input_precision=PRECISION)
 
         grad_key *= scale
-        _store(GradKey, grad_key_row, start, end, grad_key, anchor, BLOCK_N, DIM, BLOCK_D, UNIT)
-        _store(GradValue, grad_value_row, start, end, grad_value, anchor, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        _store(GradKey, grad_key_row, start, end, grad_key, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
+        _store(GradValue, grad_value_row, start, end, grad_value, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
 
     if BOUNDED:
         _fill_rows(GradKey, grad_key_row, Header, OWN, BLOCK_N, DIM, BLOCK_D, UNIT)
@@ -693,12 +696,12 @@ def fused_kernel(
         last = tl.load(Tiles + 4 * tile + 1)
         start = tl.load(Tiles + 4 * tile + 2)
         end = tl.load(Tiles + 4 * tile + 3)
-        anchor = _anchor(start, BOUNDED)
+        zero = _unknown_zero(start, BOUNDED)
         keys = (start + tl.arange(0, BLOCK_N))[:, None]
         lo = tl.load(Lo + keys, mask=keys < end, other=0)
         hi = tl.load(Hi + keys, mask=keys < end, other=0)
-        k = _load(Key, key_row, start, end, anchor, BLOCK_N, DIM, BLOCK_D, UNIT)
-        v = _load(Value, value_row, start, end, anchor, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        k = _load(Key, key_row, start, end, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
+        v = _load(Value, value_row, start, end, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
         grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
 
@@ -709,9 +712,9 @@ def fused_kernel(
             HeadGradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
             for at in range(first, last, BLOCK_M):
                 rows = at + tl.arange(0, BLOCK_M)
-                q = _load(HeadQuery, query_row, at, last, anchor, BLOCK_M, DIM, BLOCK_D, UNIT)
-                grad = _load(HeadGrad, grad_row, at, last, anchor, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-                out = _load(HeadOut, out_row, at, last, anchor, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+                q = _load(HeadQuery, query_row, at, last, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
+                grad = _load(HeadGrad, grad_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+                out = _load(HeadOut, out_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
                 delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, last, head, LSE_GRADIENT)
                 lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
                 own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
@@ -735,11 +738,11 @@ def fused_kernel(
                 grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
                 grad_key = tl.dot(grad_scaled, q, grad_key, input_precision=PRECISION)
                 grad_query = tl.dot(tl.trans(grad_scaled), k, input_precision=PRECISION) * scale
-                _store(HeadGradQuery, grad_query_row, at, last, grad_query, anchor, BLOCK_M, DIM, BLOCK_D, UNIT)
+                _store(HeadGradQuery, grad_query_row, at, last, grad_query, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
 
         grad_key *= scale
-        _store(GradKey, grad_key_row, start, end, grad_key, anchor, BLOCK_N, DIM, BLOCK_D, UNIT)
-        _store(GradValue, grad_value_row, start, end, grad_value, anchor, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        _store(GradKey, grad_key_row, start, end, grad_key, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
+        _store(GradValue, grad_value_row, start, end, grad_value, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
 
     if BOUNDED:
         for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
