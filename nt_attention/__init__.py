@@ -1,6 +1,8 @@
 """Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
 from .functional import explain, varlen_attention
+from .kernels.backend import Backend, HeadDims
+from .kernels.registry import register_backend
 from .kernels.relative import RelativeBias
 from .kernels.select import available_backends, use_backend
 from .layout import SequenceLayout
@@ -10,6 +12,8 @@ from .patching.patch import patch
 
 __version__ = "0.1.0"
 __all__ = [
+    "Backend",
+    "HeadDims",
     "RelativeBias",
     "Rotary",
     "SequenceLayout",
@@ -18,6 +22,7 @@ __all__ = [
     "explain",
     "hf",
     "patch",
+    "register_backend",
     "use_backend",
     "varlen_attention",
 ]
