@@ -1,5 +1,6 @@
 """Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
+from . import torch_registry
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
 from .kernels.registry import register_backend
@@ -26,6 +27,9 @@ __all__ = [
     "use_backend",
     "varlen_attention",
 ]
+
+if torch_registry.is_supported():
+    torch_registry.register()
 
 
 def __getattr__(name: str) -> object:
