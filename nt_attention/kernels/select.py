@@ -131,7 +131,7 @@ def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Bac
     """Backend → its expected time in µs, by the cost model or by its own `expected_us` if it can run the call."""
     expected = cost_model.expected_us(spec, size)
     for name, backend in backends.items():
-        if backend.expected_us is None or not _can_run(backend, spec):
+        if backend.expected_us is None or _ignores_requests.get() or not _can_run(backend, spec):
             continue
         us = backend.expected_us(spec, size)
         if us is None:
@@ -249,7 +249,8 @@ def _select_again(call: Call, number: int) -> Selection:
 
 def selection_key(backend: str) -> tuple[object, ...]:
     """Everything besides the call on which `choose` depends, as a part of a cache key."""
-    return _resolve(backend), registry.version(), support.uses_results(), current_flash_attention_impl()
+    settings = support.uses_results(), _ignores_requests.get(), current_flash_attention_impl()
+    return _resolve(backend), registry.version(), *settings
 
 
 def available_backends() -> dict[str, str | None]:
@@ -297,7 +298,10 @@ def use_backend(backend: str) -> Iterator[None]:
 
 @contextmanager
 def automatic_choice() -> Iterator[None]:
-    """Within the block, `use_backend` outside of it and the environment variable have no effect, in this thread."""
+    """Within the block, only backends of this library run under "auto", in this thread.
+
+    `use_backend` outside of the block, the environment variable and registered backends have no effect.
+    """
     token = _ignores_requests.set(True)
     try:
         yield

@@ -13,7 +13,7 @@ from nt_attention.kernels import registry, support
 from nt_attention.kernels.backend import COMMON
 from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.call_size import CallSize
-from nt_attention.kernels.select import SlowBackendWarning, explain_spec, fastest_first, selection_key
+from nt_attention.kernels.select import SlowBackendWarning, automatic_choice, explain_spec, fastest_first, selection_key
 
 LENGTHS, KEY_LENGTHS = [5, 0, 17, 1], [3, 4, 17, 0]
 
@@ -196,6 +196,15 @@ class TestAuto:
         nta.varlen_attention(**attention_inputs)
         assert ran["forward"] == 1
         assert backends_that_ran == ["reference", "cpu"]
+
+    def test_not_in_proofs_of_models(self, attention_inputs):
+        with nta.register_backend(variant(expected_us=lambda *_: 1.0)):
+            outside = selection_key("auto")
+            for _ in range(2):
+                assert nta.explain(**attention_inputs).chosen == "toy"
+                with automatic_choice():
+                    assert nta.explain(**attention_inputs).chosen == "cpu"
+                    assert selection_key("auto") != outside
 
     def test_the_time_gets_the_call(self, attention_inputs):
         asked = []

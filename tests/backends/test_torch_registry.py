@@ -376,6 +376,26 @@ class TestOnAGpu:
         for x, y in zip(*self.activated_and_not(run), strict=True):
             torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
 
+    def test_sdpa_in_a_captured_cuda_graph(self, activated):
+        inputs = torch.randn(3, 2, 4, 200, 64, dtype=torch.bfloat16, device="cuda").unbind()
+
+        def run():
+            with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+                return F.scaled_dot_product_attention(*inputs, is_causal=True)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        for x in inputs:
+            x.normal_()
+        graph.replay()
+        torch.testing.assert_close(out, run(), atol=2e-2, rtol=2e-2)
+
     def test_our_kernel_runs(self, activated, monkeypatch):
         from nt_attention.kernels import adapters
 
