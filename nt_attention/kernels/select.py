@@ -205,8 +205,9 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
         )
     if spec.score_mod is not None or spec.mask_mod is not None:  # functions can't be arguments of operators
         return False
-    backends = registry.backends()
-    candidates = [one for name, one in backends.items() if backend in ("auto", name)]
+    # A graph that names no registered backend must not depend on them: each registration would compile it again.
+    known = BACKENDS if backend in ("auto", *BACKENDS) else registry.backends()
+    candidates = [one for name, one in known.items() if backend in ("auto", name)]
     return any(
         # cheap checks first, because a compiler traces this code
         one.backward is not None and one.device_type in (None, spec.device.type) and not one.unsupported(spec)

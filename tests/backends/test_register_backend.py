@@ -388,6 +388,13 @@ class TestGraphs:
         self.results(function)
         assert ran == {"forward": 1, "backward": 1}
 
+    @pytest.mark.parametrize("backend", ["auto", "cpu"])
+    def test_a_registration_compiles_no_graph_again(self, fresh_compiler, backend):
+        function = self.compiled(backend)
+        self.results(function)
+        with torch.compiler.set_stance("fail_on_recompile"), nta.register_backend(TOY):
+            self.results(function)
+
     def test_auto_in_a_graph_omits_a_backend_without_operator(self, fresh_compiler):
         with nta.register_backend(variant(DIFFERENTIABLE, expected_us=lambda *_: 1.0)):
             for x, y in zip(self.results(self.compiled()), self.expected(), strict=True):
