@@ -1,6 +1,9 @@
 """Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
+from . import torch_registry
 from .functional import explain, varlen_attention
+from .kernels.backend import Backend, HeadDims
+from .kernels.registry import register_backend
 from .kernels.relative import RelativeBias
 from .kernels.select import available_backends, use_backend
 from .layout import SequenceLayout
@@ -11,6 +14,8 @@ from .patching.patch import patch
 
 __version__ = "0.1.0"
 __all__ = [
+    "Backend",
+    "HeadDims",
     "PagedLayout",
     "RelativeBias",
     "Rotary",
@@ -20,9 +25,13 @@ __all__ = [
     "explain",
     "hf",
     "patch",
+    "register_backend",
     "use_backend",
     "varlen_attention",
 ]
+
+if torch_registry.is_supported():
+    torch_registry.register()
 
 
 def __getattr__(name: str) -> object:

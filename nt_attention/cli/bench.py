@@ -21,7 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from ..kernels.call import OPTIONS
-from ..kernels.select import BACKENDS, SlowBackendWarning, available_backends
+from ..kernels.registry import backends
+from ..kernels.select import SlowBackendWarning, available_backends
 from . import timing
 from .environment import device_name, devices, positive, versions
 from .implementations import Implementation, Inputs, NotSupportedError, attention, implementations
@@ -47,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=positive, help="default: --heads, or of the workload")
     add("--head-dim", type=positive, help="default: of the workload; 64 with --lengths")
     add("--options", nargs="+", default=[], metavar="NAME=VALUE", help=f"of varlen_attention: {', '.join(NAMES)}")
-    about = f"auto, {', '.join(BACKENDS)}; default: auto and all that are available but the reference"
-    add("--backends", nargs="+", choices=["auto", *BACKENDS], metavar="NAME", help=about)
+    add("--backends", nargs="+", choices=["auto", *backends()], help="default: auto and all available but reference")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--device", choices=devices(), default=devices()[0])
     add("--forward-only", action="store_true", help="without gradients")
@@ -147,7 +147,7 @@ def run_workload(
 
 def available(device: torch.device) -> list[str]:
     """The backends that can run on the device, without the slow reference."""
-    found = [BACKENDS[name] for name, reason in available_backends().items() if reason is None]
+    found = [backends()[name] for name, reason in available_backends().items() if reason is None]
     return [each.name for each in found if each.device_type in (None, device.type) and not each.is_reference]
 
 

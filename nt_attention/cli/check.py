@@ -22,9 +22,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..kernels import support
+from ..kernels import registry, support
 from ..kernels.call import AttentionSpec
-from ..kernels.select import BACKENDS
 from .cases import Case, Finding, cases_of, run_case
 from .environment import device_name, devices, positive, versions
 
@@ -35,7 +34,7 @@ RESULTS = {"both": "right", "forward": "right without gradients", "no": "not rig
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=devices(), default=devices()[0])
-    add("--backends", nargs="+", choices=list(BACKENDS), help="default: all that are available")
+    add("--backends", nargs="+", choices=list(registry.backends()), help="default: all that are available")
     add("--which", nargs="+", help="only these head dims and features, such as 64 192/128 causal")
     add("--jobs", type=positive, help="processes, which compile kernels in parallel; default: 8 on a GPU, else 1")
     about = "save the results as the verified support on this kind of GPU, or in a file"
@@ -53,6 +52,7 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as error:
         options.error(str(error))
     jobs = options.jobs or (min(8, os.cpu_count() or 1) if device.type == "cuda" else 1)
+    jobs = jobs if all(case.backend in registry.BACKENDS for case in cases) else 1  # others are in this process only
     found = run_in_processes(cases, device, jobs) if jobs > 1 else (run_case(case, device) for case in cases)
     bar = track(found, "cases", total=len(cases), console=Console(stderr=True), transient=True)
     findings = sorted(bar, key=lambda each: cases.index(each.case))  # processes end in any order
@@ -70,8 +70,8 @@ def requested_cases(names: list[str] | None, which: list[str] | None, device: to
     Raises:
         ValueError: a named backend can't run, or no case is left.
     """
-    reasons = {}
-    for name, backend in BACKENDS.items():
+    reasons, known = {}, registry.backends()
+    for name, backend in known.items():
         spec = AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)
         reasons[name] = backend.missing() or " ".join(backend.unsupported(spec))
     reasons["reference"] = "the others are compared with it."
@@ -79,7 +79,7 @@ def requested_cases(names: list[str] | None, which: list[str] | None, device: to
     for name in names:
         if reasons[name]:
             raise ValueError(f"{name} can't be verified on {device}: {reasons[name]}")
-    cases = [case for name in names for case in cases_of(BACKENDS[name])]
+    cases = [case for name in names for case in cases_of(known[name])]
     selected = [case for case in cases if which is None or case.which in which]
     if not selected:
         raise ValueError(f"no case is left: pass --which some of {list(dict.fromkeys(case.which for case in cases))}.")
@@ -118,7 +118,7 @@ def summarize(findings: Iterable[Finding]) -> Results:
 
 def print_results(results: Results, findings: Iterable[Finding]) -> None:
     for name, by_dtype in results.items():
-        print(f"\n{name}: {BACKENDS[name].about}")
+        print(f"\n{name}: {registry.backends()[name].about}")
         for dtype, kinds in by_dtype.items():
             for kind, row in kinds.items():
                 for result, description in RESULTS.items():

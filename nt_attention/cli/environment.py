@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..kernels import support
-from ..kernels.select import BACKENDS, ENVIRONMENT_VARIABLE, available_backends
+from ..kernels import registry, support
+from ..kernels.select import ENVIRONMENT_VARIABLE
 
 
 def main(options: argparse.Namespace) -> int:
@@ -24,12 +24,12 @@ def main(options: argparse.Namespace) -> int:
         major, minor = torch.cuda.get_device_capability(device)
         print(f"  {device} {device_name(device)}, compute capability {major}.{minor}; support: {support.basis(device)}")
     if named := os.environ.get(ENVIRONMENT_VARIABLE):
-        note = "" if named in (*BACKENDS, "auto") else ", which is not a backend"
+        note = "" if named in (*registry.backends(), "auto") else ", which is not a backend"
         print(f"  {ENVIRONMENT_VARIABLE} is {named!r}{note}")
     print("backends:")
-    width = max(map(len, BACKENDS))
-    for name, missing in available_backends().items():
-        print(f"  {name:<{width}}  {BACKENDS[name].about if missing is None else 'not available: ' + missing}")
+    for name, backend in registry.backends().items():
+        state = backend.about if (missing := backend.missing()) is None else f"not available: {missing}"
+        print(f"  {name:<{max(map(len, registry.backends()))}}  {state}")
     return 0
 
 

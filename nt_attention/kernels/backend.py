@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .call import FEATURES, AttentionSpec, Call
+from .call_size import CallSize
 
 # Features that every backend supports, in its kernel or through `kernels/adapters.py`.
 COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys", "value dim"})
@@ -94,7 +95,7 @@ class Backend:
     """A kernel: its name, what it supports, and the functions that run it.
 
     `kernels/adapters.py` runs around the kernel and adds what it does not support, such as other head dims. A new
-    backend is added to `BACKENDS` in `kernels/select.py`.
+    backend is added to `BACKENDS` in `kernels/registry.py`, or by another package with `nt_attention.register_backend`.
 
     Attributes:
         name: The value of `backend=`.
@@ -109,7 +110,7 @@ class Backend:
             (`geometry` in `kernels/call.py`). It runs in place of `forward` or `backward` if the call has no tensors
             but query, key and value, and needs no adapter. None if there is nothing to save by it.
         differentiable: Whether `forward` consists of differentiable operations. Outside of graphs, PyTorch then
-            differentiates these, any number of times, and `backward` is not used.
+            differentiates these, any number of times, and neither `backward` nor adapters are used.
         inference_only: Whether the kernel has no gradients. One of `backward`, `differentiable` and `inference_only` is
             needed.
         paged_forward: `forward` for calls in which `call.key_layout` is a `PagedLayout`, and key and value are pools
@@ -126,9 +127,13 @@ class Backend:
         takes_fully_masked_rows: Whether the kernel supports queries that see no key. If not, the kernel is called
             without these queries, and `features` must not have "window".
         reads_past_end: Whether the kernel reads rows past the last offset. If so, it is called without these rows.
-        lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it.
+        lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it. This needs
+            a backward that computes with `saved.out` and `saved.lse`.
         rng_on_host: Whether `forward` returns the random state on the CPU.
         is_reference: Whether it is the reference, which supports calls on every device.
+        expected_us: Returns the expected device time in µs of a call that the backend can run: the forward, plus the
+            backward if `spec.needs_grad`. None if it should not run this call under "auto". A registered backend
+            without this function runs by name only. Our backends have a cost model instead (`kernels/cost_model.py`).
 
     Example:
         >>> import torch
@@ -165,6 +170,7 @@ class Backend:
     lse_gradient: bool = False
     rng_on_host: bool = False
     is_reference: bool = False
+    expected_us: Callable[[AttentionSpec, CallSize], float | None] | None = None
 
     def __post_init__(self) -> None:
         if self.backward is None and not (self.differentiable or self.inference_only):
@@ -176,6 +182,11 @@ class Backend:
         # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.
         if not self.takes_fully_masked_rows and "window" in self.features:
             raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether it runs as custom operators in graphs. Otherwise it runs outside of them."""
+        return self.backward is not None or self.inference_only
 
     def unsupported(self, spec: AttentionSpec) -> list[str]:
         """Why the backend cannot run a call, according to its documentation; empty if it can."""

@@ -4,8 +4,6 @@ The time of a varlen kernel is modeled as a constant for the launch plus costs p
 key) pair of a head. `measured/sm90.json` has these four numbers for each backend, kind of call and head dim, with the
 GPU, the versions and the error of the fit. `benchmarks/fit_costs.py` fits them to the times that `python -m
 nt_attention bench` measures. All GPUs use this file.
-
-Dimensions: B sequences, T query tokens, S key tokens.
 """
 
 from __future__ import annotations
@@ -13,49 +11,17 @@ from __future__ import annotations
 import functools
 import json
 from importlib import resources
-from typing import NamedTuple
 
 import torch
 
-from .call import AttentionSpec, Call
+from .call import AttentionSpec
+from .call_size import CallSize
 
 # The smallest expected time: the host needs about this long to launch, and the fits are not more accurate.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
 # ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs per call; ns per head and
 # sequence, per head and token, per head and 1000 pairs)
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
-
-
-class CallSize(NamedTuple):
-    """The size of a call, computed on the host from the lengths.
-
-    Attributes:
-        sequences: B.
-        tokens: The mean of query tokens and key tokens, (T + S) / 2.
-        pairs: The number of visible (query, key) pairs of one head.
-    """
-
-    sequences: int
-    tokens: float
-    pairs: float
-
-    @classmethod
-    def of(cls, call: Call) -> CallSize:
-        """The size of `call`. Pairs that take time to count are cached with the layouts."""
-        layout, key_layout, _, spec, *_ = call
-        tokens = (layout.total + key_layout.total) / 2
-        if spec.bounded or spec.paged:  # as if each query saw as many keys as the bounds allow
-            return cls(layout.batch_size, tokens, layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1))
-        if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
-            squares = layout.sum_of_squares
-            return cls(layout.batch_size, tokens, squares if spec.window.is_open else (squares + layout.total) / 2)
-
-        def count() -> int:
-            queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
-            return int(spec.window.pairs(queries, keys, spec.lower_right).sum())
-
-        pairs = layout.cached(("pairs", spec.window, spec.lower_right), count, key_layout)
-        return cls(layout.batch_size, tokens, pairs)
 
 
 def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:

@@ -44,28 +44,40 @@ _SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_stat
 
 
 def register(backend: Backend) -> None:
-    """Define `nt_attention::<name>_forward` and `_backward`, which run the kernel and its adapters.
+    """Define `nt_attention::<name>_forward` and `_backward`, which run the kernel and its adapters."""
+    register_by_name(backend.name, lambda: (0, backend), random="dropout" in backend.features)
 
-    A backend without a backward has the forward only.
+
+def register_by_name(name: str, find: Callable[[], tuple[int, Backend]], *, random: bool = True) -> None:
+    """The same for a name. The operators find the backend when they run, because it can be removed and replaced.
+
+    Args:
+        name: The name of the backend.
+        find: Returns the backend, and a number that no other backend of this name has. Raises a ValueError if there is
+            none.
+        random: Whether the backend may draw random numbers.
     """
 
-    def call(arguments: Sequence[Any]) -> Call:
-        return _cached_call(arguments, (backend.name,), lambda call: None)[0]
+    def call_and_backend(arguments: Sequence[Any]) -> tuple[Call, Backend]:
+        number, backend = find()
+        return _cached_call(arguments, (name, number), lambda call: None)[0], backend
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(backend, Inputs(*arguments[:3]), call(arguments))
+        call, backend = call_and_backend(arguments)
+        return _forward(backend, Inputs(*arguments[:3]), call)
 
     def backward(*arguments: Any) -> _Gradients:
         saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
-        return _backward(backend, saved, Inputs(*arguments[:3]), call(arguments))
+        call, backend = call_and_backend(arguments)
+        return _backward(backend, saved, Inputs(*arguments[:3]), call)
 
-    fake = functools.partial(_fake_forward, backend.rng_on_host)
-    random = "dropout" in backend.features
+    def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _fake_forward(find()[1].rng_on_host, *arguments)
+
     results = "Tensor out, Tensor lse, Tensor rng_state"
-    define(f"{backend.name}_forward({_CALL}) -> ({results})", forward, fake, random=random)
-    if backend.backward is not None:
-        define(f"{backend.name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
-        _differentiate(backend.name)
+    define(f"{name}_forward({_CALL}) -> ({results})", forward, fake, random=random)
+    define(f"{name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
+    _differentiate(name)
 
 
 def register_bounded(
@@ -172,7 +184,10 @@ class Selection(NamedTuple):
 
 
 def register_auto(
-    select: Callable[[Call, str], Selection], select_again: Callable[[Call, int], Selection], key: Callable[[str], Any]
+    select: Callable[[Call, str], Selection],
+    select_again: Callable[[Call, int], Selection],
+    key: Callable[[str], Any],
+    version: Callable[[], int],
 ) -> None:
     """Define `nt_attention::auto_forward`, which selects a backend when it runs, and `auto_backward`.
 
@@ -183,6 +198,7 @@ def register_auto(
         select: Selects a backend for a call and a requested name.
         select_again: Selects the backend of a number, or raises a ValueError if it cannot run the call.
         key: Everything besides the call on which `select` depends, for a requested name.
+        version: A number that changes if a backend is registered or removed.
     """
 
     def select_first(call: Call, name: str) -> tuple[Selection, Tensor]:
@@ -201,7 +217,7 @@ def register_auto(
         saved, (*arguments, selected) = _backward_inputs(*arguments[:8]), arguments[5:]  # type: ignore[assignment]
         number, *digests = selected.tolist()
         call, (_, backend, dims) = _cached_call(
-            arguments, ("backward", number), lambda call: select_again(call, number)
+            arguments, ("backward", number, version()), lambda call: select_again(call, number)
         )
         if digests != [call.layout.digest, call.key_layout.digest]:  # not all compilers check saved tensors
             raise RuntimeError(

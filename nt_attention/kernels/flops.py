@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._tracing import is_traced
-from .cost_model import CallSize
+from .call_size import CallSize
 from .custom_ops import call_of
 
 

@@ -1,36 +1,27 @@
-"""Select the backend of a call, by its name or by the shortest expected time, and explain the choice.
-
-Only this file lists the backends. To add one, write its file and add it to `BACKENDS`.
-"""
+"""Select the backend of a call, by its name or by the shortest expected time, and explain the choice."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.nn.attention import current_flash_attention_impl
 
 from .._bounded import LengthsUnknownError
-from . import cost_model, custom_ops, paged, split_kv, support, token_tiled
+from . import cost_model, custom_ops, paged, registry, support
 from .backend import Backend
-from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
 from .call import AttentionSpec, Call
-from .cost_model import CallSize
+from .call_size import CallSize
 from .custom_ops import Selection
+from .registry import BACKENDS
 
 ENVIRONMENT_VARIABLE = "NT_ATTENTION_BACKEND"
 
-BACKENDS: dict[str, Backend] = {
-    module.BACKEND.name: module.BACKEND
-    for module in (
-        *(token_tiled, flash_attn_4, torch_flash, flash_attn_2, torch_efficient, flex, split_kv),
-        *(cpu, reference),
-    )
-}
 _requested: ContextVar[str] = ContextVar("nt_attention_backend", default="auto")
 _ignores_requests: ContextVar[bool] = ContextVar("nt_attention_automatic_choice", default=False)
 
@@ -61,7 +52,9 @@ class Explanation:
         reasons: Backend → why it cannot run the call; empty if it can.
         asked: "auto" or the requested name.
         basis: A text that says whether support was verified on this GPU or is only documented; empty on a CPU.
-        expected_us: The expected device time, in µs, of each backend that can run the call and was measured.
+        expected_us: The expected device time, in µs, of each backend that can run the call and was measured, or that
+            says itself how fast it is.
+        about: The description of each backend.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -84,6 +77,7 @@ class Explanation:
     asked: str
     basis: str = ""
     expected_us: dict[str, float] | None = None
+    about: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
@@ -92,7 +86,7 @@ class Explanation:
         lines = [f"backend={self.asked!r}: {runs}{basis}"]
         for name, reasons in self.reasons.items():
             state = "chosen" if name == self.chosen else "can run" if not reasons else "cannot run"
-            details = " ".join(reasons) or BACKENDS[name].about
+            details = " ".join(reasons) or self.about.get(name, "")
             if not reasons and name in (self.expected_us or {}):
                 details += f"; expected time {self.expected_us[name]:.0f} µs"  # type: ignore[index]
             lines.append(f"  {name:<{width}}  {state:<10}  {details}")
@@ -106,25 +100,46 @@ def explain_call(call: Call, backend: str) -> Explanation:
 
 def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Explanation:
     """Which backend `choose` would return, and why not the others."""
-    name = _resolve(backend)
-    reasons = {other: tuple(_reasons(candidate, spec)) for other, candidate in BACKENDS.items()}
-    candidates = fastest_first(spec, size) if name == "auto" else (name,)
-    chosen = next((other for other in candidates if not reasons[other]), None)
-    expected = {other: us for other, us in cost_model.expected_us(spec, size).items() if not reasons[other]}
-    return Explanation(chosen, reasons, name, support.basis(spec.device), expected)
+    name, backends = _resolve(backend), registry.backends()
+    reasons = {other: tuple(_reasons(candidate, spec)) for other, candidate in backends.items()}
+    candidates = fastest_first(spec, size, backends) if name == "auto" else (name,)
+    chosen = next((other for other in candidates if not reasons.get(other, True)), None)
+    expected = {other: us for other, us in _expected_us(spec, size, backends).items() if not reasons[other]}
+    about = {other: candidate.about for other, candidate in backends.items()}
+    return Explanation(chosen, reasons, name, support.basis(spec.device), expected, about)
 
 
-def fastest_first(spec: AttentionSpec, size: CallSize) -> tuple[str, ...]:
+def fastest_first(
+    spec: AttentionSpec, size: CallSize, backends: Mapping[str, Backend] | None = None
+) -> tuple[str, ...]:
     """The backends that `"auto"` tries, in this order. The first that can run is chosen.
 
-    On a GPU they are sorted by expected time (`cost_model.py`), followed by those that were not measured for this kind
-    of call. On a CPU Triton is not tried, because there it only runs in its interpreter, for tests.
+    On a GPU they are sorted by expected time (`cost_model.py`), followed by those of our own that were not measured for
+    this kind of call. On a CPU Triton is not tried, because there it only runs in its interpreter, for tests.
+    Registered backends that say how fast they are and can run the call are sorted in. On a CPU they are tried first.
+    Other registered backends are not tried.
     """
+    expected = _expected_us(spec, size, registry.backends() if backends is None else backends)
+    by_time = sorted(expected, key=expected.__getitem__)
     if spec.device.type == "cpu":
-        return ("cpu", "reference")
-    expected = cost_model.expected_us(spec, size)
+        return (*by_time, "cpu", "reference")
     others = [name for name in BACKENDS if name not in expected and name not in ("cpu", "reference")]
-    return (*sorted(expected, key=expected.__getitem__), *others, "reference")
+    return (*by_time, *others, "reference")
+
+
+def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Backend]) -> dict[str, float]:
+    """Backend → its expected time in µs, by the cost model or by its own `expected_us` if it can run the call."""
+    expected = cost_model.expected_us(spec, size)
+    for name, backend in backends.items():
+        if backend.expected_us is None or _ignores_requests.get() or not _can_run(backend, spec):
+            continue
+        us = backend.expected_us(spec, size)
+        if us is None:
+            continue
+        if not isinstance(us, (int, float)) or math.isnan(us) or us < 0:
+            raise ValueError(f"expected_us of backend {name!r} must return a time in µs, ≥ 0, or None, got {us!r}.")
+        expected[name] = us
+    return expected
 
 
 def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | None]:
@@ -133,8 +148,8 @@ def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | Non
     return chosen, support.head_dims(chosen, call.spec)
 
 
-def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backend:
-    """The backend that runs this call.
+def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto", *, in_graph: bool = False) -> Backend:
+    """The backend that runs this call. `in_graph`: without registered backends that have no operator, for "auto".
 
     For `"auto"` it is the backend of `use_backend`, else that of the environment variable NT_ATTENTION_BACKEND, else
     the first of `fastest_first` that can run. A named backend never falls back to another one.
@@ -143,14 +158,19 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backen
         ValueError: There is no backend of that name, or it cannot run this call. The message has the reasons of every
             backend. It is a `LengthsUnknownError` if the host only knows bounds of the lengths.
     """
-    name = _resolve(backend)
-    for candidate in fastest_first(spec, size) if name == "auto" else (name,):
-        if _can_run(BACKENDS[candidate], spec):
-            return BACKENDS[candidate]
+    name, backends = _resolve(backend), registry.backends()
+    if name == "auto":
+        order = fastest_first(spec, size, backends)
+        candidates = [backends[one] for one in order if not in_graph or one in BACKENDS or backends[one].backward]
+    else:
+        candidates = [backends[name]] if name in backends else []  # it may have been removed by another thread
+    for candidate in candidates:
+        if _can_run(candidate, spec):
+            return candidate
     message = str(explain_spec(spec, size, name))
     if not spec.bounded:
         raise ValueError(message)
-    able = [one for one in BACKENDS.values() if "bounds" in one.features and name in ("auto", one.name)]
+    able = [one for one in backends.values() if "bounds" in one.features and name in ("auto", one.name)]
     why = "; ".join(f"{one.name}: {' '.join(_reasons(one, spec))}" for one in able) or f"{name} needs the lengths"
     raise LengthsUnknownError(f"no backend runs this call with bounds in place of lengths ({why})\n{message}")
 
@@ -158,9 +178,10 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Backen
 def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
     """Warn that the reference backend runs, unless it was requested by name."""
     if _resolve(backend) == "auto":
-        order = fastest_first(call.spec, CallSize.of(call))
-        installed = [BACKENDS[name] for name in order if BACKENDS[name].missing() is None]
-        fast = installed[0] if not installed[0].is_reference else BACKENDS[order[0]]
+        backends = registry.backends()
+        order = [backends[name] for name in fastest_first(call.spec, CallSize.of(call), backends)]
+        installed = [one for one in order if one.missing() is None]
+        fast = installed[0] if not installed[0].is_reference else order[0]
         why = " ".join(_reasons(fast, call.spec))
         warnings.warn(
             f"attention runs on the slow reference backend because {fast.name} cannot run this call: {why} "
@@ -186,37 +207,43 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
         return False
     if spec.paged:
         return True
-    candidates = BACKENDS.values() if backend == "auto" else (BACKENDS[backend],)
+    # A graph that names no registered backend must not depend on them: each registration would compile it again.
+    known = BACKENDS if backend in ("auto", *BACKENDS) else registry.backends()
+    candidates = [one for name, one in known.items() if backend in ("auto", name)]
     return any(
         # cheap checks first, because a compiler traces this code
-        (one.backward is not None or one.inference_only)
-        and one.device_type in (None, spec.device.type)
-        and not one.unsupported(spec)
+        one.has_operators and one.device_type in (None, spec.device.type) and not one.unsupported(spec)
         for one in candidates
     )
 
 
+def _choose_in_graph(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | None]:
+    """`choose_for` in an operator."""
+    chosen = choose(call.spec, CallSize.of(call), backend, in_graph=True)
+    return chosen, support.head_dims(chosen, call.spec)
+
+
 def _select_in_graph(call: Call, name: str) -> Selection:
-    """The chosen backend. Its number is its index in `BACKENDS`."""
-    chosen, dims = choose_for(call, name)
-    if chosen.backward is None and not chosen.inference_only:
+    """The chosen backend, with the number of `registry.number_of`."""
+    chosen, dims = _choose_in_graph(call, name)
+    if not chosen.has_operators:
         raise ValueError(
             f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
             f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
         )
     if chosen.is_reference:
         warn_if_slow(call, name, stacklevel=2)
-    return Selection(list(BACKENDS.values()).index(chosen), chosen, dims)
+    return Selection(registry.number_of(chosen), chosen, dims)
 
 
 def _select_again(call: Call, number: int) -> Selection:
     """The backend of a number that `_select_in_graph` returned.
 
     Raises:
-        ValueError: It cannot run this call, for example because a graph that was recorded without gradients selected a
-            backend that only supports the forward.
+        ValueError: It was removed, or it cannot run this call, for example because a graph that was recorded without
+            gradients selected a backend that only supports the forward.
     """
-    backend = list(BACKENDS.values())[number]
+    backend = registry.find_by_number(number)
     if not _can_run(backend, call.spec):
         why = " ".join(_reasons(backend, call.spec))
         raise ValueError(f"{backend.name} cannot run this call: {why} Record the graph with gradients.")
@@ -225,7 +252,8 @@ def _select_again(call: Call, number: int) -> Selection:
 
 def selection_key(backend: str) -> tuple[object, ...]:
     """Everything besides the call on which `choose` depends, as a part of a cache key."""
-    return _resolve(backend), support.uses_results(), current_flash_attention_impl()
+    settings = support.uses_results(), _ignores_requests.get(), current_flash_attention_impl()
+    return _resolve(backend), registry.version(), *settings
 
 
 def available_backends() -> dict[str, str | None]:
@@ -240,7 +268,7 @@ def available_backends() -> dict[str, str | None]:
         >>> [name for name, reason in backends.items() if reason is None]
         [...'cpu', 'reference']
     """
-    return {name: backend.missing() for name, backend in BACKENDS.items()}
+    return {name: backend.missing() for name, backend in registry.backends().items()}
 
 
 @contextmanager
@@ -273,7 +301,10 @@ def use_backend(backend: str) -> Iterator[None]:
 
 @contextmanager
 def automatic_choice() -> Iterator[None]:
-    """Within the block, the backend of `use_backend` or of the environment variable is ignored, in this thread."""
+    """Within the block, only backends of this library run under "auto", in this thread.
+
+    `use_backend` outside of the block, the environment variable and registered backends have no effect.
+    """
     token = _ignores_requests.set(True)
     try:
         yield
@@ -300,8 +331,8 @@ def check_backend_name(backend: str, source: str = "") -> None:
     Raises:
         ValueError: There is none.
     """
-    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
-        names = ", ".join(map(repr, BACKENDS))
+    if not isinstance(backend, str) or (backend != "auto" and not registry.is_backend(backend)):
+        names = ", ".join(map(repr, registry.backends()))
         raise ValueError(f"{source}there is no backend {backend!r}: pass 'auto' or one of {names}.")
 
 
@@ -313,11 +344,11 @@ def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
     if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
     key = (id(backend), spec, support.uses_results(), current_flash_attention_impl())
-    if key not in _cached:
+    if (found := _cached.get(key)) is None:
         if len(_cached) > 4096:
             _cached.clear()
-        _cached[key] = (backend, not _reasons(backend, spec))
-    return _cached[key][1]
+        found = _cached[key] = (backend, not _reasons(backend, spec))
+    return found[1]
 
 
 def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
@@ -325,9 +356,6 @@ def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
     return [missing] if missing is not None else support.reasons(backend, spec)
 
 
-for _backend in BACKENDS.values():
-    if _backend.backward is not None or _backend.inference_only:
-        custom_ops.register(_backend)
-custom_ops.register_auto(_select_in_graph, _select_again, selection_key)
-custom_ops.register_bounded(choose_for, selection_key)
-custom_ops.register_paged(choose_for, paged.forward)
+custom_ops.register_auto(_select_in_graph, _select_again, selection_key, registry.version)
+custom_ops.register_bounded(_choose_in_graph, selection_key)
+custom_ops.register_paged(_choose_in_graph, paged.forward)

@@ -22,6 +22,7 @@ from .backend import Backend
 from .call import AttentionSpec
 
 _uses_results: ContextVar[bool] = ContextVar("nt_attention_verified_support", default=True)
+_as_documented: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,19 @@ def verified_on(capability: tuple[int, int]) -> VerifiedSupport | None:
     return VerifiedSupport(table["gpu"], table["versions"], table["results"])
 
 
+def support_as_documented(name: str) -> None:
+    """Let the backends of this name support what they document, also on verified GPUs. For backends of others.
+
+    It holds after the backend was removed, because a backward may still run.
+    """
+    _as_documented.add(name)
+
+
+def _verified(backend: Backend, device: torch.device) -> VerifiedSupport | None:
+    """`verified_for` this backend."""
+    return None if backend.is_reference or backend.name in _as_documented else verified_for(device)
+
+
 def verified_for(device: torch.device) -> VerifiedSupport | None:
     """What was verified on this device; None if nothing was, or on a CPU, on ROCm or in `by_documentation`."""
     if device.type != "cuda" or not _uses_results.get() or torch.version.hip:
@@ -111,16 +125,16 @@ def verified_for(device: torch.device) -> VerifiedSupport | None:
 def reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
     """Why a backend cannot run a call, each a sentence that says what to change; empty if it can."""
     documented = backend.unsupported(spec)
-    verified = verified_for(spec.device)
-    if documented or verified is None or backend.is_reference:
+    verified = _verified(backend, spec.device)
+    if documented or verified is None:
         return documented
     return verified.reasons(backend, spec)
 
 
 def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
     """The head dims (D, Dv) after padding with which a backend is called; None if the call's are too large."""
-    verified = verified_for(spec.device)
-    if verified is not None and not backend.is_reference:
+    verified = _verified(backend, spec.device)
+    if verified is not None:
         return verified.head_dims(backend, spec)
     return backend.head_dims.padded(spec.head_dim, spec.value_dim, ignore_only=not _uses_results.get())
 

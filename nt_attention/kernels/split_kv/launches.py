@@ -188,12 +188,11 @@ class Work:
             *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, precision),
             *(*tile.splitting, _BLOCK, tile.block_m, _block_n(self.blocks, spec)),
         )
+        warps = 8 if tile.block_m * max(self.blocks) > 64 * 128 else 4
+        grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
+        tensors = (self.offsets, keys.lengths, self.ends)
         launch(
-            Launch(
-                *(kernels.attention_kernel, (max(1, programs), spec.num_kv_heads)),
-                *((self.offsets, keys.lengths, self.ends), integers, (spec.scale, spec.softcap), constants),
-                *(8 if tile.block_m * max(self.blocks) > 64 * 128 else 4, 2),
-            ),
+            Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, warps, 2),
             (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets),
         )
 
