@@ -458,7 +458,8 @@ class ModuleState:
         tensors = self._tensors()
         self._objects, self._values = list(self._read_objects()), self._read_values()
         # what is compared before a replay, without empty dictionaries, which take half of the time
-        self._parents, self._owners = ([x for x in of if x] for of in (self._children, self._tables))
+        self._parents = [x for x in self._children if x]
+        self._owners = [x for x in self._tables if x]
         self._before_replay = self._read_before_replay()
         self._versions = [None if x.is_inference() else x._version for x in tensors]
         kinds = set(map(type, tensors))
@@ -475,7 +476,7 @@ class ModuleState:
 
     def _read_before_replay(self) -> tuple[list[Any], list[int]]:
         addresses = [x.data_ptr() for owner in self._owners for x in owner.values() if x is not None]
-        return [id(x) for x in chain(*map(dict.values, self._parents))], addresses
+        return list(map(id, chain(*map(dict.values, self._parents)))), addresses
 
     def _read_objects(self) -> Iterator[Any]:
         """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
