@@ -15,6 +15,7 @@ from torch import Tensor
 from ...layout import SequenceLayout
 from ...paged import PagedLayout
 from .. import bounds, device
+from ..bounds import Checked
 from ..call import AttentionSpec, Call
 from ..launch import Launch, launch
 
@@ -76,34 +77,40 @@ class Keys(NamedTuple):
         return cls(table, offsets, paged.lengths.contiguous(), page, paged.max_seqlen)
 
     @classmethod
-    def packed(cls, layout: SequenceLayout) -> Keys:
-        return cls(layout.cu_seqlens[:-1].unsqueeze(1), None, layout.lengths, 0, layout.max_seqlen)
+    def packed(cls, layout: SequenceLayout, checked: Checked | None) -> Keys:
+        offsets = layout.cu_seqlens if checked is None else checked.key_cu_seqlens
+        lengths = layout.lengths if checked is None else offsets.diff()
+        return cls(offsets[:-1].unsqueeze(1), None, lengths, 0, layout.max_seqlen)
 
 
 def _tiles(layout: SequenceLayout, keys: Keys, spec: AttentionSpec) -> list[Tile]:
     """The kinds of tiles of a batch: small ones for few rows, large ones for more."""
     group = spec.num_heads // spec.num_kv_heads
-    small = min(128, _power_of_2(group))
-    kinds = [(small, 0, small), (max(small, 64), small, _NO_LIMIT)]
+    most_rows = most_tile_rows(spec.head_dim, spec.dtype.itemsize)
+    small = min(most_rows, _power_of_2(group))
+    kinds = [(small, 0, small), (max(small, min(64, most_rows)), small, _NO_LIMIT)]
     fewest, most = layout.min_seqlen * group, layout.max_seqlen * group
     return [Tile.make(*kind, layout, keys, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
 
 
 def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """out (T, H, V) and lse (T, H) in float32, with keys in pools."""
-    return _forward(query, key, value, call, Keys.in_pool(call.paged))
+    checked = bounds.check(call.layout, call.layout) if call.spec.bounded else None
+    return _forward(query, key, value, call, Keys.in_pool(call.paged), checked)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The same with packed keys."""
-    return _forward(query, key, value, call, Keys.packed(call.key_layout))
+    checked = bounds.check(call.layout, call.key_layout) if call.spec.bounded else None
+    return _forward(query, key, value, call, Keys.packed(call.key_layout, checked), checked)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, call: Call, keys: Keys) -> tuple[Tensor, Tensor]:
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, keys: Keys, checked: Checked | None
+) -> tuple[Tensor, Tensor]:
     layout = call.layout
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
-    checked = None if layout.knows_lengths else bounds.check(layout, layout)
     offsets = layout.cu_seqlens if checked is None else checked.cu_seqlens
     with device.current(query.device):
         for tile in _tiles(layout, keys, call.spec):
@@ -186,7 +193,7 @@ class Work:
         constants = (
             *(self.group, spec.head_dim, spec.value_dim, *self.blocks, keys.page, keys.table_offsets is not None),
             *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, precision),
-            *(*tile.splitting, _BLOCK, tile.block_m, _block_n(self.blocks, spec)),
+            *(*tile.splitting, _BLOCK, tile.block_m, block_of_keys(self.blocks, spec.dtype.itemsize)),
         )
         warps = 8 if tile.block_m * max(self.blocks) > 64 * 128 else 4
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
@@ -224,10 +231,15 @@ def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
     return max(page, 1) * row, row, head
 
 
-def _block_n(blocks: tuple[int, int], spec: AttentionSpec) -> int:
+def most_tile_rows(head_dim: int, itemsize: int) -> int:
+    """The most rows of a tile, so that its queries fit in the shared memory of small GPUs, beside keys and values."""
+    return min(128, 32768 // (_power_of_2(head_dim) * itemsize))
+
+
+def block_of_keys(blocks: tuple[int, int], itemsize: int) -> int:
     """The number of keys of a block. Two blocks of keys and values fit in the shared memory of small GPUs."""
-    fitting = 32768 // (sum(blocks) * spec.dtype.itemsize)
-    return max(16, min(64, 1 << fitting.bit_length() - 1))
+    fitting = 32768 // (sum(blocks) * itemsize)
+    return max(16, min(64, 1 << fitting.bit_length() - 1)) if itemsize == 2 else 16
 
 
 def _power_of_2(size: int) -> int:

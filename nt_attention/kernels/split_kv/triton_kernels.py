@@ -135,21 +135,20 @@ def _scores(
 
 
 @triton.jit
-def _rows_of_keys(Table, first_entry, position, is_key, total_rows, page_stride, row_stride, PAGE: tl.constexpr):
-    """(offsets of keys from the first row of the pool, whether they may be read), int64 and bool.
+def _find_keys(Table, first_entry, position, is_key, total_rows, PAGE: tl.constexpr):
+    """(pages of keys, rows in their pages, whether they are in the pool), int64, int64 and bool.
 
     PAGE is the number of rows of a page; 0 if keys stand in one piece, whose first row is the only entry.
     """
     if PAGE == 0:
-        entry = tl.load(Table + first_entry).to(tl.int64) + tl.zeros_like(position)
+        entry = tl.load(Table + first_entry).to(tl.int64) + 0 * position
         within = position
         row = entry + position
     else:
         entry = tl.load(Table + first_entry + position // PAGE, mask=is_key, other=0).to(tl.int64)
         within = position % PAGE
         row = entry * PAGE + within
-    is_inside = is_key & (entry >= 0) & (entry < total_rows) & (row < total_rows)
-    return entry * page_stride + within * row_stride, is_inside
+    return entry, within, is_key & (entry >= 0) & (entry < total_rows) & (row < total_rows)
 
 
 @triton.jit
@@ -223,11 +222,9 @@ def attention_kernel(
         for at in range(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N).to(tl.int64)
             is_key = (position >= lo) & (position < hi)
-            offsets, is_inside = _rows_of_keys(
-                Table, first_entry, position, is_key, total_rows, key_page, key_row, PAGE
-            )
+            page, within, is_inside = _find_keys(Table, first_entry, position, is_key, total_rows, PAGE)
             num_wrong += (is_key & (is_inside == 0)).to(tl.int32)
-            k = _load_keys(Key, offsets, is_inside, DIM, BLOCK_D)
+            k = _load_keys(Key, page * key_page + within * key_row, is_inside, DIM, BLOCK_D)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = _scores(products, own, position[None, :], slopes, scale, softcap, SOFTCAP, ALIBI, EXACT)
             distance = position[None, :] - own
@@ -238,10 +235,7 @@ def attention_kernel(
             weights = tl.exp2(scores - finite[:, None])
             rescale = tl.exp2(row_max - finite)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
-            value_offsets, _ = _rows_of_keys(
-                Table, first_entry, position, is_key, total_rows, value_page, value_row, PAGE
-            )
-            v = _load_keys(Value, value_offsets, is_inside, VALUE_DIM, BLOCK_V)
+            v = _load_keys(Value, page * value_page + within * value_row, is_inside, VALUE_DIM, BLOCK_V)
             out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
 
@@ -282,10 +276,10 @@ def combine_kernel(
     )  # fmt: skip
     if (tiles == 1) & (splits > 1) & (row < queries * GROUP):
         first_part = tl.load(Ends + num_sequences + sequence - 1, mask=sequence > 0, other=0).to(tl.int64)
-        split = tl.arange(0, MOST_SPLITS)
+        all_splits = tl.arange(0, MOST_SPLITS)
         step = tl.num_programs(1).to(tl.int64) * part_rows
         first_row = (first_part * tl.num_programs(1) + key_head_index) * part_rows + row
-        all_lse = tl.load(PartLse + first_row + split * step, mask=split < splits, other=-INF)
+        all_lse = tl.load(PartLse + first_row + all_splits * step, mask=all_splits < splits, other=-INF)
         most = tl.max(all_lse, 0)
         most = tl.where(most == -INF, 0.0, most)
         total = tl.sum(tl.exp2((all_lse - most) * LOG2E))
