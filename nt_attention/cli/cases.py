@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .._bounded import BoundedLayout
-from ..kernels import support
+from ..kernels import registry, support
 from ..kernels.backend import Backend
 from ..kernels.call import FEATURES
 from ..kernels.relative import RelativeBias
+from ..layout import SequenceLayout
+from ..paged import PagedLayout
 from .implementations import Inputs, attention, padded
 from .workloads import CAUSAL, Workload
 
@@ -55,7 +57,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "scale ≤ 0": {"options": CAUSAL | {"scale": -0.2}},
     "value dim": {"value_dim": 32},
     "bounds": {"options": CAUSAL},
+    "paged": {"options": CAUSAL, "key_lengths": KEY_LENGTHS},
 }
+PAGE = 16  # rows
 
 
 @dataclass(frozen=True)
@@ -107,18 +111,20 @@ def run_case(case: Case, device: torch.device) -> Finding:
     try:
         with support.by_documentation():
             inputs = inputs_of(case, device)
-            error = relative_error(case, inputs, backward=False)
-            if error > slack:
-                return Finding(case, result, f"output off by {error:.1f} of PyTorch's own error")
+            ratio = relative_error(case, inputs, backward=False)
+            if ratio > slack:
+                return Finding(case, result, f"output off by {ratio:.1f} of PyTorch's own error")
             result = "forward"
-            error = relative_error(case, inputs, backward=True)
-            if error > slack:
-                return Finding(case, result, f"gradients off by {error:.1f} of PyTorch's own error")
+            inference_only = case.which == "paged" or registry.backends()[case.backend].inference_only
+            if not inference_only:
+                ratio = relative_error(case, inputs, backward=True)
+            if ratio > slack:
+                return Finding(case, result, f"gradients off by {ratio:.1f} of PyTorch's own error")
             if case.which in ("deterministic", "batch_invariant"):
-                check_bits(case, inputs)
+                check_bits(case, inputs, backward=not inference_only)
     except Exception as error:  # kernels of other libraries raise errors of any type: each is a result
         return Finding(case, result, str(error).splitlines()[0][:120] if str(error) else type(error).__name__)
-    return Finding(case, "both", f"{error:.2f} of PyTorch's own error")
+    return Finding(case, "forward" if inference_only else "both", f"{ratio:.2f} of PyTorch's own error")
 
 
 def inputs_of(case: Case, device: torch.device) -> Inputs:
@@ -155,9 +161,25 @@ def with_bounds(inputs: Inputs) -> Inputs:
     return dataclasses.replace(inputs, layout=layout, key_layout=layout)
 
 
-def results_of(backend: str, inputs: Inputs, backward: bool, bounded: bool = False) -> dict[str, Tensor]:
+def in_pages(inputs: Inputs) -> Inputs:
+    """The inputs with keys and values in pages, which are in a random order and else full of NaN."""
+    layout, (query, *packed) = inputs.key_layout, inputs.qkv
+    pages = -(-layout.max_seqlen // PAGE)
+    table = torch.randperm(layout.batch_size * pages, device=query.device).view(-1, pages)
+    paged = PagedLayout(table, layout.lengths, PAGE)
+    pools = [x.new_full((table.numel() * PAGE, *x.shape[1:]), torch.nan) for x in packed]
+    for pool, x in zip(pools, packed, strict=True):
+        pool[paged.rows(layout.sequence_ids, layout.position_ids)] = x[: layout.total]
+    key, value = (pool.unflatten(0, (-1, PAGE)) for pool in pools)
+    return dataclasses.replace(inputs, key_layout=cast(SequenceLayout, paged), qkv=(query, key, value))
+
+
+CHANGES = {"bounds": with_bounds, "paged": in_pages}
+
+
+def results_of(backend: str, inputs: Inputs, backward: bool, which: str = "") -> dict[str, Tensor]:
     """out and, with ``backward``, all gradients, without the rows past the end."""
-    results = attention(backend, with_bounds(inputs) if bounded else inputs).results(backward)
+    results = attention(backend, CHANGES.get(which, lambda x: x)(inputs)).results(backward)
     queries, keys = inputs.layout.total, inputs.key_layout.total
     totals = {"out": queries, "dq": queries, "dk": keys, "dv": keys, "query_bias": queries, "key_bias": keys}
     for name in totals.keys() & results.keys():
@@ -166,9 +188,9 @@ def results_of(backend: str, inputs: Inputs, backward: bool, bounded: bool = Fal
     return results
 
 
-def check_bits(case: Case, inputs: Inputs) -> None:
+def check_bits(case: Case, inputs: Inputs, backward: bool = True) -> None:
     """Check that repeated calls, or calls of each sequence alone, give the same bits."""
-    first = results_of(case.backend, inputs, backward=True)
+    first = results_of(case.backend, inputs, backward)
     for _ in range(DETERMINISTIC_RUNS if case.which == "deterministic" else 0):
         again = results_of(case.backend, inputs, backward=True)
         assert all(torch.equal(first[name], again[name]) for name in first), "the same call gave other bits"
@@ -183,7 +205,7 @@ def relative_error(case: Case, inputs: Inputs, backward: bool) -> float:
 
     PyTorch's error is that of the reference backend or of padded self-attention with SDPA, whichever is larger.
     """
-    got = results_of(case.backend, inputs, backward, bounded=case.which == "bounds")
+    got = results_of(case.backend, inputs, backward, case.which)
     if not all(x.isfinite().all() for x in got.values()):
         return torch.inf
     if case.which == "dropout":

@@ -269,7 +269,7 @@ class TestRefused:
             ({"debug": True}, "does not support return_debug_mask"),
             ({"seqused_k": torch.tensor([3, 4])}, "does not support seqused_k: leave it out"),
             ({"block_table": torch.tensor([[0]])}, "does not support block_table"),
-            ({"alibi_slopes": torch.rand(4)}, "does not support alibi_slopes"),
+            ({"alibi_slopes": torch.ones(4)}, "does not support alibi_slopes"),
             ({"num_splits": 3}, "got num_splits=3: pass None, or 1"),
             ({"key_offsets": None}, "cum_seq_k must be the offsets of the keys, got None"),
             ({"num_splits": 1}, "leave batch_invariant at False"),  # of the CPU backend

@@ -64,7 +64,7 @@ class TestCPUBackend:
         keys = None if first.workload.key_lengths is None else FEW_KEYS
         workload = dataclasses.replace(first.workload, lengths=FEW, key_lengths=keys)
         found = run_case(dataclasses.replace(first, workload=workload), CPU)
-        assert found.result == "both", found.details
+        assert found.result == ("forward" if feature == "paged" else "both"), found.details
         assert found.case.which == feature
 
     def test_check_of_a_feature_that_is_not_supported(self):
@@ -274,7 +274,8 @@ class TestCases:
                 relative=() if relative is None else ("bias",),
                 equal_lengths=workload.key_lengths is None,
                 keyless=not min(workload.key_lengths or workload.lengths),
-                bounded=c.which == "bounds",  # their inputs get a bounded layout, see `with_bounds`
+                bounded=c.which == "bounds",  # their inputs get other layouts, see `CHANGES`
+                paged=c.which == "paged",
             )
             assert feature in spec.features
 

@@ -22,7 +22,8 @@ from ..launch import Launch, launch
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK = 256  # keys
 _NO_LIMIT = 2**31 - 1
-_BLOCK = 1024  # sequences that a program reads at once
+BLOCK = 1024  # sequences that a program reads at once
+STAGES = 2
 _PROGRAMS = 4  # for each multiprocessor
 # The most splits of a sequence, by the rows of a tile: more chunks are split in pairs, fours, …
 _MOST_SPLITS = {16: 128, 32: 64, 64: 16, 128: 16}
@@ -86,9 +87,8 @@ class Keys(NamedTuple):
 def _tiles(layout: SequenceLayout, keys: Keys, spec: AttentionSpec) -> list[Tile]:
     """The kinds of tiles of a batch: small ones for few rows, large ones for more."""
     group = spec.num_heads // spec.num_kv_heads
-    most_rows = most_tile_rows(spec.head_dim, spec.dtype.itemsize)
-    small = min(most_rows, _power_of_2(group))
-    kinds = [(small, 0, small), (max(small, min(64, most_rows)), small, _NO_LIMIT)]
+    small, large = tile_rows(group, spec.head_dim, spec.dtype.itemsize)
+    kinds = [(small, 0, small), (large, small, _NO_LIMIT)]
     fewest, most = layout.min_seqlen * group, layout.max_seqlen * group
     return [Tile.make(*kind, layout, keys, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
 
@@ -170,7 +170,7 @@ class Work:
         """Count the items."""
         from . import triton_kernels as kernels
 
-        constants = (self.group, self.tile.block_m, not self.call.spec.lower_right, *self.tile.splitting, _BLOCK)
+        constants = (self.group, self.tile.block_m, not self.call.spec.lower_right, *self.tile.splitting, BLOCK)
         tensors = (self.offsets, self.keys.lengths, self.ends)
         launch(Launch(kernels.plan_kernel, (1, 1), tensors, self.numbers, (), constants, 4, 1))
 
@@ -193,13 +193,13 @@ class Work:
         constants = (
             *(self.group, spec.head_dim, spec.value_dim, *self.blocks, keys.page, keys.table_offsets is not None),
             *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, precision),
-            *(*tile.splitting, _BLOCK, tile.block_m, block_of_keys(self.blocks, spec.dtype.itemsize)),
+            *(*tile.splitting, BLOCK, tile.block_m, block_of_keys(self.blocks, spec.dtype.itemsize)),
         )
-        warps = 8 if tile.block_m * max(self.blocks) > 64 * 128 else 4
+        warps = warps_of(tile.block_m, self.blocks)
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
         tensors = (self.offsets, keys.lengths, self.ends)
         launch(
-            Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, warps, 2),
+            Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, warps, STAGES),
             (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets),
         )
 
@@ -231,9 +231,17 @@ def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
     return max(page, 1) * row, row, head
 
 
-def most_tile_rows(head_dim: int, itemsize: int) -> int:
-    """The most rows of a tile, so that its queries fit in the shared memory of small GPUs, beside keys and values."""
-    return min(128, 32768 // (_power_of_2(head_dim) * itemsize))
+def tile_rows(group: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """The rows of small and of large tiles. Their queries fit in the shared memory of small GPUs, beside the keys."""
+    room = 32768 if itemsize == 2 else 16384  # bytes; float32 needs more for the parts of tf32 products
+    most = min(128, room // (_power_of_2(head_dim) * itemsize))
+    small = min(most, _power_of_2(group))
+    return small, max(small, min(64, most))
+
+
+def warps_of(block_m: int, blocks: tuple[int, int]) -> int:
+    """The warps of a program."""
+    return 8 if block_m * max(blocks) > 64 * 128 else 4
 
 
 def block_of_keys(blocks: tuple[int, int], itemsize: int) -> int:

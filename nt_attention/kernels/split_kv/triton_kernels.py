@@ -22,8 +22,8 @@ Dimensions: B sequences, M rows of a tile, N keys of a block, D and V head dims.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-INF = tl.constexpr(float("inf"))
+from ..triton_functions import INF, LOG2E, tanh
+
 # Arguments for whose divisibility no kernels of their own are compiled.
 UNSPECIALIZED = ["num_sequences", "max_seqlen", "before", "after", "least_rows", "most_rows"]
 
@@ -111,24 +111,13 @@ def _find_sequence(Ends, item, num_sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x, EXACT: tl.constexpr):
-    result = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
-    if EXACT:  # the formula cancels near 0, which matters in float32: use the Taylor series there
-        y = x * x
-        series = 62 / 2835 + y * (-1382 / 155925 + y * (21844 / 6081075))
-        series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * series)))
-        result = tl.where(tl.abs(x) < 0.4, x * series, result)
-    return result
-
-
-@triton.jit
 def _scores(
     products, own, keys, slopes, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr
 ):
     """Scores in base 2."""
     scores = products * (scale * LOG2E)
     if SOFTCAP:
-        scores = _tanh(products * (scale / softcap), EXACT) * (softcap * LOG2E)
+        scores = tanh(products * (scale / softcap), EXACT) * (softcap * LOG2E)
     if ALIBI:
         scores -= slopes * LOG2E * tl.abs(own - keys).to(tl.float32)
     return scores

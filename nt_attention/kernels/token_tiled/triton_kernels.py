@@ -17,10 +17,9 @@ Dimensions: M query rows of a tile, N key rows of a tile, D and V head dims. Nam
 import triton
 import triton.language as tl
 
+from ..triton_functions import INF, LOG2E, tanh
 from .plan_kernels import HEADER, KEYS, OWN
 
-LOG2E = tl.constexpr(1.4426950408889634)
-INF = tl.constexpr(float("inf"))
 # RELATIVE is a sum of these flags: the biases that are given, whether their gradients are needed, and in a fixed order,
 # and whether queries and keys are the same tokens.
 BIAS = tl.constexpr(1)
@@ -192,17 +191,6 @@ def _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI: tl.constexpr, R
 
 
 @triton.jit
-def _tanh(x, EXACT: tl.constexpr):
-    result = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
-    if EXACT:  # the formula cancels near 0, which matters in float32: use the Taylor series there
-        y = x * x
-        series = 62 / 2835 + y * (-1382 / 155925 + y * (21844 / 6081075))
-        series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * series)))
-        result = tl.where(tl.abs(x) < 0.4, x * series, result)
-    return result
-
-
-@triton.jit
 def _row(Base, row, row_stride, head, head_stride):
     """Pointers to the first bucket of rows and a head. Offsets have 64 bits: T · H · N can exceed 32."""
     zero = tl.full([], 0, tl.int64)
@@ -332,7 +320,7 @@ def _scores(
     scores = products
     if not LINEAR:
         if SOFTCAP:
-            capped = _tanh(products * (scale / softcap), EXACT)
+            capped = tanh(products * (scale / softcap), EXACT)
             scores = capped * (softcap * LOG2E)
             cap_gradient = 1.0 - capped * capped
         else:

@@ -1,0 +1,453 @@
+"""Attention to keys in pools: as with packed keys, on every backend that supports it.
+
+Without a GPU, Triton's interpreter runs `split_kv`.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from pools import FORMS, make
+from sweeps import covering, pairwise
+from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import nt_attention as nta
+from nt_attention._bounded import BoundedLayout
+
+pytestmark = IGNORED_WARNINGS
+
+BACKENDS = ["split_kv", "reference"] if GPU else ["split_kv", "cpu", "reference"]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+CHUNK = 256
+
+# lengths of queries and of keys
+DECODE = ([1] * 6, [CHUNK, 3, 0, 1, CHUNK + 1, 2 * CHUNK - 1])
+MIXED = ([1, 3, 0, 20, 5, 2], [2 * CHUNK + 7, 3, 5, 33, 1, 0])
+BATCHES = {"decode": DECODE, "mixed": MIXED}
+MASKS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "upper-left": {"is_causal": True, "causal_alignment": "upper_left"},
+    "window": {"window_size": (70, 3)},
+    "causal-window": {"window_size": (100, -1), "is_causal": True},
+}
+
+
+@every_backend
+@pairwise({"which": BATCHES, "form": FORMS, "page": [1, 16, CHUNK], "mask": MASKS})
+def test_as_with_packed_keys(backend, which, form, page, mask):
+    make(*BATCHES[which], page=page, form=form).check(backend, **MASKS[mask])
+
+
+@pytest.mark.parametrize("page", [3, 16])
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+def test_lengths_at_the_edges_of_pages_and_chunks(page, edge):
+    lengths = [page + edge, 2 * page + edge, CHUNK + edge, 3 * CHUNK + edge]
+    make([1] * 4, lengths, page=page, kv_heads=1).check("split_kv")
+
+
+@covering(
+    {
+        "sizes": [
+            {"heads": 3, "kv_heads": 3},
+            {"heads": 6, "kv_heads": 2},
+            {"heads": 17, "kv_heads": 1},
+            {"heads": 71, "kv_heads": 1},
+            {"head_dim": 40, "value_dim": 24},
+            {"head_dim": 7, "value_dim": 33},
+        ]
+    }
+)
+def test_heads_and_head_dims(sizes):
+    make([1, 2, 9], [300, 5, 17], **sizes).check("split_kv", is_causal=True)
+
+
+def test_more_than_one_tile_of_queries():
+    make([70, 1, 33], [290, 300, 33], heads=4, kv_heads=2).check("split_kv", is_causal=True)
+
+
+OPTIONS = {
+    "softcap": {"softcap": 1.3},
+    "negative-scale": {"scale": -0.3},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.0, 0.4])},
+    "alibi-each": {"alibi_slopes": torch.linspace(0, 1, 24).view(6, 4), "is_causal": True},
+    "all": {"softcap": 1.3, "is_causal": True, "window_size": (90, 0), "sinks": torch.ones(4)},
+}
+
+
+@every_backend
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_options(backend, kind):
+    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in OPTIONS[kind].items()}
+    if backend == "cpu" and "softcap" in options:
+        with pytest.raises(ValueError, match="softcap is not supported"):
+            make(*MIXED).solve(backend, **options)
+    else:
+        make(*MIXED).check(backend, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if GPU else [])], ids=str)
+def test_16_bits(dtype):
+    make(*MIXED, dtype=dtype).check("split_kv", 2e-2, is_causal=True)
+
+
+@pytest.mark.parametrize("which", BATCHES)
+def test_more_chunks_than_splits(which, monkeypatch):
+    """Chunks are split in pairs and fours."""
+    monkeypatch.setattr("nt_attention.kernels.split_kv.launches._MOST_SPLITS", {16: 2, 64: 1})
+    lengths, key_lengths = BATCHES[which]
+    make(lengths, [5 * n for n in key_lengths]).check("split_kv", is_causal=True)
+
+
+def test_fewer_splits_in_a_large_batch(monkeypatch):
+    monkeypatch.setattr("nt_attention.kernels.split_kv.launches._MOST_PART_ROWS", 48)
+    make(*DECODE).check("split_kv")
+
+
+def test_more_sequences_than_a_program_reads_at_once(monkeypatch):
+    monkeypatch.setattr("nt_attention.kernels.split_kv.launches.BLOCK", 4)
+    make([1, 2, 0, 1, 1, 3, 1, 1, 0, 1], [5, 300, 4, 0, 1, 260, 3, 2, 9, 31]).check("split_kv", is_causal=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_same_bits_alone_and_in_a_batch(form):
+    case = make(*MIXED, form=form)
+    options = {"is_causal": True, "batch_invariant": True, "backend": "split_kv", "return_lse": True}
+    out, lse = nta.varlen_attention(case.query, *case.pools, case.layout, case.paged, **options)
+    keys = [x.flatten(0, 1) if x.dim() == 4 else x for x in case.pools]
+    for b, (begin, end) in enumerate(zip(case.layout.offsets[:-1], case.layout.offsets[1:], strict=True)):
+        rows = torch.arange(case.key_layout.offsets[b], case.key_layout.offsets[b + 1], device=DEVICE)
+        where = case.paged.rows(case.key_layout.sequence_ids[rows], case.key_layout.position_ids[rows])
+        pools = [x[where] if len(where) else x[:1] for x in keys]  # in one piece
+        alone = nta.PagedLayout.from_slots(
+            torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([len(where)], device=DEVICE), 700
+        )
+        layout = nta.SequenceLayout.from_lengths([int(end - begin)], device=DEVICE)
+        one, its_lse = nta.varlen_attention(case.query[begin:end], *pools, layout, alone, **options)
+        assert torch.equal(one, out[begin:end])
+        assert torch.equal(its_lse, lse[begin:end])
+
+
+def test_sequences_share_pages():
+    case = make([1, 1, 1], [40, 40, 40])
+    shared = nta.PagedLayout(case.paged.table[:1].expand(3, -1), case.paged.lengths, 16)
+    out = nta.varlen_attention(case.query, *case.pools, case.layout, shared, backend="split_kv")
+    keys = [x[:40].repeat(3, 1, 1) for x in (case.keys, case.values)]
+    want = nta.varlen_attention(case.query, *keys, case.layout, case.key_layout, backend="reference")
+    torch.testing.assert_close(out, want)
+
+
+@every_backend
+def test_lengths_and_pages_that_change_between_calls_are_seen(backend):
+    case = make([1, 1], [300, 7])
+    with torch.inference_mode():
+        case.check(backend)
+        case.paged.lengths.sub_(5)
+        keys = torch.cat([x for part in case.keys.split([300, 7]) for x in [part[:-5]]])
+        values = torch.cat([x for part in case.values.split([300, 7]) for x in [part[:-5]]])
+        case.keys, case.values = keys, values
+        case.key_layout = nta.SequenceLayout.from_lengths([295, 2], device=DEVICE)
+        case.check(backend)
+        key, value = case.pools
+        table = case.paged.table
+        key[table[0, 0]], key[table[1, 0]] = key[table[1, 0]].clone(), key[table[0, 0]].clone()
+        value[table[0, 0]], value[table[1, 0]] = value[table[1, 0]].clone(), value[table[0, 0]].clone()
+        table[:, 0] = table[:, 0].flip(0).clone()
+        case.check(backend)
+
+
+@every_backend
+def test_pools_with_strides(backend):
+    """Keys and values of one cache (pages, 2, page, G, D), and heads before rows."""
+    case = make(*DECODE)
+    key, value = case.pools
+    cache = torch.stack([key, value], 1)
+    case.pools = cache.unbind(1)
+    case.check(backend)
+    case.pools = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    case.check(backend)
+
+
+def test_rows_past_the_last_query():
+    case = make([1, 2], [5, 300])
+    case.query = torch.cat([case.query, case.query.new_full((2, 4, 16), torch.nan)])
+    out, lse = case.solve("split_kv")
+    assert (out[3:] == 0).all()
+    assert (lse[3:] == -torch.inf).all()
+    assert out[:3].isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_no_queries(lengths):
+    table = torch.zeros(len(lengths), 2, dtype=torch.int32)
+    paged = nta.PagedLayout(table, table[:, 0] + 1, 4)
+    layout = nta.SequenceLayout.from_lengths(lengths)
+    pool = torch.randn(3, 4, 2, 16)
+    for backend in ("split_kv", "cpu", "reference"):
+        out, lse = nta.varlen_attention(
+            torch.randn(2, 4, 16), pool, pool, layout, paged, backend=backend, return_lse=True
+        )
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+WRONG = {
+    "negative length": ("lengths", -1),
+    "longer than max_seqlen": ("lengths", 10_000),
+    "negative page": ("table", -1),
+    "page past the end": ("table", 10_000),
+    "largest page": ("table", 2**31 - 1),
+}
+
+
+class TestInvalid:
+    """Lengths and pages that only the device knows can't raise an error: they give NaN in their sequence."""
+
+    @pytest.mark.parametrize("which", WRONG)
+    @pytest.mark.parametrize("page", [1, 16])
+    def test_split_kv(self, which, page):
+        case = make([1, 2, 1], [300, 290, 5], page=page)
+        want, _ = case.solve("split_kv")
+        name, value = WRONG[which]
+        (case.paged.lengths if name == "lengths" else case.paged.table[:, 0])[1] = value
+        out, lse = case.solve("split_kv")
+        assert out[1:3].isnan().all()
+        assert lse[1:3].isnan().all()
+        assert torch.equal(out[[0, 3]], want[[0, 3]])
+
+    def test_slots_past_the_end(self):
+        case = make([1, 1], [5, 7], form="slots")
+        case.paged.table[1] = len(case.pools[0]) - 3
+        out, _ = case.solve("split_kv")
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+
+    @pytest.mark.parametrize("backend", ["cpu", "reference"])
+    @pytest.mark.parametrize(
+        ("which", "message"),
+        [
+            ("negative length", "length -1 of sequence 1 must be from 0 to max_seqlen=320"),
+            ("longer than max_seqlen", "length 10000 of sequence 1"),
+            ("negative page", "the table has rows from -16 to"),
+            ("page past the end", "but the pool"),
+        ],
+    )
+    def test_an_error_on_a_cpu(self, backend, which, message):
+        case = make([1, 2, 1], [300, 290, 5])
+        name, value = WRONG[which]
+        (case.paged.lengths if name == "lengths" else case.paged.table[:, 0])[1] = value
+        with pytest.raises(ValueError, match=message):
+            case.solve(backend)
+
+    def test_invalid_offsets_of_queries(self):
+        case = make([1, 2, 1], [300, 290, 5])
+        case.layout = BoundedLayout(torch.tensor([0, 3, 2, 4], dtype=torch.int32, device=DEVICE), 3, 4)
+        out, lse = case.solve("split_kv")
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_queries_whose_lengths_only_the_device_knows(form):
+    case = make(*MIXED, form=form)
+    want, want_lse = case.solve("split_kv", is_causal=True)
+    rows = len(case.query)
+    case.layout = BoundedLayout(case.layout.cu_seqlens.clone(), 40, rows + 5)
+    case.query = torch.cat([case.query, torch.randn(5, 4, 16, device=DEVICE)])
+    out, lse = case.solve("split_kv", is_causal=True)
+    torch.testing.assert_close(out[:rows], want)
+    torch.testing.assert_close(lse[:rows], want_lse)
+    assert (out[rows:] == 0).all()
+    assert (lse[rows:] == -torch.inf).all()
+
+
+class TestGraphs:
+    @every_backend
+    def test_torch_compile(self, backend, fresh_compiler):
+        counter = CompileCounterWithBackend("aot_eager")
+
+        @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+        def attend(query, key, value, offsets, table, lengths, page):
+            layout = nta.SequenceLayout.from_offsets(offsets)
+            paged = nta.PagedLayout(table, lengths, page)
+            return nta.varlen_attention(
+                2 * query, key, value, layout, paged, is_causal=True, backend=backend, return_lse=True
+            )
+
+        for lengths in (MIXED, ([1, 1, 4], [300, 2, 9]), DECODE):
+            case = make(*lengths)
+            got = attend(case.query, *case.pools, case.layout.cu_seqlens, case.paged.table, case.paged.lengths, 16)
+            case.query = 2 * case.query
+            for one, two in zip(got, case.solve(backend, is_causal=True), strict=True):
+                torch.testing.assert_close(one, two)
+        assert counter.frame_count <= 2
+
+    def test_layouts_of_outside(self, fresh_compiler):
+        case = make(*MIXED)
+        attend = torch.compile(nta.varlen_attention, backend="aot_eager", fullgraph=True)
+        got = attend(case.query, *case.pools, case.layout, case.paged, backend="split_kv")
+        torch.testing.assert_close(got, case.solve("split_kv")[0])
+        case.paged.lengths[1] = 1
+        got = attend(case.query, *case.pools, case.layout, case.paged, backend="split_kv")
+        torch.testing.assert_close(got, case.solve("split_kv")[0])
+
+    def test_bounded_queries(self, fresh_compiler):
+        case = make(*MIXED)
+        case.layout = BoundedLayout(case.layout.cu_seqlens.clone(), 40, len(case.query))
+        attend = torch.compile(nta.varlen_attention, backend="aot_eager", fullgraph=True)
+        got = attend(case.query, *case.pools, case.layout, case.paged, backend="split_kv")
+        torch.testing.assert_close(got, case.solve("split_kv")[0])
+
+    @pytest.mark.gpu
+    def test_captured_while_lengths_grow(self):
+        case = make([1] * 6, [CHUNK, 3, 100, 1, CHUNK + 1, 2 * CHUNK - 1], spare=4)
+        key, value = case.pools
+        key.nan_to_num_()
+        value.nan_to_num_()
+        lengths = case.paged.lengths
+        case.solve("split_kv")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = case.solve("split_kv", is_causal=True)
+            lengths.add_(1)
+        for _ in range(20):
+            before = lengths.clone()
+            graph.replay()
+            after = lengths.clone()
+            lengths.copy_(before)
+            want, want_lse = case.solve("split_kv", is_causal=True)
+            assert torch.equal(out, want)
+            assert torch.equal(lse, want_lse)
+            lengths.copy_(after)
+
+
+class TestErrors:
+    def test_gradients(self):
+        case = make([1, 2], [5, 7])
+        case.query.requires_grad_()
+        with pytest.raises(ValueError, match=r"keys in pools are for inference, .* in\s+torch.no_grad\(\)"):
+            case.solve("reference")
+        with torch.no_grad():
+            case.solve("reference")
+
+    def test_relative_bias(self):
+        case = make([1, 2], [5, 7])
+        relative = nta.RelativeBias(torch.zeros(3, dtype=torch.int64), torch.randn(4, 5))
+        with pytest.raises(ValueError, match="relative biases are not supported with a PagedLayout"):
+            case.solve("reference", relative=relative)
+
+    def test_other_numbers_of_sequences(self):
+        case = make([1, 2], [5, 7])
+        case.solve("reference")
+        case.paged = make([1, 2, 1], [5, 7, 1]).paged
+        with pytest.raises(ValueError, match="layout has 2 sequences and key_layout 3"):
+            case.solve("reference")
+
+    @pytest.mark.parametrize("shape", [(4, 8, 2, 16), (5, 2), (2, 2, 16, 2, 16)], ids=str)
+    def test_pools_of_a_wrong_shape(self, shape):
+        case = make([1, 2], [5, 7])
+        pool = torch.randn(shape)
+        with pytest.raises(ValueError, match=r"key must be a pool"):
+            nta.varlen_attention(case.query, pool, pool, case.layout, case.paged)
+
+    def test_slots_need_rows(self):
+        case = make([1, 2], [5, 7], form="slots")
+        pool = torch.randn(4, 16, 2, 16)
+        with pytest.raises(ValueError, match=r"\(N, G, D\) for slots"):
+            nta.varlen_attention(case.query, pool, pool, case.layout, case.paged)
+
+    def test_pools_of_other_rows(self):
+        case = make([1, 2], [5, 7])
+        key, value = case.pools
+        with pytest.raises(ValueError, match="key and value must have the same rows"):
+            nta.varlen_attention(case.query, key, value[1:], case.layout, case.paged)
+
+    def test_pool_that_is_not_contiguous_in_the_head_dim(self):
+        case = make([1, 2], [5, 7])
+        case.pools = tuple(x.repeat_interleave(2, -1)[..., ::2] for x in case.pools)
+        with pytest.raises(ValueError, match="key must be contiguous in its last dimension"):
+            case.solve("split_kv")
+
+    def test_nested_queries(self):
+        case = make([1, 2], [5, 7])
+        query = case.layout.to_nested(case.query)
+        with pytest.raises(TypeError, match="query is nested, key is a plain tensor"):
+            nta.varlen_attention(query, *case.pools, key_layout=case.paged)
+
+    def test_backends_that_do_not_support_pools(self):
+        case = make([1, 2], [5, 7])
+        explanation = nta.explain(case.query, *case.pools, case.layout, case.paged)
+        assert "keys in a pool are not supported" in " ".join(explanation.reasons["token_tiled"])
+        assert not explanation.reasons["reference"]
+        assert GPU or explanation.chosen == "cpu"
+
+    def test_gradients_on_split_kv(self):
+        x = torch.randn(5, 2, 16, requires_grad=True, device=DEVICE)
+        layout = nta.SequenceLayout.from_lengths([2, 3], device=DEVICE)
+        with pytest.raises(ValueError, match=r"gradients are not supported: call it in torch\.no_grad"):
+            nta.varlen_attention(x, x, x, layout, backend="split_kv")
+
+
+class TestPackedKeys:
+    """`split_kv` takes packed keys too."""
+
+    @covering({"which": BATCHES, "mask": MASKS})
+    def test_as_the_reference(self, which, mask):
+        case = make(*BATCHES[which])
+        got = nta.varlen_attention(
+            case.query, case.keys, case.values, case.layout, case.key_layout, backend="split_kv", return_lse=True,
+            **MASKS[mask],
+        )  # fmt: skip
+        for one, two in zip(got, case.exact(**MASKS[mask]), strict=True):
+            torch.testing.assert_close(one.double(), two, rtol=1e-5, atol=1e-5)
+
+    def test_bounds(self):
+        case = make(*MIXED)
+        layout = BoundedLayout(case.layout.cu_seqlens.clone(), 40, len(case.query))
+        key_layout = BoundedLayout(case.key_layout.cu_seqlens.clone(), 600, len(case.keys))
+        given = (case.query, case.keys, case.values, layout, key_layout)
+        got = nta.varlen_attention(*given, backend="split_kv", is_causal=True)
+        torch.testing.assert_close(got, case.exact(is_causal=True)[0].float(), rtol=1e-5, atol=1e-5)
+        key_layout = BoundedLayout(case.key_layout.cu_seqlens.clone(), 50, len(case.keys))  # one is longer
+        got = nta.varlen_attention(*given[:4], key_layout, backend="split_kv", is_causal=True)
+        assert got.isnan().all()
+
+    def test_compiled(self, fresh_compiler):
+        case = make(*MIXED)
+        given = (case.query, case.keys, case.values, case.layout, case.key_layout)
+        attend = torch.compile(nta.varlen_attention, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            got = attend(*given, backend="split_kv")
+        torch.testing.assert_close(got, nta.varlen_attention(*given, backend="split_kv"))
+
+
+def test_offsets_of_rows_exceed_32_bits():
+    """The memory between the pages is never touched."""
+    rows, page = 5, 1
+    try:
+        memory = torch.empty(2**31 + 2**20, dtype=torch.float16, device=DEVICE)
+    except RuntimeError:
+        pytest.skip("there is no memory")
+    pool = memory.as_strided((rows, page, 1, 16), (2**29, 16, 16, 1))
+    pool.copy_(torch.randn(rows, page, 1, 16))
+    paged = nta.PagedLayout(torch.tensor([[4, 0, 3, 1]], device=DEVICE), torch.tensor([4], device=DEVICE), page)
+    layout = nta.SequenceLayout.from_lengths([1], device=DEVICE)
+    query = torch.randn(1, 1, 16, device=DEVICE).half()
+    out = nta.varlen_attention(query, pool, pool, layout, paged, backend="split_kv")
+    keys = pool[[4, 0, 3, 1]].flatten(0, 1)
+    want = nta.varlen_attention(
+        query, keys, keys, layout, nta.SequenceLayout.from_lengths([4], device=DEVICE), backend="reference"
+    )
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("form", FORMS)
+def test_copies(form, copier):
+    case = make([1, 2], [5, 7], form=form)
+    want, _ = case.solve("reference")
+    case.paged = copier(case.paged)
+    assert torch.equal(case.solve("reference")[0], want)
