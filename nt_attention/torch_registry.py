@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from .kernels.adapters import Inputs
 from .kernels.backend import Backend, BackwardInputs
 from .kernels.backends.flash import heads_first, tokens_first
 from .kernels.call import AttentionSpec, Call, PreparedRuns
+from .kernels.paged import forward as forward_in_pool
 from .kernels.select import choose_for, selection_key
 from .layout import SequenceLayout
+from .paged import PagedLayout
 
 NAME = "nt_attention"
 
@@ -179,18 +181,39 @@ class FlashOperators:
             ValueError: an argument is not supported, or the backend does not support the call.
         """
         _refuse(dropout_p, return_debug_mask)
-        _refuse_arguments(seqused_k=seqused_k, alibi_slopes=alibi_slopes, block_table=block_table)
+        _refuse_arguments(alibi_slopes=alibi_slopes)
         options = _Options(
             scale, is_causal, _window(window_size_left, window_size_right), _is_batch_invariant(num_splits)
         )
+        if seqused_k is not None or block_table is not None:
+            paged = _in_pool(key, cum_seq_k, int(max_k), seqused_k, block_table)
+            return self._forward_in_pool(Inputs(query, key, value), cum_seq_q, int(max_q), paged, options)
         found = self._call(Inputs(query, key, value), (cum_seq_q, cum_seq_k), (max_q, max_k), options, False)
         out, lse, _ = adapters.forward(found.backend, found.inputs, found.call)
         lse = heads_first(lse, found.call.spec)
         if cum_seq_q is None:
             out = out.view(*query.shape[:3], out.shape[2])
             lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1).contiguous()
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        return out, lse, state, state.new_zeros(()), query.new_empty(0)
+        return out, lse, *_without_dropout(query)
+
+    def _forward_in_pool(
+        self, inputs: Inputs, cum_seq_q: Tensor | None, max_q: int, paged: PagedLayout, options: _Options
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`forward` with keys in a pool."""
+        query, key, value = inputs
+        if cum_seq_q is None or query.dim() != 3:
+            raise ValueError(f"seqused_k and block_table need packed queries with cum_seq_q, got {tuple(query.shape)}.")
+        layout = SequenceLayout.from_offsets(cum_seq_q, max_seqlen=max_q, max_tokens=query.shape[0])
+        if layout.batch_size != paged.batch_size:
+            raise ValueError(f"cum_seq_q has {layout.batch_size} sequences, and the keys have {paged.batch_size}.")
+        layout.check_rows(query, "query")
+        paged.check_keys(key, value)
+        bounded = not layout.knows_lengths
+        spec = AttentionSpec.of_paged(query, key, value, options._asdict(), alibi=False, bounded=bounded)
+        call = Call(layout, cast(SequenceLayout, paged), None, spec)
+        backend, _ = choose_for(call, "split_kv" if self.backend == "token_tiled" else self.backend)
+        out, lse = forward_in_pool(backend, query, key, value, call)
+        return out, heads_first(lse, spec), *_without_dropout(query)
 
     def forward_into(
         self,
@@ -385,6 +408,28 @@ def _bounded_layouts(
         for given, bound, x in zip(offsets, longest, inputs[:2], strict=True)
     )
     return layout, key_layout
+
+
+def _in_pool(
+    key: Tensor, cum_seq_k: Tensor | None, max_k: int, seqused_k: Tensor | None, block_table: Tensor | None
+) -> PagedLayout:
+    """Where keys stand: in the pages of `block_table`, or from the offsets `cum_seq_k`."""
+    if seqused_k is None:
+        raise ValueError("block_table needs seqused_k, the number of keys of each sequence.")
+    if block_table is not None:
+        if key.dim() != 4:
+            raise ValueError(f"with block_table, key must be (pages, page size, G, D), got {tuple(key.shape)}.")
+        capacity = block_table.shape[1] * key.shape[1]
+        return PagedLayout(block_table, seqused_k, key.shape[1], min(max_k, capacity))
+    if cum_seq_k is None:
+        raise ValueError("seqused_k without block_table needs cum_seq_k, where the keys of each sequence begin.")
+    return PagedLayout.from_slots(cum_seq_k[:-1], seqused_k, max_k)
+
+
+def _without_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The state of dropout and the debug mask, without content."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return state, state.new_zeros(()), query.new_empty(0)
 
 
 def _equal_lengths(x: Tensor) -> SequenceLayout:

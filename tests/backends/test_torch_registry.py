@@ -222,11 +222,25 @@ class TestThroughTheDispatcher:
             out, nta.varlen_attention(query, key, value, nta.SequenceLayout.from_offsets(offsets))
         )
 
-    def test_seqused_k_is_refused(self):
-        query, key, value, _ = packed(LENGTHS, LENGTHS)
-        offsets = offsets_of(LENGTHS)
-        with pytest.raises(ValueError, match="does not support seqused_k: leave it out"):
-            varlen_attn(query, key, value, offsets, offsets, 17, 17, enable_gqa=True, seqused_k=offsets[1:])
+    def test_keys_in_slots(self):
+        query, key, value, _ = packed(LENGTHS, KEY_LENGTHS)
+        offsets, starts, used = offsets_of(LENGTHS), offsets_of(KEY_LENGTHS), torch.tensor([2, 0, 19, 0])
+        lengths = (max(LENGTHS), max(KEY_LENGTHS))
+        options = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": used.int()}
+        out = varlen_attn(query, key, value, offsets, starts, *lengths, **options)
+        keys = [torch.cat([x[a : a + n] for a, n in zip(starts, used, strict=False)]) for x in (key, value)]
+        layouts = nta.SequenceLayout.from_offsets(offsets), nta.SequenceLayout.from_lengths(used)
+        torch.testing.assert_close(out, nta.varlen_attention(query, *keys, *layouts, is_causal=True))
+
+    def test_keys_in_pages(self):
+        query = torch.randn(4, 4, 16)
+        pools = torch.randn(2, 9, 4, 2, 16).unbind()
+        table, used = torch.randperm(9)[:8].view(4, 2).int(), torch.tensor([5, 0, 8, 1]).int()
+        offsets = torch.arange(5, dtype=torch.int32)
+        out = varlen_attn(query, *pools, offsets, None, 1, 8, enable_gqa=True, seqused_k=used, block_table=table)
+        layout = nta.SequenceLayout.from_offsets(offsets)
+        want = nta.varlen_attention(query, *pools, layout, nta.PagedLayout(table, used, 4))
+        torch.testing.assert_close(out, want)
 
     @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
     def test_the_operator_of_sdpa(self, compiled, fresh_compiler):
@@ -267,8 +281,9 @@ class TestRefused:
         [
             ({"dropout_p": 0.1}, r"does not support dropout_p=0\.1: pass 0"),
             ({"debug": True}, "does not support return_debug_mask"),
-            ({"seqused_k": torch.tensor([3, 4])}, "does not support seqused_k: leave it out"),
-            ({"block_table": torch.tensor([[0]])}, "does not support block_table"),
+            ({"block_table": torch.tensor([[0]])}, "block_table needs seqused_k"),
+            ({"seqused_k": torch.tensor([3, 4]), "key_offsets": None}, "needs cum_seq_k"),
+            ({"seqused_k": torch.tensor([3, 4, 0])}, r"lengths must be \(2,\)"),
             ({"alibi_slopes": torch.ones(4)}, "does not support alibi_slopes"),
             ({"num_splits": 3}, "got num_splits=3: pass None, or 1"),
             ({"key_offsets": None}, "cum_seq_k must be the offsets of the keys, got None"),
