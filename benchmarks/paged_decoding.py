@@ -1,0 +1,226 @@
+"""The device time of one step of decoding, by backend and by where keys stand, beside the time to read the keys.
+
+    python benchmarks/paged_decoding.py [--rounds N] [--scale 1.0] [--save FILE]
+
+Each sequence has one query. Times are in µs: a CUDA graph has calls on several copies of the inputs, which together do
+not fit in the L2 cache. It is replayed, by turns with those of the other ways, and a time is the median of the replays
+over the number of calls. `floor` is the time to read keys and values once, at the bandwidth given by `--bandwidth` in
+TB/s. Every way is first compared with the reference. FlashInfer takes part if it is installed; its plan, which is made
+on the host, is not timed.
+
+Without a GPU, the ways are only compared, with `TRITON_INTERPRET=1` and a small `--scale` of the lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from by_turns import show
+from torch import Tensor
+
+import nt_attention as nta
+from nt_attention.kernels import support
+
+L2_BYTES = 2**28  # five times the L2 cache of an H200
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Lengths of the keys of each sequence, and heads. `target` is in µs."""
+
+    name: str
+    lengths: list[int]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    target: float
+
+    @property
+    def bytes(self) -> int:
+        """The size of keys and values in 16 bits."""
+        return sum(self.lengths) * self.kv_heads * self.head_dim * 4
+
+
+def workloads(scale: float) -> list[Workload]:
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.randint(1, 4097, (64,), generator=generator).tolist()
+    normal = torch.randn(8, generator=generator)
+    lognormal = (normal + 7.5).exp().clamp(16, 8192).int().tolist()
+    cases = [
+        ("one of 65,536", [65536], 32, 8, 128, 85.0),
+        ("64 uniform ≤ 4096", uniform, 32, 8, 128, 150.0),
+        ("256 × 512, 12 heads × 64", [512] * 256, 12, 12, 64, 115.0),
+        ("one of 65,536, 63 × 256", [65536] + [256] * 63, 32, 8, 128, 105.0),
+        ("8 lognormal ≤ 8192", lognormal, 32, 8, 128, 30.0),
+    ]
+    return [Workload(name, [max(1, int(scale * n)) for n in lengths], *more) for name, lengths, *more in cases]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One copy of the inputs: queries, and packed keys and values."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: nta.SequenceLayout
+    key_layout: nta.SequenceLayout
+
+    @classmethod
+    def random(cls, case: Workload, device: torch.device) -> Inputs:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        key_layout = nta.SequenceLayout.from_lengths(case.lengths, device=device)
+        layout = nta.SequenceLayout.from_lengths([1] * len(case.lengths), device=device)
+        query = torch.randn(layout.total, case.heads, case.head_dim, device=device, dtype=dtype)
+        key, value = torch.randn(2, key_layout.total, case.kv_heads, case.head_dim, device=device, dtype=dtype)
+        return cls(query, key, value, layout, key_layout)
+
+    def in_pages(self, page: int) -> tuple[Tensor, Tensor, nta.PagedLayout]:
+        """Pools of pages in a random order, and where the keys stand."""
+        lengths = self.key_layout.lengths
+        pages = -(-lengths // page)
+        most, count = int(pages.max()), int(pages.sum())
+        order = torch.randperm(count, device=self.key.device)
+        table = torch.zeros(len(lengths), most, dtype=torch.int32, device=self.key.device)
+        used = torch.arange(most, device=self.key.device) < pages[:, None]
+        table[used] = order.int()
+        paged = nta.PagedLayout(table, lengths.int(), page)
+        rows = paged.rows(self.key_layout.sequence_ids, self.key_layout.position_ids)
+        pools = [x.new_zeros(count * page, *x.shape[1:]) for x in (self.key, self.value)]
+        for pool, x in zip(pools, (self.key, self.value), strict=True):
+            pool[rows] = x
+        key, value = (pool.unflatten(0, (-1, page)) for pool in pools)
+        return key, value, paged
+
+
+def packed(name: str) -> Callable[[Inputs], Call]:
+    def prepare(x: Inputs) -> Call:
+        return lambda: nta.varlen_attention(x.query, x.key, x.value, x.layout, x.key_layout, backend=name)  # type: ignore[return-value]
+
+    return prepare
+
+
+def paged(name: str, page: int) -> Callable[[Inputs], Call]:
+    def prepare(x: Inputs) -> Call:
+        key, value, where = x.in_pages(page)
+        return lambda: nta.varlen_attention(x.query, key, value, x.layout, where, backend=name)  # type: ignore[return-value]
+
+    return prepare
+
+
+def flashinfer(page: int) -> Callable[[Inputs], Call]:
+    def prepare(x: Inputs) -> Call:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        key, value, where = x.in_pages(page)
+        lengths = x.key_layout.lengths
+        pages = -(-lengths // page)
+        indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+        used = torch.arange(where.table.shape[1], device=key.device) < pages[:, None]
+        buffers = (indptr, where.table[used].contiguous(), (lengths - (pages - 1) * page).int())
+        memory = torch.empty(2**27, dtype=torch.uint8, device=key.device)
+        names = ("indptr", "indices", "last_page_len")
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            memory, "NHD", use_cuda_graph=True, use_tensor_cores=True,
+            **{f"paged_kv_{name}_buffer": x.clone() for name, x in zip(names, buffers, strict=True)},
+        )  # fmt: skip
+        heads = (x.query.shape[1], key.shape[2], key.shape[3])
+        wrapper.plan(*buffers, *heads, page, data_type=key.dtype, q_data_type=key.dtype)
+        return lambda: wrapper.run(x.query, (key, value))
+
+    return prepare
+
+
+def ways(device: torch.device) -> dict[str, Callable[[Inputs], Call]]:
+    found = {"split_kv, packed": packed("split_kv")}
+    found |= {f"split_kv, pages of {page}": paged("split_kv", page) for page in (16, 256)}
+    available = nta.available_backends()
+    for name in ("flash_attn_4", "torch_flash", "token_tiled"):
+        if device.type == "cuda" and available[name] is None:
+            found[name] = packed(name)
+    if device.type == "cuda" and importlib.util.find_spec("flashinfer"):
+        found["FlashInfer, pages of 16"] = flashinfer(16)
+    return found
+
+
+def captured(calls: list[Call]) -> torch.cuda.CUDAGraph:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, calls: int, replays: int = 5) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end) / (replays * calls)
+
+
+def run(case: Workload, device: torch.device, rounds: int) -> dict[str, tuple[float, float]]:
+    """Way → its error over that of the reference in the same dtype, and its time in µs."""
+    torch.manual_seed(0)
+    copies = max(2, -(-L2_BYTES // case.bytes)) if device.type == "cuda" else 1
+    inputs = [Inputs.random(case, device) for _ in range(copies)]
+    first = inputs[0]
+    exact = packed("reference")(
+        Inputs(first.query.double(), first.key.double(), first.value.double(), first.layout, first.key_layout)
+    )()
+    own = float((packed("reference")(first)().double() - exact).norm())
+    errors, graphs = {}, {}
+    for name, prepare in ways(device).items():
+        calls = [prepare(x) for x in inputs]
+        errors[name] = float((calls[0]().double() - exact).norm()) / own
+        if device.type == "cuda":
+            graphs[name] = captured(calls)
+    times: dict[str, list[float]] = {name: [] for name in errors}
+    for _ in range(rounds if graphs else 0):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(graph, copies))
+    return {name: (error, statistics.median(times[name] or [float("nan")])) for name, error in errors.items()}
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--bandwidth", type=float, default=4.3)
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = list(ways(device))
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    lines = [
+        f"{where}, torch {torch.__version__}: µs (error over that of the reference in the same dtype)",
+        "",
+        f"| workload | floor | target | {' | '.join(names)} |",
+        "|---" * (3 + len(names)) + "|",
+    ]
+    with support.by_documentation():
+        for case in workloads(options.scale):
+            found = run(case, device, options.rounds)
+            floor = case.bytes / options.bandwidth / 1e6
+            cells = " | ".join(f"{us:.1f} ({error:.2f})" for error, us in found.values())
+            lines.append(f"| {case.name} | {floor:.1f} | {case.target:.0f} | {cells} |")
+            print(lines[-1], flush=True)
+    show(lines, options.save)
+
+
+if __name__ == "__main__":
+    main()
