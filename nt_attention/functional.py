@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Unpack, cast, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _bounded as _bounded  # it sets SequenceLayout._with_bounds
 from . import nested
@@ -35,7 +36,10 @@ from .kernels.select import Explanation, can_choose_later, choose_for, explain_c
 from .layout import SequenceLayout
 from .paged import PagedLayout
 
-_NO_OPERATOR = "no custom operator supports this call (it has mask_mod, score_mod or backend='flex')"
+_NO_OPERATOR = (
+    "no custom operator supports this call (it has mask_mod, score_mod or backend='flex', or a backend for inference "
+    "and gradients)"
+)
 
 
 def varlen_attention(
@@ -272,7 +276,10 @@ def _pack(
 ) -> _Inputs:
     refuse_jit_trace()
     query, key, value, layout, key_layout, rewrap = _unwrap(query, key, value, layout, key_layout)
-    query, key, value = _autocast(query, key, value)
+    if isinstance(key_layout, PagedLayout):  # pools are not cast, which would copy them in each call
+        query = query if _autocast_dtype(query.device.type) is None else query.to(key.dtype)
+    else:
+        query, key, value = _autocast(query, key, value)
     if relative is not None:
         check_type(relative)
     traced = is_traced(query)
@@ -330,16 +337,20 @@ def _unwrap(
     return q.values, k.values, v.values, q.layout, k.layout, q.rewrap
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast; None if it is not enabled."""
     if not is_compiling() and not torch._C._is_any_autocast_enabled():
-        return tensors
-    device = tensors[0].device.type
+        return None
     # Compilers may not support is_autocast_available, but the devices that they support have autocast.
     if not is_compiling() and not torch.amp.is_autocast_available(device):
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = _autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return tensors
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
     # autocast casts floating-point tensors, but not float64
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
@@ -386,10 +397,10 @@ def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend
 
 def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
     """Check what a call with a `PagedLayout` may not have."""
-    if needs_grad:
+    if needs_grad or forward_ad._current_level >= 0:
         raise ValueError(
-            "keys in pools are for inference, but query, key or value needs a gradient: call varlen_attention in "
-            "torch.no_grad(), or pass packed keys and a SequenceLayout."
+            "keys in pools are for inference, but query, key or value needs a gradient, or forward-mode AD is active: "
+            "call varlen_attention in torch.no_grad(), or pass packed keys and a SequenceLayout."
         )
     if relative is not None:
         raise ValueError(

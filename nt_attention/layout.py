@@ -101,8 +101,8 @@ class SequenceLayout:
         With both bounds, offsets on a GPU are never read by the host. Such a call can be captured in a CUDA graph, and
         the offsets may change whenever the graph is replayed. Packed tensors then have `max_tokens` rows or more, and
         the layout's `total` is `max_tokens`. Rows past the last offset get the output 0 and the gradient 0. Offsets
-        that decrease, do not begin at 0, or exceed a bound give NaN. The backends `token_tiled` and `torch_flash`
-        support such layouts.
+        that decrease, do not begin at 0, or exceed a bound give NaN. The backends `token_tiled`, `torch_flash` and,
+        without gradients, `split_kv` support such layouts.
 
         Args:
             offsets: (B+1,) int32 or int64, from 0 and never decreasing. Sequence b has the rows `offsets[b]` to

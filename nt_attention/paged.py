@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._tracing import can_be_read
 from .layout import SequenceLayout
 
 _INDICES = (torch.int32, torch.int64)
@@ -22,10 +23,12 @@ class PagedLayout:
 
     The host never reads tensors on a GPU. So lengths and tables may be changed in place between calls, and between
     replays of a CUDA graph: each call uses the values of that moment. A length that is negative or exceeds
-    `max_seqlen`, or a page outside of the pool, raises an error on a CPU. On a GPU, the results of that sequence are
-    NaN. Entries of the table after the pages that a sequence uses are not read.
+    `max_seqlen` or the pages of the sequence, or a page outside of the pool, raises an error on a CPU. On a GPU, the
+    results of that sequence are NaN; for a wrong page, only those of queries that would read it. Entries of the table
+    after the pages that a sequence uses are not read. Backends that gather the keys read the lengths on the host.
 
-    A `PagedLayout` is for inference. `varlen_attention` raises an error if query, key or value needs a gradient.
+    Pools must be contiguous in their last dimension. A `PagedLayout` is for inference: `varlen_attention` raises an
+    error if query, key or value needs a gradient. Under autocast, only the query is cast, to the dtype of the pools.
 
     Args:
         block_table: (B, P) int32 or int64, the pages of each sequence, in their order. A page is an index of the pool's
@@ -128,7 +131,7 @@ class PagedLayout:
         _check_indices("indices", indices, 1, "(K,), the pages of all sequences")
         _check_indices("offsets", offsets, 1, "(B+1,), where the pages of each sequence begin")
         _check_count("page_size", page_size, 1)
-        if len(offsets) == 0:
+        if offsets.shape[0] == 0:
             raise ValueError("offsets must be (B+1,), with 0 first, got no element.")
         if lengths is None and page_size > 1:
             raise ValueError(
@@ -137,7 +140,7 @@ class PagedLayout:
         if lengths is not None:
             _check_indices("lengths", lengths, 1, "(B,), the number of keys of each sequence")
         self = cls.__new__(cls)
-        self._set(indices, offsets, lengths, page_size, len(indices) * page_size, max_seqlen)
+        self._set(indices, offsets, lengths, page_size, indices.shape[0] * page_size, max_seqlen)
         return self
 
     def _set(
@@ -160,10 +163,10 @@ class PagedLayout:
         self.max_seqlen: int = capacity if max_seqlen is None else max_seqlen
         self.page_size: int = max(1, self.max_seqlen) if page_size is None else page_size
         self.has_slots = page_size is None
-        batch = len(table) if table_offsets is None else len(table_offsets) - 1
+        batch = table.shape[0] if table_offsets is None else table_offsets.shape[0] - 1
         self.batch_size: int = batch
         for name, x, size in (("lengths", lengths, batch), ("offsets", table_offsets, batch + 1)):
-            if x is not None and (x.device != table.device or len(x) != size):
+            if x is not None and (x.device != table.device or x.shape[0] != size):
                 raise ValueError(
                     f"{name} must be ({size},) on {table.device}, like the table of pages, got {tuple(x.shape)} on "
                     f"{x.device}."
@@ -202,6 +205,10 @@ class PagedLayout:
         Returns:
             int64 rows, of the same shape. A pool of pages (pages, page_size, …) has them after `flatten(0, 1)`.
 
+        Raises:
+            ValueError: on a CPU, a position is negative or has no page, or a page is negative. On a GPU such rows are
+                undefined.
+
         Example:
             >>> import torch, nt_attention as nta
             >>> paged = nta.PagedLayout(torch.tensor([[5, 1], [2, 0]]), torch.tensor([6, 3]), page_size=4)
@@ -209,14 +216,51 @@ class PagedLayout:
             tensor([20,  5, 11])
         """
         page, within = positions // self.page_size, positions % self.page_size
+        is_checked = self.device.type == "cpu" and can_be_read(positions) and can_be_read(self.table)
+        if is_checked and positions.numel():
+            self._check_positions(sequences, positions)
         if self.table_offsets is None:
             entries = self.table[sequences, page]
         else:
             entries = self.table[self.table_offsets[sequences] + page]
-        return entries.long() * (1 if self.has_slots else self.page_size) + within
+        unit = 1 if self.has_slots else self.page_size
+        entries = entries.long().clamp(max=2**62 // unit)  # so that rows do not overflow
+        if is_checked and bool((entries < 0).any()):
+            raise ValueError(f"the table has the page {int(entries.min())} for a key: pass pages from 0 on.")
+        return entries * unit + within
+
+    def _check_positions(self, sequences: Tensor, positions: Tensor) -> None:
+        capacity = self.capacities
+        most = capacity if isinstance(capacity, int) else capacity[sequences]
+        wrong = (positions < 0) | (positions >= most)
+        if bool(wrong.any()):
+            where = wrong.flatten().nonzero()[0]
+            sequence, position = (int(x.expand_as(wrong).flatten()[where]) for x in (sequences, positions))
+            raise ValueError(
+                f"sequence {sequence} has no page for the position {position}: pass positions from 0 to "
+                f"{int(most.expand_as(wrong).flatten()[where]) - 1 if isinstance(most, Tensor) else most - 1}."
+            )
+
+    @property
+    def capacities(self) -> int | Tensor:
+        """The number of keys for which a sequence has pages: (B,) if the layout was made from indices.
+
+        −1 if the offsets of a sequence are outside of the indices.
+        """
+        if self.table_offsets is None:
+            return self.max_seqlen if self.has_slots else self.table.shape[1] * self.page_size
+        begin, end = self.table_offsets[:-1], self.table_offsets[1:]
+        is_inside = (begin >= 0) & (begin <= end) & (end <= self.table.shape[0])
+        return torch.where(is_inside, (end - begin) * self.page_size, -1)
+
+    @property
+    def checked_lengths(self) -> Tensor:
+        """(B,) the lengths; −1 for sequences that have fewer pages. The host reads nothing."""
+        capacity = self.capacities
+        return self.lengths if isinstance(capacity, int) else self.lengths.where(self.lengths <= capacity, -1)
 
     def gather(self, *pools: Tensor) -> tuple[SequenceLayout, tuple[Tensor, ...]]:
-        """Copy the keys of all sequences from pools into packed tensors. Syncs once.
+        """Copy the keys of all sequences from pools into packed tensors. Syncs twice, and twice for each pool.
 
         Args:
             *pools: (pages, page_size, G, D), or (N, G, D).
@@ -225,7 +269,8 @@ class PagedLayout:
             The layout of the keys, and a packed tensor (S, G, D) for each pool.
 
         Raises:
-            ValueError: a length exceeds `max_seqlen`, or a page is outside of a pool.
+            ValueError: a length exceeds `max_seqlen` or the pages of the sequence, a page is outside of a pool, or a
+                pool has a wrong shape or device.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -234,6 +279,8 @@ class PagedLayout:
             >>> layout.lengths, keys.flatten()
             (tensor([1, 2]), tensor([2., 0., 1.]))
         """
+        for i, pool in enumerate(pools):
+            self._check_pool(f"pool {i}", pool)
         layout = self.read_lengths()
         index = self.rows(layout.sequence_ids, layout.position_ids)
         return layout, tuple([self._select(pool, index) for pool in pools])
@@ -242,9 +289,17 @@ class PagedLayout:
         """The layout of the gathered keys. Reads the lengths, which syncs.
 
         Raises:
-            ValueError: a length is negative, or exceeds `max_seqlen`.
+            ValueError: a length is negative, or exceeds `max_seqlen` or the pages of the sequence.
         """
-        lengths = self.lengths.to("cpu", torch.int64)
+        lengths, capacity = self.lengths.to("cpu", torch.int64), self.capacities
+        if isinstance(capacity, Tensor):
+            capacity = capacity.to("cpu", torch.int64)
+            if bool((lengths > capacity).any()):
+                b = int((lengths > capacity).nonzero()[0])
+                raise ValueError(
+                    f"sequence {b} has {int(lengths[b])} keys, but its offsets give it pages for {int(capacity[b])}: "
+                    f"pass offsets from 0 to {self.table.shape[0]}, with a page for each key."
+                )
         wrong = (lengths < 0) | (lengths > self.max_seqlen)
         if bool(wrong.any()):
             b = int(wrong.nonzero()[0])
@@ -274,13 +329,18 @@ class PagedLayout:
                 differ.
         """
         for name, x in (("key", key), ("value", value)):
-            if x.dim() == 4 and (self.has_slots or x.shape[1] != self.page_size):
-                fitting = "(N, G, D) for slots" if self.has_slots else f"(pages, {self.page_size}, G, D) or (N, G, D)"
-                raise ValueError(f"{name} must be a pool {fitting}, got {tuple(x.shape)}.")
-            if x.device != self.device:
-                raise ValueError(f"{name} is on {x.device} and its PagedLayout on {self.device}.")
+            self._check_pool(name, x)
+            if x.shape[-1] > 1 and x.stride(-1) != 1:
+                raise ValueError(f"{name} must be contiguous in its last dimension, got the strides {x.stride()}.")
         if key.shape[:-2] != value.shape[:-2]:
             raise ValueError(f"key and value must have the same rows, got {tuple(key.shape)} and {tuple(value.shape)}.")
+
+    def _check_pool(self, name: str, pool: Tensor) -> None:
+        if pool.dim() not in (3, 4) or (pool.dim() == 4 and (self.has_slots or pool.shape[1] != self.page_size)):
+            fitting = "(N, G, D) for slots" if self.has_slots else f"(pages, {self.page_size}, G, D) or (N, G, D)"
+            raise ValueError(f"{name} must be a pool {fitting}, got {tuple(pool.shape)}.")
+        if pool.device != self.device:
+            raise ValueError(f"{name} is on {pool.device} and its PagedLayout on {self.device}.")
 
 
 def _check_indices(name: str, x: object, dims: int, meaning: str) -> None:
@@ -292,5 +352,6 @@ def _check_indices(name: str, x: object, dims: int, meaning: str) -> None:
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+    is_integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not is_integer or not least <= value < 2**31:  # type: ignore[operator]
         raise ValueError(f"{name} must be an integer from {least} to 2³¹ − 1, got {value!r}.")

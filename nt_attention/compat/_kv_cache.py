@@ -156,12 +156,14 @@ class KVCache:
 
 
 def _check_indices(name: str, x: object, shape: tuple[int | None, ...], like: Tensor) -> None:
+    is_index = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.device == like.device
+    if is_index and x.dim() == len(shape) and all(size in (None, n) for size, n in zip(shape, x.shape, strict=True)):  # type: ignore[attr-defined]
+        return
     wanted = ", ".join("P" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.device != like.device:
+    if not is_index:
         got = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else repr(x)
         raise ValueError(f"{name} must be a tensor ({wanted}) of int32 or int64 on {like.device}, got {got}.")
-    if x.dim() != len(shape) or any(size not in (None, found) for size, found in zip(shape, x.shape, strict=True)):
-        raise ValueError(f"{name} must be ({wanted}), got {tuple(x.shape)}.")
+    raise ValueError(f"{name} must be ({wanted}), got {tuple(x.shape)}.")  # type: ignore[attr-defined]
 
 
 def _check_mergeable(k_cache: Tensor, v_cache: Tensor) -> None:

@@ -5,6 +5,7 @@ Dimensions: B sequences, L queries and N new keys of each sequence, H query head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,20 +67,19 @@ class Rotary(NamedTuple):
         return rotate_pairs(x, cos, sin, interleaved=self.interleaved)
 
 
-def append(
+def prepare(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, cache_seqlens: int | Tensor | None, rotary: Rotary | None
-) -> tuple[Tensor, Pools]:
-    """Write new keys and values. Returns the queries (B·L, H, D), rotated, and all keys."""
+) -> tuple[Tensor, Pools, Callable[[], None]]:
+    """The queries (B·L, H, D), rotated; the keys with the new ones; and a function that writes the new ones."""
     new = k.shape[1]
     starts = cache.lengths(cache_seqlens, new)
-    pools = cache.pools(starts + new)  # checked before anything is written
+    pools = cache.pools(starts + new)
     sequences, positions = _positions(starts, new, is_ordered=True)
     query, key = q.flatten(0, 1), k.flatten(0, 1)
     if rotary is not None:
         of_queries = _positions(starts, q.shape[1], rotary.is_ordered)[1]
         query, key = rotary.rotate(query, of_queries), rotary.rotate(key, positions)
-    cache.append(key, v.flatten(0, 1), sequences, positions)
-    return query, pools
+    return query, pools, lambda: cache.append(key, v.flatten(0, 1), sequences, positions)
 
 
 def _positions(starts: Tensor, length: int, is_ordered: bool) -> tuple[Tensor, Tensor]:

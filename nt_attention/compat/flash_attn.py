@@ -26,13 +26,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..functional import varlen_attention
+from ..functional import plan, varlen_attention
 from ..kernels.call import OPTIONS, Options, check_shapes
 from ..layout import SequenceLayout
 from ..paged import PagedLayout
 from ._kv_cache import KVCache
 from ._layouts import equal_lengths, layout_of_offsets
-from ._new_keys import Rotary, append, check_new, check_nothing_new, check_shape
+from ._new_keys import Rotary, check_new, check_nothing_new, check_shape, prepare
 
 __all__ = [
     "flash_attn_func",
@@ -429,14 +429,19 @@ def flash_attn_with_kvcache(
     _check_no_gradient(q, k_cache, v_cache, k, v)
     if k is None or v is None:
         check_nothing_new(k, v, rotary_cos, rotary_sin)
+        write = None
         query, pools = q.flatten(0, 1), cache.pools(cache.lengths(cache_seqlens, 0))
     else:
         check_new(k, v, cache, cache_seqlens)
         is_ordered = options["is_causal"] or options["window_size"] != (-1, -1)
         rotary = Rotary.of(rotary_cos, rotary_sin, q, cache.capacity, rotary_interleaved, is_ordered)
-        query, pools = append(q, k, v, cache, cache_seqlens, rotary)
+        query, pools, write = prepare(q, k, v, cache, cache_seqlens, rotary)
     keys, values, paged = pools
-    out, lse = _attend(query, keys, values, equal_lengths(batch, length, q), paged, alibi_slopes, options)
+    layout = equal_lengths(batch, length, q)
+    if write is not None:  # after all arguments were checked
+        plan(query, keys, values, layout, paged, alibi_slopes=alibi_slopes, **options)
+        write()
+    out, lse = _attend(query, keys, values, layout, paged, alibi_slopes, options)
     out = out.unflatten(0, (batch, length))
     return (out, _dense_lse(lse, batch, length)) if return_softmax_lse else out
 
@@ -484,6 +489,8 @@ def _unpack(name: str, x: Tensor, shape: str, size: int) -> tuple[Tensor, ...]:
 def _paged(pool: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, block_table: Tensor) -> PagedLayout:
     """The layout of keys in pages. Their lengths stay on the device."""
     check_shape("k", pool, "(num_blocks, page_block_size, G, D)")
+    if not isinstance(max_seqlen_k, int):
+        raise TypeError(f"max_seqlen_k must be an integer, got {type(max_seqlen_k).__name__}.")
     if not isinstance(cu_seqlens_k, Tensor):
         raise TypeError(f"cu_seqlens_k must be a tensor (B+1,), got {type(cu_seqlens_k).__name__}.")
     page_size = pool.shape[1]

@@ -115,8 +115,9 @@ class Backend:
             needed.
         paged_forward: `forward` for calls in which `call.key_layout` is a `PagedLayout`, and key and value are pools
             (pages, page size, G, D) or (rows, G, D) that are contiguous in the last dimension. Rows past the layout's
-            total may be left unwritten. If it is None and `features` has "paged", the keys are copied from the pools
-            into packed tensors, and `forward` runs.
+            total may be left unwritten. No adapter runs around it, so calls that need one are not supported: with other
+            head dims than `head_dims` has, or upper left alignment if `lower_right_only`. If `paged_forward` is None
+            and `features` has "paged", the keys are copied from the pools into packed tensors, and `forward` runs.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
         device_type: The device type of its tensors; None for any.
         min_capability: The lowest supported compute capability of a CUDA device, (major, minor).
@@ -177,11 +178,22 @@ class Backend:
             raise ValueError(
                 f"{self.name}: pass backward, or differentiable=True if forward is, or inference_only=True."
             )
-        if self.paged_forward is not None and "paged" not in self.features:
-            raise ValueError(f"{self.name}: paged_forward needs 'paged' in features.")
+        if self.paged_forward is not None and ("paged" not in self.features or not self.takes_fully_masked_rows):
+            raise ValueError(f"{self.name}: paged_forward needs 'paged' in features, and takes_fully_masked_rows=True.")
         # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.
         if not self.takes_fully_masked_rows and "window" in self.features:
             raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")
+
+    def _unsupported_in_pools(self, spec: AttentionSpec) -> list[str]:
+        """What an adapter would add to a call with packed keys."""
+        reasons, dims = [], (spec.head_dim, spec.value_dim)
+        if self.head_dims.padded(*dims) != dims:
+            reasons.append(
+                f"with keys in a pool, head dims {dims} are not supported: copy them with PagedLayout.gather."
+            )
+        if self.lower_right_only and spec.is_upper_left:
+            reasons.append('upper left alignment is not supported with keys in a pool: pass "lower_right".')
+        return reasons
 
     @property
     def has_operators(self) -> bool:
@@ -206,6 +218,11 @@ class Backend:
             reasons.append(f"head dims above {self.head_dims.most} are not supported, got {wide}.")
         if self.inference_only and spec.needs_grad:
             reasons.append("gradients are not supported: call it in torch.no_grad(), or pass another backend.")
+        if spec.paged and self.paged_forward is not None:
+            reasons += self._unsupported_in_pools(spec)
         not_supported = spec.features - self.features
         reasons += [advice for feature, advice in FEATURES.items() if feature in not_supported]
-        return reasons + self.refuses(spec)
+        refused = self.refuses(spec)
+        if not isinstance(refused, list):
+            raise TypeError(f"refuses of the backend {self.name!r} must return a list of reasons, got {refused!r}.")
+        return reasons + refused

@@ -69,6 +69,8 @@ def register_by_name(name: str, find: Callable[[], tuple[int, Backend]], *, rand
     def backward(*arguments: Any) -> _Gradients:
         saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
         call, backend = call_and_backend(arguments)
+        if backend.backward is None:
+            raise RuntimeError(f"{name} has no gradients: run this graph in torch.no_grad(), or name another backend.")
         return _backward(backend, saved, Inputs(*arguments[:3]), call)
 
     def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,6 +147,11 @@ def register_paged(
     for name, reads_on_host in (("paged_forward", True), ("paged_forward_with_bounds", False)):
         schema = f"{name}({_PAGED}, {SCHEMA}, str backend) -> (Tensor out, Tensor lse)"
         define(schema, forward, fake, random=True, reads_on_host=reads_on_host)
+        torch.library.register_autograd(f"nt_attention::{name}", _refuse_gradients, lib=LIBRARY)
+
+
+def _refuse_gradients(*_: Any) -> None:
+    raise RuntimeError("keys in pools are for inference: run this graph in torch.no_grad(), or record packed keys.")
 
 
 def paged_arguments_of(call: Call) -> tuple[Any, ...]:

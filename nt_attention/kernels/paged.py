@@ -24,15 +24,9 @@ def forward(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
         query: (T, H, D).
         key, value: Pools (pages, page size, G, D) or (N, G, D).
         call: The other arguments, with a `PagedLayout` as `key_layout`.
-
-    Raises:
-        ValueError: A pool is not contiguous in its last dimension.
     """
     if backend.paged_forward is None:
         return _gather_and_forward(backend, query, key, value, call)
-    for name, pool in (("key", key), ("value", value)):
-        if pool.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got the strides {pool.stride()}.")
     layout, (rows, heads, _) = call.layout, query.shape
     if not query.numel() or not layout.batch_size:  # kernels can't be launched on empty tensors
         lse = query.new_full((heads, rows), -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32)).T

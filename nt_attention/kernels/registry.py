@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from . import custom_ops, split_kv, support, token_tiled
-from .backend import Backend
+from .backend import Backend, HeadDims
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
 
 BACKENDS: dict[str, Backend] = {
@@ -139,6 +139,13 @@ def _check(backend: object) -> None:
     if not isinstance(backend, Backend):
         raise TypeError(f"backend must be a nt_attention.Backend, got {type(backend).__name__}: {backend!r}.")
     name = backend.name
+    kinds = {"features": frozenset, "dtypes": tuple | None, "head_dims": HeadDims, "min_capability": tuple}
+    for field, kind in kinds.items():
+        if not isinstance(getattr(backend, field), kind):
+            raise TypeError(f"{field} of the backend {name!r} must be {kind}, got {getattr(backend, field)!r}.")
+    for field in ("missing", "forward", "refuses"):
+        if not callable(getattr(backend, field)):
+            raise TypeError(f"{field} of the backend {name!r} must be a function, got {getattr(backend, field)!r}.")
     if not isinstance(name, str) or not (name.isascii() and name.isidentifier()):
         raise ValueError(
             f"the name of a backend must be an identifier of ASCII letters, digits and underscores, such as "

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import nt_attention as nta
 from nt_attention.kernels import registry, support
 from nt_attention.kernels.backend import COMMON
+from nt_attention.kernels.backends import cpu
 from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.call_size import CallSize
 from nt_attention.kernels.select import SlowBackendWarning, automatic_choice, explain_spec, fastest_first, selection_key
@@ -484,3 +485,24 @@ def test_the_commands_know_it(capsys):
         assert "toy              SDPA, one sequence at a time" in capsys.readouterr().out
         main(["check", "--device", "cpu", "--backends", "toy", "--which", "causal"])
         assert "right: causal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("features", ["causal"]), ("dtypes", torch.float32), ("head_dims", 64), ("missing", None), ("refuses", "no")],
+)
+def test_fields_of_a_wrong_type(field, value):
+    backend = dataclasses.replace(cpu.BACKEND, name="odd", **{field: value})
+    with pytest.raises(TypeError, match=f"{field} of the backend 'odd' must be"):
+        nta.register_backend(backend)
+
+
+def test_reasons_that_are_no_list():
+    backend = dataclasses.replace(cpu.BACKEND, name="odd", refuses=lambda spec: None)
+    x = torch.randn(5, 2, 16)
+    layout = nta.SequenceLayout.from_lengths([2, 3])
+    with (
+        nta.register_backend(backend),
+        pytest.raises(TypeError, match="refuses of the backend 'odd' must return a list"),
+    ):
+        nta.varlen_attention(x, x, x, layout, backend="odd")

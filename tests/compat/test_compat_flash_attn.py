@@ -804,3 +804,25 @@ def test_varlen_in_a_cuda_graph_uses_the_offsets_of_each_replay():
         graph.replay()
         wanted = run(cu_seqlens(lengths).cuda())
         torch.testing.assert_close(out, wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("wrong", [{"alibi_slopes": torch.ones(3)}, {"q": torch.float16}], ids=["slopes", "dtype"])
+def test_nothing_is_written_if_an_argument_is_invalid(wrong):
+    k_cache, v_cache = torch.zeros(2, 2, 16, 1, 8).unbind()
+    new = torch.randn(2, 1, 1, 8)
+    q = torch.randn(2, 1, 4, 8).to(wrong.pop("q", torch.float32))
+    with pytest.raises(ValueError, match=r"alibi_slopes must be|must share one"):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3, **wrong)
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+def test_kvcache_in_one_graph_for_other_batch_sizes(fresh_compiler):
+    def function(q, k_cache, v_cache, lengths):
+        return compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for batch in (2, 3, 5):
+        caches = torch.randn(2, 9, 4, 2, 8).unbind()
+        given = (torch.randn(batch, 1, 4, 8), *caches, torch.randint(1, 5, (batch,)))
+        torch.testing.assert_close(compiled(*given), function(*given))

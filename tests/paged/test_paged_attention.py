@@ -4,6 +4,7 @@ Without a GPU, Triton's interpreter runs `split_kv`.
 """
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -12,9 +13,13 @@ from pools import FORMS, make
 from sweeps import covering, pairwise
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
 from nt_attention._bounded import BoundedLayout
+from nt_attention.kernels.backend import COMMON
+from nt_attention.kernels.backends import reference
 
 pytestmark = IGNORED_WARNINGS
 
@@ -218,6 +223,35 @@ class TestInvalid:
         assert lse[1:3].isnan().all()
         assert torch.equal(out[[0, 3]], want[[0, 3]])
 
+    @pytest.mark.parametrize(
+        "offsets", [[5, 6, 8], [0, 1, 4], [-2, 1, 3], [0, 3, 1], [10**7, 10**7 + 1, 10**7 + 3]], ids=str
+    )
+    def test_offsets_of_indices(self, offsets):
+        """Or a sequence would read the pages of another one, or memory that is no page."""
+        case = make([1, 1], [1, 2], form="indices", page=1)
+        want, _ = case.solve("split_kv")
+        given = torch.tensor(offsets, device=DEVICE)
+        lengths = torch.tensor([1, 2], device=DEVICE)
+        case.paged = nta.PagedLayout.from_indices(case.paged.table, given, lengths, 1, 3)
+        out, _ = case.solve("split_kv")
+        valid = [0 <= a <= b <= 3 and n <= b - a for n, a, b in zip([1, 2], offsets, offsets[1:], strict=False)]
+        for i, is_valid in enumerate(valid):
+            assert torch.equal(out[i], want[i]) if is_valid else out[i].isnan().all()
+        if not GPU:
+            with pytest.raises(ValueError, match=r"its offsets give it pages for .*: pass offsets from 0 to 3"):
+                case.solve("cpu")
+
+    @pytest.mark.parametrize("page", [1, 16])
+    def test_more_keys_than_pages_of_the_sequence(self, page):
+        case = make([1, 1], [2 * page, 3 * page], form="indices", page=page)
+        case.paged.given_lengths[0] += 1
+        out, _ = case.solve("split_kv")
+        assert out[0].isnan().all()
+        assert out[1].isfinite().all()
+        if not GPU:
+            with pytest.raises(ValueError, match="sequence 0 has"):
+                case.solve("reference")
+
     def test_slots_past_the_end(self):
         case = make([1, 1], [5, 7], form="slots")
         case.paged.table[1] = len(case.pools[0]) - 3
@@ -231,7 +265,7 @@ class TestInvalid:
         [
             ("negative length", "length -1 of sequence 1 must be from 0 to max_seqlen=320"),
             ("longer than max_seqlen", "length 10000 of sequence 1"),
-            ("negative page", "the table has rows from -16 to"),
+            ("negative page", "the table has the page -1 for a key"),
             ("page past the end", "but the pool"),
         ],
     )
@@ -333,6 +367,31 @@ class TestErrors:
         with torch.no_grad():
             case.solve("reference")
 
+    @pytest.mark.parametrize("backend", ["split_kv", "reference"])
+    def test_forward_mode(self, backend):
+        case = make([1, 2], [5, 7])
+        key, value = case.pools
+        with pytest.raises(ValueError, match="or forward-mode AD is active"):
+            torch.func.jvp(
+                lambda x: nta.varlen_attention(case.query, key, x, case.layout, case.paged, backend=backend),
+                (value,),
+                (value,),
+            )
+
+    @pytest.mark.parametrize("backend", ["split_kv", "reference", "auto"])
+    def test_gradients_of_a_recorded_graph(self, backend):
+        case = make([1, 2], [5, 7])
+
+        def function(query, offsets):
+            layout = nta.SequenceLayout.from_offsets(offsets)
+            return nta.varlen_attention(query, *case.pools, layout, case.paged, backend=backend)
+
+        graph = make_fx(function)(case.query, case.layout.cu_seqlens)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(case.query, case.layout.cu_seqlens), case.solve(backend)[0])
+        with pytest.raises(RuntimeError, match="keys in pools are for inference"):
+            graph(case.query.requires_grad_(), case.layout.cu_seqlens).sum().backward()
+
     def test_relative_bias(self):
         case = make([1, 2], [5, 7])
         relative = nta.RelativeBias(torch.zeros(3, dtype=torch.int64), torch.randn(4, 5))
@@ -370,6 +429,13 @@ class TestErrors:
         case.pools = tuple(x.repeat_interleave(2, -1)[..., ::2] for x in case.pools)
         with pytest.raises(ValueError, match="key must be contiguous in its last dimension"):
             case.solve("split_kv")
+        with pytest.raises(ValueError, match="key must be contiguous in its last dimension"):
+            nta.explain(case.query, *case.pools, case.layout, case.paged)
+
+    def test_strides_of_a_head_dim_of_1(self):
+        case = make([1, 2], [5, 7], head_dim=1)
+        case.pools = tuple(x.as_strided(x.shape, (*x.stride()[:-1], 7)) for x in case.pools)
+        case.check("split_kv")
 
     def test_nested_queries(self):
         case = make([1, 2], [5, 7])
@@ -422,6 +488,48 @@ class TestPackedKeys:
         with torch.no_grad():
             got = attend(*given, backend="split_kv")
         torch.testing.assert_close(got, nta.varlen_attention(*given, backend="split_kv"))
+
+
+def test_autocast_casts_the_query_only():
+    case = make([1, 2], [5, 7])
+    want, _ = case.solve("cpu" if not GPU else "split_kv")
+    half = case.query.bfloat16()
+    with torch.autocast(DEVICE.type, torch.bfloat16), PoolsAreNotCast(case.pools[0].shape):
+        out = nta.varlen_attention(half, *case.pools, case.layout, case.paged)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, want, rtol=0.1, atol=0.1)
+
+
+class PoolsAreNotCast(TorchDispatchMode):
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._to_copy.default or args[0].shape != self.shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_backend_without_adapters_for_keys_in_pools():
+    def forward(query, key, value, call):
+        layout, (key, value) = call.paged.gather(key, value)
+        return reference.forward(query, key, value, call._replace(key_layout=layout))
+
+    more = {"differentiable": True, "features": COMMON | {"paged"}, "paged_forward": forward}
+    case = make([1, 2], [5, 7])
+    mine = nta.Backend("mine", "a test", lambda: None, reference.forward, lower_right_only=True, **more)
+    with nta.register_backend(mine):
+        torch.testing.assert_close(case.solve("mine", is_causal=True)[0], case.exact(is_causal=True)[0].float())
+        with pytest.raises(ValueError, match="upper left alignment is not supported with keys in a pool"):
+            case.solve("mine", is_causal=True, causal_alignment="upper_left")
+    mine = dataclasses.replace(mine, head_dims=nta.HeadDims(multiple=32))
+    with (
+        nta.register_backend(mine),
+        pytest.raises(ValueError, match=r"head dims \(16, 16\) are not supported"),
+    ):
+        case.solve("mine")
+    with pytest.raises(ValueError, match="paged_forward needs"):
+        dataclasses.replace(mine, takes_fully_masked_rows=False)
 
 
 def test_offsets_of_rows_exceed_32_bits():

@@ -39,6 +39,43 @@ def test_rows_do_not_overflow():
     assert paged.rows(torch.tensor([0]), torch.tensor([255])).tolist() == [(2**31 - 1) * 256 + 255]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("position", [-1, 10_000])
+def test_rows_without_a_page(form, position):
+    case = make([1, 1], [20, 5], form=form)
+    with pytest.raises(ValueError, match=f"sequence 1 has no page for the position {position}: pass positions from 0"):
+        case.paged.rows(torch.tensor([0, 1]), torch.tensor([0, position]))
+
+
+def test_rows_of_a_negative_page():
+    paged = nta.PagedLayout(torch.tensor([[5, -1]]), torch.tensor([3]), 4)
+    with pytest.raises(ValueError, match="the table has the page -1 for a key"):
+        paged.rows(torch.tensor([0, 0]), torch.tensor([0, 4]))
+
+
+def test_largest_page_is_outside_of_the_pool():
+    """Its row is beyond 64 bits, which must not give another row."""
+    paged = nta.PagedLayout(torch.tensor([[2**62]]), torch.tensor([3]), 4)
+    with pytest.raises(ValueError, match="pass pages of this pool"):
+        paged.gather(torch.randn(8, 4, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("paged", "message"),
+    [
+        (
+            nta.PagedLayout(TABLE, LENGTHS, 2, 4),
+            r"pool 1 must be a pool \(pages, 2, G, D\) or \(N, G, D\), got \(8, 4, 1, 1\)",
+        ),
+        (nta.PagedLayout.from_slots(LENGTHS, LENGTHS, 8), r"pool 1 must be a pool \(N, G, D\) for slots"),
+    ],
+    ids=["pages", "slots"],
+)
+def test_gather_from_a_pool_of_a_wrong_shape(paged, message):
+    with pytest.raises(ValueError, match=message):
+        paged.gather(torch.randn(32, 1, 1), torch.randn(8, 4, 1, 1))
+
+
 def test_rows_may_be_beyond_the_length():
     """New keys are written there."""
     paged = nta.PagedLayout(TABLE, LENGTHS, 4)

@@ -75,7 +75,7 @@ class Keys(NamedTuple):
         table = paged.table if paged.table.stride(-1) == 1 else paged.table.contiguous()
         page = 0 if paged.has_slots else paged.page_size
         offsets = None if paged.table_offsets is None else paged.table_offsets.contiguous()
-        return cls(table, offsets, paged.lengths.contiguous(), page, paged.max_seqlen)
+        return cls(table, offsets, paged.checked_lengths.contiguous(), page, paged.max_seqlen)
 
     @classmethod
     def packed(cls, layout: SequenceLayout, checked: Checked | None) -> Keys:
