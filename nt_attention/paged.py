@@ -310,16 +310,23 @@ class PagedLayout:
 
     def _select(self, pool: Tensor, index: Tensor) -> Tensor:
         """The rows `index` of a pool."""
-        in_pages = pool.dim() == 4
-        rows = pool.shape[0] * self.page_size if in_pages else pool.shape[0]
+        self.check_rows(index, pool)
+        if pool.dim() == 4:
+            return pool[index // self.page_size, index % self.page_size]
+        return pool.index_select(0, index)
+
+    def check_rows(self, index: Tensor, pool: Tensor) -> None:
+        """Check that a pool has these rows. Syncs.
+
+        Raises:
+            ValueError: it does not.
+        """
+        rows = pool.shape[0] * self.page_size if pool.dim() == 4 else pool.shape[0]
         if index.numel() and not 0 <= int(index.amin()) <= int(index.amax()) < rows:
             raise ValueError(
                 f"the table has rows from {int(index.amin())} to {int(index.amax())}, but the pool {tuple(pool.shape)} "
                 f"has {rows} rows: pass pages of this pool."
             )
-        if in_pages:
-            return pool[index // self.page_size, index % self.page_size]
-        return pool.index_select(0, index)
 
     def check_keys(self, key: Tensor, value: Tensor) -> None:
         """Check pools.

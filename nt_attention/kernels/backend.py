@@ -115,9 +115,8 @@ class Backend:
             needed.
         paged_forward: `forward` for calls in which `call.key_layout` is a `PagedLayout`, and key and value are pools
             (pages, page size, G, D) or (rows, G, D) that are contiguous in the last dimension. Rows past the layout's
-            total may be left unwritten. No adapter runs around it, so calls that need one are not supported: with other
-            head dims than `head_dims` has, or upper left alignment if `lower_right_only`. If `paged_forward` is None
-            and `features` has "paged", the keys are copied from the pools into packed tensors, and `forward` runs.
+            total may be left unwritten. No adapter runs around it. If `features` has "paged", calls that need an
+            adapter, and all calls if `paged_forward` is None, get keys that were copied into packed tensors.
         features: The features of `FEATURES` that the kernel supports, according to its documentation.
         device_type: The device type of its tensors; None for any.
         min_capability: The lowest supported compute capability of a CUDA device, (major, minor).
@@ -184,16 +183,11 @@ class Backend:
         if not self.takes_fully_masked_rows and "window" in self.features:
             raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")
 
-    def _unsupported_in_pools(self, spec: AttentionSpec) -> list[str]:
-        """What an adapter would add to a call with packed keys."""
-        reasons, dims = [], (spec.head_dim, spec.value_dim)
-        if self.head_dims.padded(*dims) != dims:
-            reasons.append(
-                f"with keys in a pool, head dims {dims} are not supported: copy them with PagedLayout.gather."
-            )
-        if self.lower_right_only and spec.is_upper_left:
-            reasons.append('upper left alignment is not supported with keys in a pool: pass "lower_right".')
-        return reasons
+    def reads_pools(self, spec: AttentionSpec) -> bool:
+        """Whether `paged_forward` runs a call with keys in pools, and no adapter is needed. Else keys are copied."""
+        dims = (spec.head_dim, spec.value_dim)
+        needs_adapter = self.head_dims.padded(*dims) != dims or (self.lower_right_only and spec.is_upper_left)
+        return self.paged_forward is not None and not needs_adapter
 
     @property
     def has_operators(self) -> bool:
@@ -218,8 +212,6 @@ class Backend:
             reasons.append(f"head dims above {self.head_dims.most} are not supported, got {wide}.")
         if self.inference_only and spec.needs_grad:
             reasons.append("gradients are not supported: call it in torch.no_grad(), or pass another backend.")
-        if spec.paged and self.paged_forward is not None:
-            reasons += self._unsupported_in_pools(spec)
         not_supported = spec.features - self.features
         reasons += [advice for feature, advice in FEATURES.items() if feature in not_supported]
         refused = self.refuses(spec)

@@ -25,7 +25,7 @@ def forward(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
         key, value: Pools (pages, page size, G, D) or (N, G, D).
         call: The other arguments, with a `PagedLayout` as `key_layout`.
     """
-    if backend.paged_forward is None:
+    if backend.paged_forward is None or not backend.reads_pools(call.spec):
         return _gather_and_forward(backend, query, key, value, call)
     layout, (rows, heads, _) = call.layout, query.shape
     if not query.numel() or not layout.batch_size:  # kernels can't be launched on empty tensors

@@ -41,7 +41,7 @@ class TestAgreesWithTheOracle:
         assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
 
     @exact
-    @cases_of("terms, lengths, geometry, options", 11, SUBSETS, LENGTHS, GEOMETRIES, ["", "ordered", "invariant"])
+    @cases_of("terms, lengths, geometry, options", 17, SUBSETS, LENGTHS, GEOMETRIES, ["", "ordered", "invariant"])
     def test_on_token_tiled(self, terms, lengths, geometry, options):
         case = case_of(lengths, geometry, "gqa", relative=terms, dtype=torch.float32)
         check(case, deterministic=options == "ordered", batch_invariant=options == "invariant")

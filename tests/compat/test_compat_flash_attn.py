@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from sweeps import sweep_product
+from sweeps import pairwise
 
 import nt_attention as nta
 from nt_attention.compat import _layouts
@@ -154,10 +154,9 @@ def check_with_gradients(call, leaves, wanted_call):
 # Packed and dense batches
 
 
-@sweep_product(
-    "heads, causal, window_size, lengths, head_dim, options",
-    *(HEADS, [False, True], WINDOWS, LENGTHS, [32, 40, 59, 128], OPTIONS),
-    strength=2,
+@pairwise(
+    {"heads": HEADS, "causal": [False, True], "window_size": WINDOWS, "lengths": LENGTHS}
+    | {"head_dim": [32, 40, 59, 128], "options": OPTIONS}
 )
 def test_varlen(heads, causal, window_size, lengths, head_dim, options):
     (nheads, nheads_k), (q_lengths, k_lengths) = HEADS[heads], LENGTHS[lengths]
@@ -186,10 +185,9 @@ def test_varlen(heads, causal, window_size, lengths, head_dim, options):
     check_with_gradients(call, leaves, wanted)
 
 
-@sweep_product(
-    "heads, causal, window_size, lengths, head_dim, options",
-    *(HEADS, [False, True], WINDOWS, [(7, 7), (3, 9), (9, 3), (1, 8)], [32, 59], OPTIONS),
-    strength=2,
+@pairwise(
+    {"heads": HEADS, "causal": [False, True], "window_size": WINDOWS, "lengths": [(7, 7), (3, 9), (9, 3), (1, 8)]}
+    | {"head_dim": [32, 59], "options": OPTIONS}
 )
 def test_dense(heads, causal, window_size, lengths, head_dim, options):
     nheads, nheads_k = HEADS[heads]
@@ -362,9 +360,9 @@ def in_pages(k_lengths, page_size, nheads_k, head_dim):
     return pools, table, [pool[table.long()].flatten(1, 2) for pool in pools]
 
 
-@sweep_product(
-    "heads, causal, window_size, lengths, page_size, options",
-    *(["gqa", "mqa"], [False, True], WINDOWS, LENGTHS, [1, 4, 16], OPTIONS),
+@pairwise(
+    {"heads": ["gqa", "mqa"], "causal": [False, True], "window_size": WINDOWS, "lengths": LENGTHS}
+    | {"page_size": [1, 4, 16], "options": OPTIONS}
 )
 def test_varlen_with_block_table(heads, causal, window_size, lengths, page_size, options):
     (nheads, nheads_k), (q_lengths, k_lengths) = HEADS[heads], LENGTHS[lengths]
@@ -461,16 +459,9 @@ class Cache:
         return int(self.table[sequence, position // self.size]), position % self.size
 
 
-@sweep_product(
-    "form, heads, causal, window_size, queries, new_keys, options",
-    FORMS,
-    ["gqa", "mqa"],
-    [False, True],
-    [(-1, -1), (5, 0), (3, 2)],
-    [1, 4],
-    NEW_KEYS,
-    ["plain", "softcap", "alibi per sequence"],
-    strength=2,
+@pairwise(
+    {"form": FORMS, "heads": ["gqa", "mqa"], "causal": [False, True], "window_size": [(-1, -1), (5, 0), (3, 2)]}
+    | {"queries": [1, 4], "new_keys": NEW_KEYS, "options": ["plain", "softcap", "alibi per sequence"]}
 )
 def test_kvcache(form, heads, causal, window_size, queries, new_keys, options):
     check_kvcache(form, heads, causal, window_size, queries, new_keys, options)
@@ -511,8 +502,8 @@ def check_kvcache(form, heads, causal, window_size, queries, new_keys, options):
     check(lse, wanted_lse)
 
 
-@sweep_product(
-    "form, causal, queries, options", FORMS, [False, True], [1, 4], ["plain", "softcap", "alibi per sequence"]
+@pairwise(
+    {"form": FORMS, "causal": [False, True], "queries": [1, 4], "options": ["plain", "softcap", "alibi per sequence"]}
 )
 def test_kvcache_on_the_kernels_for_gpus(form, causal, queries, options):
     """In Triton's interpreter."""

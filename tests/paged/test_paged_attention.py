@@ -510,26 +510,61 @@ class PoolsAreNotCast(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_backend_without_adapters_for_keys_in_pools():
+def test_backend_that_needs_adapters_gets_gathered_keys():
+    ran = []
+
     def forward(query, key, value, call):
+        ran.append("pools")
         layout, (key, value) = call.paged.gather(key, value)
         return reference.forward(query, key, value, call._replace(key_layout=layout))
 
-    more = {"differentiable": True, "features": COMMON | {"paged"}, "paged_forward": forward}
+    def packed_forward(*inputs):
+        ran.append("packed")
+        return reference.forward(*inputs)
+
     case = make([1, 2], [5, 7])
-    mine = nta.Backend("mine", "a test", lambda: None, reference.forward, lower_right_only=True, **more)
+    mine = nta.Backend(
+        *("mine", "a test", lambda: None, packed_forward),
+        inference_only=True,
+        features=COMMON | {"paged"},
+        paged_forward=forward,
+        lower_right_only=True,
+    )
     with nta.register_backend(mine):
-        torch.testing.assert_close(case.solve("mine", is_causal=True)[0], case.exact(is_causal=True)[0].float())
-        with pytest.raises(ValueError, match="upper left alignment is not supported with keys in a pool"):
-            case.solve("mine", is_causal=True, causal_alignment="upper_left")
-    mine = dataclasses.replace(mine, head_dims=nta.HeadDims(multiple=32))
-    with (
-        nta.register_backend(mine),
-        pytest.raises(ValueError, match=r"head dims \(16, 16\) are not supported"),
-    ):
-        case.solve("mine")
+        case.check("mine", is_causal=True)
+        case.check("mine", is_causal=True, causal_alignment="upper_left")
+    with nta.register_backend(dataclasses.replace(mine, head_dims=nta.HeadDims(multiple=32))):
+        case.check("mine")
+    assert ran == ["pools", "packed", "packed"]
     with pytest.raises(ValueError, match="paged_forward needs"):
         dataclasses.replace(mine, takes_fully_masked_rows=False)
+
+
+@pytest.mark.skipif(GPU, reason="it is about the CPU backend")
+def test_keys_in_one_piece_are_not_copied():
+    case = make(*DECODE, form="slots")
+    with PoolsAreNotRead(case.pools[0].shape):
+        case.check("cpu")
+    case = make([1, 1], [300, 310])
+    table = torch.arange(40, dtype=torch.int32).view(2, 20)
+    case.paged = nta.PagedLayout(table, case.paged.lengths, 16)
+    case.pools = tuple(torch.randn(640, 2, 16) for _ in range(2))
+    case.keys, case.values = (torch.cat([x[:300], x[320:630]]) for x in case.pools)
+    with PoolsAreNotRead(case.pools[0].shape):
+        case.check("cpu")
+
+
+class PoolsAreNotRead(TorchDispatchMode):
+    """No operator copies rows of pools of this shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.index_select.default, torch.ops.aten.index.Tensor):
+            assert args[0].shape != self.shape
+        return func(*args, **(kwargs or {}))
 
 
 def test_offsets_of_rows_exceed_32_bits():

@@ -7,6 +7,7 @@ queries of one sequence with all keys that they see:
 - With any other mask, or with ALiBi or a relative bias, a tile has at most `MASKED_ROWS` queries. So the cost of a
   window is tokens × window.
 - Short tiles of equal shape are gathered into one call. Each long tile runs in a call of its own, on views.
+- With keys in a pool, a long tile is a view too if its keys stand in one piece. Otherwise its keys are gathered.
 
 The kernel crashes (SIGFPE) on tiles without rows or keys, so these are not run. It returns lse 0 for rows that are
 fully masked or whose scores are all NaN, which is corrected.
@@ -95,7 +96,10 @@ def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: Attentio
     return layout.cached(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
-def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
+def _make_plan(
+    layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec, places: Tensor | None = None
+) -> Plan:
+    """`places`: (S,) the row of each key, if keys are not packed."""
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
     fully_masked: list[slice] = []
@@ -115,13 +119,23 @@ def _make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: Attenti
         batches = [group] if max(shape.rows, shape.keys) <= MAX_GATHERED else [[tile] for tile in group]
         for batch in batches:
             sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
-            calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), _rows(key_begins, shape.keys)))
+            keys = _rows(key_begins, shape.keys)
+            keys = keys if places is None else _rows_at(keys, places)
+            calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), keys))
     return Plan(calls, fully_masked, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
 
 
 def _rows(begins: Tensor, length: int) -> Rows:
     index = (begins[:, None] + torch.arange(length, device="cpu")).flatten() if len(begins) > 1 else None
     return Rows(int(begins[0]), length, index)
+
+
+def _rows_at(keys: Rows, places: Tensor) -> Rows:
+    """The rows of keys that stand at `places` (S,)."""
+    index = places.narrow(0, keys.begin, keys.length) if keys.index is None else places[keys.index]
+    if keys.index is None and bool((index.diff() == 1).all()):
+        return Rows(int(index[0]), keys.length)
+    return Rows(0, keys.length, index)
 
 
 def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int, Shape]]:
@@ -187,10 +201,36 @@ def _heads_first(packed: Tensor) -> Tensor:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    layout, key_layout, spec = call.layout, call.key_layout, call.spec
+    return _run_plan(make_plan(call.layout, call.key_layout, call.spec), query, key, value, call)
+
+
+def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The same with keys in pools. Pages are merged if that is a view; otherwise all keys are gathered."""
+    paged, merged_key, merged_value = call.paged, _merge_pages(key), _merge_pages(value)
+    if merged_key is None or merged_value is None:
+        key_layout, (key, value) = paged.gather(key, value)
+        return forward(query, key, value, call._replace(key_layout=key_layout))
+    key_layout = paged.read_lengths()
+    places = paged.rows(key_layout.sequence_ids, key_layout.position_ids)
+    paged.check_rows(places, key)
+    plan = _make_plan(call.layout, key_layout, call.spec, places)
+    return _run_plan(plan, query, merged_key, merged_value, call)
+
+
+def _merge_pages(pool: Tensor) -> Tensor | None:
+    """A pool as rows (N, G, D); None if that needs a copy."""
+    if pool.dim() == 3:
+        return pool
+    pages, size, *rest = pool.shape
+    if pages > 1 and size > 1 and pool.stride(0) != size * pool.stride(1):
+        return None
+    return pool.view(pages * size, *rest) if pool.numel() else pool.flatten(0, 1)
+
+
+def _run_plan(plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    spec = call.spec
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
-    plan = make_plan(layout, key_layout, spec)
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
     query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
@@ -295,6 +335,7 @@ BACKEND = Backend(
     missing=lambda: None,
     forward=forward,
     backward=backward,
+    paged_forward=paged_forward,
     features=COMMON | {"scale ≤ 0", "window", "alibi", "relative bias", "deterministic", "paged"},
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
