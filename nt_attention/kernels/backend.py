@@ -177,17 +177,16 @@ class Backend:
             raise ValueError(
                 f"{self.name}: pass backward, or differentiable=True if forward is, or inference_only=True."
             )
-        if self.paged_forward is not None and ("paged" not in self.features or not self.takes_fully_masked_rows):
-            raise ValueError(f"{self.name}: paged_forward needs 'paged' in features, and takes_fully_masked_rows=True.")
         # The rewrite that removes fully masked rows assumes that they are the first queries of a sequence.
         if not self.takes_fully_masked_rows and "window" in self.features:
             raise ValueError(f"{self.name}: takes_fully_masked_rows=False is not supported together with 'window'.")
 
     def reads_pools(self, spec: AttentionSpec) -> bool:
         """Whether `paged_forward` runs a call with keys in pools, and no adapter is needed. Else keys are copied."""
+        if self.paged_forward is None or not self.takes_fully_masked_rows:
+            return False
         dims = (spec.head_dim, spec.value_dim)
-        needs_adapter = self.head_dims.padded(*dims) != dims or (self.lower_right_only and spec.is_upper_left)
-        return self.paged_forward is not None and not needs_adapter
+        return self.head_dims.padded(*dims) == dims and not (self.lower_right_only and spec.is_upper_left)
 
     @property
     def has_operators(self) -> bool:

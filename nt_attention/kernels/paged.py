@@ -25,8 +25,9 @@ def forward(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
         key, value: Pools (pages, page size, G, D) or (N, G, D).
         call: The other arguments, with a `PagedLayout` as `key_layout`.
     """
-    if backend.paged_forward is None or not backend.reads_pools(call.spec):
+    if not backend.reads_pools(call.spec):
         return _gather_and_forward(backend, query, key, value, call)
+    assert backend.paged_forward is not None
     layout, (rows, heads, _) = call.layout, query.shape
     if not query.numel() or not layout.batch_size:  # kernels can't be launched on empty tensors
         lse = query.new_full((heads, rows), -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32)).T
