@@ -1,4 +1,4 @@
-"""The device time of one step of decoding, by backend and by where keys stand, beside the time to read the keys.
+"""The device time of one step of decoding, by backend and by where keys are stored, beside the time to read the keys.
 
     python benchmarks/paged_decoding.py [--rounds N] [--scale 1.0] [--save FILE]
 
@@ -83,7 +83,7 @@ class Inputs:
         return cls(query, key, value, layout, key_layout)
 
     def in_pages(self, page: int) -> tuple[Tensor, Tensor, nta.PagedLayout]:
-        """Pools of pages in a random order, and where the keys stand."""
+        """Pools of pages in a random order, and where the keys are stored."""
         lengths = self.key_layout.lengths
         pages = -(-lengths // page)
         most, count = int(pages.max()), int(pages.sum())

@@ -353,9 +353,9 @@ class CapturedCalls:
 
     def _add(self, work: Work, bucket: Bucket, device: Device, state: ModuleState) -> _Graph:
         for what in (None, bucket):
-            before, reason = self._refused.get((work.key, what), (_END, ""))
-            if before is state or before is None:
-                raise NotCapturedError(reason)
+            refusal = self._refused.get((work.key, what))
+            if refusal is not None and refusal[0] in (None, state):
+                raise NotCapturedError(refusal[1])
         try:
             graph = _capture(work, bucket, device, state)
         except torch.OutOfMemoryError as error:
@@ -394,7 +394,8 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
         with _capturing:
             shapes = work.shapes(bucket)
             given = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
-            _Graph(bucket, state, lambda: None, given, None).fill(work.inputs, work.zeroed)
+            graph = _Graph(bucket, state, lambda: None, given, None)
+            graph.fill(work.inputs, work.zeroed)
             with device.on_stream():
                 with _NoHostReads():
                     work.function(dict(given), bucket)
@@ -407,7 +408,7 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
     finally:
         torch.set_autocast_cache_enabled(cached)
         _thread.is_capturing = False
-    return _Graph(bucket, state, replay, given, outputs)
+    return replace(graph, replay=replay, outputs=outputs)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""`PagedLayout`: the rows of a pool at which the keys of each sequence stand.
+"""`PagedLayout`: the rows of a pool in which the keys of each sequence are stored.
 
 Dimensions: B sequences, P pages of a sequence, S keys of all sequences, N rows of a pool, G key heads, D head dim.
 """
@@ -15,7 +15,7 @@ _INDICES = (torch.int32, torch.int64)
 
 
 class PagedLayout:
-    """Where the keys of each sequence stand in a pool, such as a cache for generation.
+    """Where the keys of each sequence are stored in a pool, such as a cache for generation.
 
     Key j of sequence b is row `first_row[b, j // page_size] + j % page_size` of the pool, in 64 bits. `first_row` is
     `block_table * page_size`, or the start of a slot. Sequences may share pages. `varlen_attention` takes a
@@ -71,7 +71,7 @@ class PagedLayout:
 
     @classmethod
     def from_slots(cls, starts: Tensor, lengths: Tensor, max_seqlen: int) -> PagedLayout:
-        """Create the layout of keys that stand in one piece for each sequence, as with torch's `seqused_k`.
+        """Create the layout of keys that are in one piece for each sequence, as with torch's `seqused_k`.
 
         Args:
             starts: (B,) int32 or int64, the row of the pool at which each sequence begins.
@@ -195,7 +195,7 @@ class PagedLayout:
         return f"PagedLayout({self.batch_size} sequences of at most {self.max_seqlen} keys, {pages}, on {self.device})"
 
     def rows(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """The rows of the pool at which keys stand. Needs no sync, so it serves to write new keys into a pool.
+        """The rows of the pool for keys. Needs no sync. Use it to write new keys into a pool.
 
         Args:
             sequences: integers of any shape, the index of each key's sequence.
@@ -215,7 +215,7 @@ class PagedLayout:
             >>> paged.rows(torch.tensor([0, 0, 1]), torch.tensor([0, 5, 3]))
             tensor([20,  5, 11])
         """
-        page, within = positions // self.page_size, positions % self.page_size
+        page, row = positions // self.page_size, positions % self.page_size
         is_checked = self.device.type == "cpu" and can_be_read(positions) and can_be_read(self.table)
         if is_checked and positions.numel():
             self._check_positions(sequences, positions)
@@ -227,7 +227,7 @@ class PagedLayout:
         entries = entries.long().clamp(max=2**62 // unit)  # so that rows do not overflow
         if is_checked and bool((entries < 0).any()):
             raise ValueError(f"the table has the page {int(entries.min())} for a key: pass pages from 0 on.")
-        return entries * unit + within
+        return entries * unit + row
 
     def _check_positions(self, sequences: Tensor, positions: Tensor) -> None:
         capacity = self.capacities
@@ -348,6 +348,14 @@ class PagedLayout:
             raise ValueError(f"{name} must be a pool {fitting}, got {tuple(pool.shape)}.")
         if pool.device != self.device:
             raise ValueError(f"{name} is on {pool.device} and its PagedLayout on {self.device}.")
+
+
+def merge_pages(pool: Tensor) -> Tensor | None:
+    """A view of a pool (pages, page_size, …) as rows (N, …); None if that needs a copy."""
+    pages, size = pool.shape[:2]
+    if pages > 1 < size and pool.stride(0) != size * pool.stride(1):
+        return None
+    return pool.flatten(0, 1)
 
 
 def _check_indices(name: str, x: object, dims: int, meaning: str) -> None:

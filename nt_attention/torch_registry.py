@@ -413,7 +413,7 @@ def _bounded_layouts(
 def _in_pool(
     key: Tensor, cum_seq_k: Tensor | None, max_k: int, seqused_k: Tensor | None, block_table: Tensor | None
 ) -> PagedLayout:
-    """Where keys stand: in the pages of `block_table`, or from the offsets `cum_seq_k`."""
+    """Where keys are stored: in the pages of `block_table`, or from the offsets `cum_seq_k`."""
     if seqused_k is None:
         raise ValueError("block_table needs seqused_k, the number of keys of each sequence.")
     if block_table is not None:

@@ -27,9 +27,11 @@ def main(options: argparse.Namespace) -> int:
         note = "" if named in (*registry.backends(), "auto") else ", which is not a backend"
         print(f"  {ENVIRONMENT_VARIABLE} is {named!r}{note}")
     print("backends:")
-    for name, backend in registry.backends().items():
-        state = backend.about if (missing := backend.missing()) is None else f"not available: {missing}"
-        print(f"  {name:<{max(map(len, registry.backends()))}}  {state}")
+    backends = registry.backends()
+    width = max(map(len, backends))
+    for name, backend in backends.items():
+        missing = backend.missing()
+        print(f"  {name:<{width}}  {backend.about if missing is None else 'not available: ' + missing}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The caches of `flash_attn_with_kvcache`: where keys stand in them, and writing new keys in place.
+"""The caches of `flash_attn_with_kvcache`: where keys are stored in them, and writing new keys in place.
 
 Dimensions: B sequences, P pages of a sequence, N new keys of a sequence, G key heads, D and Dv head dims.
 """
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from .._tracing import can_be_read
-from ..paged import PagedLayout
+from ..paged import PagedLayout, merge_pages
 from ._layouts import token_positions
 
-# The pools of keys and of values, and where the keys of each sequence stand in them.
+# The pools of keys and of values, and where the keys of each sequence are stored in them.
 Pools = tuple[Tensor, Tensor, PagedLayout]
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """The caches of keys and values, and where the keys of each sequence stand in them.
+    """The caches of keys and values, and where the keys of each sequence are stored in them.
 
     Attributes:
         key, value: (pages, page size, G, D) and (pages, page size, G, Dv). Without a block table, a page is a row of
@@ -169,7 +169,7 @@ def _check_indices(name: str, x: object, shape: tuple[int | None, ...], like: Te
 def _check_mergeable(k_cache: Tensor, v_cache: Tensor) -> None:
     """Check that the first two dimensions can be merged without a copy."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.shape[0] > 1 < x.shape[1] and x.stride(0) != x.shape[1] * x.stride(1):
+        if merge_pages(x) is None:
             raise ValueError(
                 f"cache_leftpad needs a {name} whose first two dimensions can be merged without a copy, got the "
                 f"strides {x.stride()} for {tuple(x.shape)}: pass a contiguous cache."

@@ -375,7 +375,7 @@ def flash_attn_with_kvcache(
     """Attention of L queries of each sequence to keys in a cache. It writes new keys to the cache first, in place.
 
     On a GPU the host reads nothing, so the call can be captured in a CUDA graph after one call with the same shapes.
-    The caches are not copied. On a CPU, keys that stand in several pieces are gathered.
+    The caches are not copied. On a CPU, keys that are in several pieces are gathered.
 
     Args:
         q: (B, L, H, D).

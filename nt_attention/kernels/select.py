@@ -161,7 +161,7 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto", *, in_gra
     name, backends = _resolve(backend), registry.backends()
     if name == "auto":
         order = fastest_first(spec, size, backends)
-        candidates = [backends[one] for one in order if not in_graph or one in BACKENDS or backends[one].backward]
+        candidates = [backends[one] for one in order if not in_graph or one in BACKENDS or backends[one].has_operators]
     else:
         candidates = [backends[name]] if name in backends else []  # it may have been removed by another thread
     for candidate in candidates:

@@ -1,4 +1,4 @@
-"""Whether this library's Triton kernels can run on this machine, and a call on its device."""
+"""What this library's Triton kernels share on the host: whether they can run, and compile-time arguments."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def missing() -> str | None:
     if not interpreted() and not torch.accelerator.is_available():
         return "no GPU is available."
     return None
+
+
+def block_size(size: int) -> int:
+    """The smallest power of 2 of at least `size` and 16, which `tl.dot` needs."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def input_precision() -> str:
+    """How `tl.dot` multiplies float32: three tf32 products are more accurate than multiply-adds, and twice as fast."""
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def refuses(spec: AttentionSpec) -> list[str]:

@@ -151,12 +151,13 @@ def _patch_modules(
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
-            cast(VarlenMultiheadAttention, module._modules[child_name]).graphs = handle.graphs
+            ragged = cast(VarlenMultiheadAttention, module._modules[child_name])
+            ragged.graphs = handle.graphs
             if padding_free:
                 description += (
                     ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
                 )
-                cast(VarlenMultiheadAttention, module._modules[child_name]).report = attention_modules.Report(handle)
+                ragged.report = attention_modules.Report(handle)
             handle.change_layers(name, {child_name: description})
     if isinstance(module, nn.Transformer) and padding_free:
         torch_modules.patch_transformer(name, module, handle)

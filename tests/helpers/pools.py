@@ -1,4 +1,4 @@
-"""Pools of keys and values for tests of `PagedLayout`, full of NaN where no key stands.
+"""Pools of keys and values for tests of `PagedLayout`, full of NaN where no key is stored.
 
 Dimensions: B sequences, S keys, T query tokens, H query heads, G key heads, D and Dv head dims.
 """
@@ -27,7 +27,7 @@ class Pools:
         keys, values: packed, (S, G, D) and (S, G, Dv).
         key_layout: the sequences of the packed keys.
         pools: key and value.
-        paged: where the keys stand in the pools.
+        paged: where the keys are stored in the pools.
     """
 
     query: Tensor

@@ -7,7 +7,7 @@ queries of one sequence with all keys that they see:
 - With any other mask, or with ALiBi or a relative bias, a tile has at most `MASKED_ROWS` queries. So the cost of a
   window is tokens × window.
 - Short tiles of equal shape are gathered into one call. Each long tile runs in a call of its own, on views.
-- With keys in a pool, a long tile is a view too if its keys stand in one piece. Otherwise its keys are gathered.
+- With keys in a pool, a long tile is a view too if its keys are in one piece. Otherwise its keys are gathered.
 
 The kernel crashes (SIGFPE) on tiles without rows or keys, so these are not run. It returns lse 0 for rows that are
 fully masked or whose scores are all NaN, which is corrected.
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...layout import SequenceLayout
+from ...paged import merge_pages
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances
@@ -97,9 +98,9 @@ def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: Attentio
 
 
 def _make_plan(
-    layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec, places: Tensor | None = None
+    layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec, pool_rows: Tensor | None = None
 ) -> Plan:
-    """`places`: (S,) the row of each key, if keys are not packed."""
+    """`pool_rows`: (S,) the row of each key, if keys are not packed."""
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
     fully_masked: list[slice] = []
@@ -120,7 +121,7 @@ def _make_plan(
         for batch in batches:
             sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
             keys = _rows(key_begins, shape.keys)
-            keys = keys if places is None else _rows_at(keys, places)
+            keys = keys if pool_rows is None else _rows_in_pool(keys, pool_rows)
             calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), keys))
     return Plan(calls, fully_masked, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
 
@@ -130,9 +131,9 @@ def _rows(begins: Tensor, length: int) -> Rows:
     return Rows(int(begins[0]), length, index)
 
 
-def _rows_at(keys: Rows, places: Tensor) -> Rows:
-    """The rows of keys that stand at `places` (S,)."""
-    index = places.narrow(0, keys.begin, keys.length) if keys.index is None else places[keys.index]
+def _rows_in_pool(keys: Rows, pool_rows: Tensor) -> Rows:
+    """The rows in a pool of packed keys, whose rows in the pool are `pool_rows` (S,)."""
+    index = pool_rows.narrow(0, keys.begin, keys.length) if keys.index is None else pool_rows[keys.index]
     if keys.index is None and bool((index.diff() == 1).all()):
         return Rows(int(index[0]), keys.length)
     return Rows(0, keys.length, index)
@@ -206,25 +207,16 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
 def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The same with keys in pools. Pages are merged if that is a view; otherwise all keys are gathered."""
-    paged, merged_key, merged_value = call.paged, _merge_pages(key), _merge_pages(value)
+    paged = call.paged
+    merged_key, merged_value = (merge_pages(x) if x.dim() == 4 else x for x in (key, value))
     if merged_key is None or merged_value is None:
         key_layout, (key, value) = paged.gather(key, value)
         return forward(query, key, value, call._replace(key_layout=key_layout))
     key_layout = paged.read_lengths()
-    places = paged.rows(key_layout.sequence_ids, key_layout.position_ids)
-    paged.check_rows(places, key)
-    plan = _make_plan(call.layout, key_layout, call.spec, places)
+    pool_rows = paged.rows(key_layout.sequence_ids, key_layout.position_ids)
+    paged.check_rows(pool_rows, key)
+    plan = _make_plan(call.layout, key_layout, call.spec, pool_rows)
     return _run_plan(plan, query, merged_key, merged_value, call)
-
-
-def _merge_pages(pool: Tensor) -> Tensor | None:
-    """A pool as rows (N, G, D); None if that needs a copy."""
-    if pool.dim() == 3:
-        return pool
-    pages, size, *rest = pool.shape
-    if pages > 1 and size > 1 and pool.stride(0) != size * pool.stride(1):
-        return None
-    return pool.view(pages * size, *rest) if pool.numel() else pool.flatten(0, 1)
 
 
 def _run_plan(plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:

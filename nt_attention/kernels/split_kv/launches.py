@@ -18,6 +18,7 @@ from .. import bounds, device
 from ..bounds import Checked
 from ..call import AttentionSpec, Call
 from ..launch import Launch, launch
+from ..triton_support import block_size, input_precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK = 256  # keys
@@ -62,7 +63,7 @@ class Tile(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Where keys stand, as the kernels read it. `page` is 0 if keys stand in one piece."""
+    """Where keys are stored, as the kernels read it. `page` is 0 if the keys of a sequence are in one piece."""
 
     table: Tensor
     table_offsets: Tensor | None
@@ -164,7 +165,7 @@ class Work:
     @property
     def blocks(self) -> tuple[int, int]:
         """D and V, rounded up for `tl.dot`."""
-        return _power_of_2(self.call.spec.head_dim), _power_of_2(self.call.spec.value_dim)
+        return block_size(self.call.spec.head_dim), block_size(self.call.spec.value_dim)
 
     def plan(self) -> None:
         """Count the items."""
@@ -189,10 +190,9 @@ class Work:
             *(keys.table.stride(0), key.shape[0] * key.shape[1] if key.dim() == 4 else key.shape[0]),
             *(tile.part_rows, *self.numbers),
         )
-        precision = "ieee" if torch.version.hip else "tf32x3"  # as in token_tiled
         constants = (
             *(self.group, spec.head_dim, spec.value_dim, *self.blocks, keys.page, keys.table_offsets is not None),
-            *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, precision),
+            *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, input_precision()),
             *(*tile.splitting, BLOCK, tile.block_m, block_of_keys(self.blocks, spec.dtype.itemsize)),
         )
         warps = warps_of(tile.block_m, self.blocks)
@@ -234,8 +234,8 @@ def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
 def tile_rows(group: int, head_dim: int, itemsize: int) -> tuple[int, int]:
     """The rows of small and of large tiles. Their queries fit in the shared memory of small GPUs, beside the keys."""
     room = 32768 if itemsize == 2 else 16384  # bytes; float32 needs more for the parts of tf32 products
-    most = min(128, room // (_power_of_2(head_dim) * itemsize))
-    small = min(most, _power_of_2(group))
+    most = min(128, room // (block_size(head_dim) * itemsize))
+    small = min(most, block_size(group))
     return small, max(small, min(64, most))
 
 
@@ -248,11 +248,6 @@ def block_of_keys(blocks: tuple[int, int], itemsize: int) -> int:
     """The number of keys of a block. Two blocks of keys and values fit in the shared memory of small GPUs."""
     fitting = 32768 // (sum(blocks) * itemsize)
     return max(16, min(64, 1 << fitting.bit_length() - 1)) if itemsize == 2 else 16
-
-
-def _power_of_2(size: int) -> int:
-    """The smallest power of 2 of at least `size` and 16."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Triton kernels for few queries and many keys, which stand in a pool: split-KV attention (flash-decoding).
+"""Triton kernels for few queries and many keys, which are in a pool: split-KV attention (flash-decoding).
 
 A tile is BLOCK_M rows of one sequence and one key head. Its rows are all query heads of the group: row r is query
 r // GROUP and head r % GROUP of the group. So keys are read once for the whole group.
@@ -127,17 +127,17 @@ def _scores(
 def _find_keys(Table, first_entry, position, is_key, total_rows, PAGE: tl.constexpr):
     """(pages of keys, rows in their pages, whether they are in the pool), int64, int64 and bool.
 
-    PAGE is the number of rows of a page; 0 if keys stand in one piece, whose first row is the only entry.
+    PAGE is the number of rows of a page; 0 if keys are in one piece, whose first row is the only entry.
     """
     if PAGE == 0:
         entry = tl.load(Table + first_entry).to(tl.int64) + 0 * position
-        within = position
+        page_row = position
         row = entry + position
     else:
         entry = tl.load(Table + first_entry + position // PAGE, mask=is_key, other=0).to(tl.int64)
-        within = position % PAGE
-        row = entry * PAGE + within
-    return entry, within, is_key & (entry >= 0) & (entry < total_rows) & (row < total_rows)
+        page_row = position % PAGE
+        row = entry * PAGE + page_row
+    return entry, page_row, is_key & (entry >= 0) & (entry < total_rows) & (row < total_rows)
 
 
 @triton.jit
@@ -211,9 +211,9 @@ def attention_kernel(
         for at in range(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N):
             position = at + tl.arange(0, BLOCK_N).to(tl.int64)
             is_key = (position >= lo) & (position < hi)
-            page, within, is_inside = _find_keys(Table, first_entry, position, is_key, total_rows, PAGE)
+            page, page_row, is_inside = _find_keys(Table, first_entry, position, is_key, total_rows, PAGE)
             num_wrong += (is_key & (is_inside == 0)).to(tl.int32)
-            k = _load_keys(Key, page * key_page + within * key_row, is_inside, DIM, BLOCK_D)
+            k = _load_keys(Key, page * key_page + page_row * key_row, is_inside, DIM, BLOCK_D)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = _scores(products, own, position[None, :], slopes, scale, softcap, SOFTCAP, ALIBI, EXACT)
             distance = position[None, :] - own
@@ -224,7 +224,7 @@ def attention_kernel(
             weights = tl.exp2(scores - finite[:, None])
             rescale = tl.exp2(row_max - finite)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
-            v = _load_keys(Value, page * value_page + within * value_row, is_inside, VALUE_DIM, BLOCK_V)
+            v = _load_keys(Value, page * value_page + page_row * value_row, is_inside, VALUE_DIM, BLOCK_V)
             out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
             row_max = new_max
 

@@ -19,6 +19,7 @@ from ..backend import BackwardInputs, Gradients
 from ..call import AttentionSpec, Call
 from ..launch import Launch, Launches, Ready, launch_again, launch_cached
 from ..relative import RelativeBias
+from ..triton_support import block_size, input_precision
 from .bounded_plan import BoundedPlan
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .plan import Intervals, Plan, Tiles
@@ -54,13 +55,10 @@ class Settings:
 
         key = ("token_tiled plan", window, upper_left, spec.bounded and spec.batch_invariant)
         plan = layout.cached(key, make_plan, key_layout)
-        # tl.dot needs powers of 2 of at least 16
-        blocks = [max(16, 1 << (size - 1).bit_length()) for size in (dim, value_dim)]
-        # three tf32 products are more accurate than float32 multiply-adds, and twice as fast
-        precision = "ieee" if torch.version.hip else "tf32x3"
+        blocks = [block_size(dim), block_size(value_dim)]
         constants = (
             *(heads // key_heads, dim, value_dim, *blocks, *_switches(spec, bias_gradient, layout is key_layout)),
-            *(spec.dtype == torch.float32, precision, spec.bounded),
+            *(spec.dtype == torch.float32, input_precision(), spec.bounded),
         )
         floats = (spec.scale, spec.softcap, spec.dropout_p)
         longest = max(min(x.max_seqlen, x.total) for x in (layout, key_layout))
