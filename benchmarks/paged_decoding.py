@@ -1,12 +1,15 @@
 """The device time of one step of decoding, by backend and by where keys are stored, beside the time to read the keys.
 
-    python benchmarks/paged_decoding.py [--rounds N] [--scale 1.0] [--save FILE]
+    python benchmarks/paged_decoding.py [--parts workloads grid] [--rounds N] [--scale 1.0] [--save FILE]
 
 Each sequence has one query. Times are in µs: a CUDA graph has calls on several copies of the inputs, which together do
 not fit in the L2 cache. It is replayed, by turns with those of the other ways, and a time is the median of the replays
 over the number of calls. `floor` is the time to read keys and values once, at the bandwidth given by `--bandwidth` in
 TB/s. Every way is first compared with the reference. FlashInfer takes part if it is installed; its plan, which is made
 on the host, is not timed.
+
+The part `grid` needs a GPU. It has 108 batches of packed keys with 1 to 16 queries a sequence, whose causal attention
+`split_kv` runs with its smallest tiles. It prints the time of each backend over that of the fastest one.
 
 Without a GPU, the ways are only compared, with `TRITON_INTERPRET=1` and a small `--scale` of the lengths.
 """
@@ -50,7 +53,7 @@ class Workload:
 
 def workloads(scale: float) -> list[Workload]:
     generator = torch.Generator().manual_seed(0)
-    uniform = torch.randint(1, 4097, (64,), generator=generator).tolist()
+    uniform = (64 * torch.randperm(64, generator=generator) + 33).tolist()  # 33 to 4065
     normal = torch.randn(8, generator=generator)
     lognormal = (normal + 7.5).exp().clamp(16, 8192).int().tolist()
     cases = [
@@ -74,10 +77,10 @@ class Inputs:
     key_layout: nta.SequenceLayout
 
     @classmethod
-    def random(cls, case: Workload, device: torch.device) -> Inputs:
+    def random(cls, case: Workload, device: torch.device, queries: int = 1) -> Inputs:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         key_layout = nta.SequenceLayout.from_lengths(case.lengths, device=device)
-        layout = nta.SequenceLayout.from_lengths([1] * len(case.lengths), device=device)
+        layout = nta.SequenceLayout.from_lengths([min(queries, n) for n in case.lengths], device=device)
         query = torch.randn(layout.total, case.heads, case.head_dim, device=device, dtype=dtype)
         key, value = torch.randn(2, key_layout.total, case.kv_heads, case.head_dim, device=device, dtype=dtype)
         return cls(query, key, value, layout, key_layout)
@@ -102,7 +105,8 @@ class Inputs:
 
 def packed(name: str) -> Callable[[Inputs], Call]:
     def prepare(x: Inputs) -> Call:
-        return lambda: nta.varlen_attention(x.query, x.key, x.value, x.layout, x.key_layout, backend=name)  # type: ignore[return-value]
+        options = {"is_causal": True, "backend": name}
+        return lambda: nta.varlen_attention(x.query, x.key, x.value, x.layout, x.key_layout, **options)  # type: ignore[return-value,arg-type]
 
     return prepare
 
@@ -136,6 +140,42 @@ def flashinfer(page: int) -> Callable[[Inputs], Call]:
         return lambda: wrapper.run(x.query, (key, value))
 
     return prepare
+
+
+# (query heads, key heads, head dim) → queries of a sequence
+GRID_HEADS = {(32, 8, 128): (1, 4), (16, 16, 64): (1, 4, 16), (32, 32, 128): (1, 4, 16), (32, 4, 64): (1,)}
+GRID_BACKENDS = ("split_kv", "flash_attn_4", "torch_flash", "token_tiled")
+
+
+def grid_lengths() -> list[list[int]]:
+    """The lengths of the keys of each batch."""
+    generator = torch.Generator().manual_seed(1)
+
+    def lognormal(count: int, most: int) -> list[int]:
+        return (torch.randn(count, generator=generator).exp() * most / 6).clamp(16, most).int().tolist()
+
+    equal = [(1, 512), (1, 8192), (1, 65536), (8, 1024), (32, 512), (64, 128), (256, 64), (256, 512), (1024, 64)]
+    return [[n] * count for count, n in equal] + [lognormal(8, 8192), lognormal(64, 4096), [32768] + [256] * 63]
+
+
+def grid(device: torch.device) -> list[str]:
+    """For each backend: how often it is the fastest, and its time over that of the fastest one."""
+    names = [name for name in GRID_BACKENDS if nta.available_backends()[name] is None]
+    rows: list[dict[str, float]] = []
+    for heads, queries, lengths in ((h, n, x) for h, each in GRID_HEADS.items() for n in each for x in grid_lengths()):
+        case = Workload("", lengths, *heads, 0.0)
+        inputs = [Inputs.random(case, device, queries) for _ in range(min(12, max(2, -(-L2_BYTES // case.bytes))))]
+        row = {}
+        for name in names:
+            graph = captured([packed(name)(x) for x in inputs])
+            row[name] = statistics.median(replay_us(graph, len(inputs), 3) for _ in range(3))
+        rows.append({name: us / min(row.values()) for name, us in row.items()})
+    lines = ["", f"{len(rows)} batches with 1 to 16 queries a sequence", ""]
+    lines += ["| backend | fastest in | mean over the fastest | most |", "|---|---|---|---|"]
+    for name in names:
+        each = [row[name] for row in rows]
+        lines.append(f"| {name} | {each.count(1.0)} | {statistics.mean(each):.2f} | {max(each):.2f} |")
+    return lines
 
 
 def ways(device: torch.device) -> dict[str, Callable[[Inputs], Call]]:
@@ -181,16 +221,16 @@ def run(case: Workload, device: torch.device, rounds: int) -> dict[str, tuple[fl
     exact = packed("reference")(
         Inputs(first.query.double(), first.key.double(), first.value.double(), first.layout, first.key_layout)
     )()
-    own = float((packed("reference")(first)().double() - exact).norm())
+    own = float((packed("reference")(first)().double() - exact).norm()) or torch.finfo(torch.float64).tiny
     errors, graphs = {}, {}
     for name, prepare in ways(device).items():
         calls = [prepare(x) for x in inputs]
         errors[name] = float((calls[0]().double() - exact).norm()) / own
         if device.type == "cuda":
-            graphs[name] = captured(calls)
+            graphs[name] = captured(calls), calls  # the calls hold the pools that the graph reads
     times: dict[str, list[float]] = {name: [] for name in errors}
     for _ in range(rounds if graphs else 0):
-        for name, graph in graphs.items():
+        for name, (graph, _) in graphs.items():
             times[name].append(replay_us(graph, copies))
     return {name: (error, statistics.median(times[name] or [float("nan")])) for name, error in errors.items()}
 
@@ -198,28 +238,35 @@ def run(case: Workload, device: torch.device, rounds: int) -> dict[str, tuple[fl
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["workloads", "grid"], default=["workloads"])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--bandwidth", type=float, default=4.3)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = list(ways(device))
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    lines = [
-        f"{where}, torch {torch.__version__}: µs (error over that of the reference in the same dtype)",
-        "",
-        f"| workload | floor | target | {' | '.join(names)} |",
-        "|---" * (3 + len(names)) + "|",
-    ]
+    lines = [f"{where}, torch {torch.__version__}"]
     with support.by_documentation():
-        for case in workloads(options.scale):
-            found = run(case, device, options.rounds)
-            floor = case.bytes / options.bandwidth / 1e6
-            cells = " | ".join(f"{us:.1f} ({error:.2f})" for error, us in found.values())
-            lines.append(f"| {case.name} | {floor:.1f} | {case.target:.0f} | {cells} |")
-            print(lines[-1], flush=True)
+        if "workloads" in options.parts:
+            lines += table(options, device)
+        if "grid" in options.parts:
+            lines += grid(device)
     show(lines, options.save)
+
+
+def table(options: argparse.Namespace, device: torch.device) -> list[str]:
+    """A row for each workload."""
+    names = list(ways(device))
+    lines = ["", "µs (error over that of the reference in the same dtype)", ""]
+    lines += [f"| workload | floor | target | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
+    for case in workloads(options.scale):
+        found = run(case, device, options.rounds)
+        floor = case.bytes / options.bandwidth / 1e6
+        cells = " | ".join(f"{us:.1f} ({error:.2f})" for error, us in found.values())
+        lines.append(f"| {case.name} | {floor:.1f} | {case.target:.0f} | {cells} |")
+        print(lines[-1], flush=True)
+    return lines
 
 
 if __name__ == "__main__":

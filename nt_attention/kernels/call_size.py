@@ -5,6 +5,7 @@ Dimensions: B sequences, T query tokens, S key tokens.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .call import Call
@@ -17,26 +18,30 @@ class CallSize(NamedTuple):
         sequences: B.
         tokens: The mean of query tokens and key tokens, (T + S) / 2.
         pairs: The number of visible (query, key) pairs of one head.
+        most_queries: The most query tokens of a sequence, or an upper bound.
     """
 
     sequences: int
     tokens: float
     pairs: float
+    most_queries: float = math.inf
 
     @classmethod
     def of(cls, call: Call) -> CallSize:
         """The size of `call`. Pairs that take time to count are cached with the layouts."""
         layout, key_layout, _, spec, *_ = call
-        tokens = (layout.total + key_layout.total) / 2
+        tokens, longest = (layout.total + key_layout.total) / 2, layout.max_seqlen
         if spec.bounded or spec.paged:  # as if each query saw as many keys as the bounds allow
-            return cls(layout.batch_size, tokens, layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1))
+            pairs = layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1)
+            return cls(layout.batch_size, tokens, pairs, longest)
         if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
             squares = layout.sum_of_squares
-            return cls(layout.batch_size, tokens, squares if spec.window.is_open else (squares + layout.total) / 2)
+            pairs = squares if spec.window.is_open else (squares + layout.total) / 2
+            return cls(layout.batch_size, tokens, pairs, longest)
 
         def count() -> int:
             queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
             return int(spec.window.pairs(queries, keys, spec.lower_right).sum())
 
         pairs = layout.cached(("pairs", spec.window, spec.lower_right), count, key_layout)
-        return cls(layout.batch_size, tokens, pairs)
+        return cls(layout.batch_size, tokens, pairs, longest)

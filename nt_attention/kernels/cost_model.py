@@ -19,6 +19,7 @@ from .call_size import CallSize
 
 # The smallest expected time: the host needs about this long to launch, and the fits are not more accurate.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
+FEW_ROWS = 16  # of queries and heads of a group
 # ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs per call; ns per head and
 # sequence, per head and token, per head and 1000 pairs)
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
@@ -36,12 +37,23 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
         return {}
     wide = max(spec.head_dim, spec.value_dim)
     measured = min((d for d in by_head_dim if d >= wide), default=max(by_head_dim))
-    sequences, tokens, pairs = size
+    sequences, tokens, pairs, _ = size
     heads = spec.num_heads / 1000
     return {
         name: max(LAUNCH_US[direction], call + heads * (a * sequences + b * tokens + c * pairs / 1000))
         for name, (call, a, b, c) in by_head_dim[measured].items()
     }
+
+
+def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
+    """Whether `split_kv` is tried first: there are no gradients, and each sequence fits in one of its smallest tiles.
+
+    The times of such calls are not fitted: for other backends they depend on the longest sequence. On 108 batches of 1
+    to 16 queries and 64 to 65,536 keys a sequence, on an H100, `split_kv` took 1.1 times as long as the fastest backend
+    in the mean and 2.1 times at most. Each of the others took at least 2.8 times as long in the mean, and 18 times on
+    some batch (`benchmarks/paged_decoding.py --parts grid`).
+    """
+    return not spec.needs_grad and size.most_queries * (spec.num_heads // spec.num_kv_heads) <= FEW_ROWS
 
 
 def mask_kind(spec: AttentionSpec) -> str:

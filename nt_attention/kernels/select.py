@@ -115,16 +115,20 @@ def fastest_first(
     """The backends that `"auto"` tries, in this order. The first that can run is chosen.
 
     On a GPU they are sorted by expected time (`cost_model.py`), followed by those of our own that were not measured for
-    this kind of call. On a CPU Triton is not tried, because there it only runs in its interpreter, for tests.
-    Registered backends that say how fast they are and can run the call are sorted in. On a CPU they are tried first.
-    Other registered backends are not tried.
+    this kind of call. `split_kv` is the first of our own if there are few queries. On a CPU Triton is not tried,
+    because there it only runs in its interpreter, for tests. Registered backends that say how fast they are and can run
+    the call are sorted in. On a CPU they are tried first. Other registered backends are not tried.
     """
     expected = _expected_us(spec, size, registry.backends() if backends is None else backends)
     by_time = sorted(expected, key=expected.__getitem__)
     if spec.device.type == "cpu":
         return (*by_time, "cpu", "reference")
     others = [name for name in BACKENDS if name not in expected and name not in ("cpu", "reference")]
-    return (*by_time, *others, "reference")
+    order = [*by_time, *others, "reference"]
+    if cost_model.has_few_queries(spec, size):
+        order.remove("split_kv")
+        order.insert(next(i for i, name in enumerate(order) if name in BACKENDS), "split_kv")
+    return tuple(order)
 
 
 def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Backend]) -> dict[str, float]:

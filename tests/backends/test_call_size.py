@@ -62,7 +62,7 @@ def test_visible_pairs_of_no_sequences(lower_right):
     none = torch.zeros(0, dtype=torch.int64)
     assert Window(3, 5).pairs(none, none, lower_right).shape == (0,)
     layout, key_layout, spec = of_lengths([], [], window_size=(3, 5))
-    assert size_of(layout, key_layout, spec) == CallSize(0, 0, 0)
+    assert size_of(layout, key_layout, spec) == CallSize(0, 0, 0, 0)
 
 
 @ALIGNMENTS
@@ -97,7 +97,7 @@ def test_call_size_is_sequences_tokens_and_visible_pairs(options, equal):
     layout, key_layout, spec = of_lengths(queries, keys, equal=equal, **options)
     size = size_of(layout, key_layout, spec)
     want = sum(counted(a, b, spec.window, spec.lower_right) for a, b in zip(queries, keys, strict=True))
-    assert size == CallSize(5, (sum(queries) + sum(keys)) / 2, want)
+    assert size == CallSize(5, (sum(queries) + sum(keys)) / 2, want, max(queries))
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

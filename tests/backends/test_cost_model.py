@@ -10,6 +10,7 @@ import torch
 
 import nt_attention as nta
 from nt_attention.kernels import cost_model, select
+from nt_attention.kernels.backends import reference
 from nt_attention.kernels.call import AttentionSpec, Call
 from nt_attention.kernels.cost_model import CallSize, expected_us
 from nt_attention.kernels.select import BACKENDS, choose, explain_spec, fastest_first
@@ -225,11 +226,26 @@ class TestMeasurements:
             assert order[-1] == "reference"
 
 
+def test_split_kv_is_the_first_for_few_queries(measured, monkeypatch):
+    few, more = CallSize(3, 500.0, 1000, 4), CallSize(3, 500.0, 1000, 5)
+    four_heads = {"num_heads": 8, "num_kv_heads": 2}
+    assert select.fastest_first(call(**four_heads), few)[0] == "split_kv"
+    assert select.fastest_first(call(**four_heads), more)[0] != "split_kv"
+    assert select.fastest_first(call(needs_grad=True, **four_heads), few)[0] != "split_kv"
+    for size in (few, more):
+        order = select.fastest_first(call(**four_heads), size)
+        assert sorted(order) == sorted({*order})
+    monkeypatch.setattr(select, "_can_run", lambda *_: True)
+    fast = dataclasses.replace(reference.BACKEND, name="mine", is_reference=False, expected_us=lambda spec, size: 0.1)
+    with nta.register_backend(fast):
+        assert select.fastest_first(call(**four_heads), few)[:2] == ("mine", "split_kv")
+
+
 def test_slow_backend_warning_gives_the_reasons_of_the_fastest_backend(not_verified, measured):
     """The first in the order of expected time, not the first of the list."""
     spec = call(dtype=torch.float64)
     assert select.fastest_first(spec, CallSize(0, 0, 0))[0] == "torch_flash"
-    problem = Call(*(nta.SequenceLayout.from_lengths([]),) * 2, None, spec)
+    problem = Call(*(nta.SequenceLayout.from_lengths([17]),) * 2, None, spec)
     with pytest.warns(
         select.SlowBackendWarning, match="torch_flash .* dtype must be float16 or bfloat16, got torch.float64"
     ):

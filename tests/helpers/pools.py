@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-from token_tiled_cases import DEVICE
+from token_tiled_cases import DEVICE, GPU
 from torch import Tensor
 
 import nt_attention as nta
 
 FORMS = ("table", "slots", "indices")
+cpu_only = pytest.mark.skipif(GPU, reason="an error on a CPU only, or of the CPU backend")
 
 
 @dataclass

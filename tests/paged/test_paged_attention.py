@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from pools import FORMS, make
+from pools import FORMS, cpu_only, make
 from sweeps import covering, pairwise
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -102,7 +102,7 @@ def test_16_bits(dtype):
 @pytest.mark.parametrize("which", BATCHES)
 def test_more_chunks_than_splits(which, monkeypatch):
     """Chunks are split in pairs and fours."""
-    monkeypatch.setattr("nt_attention.kernels.split_kv.launches._MOST_SPLITS", {16: 2, 64: 1})
+    monkeypatch.setattr("nt_attention.kernels.split_kv.launches._MOST_SPLITS", 2)
     lengths, key_lengths = BATCHES[which]
     make(lengths, [5 * n for n in key_lengths]).check("split_kv", is_causal=True)
 
@@ -113,7 +113,7 @@ def test_fewer_splits_in_a_large_batch(monkeypatch):
 
 
 def test_more_sequences_than_a_program_reads_at_once(monkeypatch):
-    monkeypatch.setattr("nt_attention.kernels.split_kv.launches.BLOCK", 4)
+    monkeypatch.setattr("nt_attention.kernels.split_kv.launches.BLOCKS", (2, 4))
     make([1, 2, 0, 1, 1, 3, 1, 1, 0, 1], [5, 300, 4, 0, 1, 260, 3, 2, 9, 31]).check("split_kv", is_causal=True)
 
 
@@ -187,14 +187,12 @@ def test_rows_past_the_last_query():
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_no_queries(lengths):
-    table = torch.zeros(len(lengths), 2, dtype=torch.int32)
+    table = torch.zeros(len(lengths), 2, dtype=torch.int32, device=DEVICE)
     paged = nta.PagedLayout(table, table[:, 0] + 1, 4)
-    layout = nta.SequenceLayout.from_lengths(lengths)
-    pool = torch.randn(3, 4, 2, 16)
-    for backend in ("split_kv", "cpu", "reference"):
-        out, lse = nta.varlen_attention(
-            torch.randn(2, 4, 16), pool, pool, layout, paged, backend=backend, return_lse=True
-        )
+    layout = nta.SequenceLayout.from_lengths(lengths, device=DEVICE)
+    pool, query = torch.randn(3, 4, 2, 16, device=DEVICE), torch.randn(2, 4, 16, device=DEVICE)
+    for backend in BACKENDS:
+        out, lse = nta.varlen_attention(query, pool, pool, layout, paged, backend=backend, return_lse=True)
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
 
@@ -259,6 +257,7 @@ class TestInvalid:
         assert out[0].isfinite().all()
         assert out[1].isnan().all()
 
+    @cpu_only
     @pytest.mark.parametrize("backend", ["cpu", "reference"])
     @pytest.mark.parametrize(
         ("which", "message"),
@@ -408,13 +407,13 @@ class TestErrors:
     @pytest.mark.parametrize("shape", [(4, 8, 2, 16), (5, 2), (2, 2, 16, 2, 16)], ids=str)
     def test_pools_of_a_wrong_shape(self, shape):
         case = make([1, 2], [5, 7])
-        pool = torch.randn(shape)
+        pool = torch.randn(shape, device=DEVICE)
         with pytest.raises(ValueError, match=r"key must be a pool"):
             nta.varlen_attention(case.query, pool, pool, case.layout, case.paged)
 
     def test_slots_need_rows(self):
         case = make([1, 2], [5, 7], form="slots")
-        pool = torch.randn(4, 16, 2, 16)
+        pool = torch.randn(4, 16, 2, 16, device=DEVICE)
         with pytest.raises(ValueError, match=r"\(N, G, D\) for slots"):
             nta.varlen_attention(case.query, pool, pool, case.layout, case.paged)
 
@@ -539,7 +538,7 @@ def test_backend_that_needs_adapters_gets_gathered_keys():
     assert ran == ["pools", "packed", "packed", "packed"]
 
 
-@pytest.mark.skipif(GPU, reason="it is about the CPU backend")
+@cpu_only
 def test_keys_in_one_piece_are_not_copied():
     case = make(*DECODE, form="slots")
     with PoolsAreNotRead(case.pools[0].shape):

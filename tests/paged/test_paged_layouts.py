@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pools import FORMS, make
+from pools import FORMS, cpu_only, make
 
 import nt_attention as nta
 
@@ -39,6 +39,7 @@ def test_rows_do_not_overflow():
     assert paged.rows(torch.tensor([0]), torch.tensor([255])).tolist() == [(2**31 - 1) * 256 + 255]
 
 
+@cpu_only
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("position", [-1, 10_000])
 def test_rows_without_a_page(form, position):

@@ -9,12 +9,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.split_kv import launches, triton_kernels
 
-INTEGERS = ("Table", "TableOffsets", "Offsets", "Lengths", "Ends")
+INTEGERS = ("Table", "TableOffsets", "Offsets", "Lengths")
 FLOATS = ("Lse", "Parts", "PartLse", "Slopes")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-SPLITTING = {"CHUNK": launches.CHUNK, "MOST_SPLITS": 128, "DOUBLINGS": 1}
 
 
 def compiled(function, constants: dict, capability: int, dtype: torch.dtype, warps: int, stages: int):
@@ -35,34 +35,34 @@ def compiled(function, constants: dict, capability: int, dtype: torch.dtype, war
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def attention(head_dim: int, dtype: torch.dtype, group: int, page: int, capability: int):
+def attention(dims: tuple[int, int], dtype: torch.dtype, group: int, page: int, capability: int):
     """The kernels for small and for large tiles, with all options if keys are in pages of one row."""
-    blocks, every = (head_dim, head_dim), page == 1
-    for tile in launches.tile_rows(group, head_dim, dtype.itemsize):
-        constants = {"GROUP": group, "PAGE": page, "RAGGED": every, "UPPER_LEFT": every, "BLOCK": launches.BLOCK}
-        constants |= dict.fromkeys(("DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"), head_dim)
-        constants |= {"SOFTCAP": every, "ALIBI": every, "EXACT": dtype == torch.float32, "PRECISION": "tf32x3"}
-        constants |= {"BLOCK_M": tile, "BLOCK_N": launches.block_of_keys(blocks, dtype.itemsize), **SPLITTING}
-        warps = launches.warps_of(tile, blocks)
+    (head_dim, value_dim), every = dims, page == 1
+    spec = AttentionSpec(torch.device("cpu"), dtype, group, 1, head_dim, value_dim, 0.125)
+    for tile in launches.tile_rows(spec):
+        constants = {"GROUP": group, "PAGE": page, "BLOCK": launches.BLOCKS[1], "EXACT": dtype == torch.float32}
+        constants |= dict.fromkeys(("RAGGED", "UPPER_LEFT", "WIDE", "SOFTCAP", "ALIBI"), every)
+        constants |= dict.fromkeys(("DIM", "BLOCK_D"), head_dim) | dict.fromkeys(("VALUE_DIM", "BLOCK_V"), value_dim)
+        constants |= {"BLOCK_M": tile, "BLOCK_N": launches.block_of_keys(tile, spec), "PRECISION": "tf32x3"}
+        warps = launches.warps_of(tile, spec)
         yield tile, compiled(triton_kernels.attention_kernel, constants, capability, dtype, warps, launches.STAGES)
 
 
-CASES = [(256, torch.bfloat16, 4, 1), (256, torch.float32, 4, 16)]
-MORE_CASES = [(64, torch.bfloat16, 1, 16), (128, torch.bfloat16, 4, 0), (128, torch.float32, 4, 1)]
-MORE_CASES += [(128, torch.float16, 71, 16), (256, torch.float32, 71, 1)]
+CASES = [((256, 256), torch.bfloat16, 4, 1), ((256, 256), torch.float32, 4, 16)]
+MORE_CASES = [((64, 64), torch.bfloat16, 1, 16), ((128, 128), torch.bfloat16, 4, 0), ((128, 128), torch.float32, 4, 1)]
+MORE_CASES += [((128, 128), torch.float16, 71, 256), ((256, 256), torch.float32, 71, 1)]
+MORE_CASES += [((64, 128), torch.bfloat16, 4, 24)]
 
 
 def main(capability: int, cases: list) -> None:
-    for head_dim, dtype, group, page in cases:
-        for tile, kernel in attention(head_dim, dtype, group, page, capability):
+    for dims, dtype, group, page in cases:
+        for tile, kernel in attention(dims, dtype, group, page, capability):
             wide = sum(map(kernel.asm["ptx"].count, ("cp.async.cg", "ld.global.v4")))  # 16 bytes each
-            print("attention", head_dim, NAMES[dtype], group, page, tile, wide, kernel.metadata.shared)
-    common = {"GROUP": 4, "BLOCK_M": 16, "UPPER_LEFT": False, **SPLITTING}
-    others = {triton_kernels.plan_kernel: {"BLOCK": launches.BLOCK}}
-    others[triton_kernels.combine_kernel] = {"VALUE_DIM": 128, "BLOCK_V": 128, "BLOCK_S": 16}
-    for function, more in others.items():
-        kernel = compiled(function, common | more, capability, torch.bfloat16, 4, 1)
-        print(function.__name__, kernel.metadata.shared)
+            print("attention", *dims, NAMES[dtype], group, page, tile, wide, kernel.metadata.shared)
+    constants = {"GROUP": 4, "BLOCK_M": 16, "UPPER_LEFT": False, "VALUE_DIM": 128}
+    constants |= {"BLOCK_S": launches.SPLITS_AT_ONCE, "COLUMNS": launches.COLUMNS}
+    kernel = compiled(triton_kernels.combine_kernel, constants, capability, torch.bfloat16, launches.COMBINE_WARPS, 1)
+    print("combine", kernel.metadata.shared)
 
 
 if __name__ == "__main__":

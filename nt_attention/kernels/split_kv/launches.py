@@ -21,15 +21,16 @@ from ..launch import Launch, launch
 from ..triton_support import block_size, input_precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CHUNK = 256  # keys
+CHUNK_BITS = 8  # chunks of 256 keys
+_SMALL_CHUNK_BITS = 6
 _NO_LIMIT = 2**31 - 1
-BLOCK = 1024  # sequences that a program reads at once
 STAGES = 2
-_PROGRAMS = 4  # for each multiprocessor
-# The most splits of a sequence, by the rows of a tile: more chunks are split in pairs, fours, …
-_MOST_SPLITS = {16: 128, 32: 64, 64: 16, 128: 16}
-# Without `batch_invariant`, large batches have fewer splits, so that the parts have at most this many rows.
+# of `combine_kernel`: the splits and columns of a block
+SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1
+_MOST_SPLITS = 128  # of a sequence, if a tile has 16 rows
 _MOST_PART_ROWS = 2**18
+_ROUNDS = 1  # chunks are smaller, if programs have fewer items each
+BLOCKS = (32, 256)  # sequences whose items a program counts at once, in small batches and in others
 
 
 class Tile(NamedTuple):
@@ -38,28 +39,39 @@ class Tile(NamedTuple):
     Attributes:
         block_m: the rows of a tile.
         least, most: it is for sequences with more than `least` rows, and at most `most`.
-        part_rows: the most rows of a sequence that is split.
-        splits: the most splits of a sequence.
-        splitting: CHUNK, MOST_SPLITS and DOUBLINGS of the kernels.
+        split_rows: the most rows of a sequence that is split.
+        chunk_bits, splits, doublings: the arguments `chunk_bits`, `most_splits` and `doublings` of the kernels.
     """
 
     block_m: int
     least: int
     most: int
-    part_rows: int
+    split_rows: int
+    chunk_bits: int
     splits: int
-    splitting: tuple[int, int, int]
+    doublings: int
 
     @classmethod
     def make(cls, block_m: int, least: int, most: int, layout: SequenceLayout, keys: Keys, spec: AttentionSpec) -> Tile:
-        part_rows = min(block_m, layout.max_seqlen * spec.num_heads // spec.num_kv_heads)
-        splits = _MOST_SPLITS[block_m]
-        rows = layout.batch_size * part_rows * spec.num_kv_heads
-        while not spec.batch_invariant and splits > 1 and splits * rows > _MOST_PART_ROWS:
-            splits //= 2
-        chunks = -(-keys.max_seqlen // CHUNK)
+        """With `batch_invariant`, nothing here may depend on other sequences, and their tiles are split alone.
+
+        Otherwise sequences with more tiles are split too. Small batches have smaller chunks, so that all
+        multiprocessors have work. Large ones have fewer splits, so that the parts have at most `_MOST_PART_ROWS` rows.
+        """
+        rows = min(most, layout.max_seqlen * spec.num_heads // spec.num_kv_heads)
+        chunk_bits, splits = CHUNK_BITS, _MOST_SPLITS
+        if spec.batch_invariant:
+            rows, splits = min(rows, block_m), max(1, splits * 16 // block_m)
+        else:
+            tiles = layout.batch_size * spec.num_kv_heads * -(-rows // block_m)
+            wanted = programs_at_once(block_m, spec)
+            while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < _ROUNDS * wanted:
+                chunk_bits -= 1
+            while splits > 1 and splits * rows * layout.batch_size * spec.num_kv_heads > _MOST_PART_ROWS:
+                splits //= 2
+        chunks = -(-keys.max_seqlen >> chunk_bits)
         doublings = max(0, -(-chunks // splits) - 1).bit_length()
-        return cls(block_m, least, most, part_rows, min(splits, chunks), (CHUNK, splits, doublings))
+        return cls(block_m, least, most, rows if splits > 1 else 0, chunk_bits, max(1, min(splits, chunks)), doublings)
 
 
 class Keys(NamedTuple):
@@ -88,7 +100,7 @@ class Keys(NamedTuple):
 def _tiles(layout: SequenceLayout, keys: Keys, spec: AttentionSpec) -> list[Tile]:
     """The kinds of tiles of a batch: small ones for few rows, large ones for more."""
     group = spec.num_heads // spec.num_kv_heads
-    small, large = tile_rows(group, spec.head_dim, spec.dtype.itemsize)
+    small, large = tile_rows(spec)
     kinds = [(small, 0, small), (large, small, _NO_LIMIT)]
     fewest, most = layout.min_seqlen * group, layout.max_seqlen * group
     return [Tile.make(*kind, layout, keys, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
@@ -116,7 +128,6 @@ def _forward(
     with device.current(query.device):
         for tile in _tiles(layout, keys, call.spec):
             work = Work.make(tile, call, keys, offsets)
-            work.plan()
             work.attend(query, key, value, out, lse)
             if tile.splits > 1:
                 work.combine(out, lse)
@@ -132,30 +143,22 @@ class Work:
 
     Attributes:
         offsets: (B+1,) int32, of the queries.
-        ends: (2, B) int32, see `plan_kernel`.
-        parts, part_lse: (P, G, R, V) and (P, G, R) float32, the results of splits.
-        numbers: the last arguments of all kernels that are not compile-time arguments.
+        parts, part_lse: (B, S, G, R, V) and (B, S, G, R) float32, the results of splits.
     """
 
     tile: Tile
     call: Call
     keys: Keys
     offsets: Tensor
-    ends: Tensor
     parts: Tensor
     part_lse: Tensor
-    numbers: tuple[int, ...]
 
     @classmethod
     def make(cls, tile: Tile, call: Call, keys: Keys, offsets: Tensor) -> Work:
         spec, batch = call.spec, call.layout.batch_size
-        most_parts = batch * tile.splits if tile.splits > 1 else 1
-        shape = (most_parts, spec.num_kv_heads, tile.part_rows, spec.value_dim)
-        parts = torch.empty(shape, dtype=torch.float32, device=spec.device)
-        ends = torch.empty(2, batch, dtype=torch.int32, device=spec.device)
-        before, after = (int(min(side, _NO_LIMIT)) for side in spec.window)
-        numbers = (batch, keys.max_seqlen, before, after, tile.least, tile.most)
-        return cls(tile, call, keys, offsets, ends, parts, parts.new_empty(shape[:3]), numbers)
+        shape = (batch, tile.splits, spec.num_kv_heads, tile.split_rows)
+        parts = torch.empty(*shape, spec.value_dim, dtype=torch.float32, device=spec.device)
+        return cls(tile, call, keys, offsets, parts, parts.new_empty(shape))
 
     @property
     def group(self) -> int:
@@ -163,17 +166,11 @@ class Work:
         return self.call.spec.num_heads // self.call.spec.num_kv_heads
 
     @property
-    def blocks(self) -> tuple[int, int]:
-        """D and V, rounded up for `tl.dot`."""
-        return block_size(self.call.spec.head_dim), block_size(self.call.spec.value_dim)
-
-    def plan(self) -> None:
-        """Count the items."""
-        from . import triton_kernels as kernels
-
-        constants = (self.group, self.tile.block_m, not self.call.spec.lower_right, *self.tile.splitting, BLOCK)
-        tensors = (self.offsets, self.keys.lengths, self.ends)
-        launch(Launch(kernels.plan_kernel, (1, 1), tensors, self.numbers, (), constants, 4, 1))
+    def limits(self) -> tuple[int, ...]:
+        """The last integers of both kernels, from `max_seqlen` on."""
+        tile, window = self.tile, [int(min(side, _NO_LIMIT)) for side in self.call.spec.window]
+        splitting = (tile.split_rows, tile.chunk_bits, tile.splits, tile.doublings)
+        return (self.keys.max_seqlen, *window, tile.least, tile.most, *splitting)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
         """Run the items: write `out` and `lse`, or parts of them."""
@@ -183,21 +180,22 @@ class Work:
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
         most_tiles = min(self.call.layout.batch_size, len(query)) + len(query) * self.group // tile.block_m
-        programs = min(most_tiles * max(1, tile.splits), _programs(query.device) // spec.num_kv_heads)
+        programs = min(most_tiles * tile.splits, programs_at_once(tile.block_m, spec) // spec.num_kv_heads)
         integers = (
             *(*query.stride()[:2], *_strides(key, keys.page), *_strides(value, keys.page), *out.stride()[:2]),
             *(lse.stride(1), slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0),
             *(keys.table.stride(0), key.shape[0] * key.shape[1] if key.dim() == 4 else key.shape[0]),
-            *(tile.part_rows, *self.numbers),
+            *(self.call.layout.batch_size, *self.limits),
         )
+        block_n, blocks = block_of_keys(tile.block_m, spec), _blocks(spec)
         constants = (
-            *(self.group, spec.head_dim, spec.value_dim, *self.blocks, keys.page, keys.table_offsets is not None),
+            *(self.group, spec.head_dim, spec.value_dim, *blocks, keys.page, keys.table_offsets is not None),
             *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, input_precision()),
-            *(*tile.splitting, BLOCK, tile.block_m, block_of_keys(self.blocks, spec.dtype.itemsize)),
+            *(BLOCKS[self.call.layout.batch_size > BLOCKS[0]], tile.block_m, block_n),
+            max(key.stride(-3), value.stride(-3)) * block_n >= 2**31,
         )
-        warps = warps_of(tile.block_m, self.blocks)
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
-        tensors = (self.offsets, keys.lengths, self.ends)
+        tensors, warps = (self.offsets, keys.lengths), warps_of(tile.block_m, spec)
         launch(
             Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, warps, STAGES),
             (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets),
@@ -208,19 +206,12 @@ class Work:
         from . import triton_kernels as kernels
 
         spec, tile = self.call.spec, self.tile
-        grid = (self.call.layout.batch_size * tile.part_rows, spec.num_kv_heads)
-        tensors = (out, lse, self.parts, self.part_lse, self.offsets, self.keys.lengths, self.ends)
-        integers = (*out.stride()[:2], lse.stride(1), tile.part_rows, *self.numbers)
-        constants = (
-            self.group,
-            spec.value_dim,
-            self.blocks[1],
-            not spec.lower_right,
-            *tile.splitting,
-            tile.block_m,
-            16,
-        )
-        launch(Launch(kernels.combine_kernel, grid, tensors, integers, (), constants, 4, 1))
+        programs_per_row = -(-spec.value_dim // COLUMNS)
+        grid = (self.call.layout.batch_size * tile.split_rows * programs_per_row, spec.num_kv_heads)
+        tensors = (out, lse, self.parts, self.part_lse, self.offsets, self.keys.lengths)
+        integers = (*out.stride()[:2], lse.stride(1), *self.limits)
+        constants = (self.group, spec.value_dim, not spec.lower_right, tile.block_m, SPLITS_AT_ONCE, COLUMNS)
+        launch(Launch(kernels.combine_kernel, grid, tensors, integers, (), constants, COMBINE_WARPS, 1))
 
 
 def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
@@ -231,28 +222,37 @@ def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
     return max(page, 1) * row, row, head
 
 
-def tile_rows(group: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+def tile_rows(spec: AttentionSpec) -> tuple[int, int]:
     """The rows of small and of large tiles. Their queries fit in the shared memory of small GPUs, beside the keys."""
-    room = 32768 if itemsize == 2 else 16384  # bytes; float32 needs more for the parts of tf32 products
-    most = min(128, room // (block_size(head_dim) * itemsize))
-    small = min(most, block_size(group))
+    room = 32768 if spec.dtype.itemsize == 2 else 16384  # bytes; float32 needs more for the parts of tf32 products
+    most = min(128, room // (max(_blocks(spec)) * spec.dtype.itemsize))
+    small = min(most, block_size(spec.num_heads // spec.num_kv_heads))
     return small, max(small, min(64, most))
 
 
-def warps_of(block_m: int, blocks: tuple[int, int]) -> int:
-    """The warps of a program."""
-    return 8 if block_m * max(blocks) > 64 * 128 else 4
+def _blocks(spec: AttentionSpec) -> tuple[int, int]:
+    """D and V, rounded up for `tl.dot`."""
+    return block_size(spec.head_dim), block_size(spec.value_dim)
 
 
-def block_of_keys(blocks: tuple[int, int], itemsize: int) -> int:
+def warps_of(block_m: int, spec: AttentionSpec) -> int:
+    """The warps of a program of `attention_kernel`: one for each 4 KiB of queries."""
+    return max(1, min(8, block_m * max(_blocks(spec)) * spec.dtype.itemsize // 4096))
+
+
+def block_of_keys(block_m: int, spec: AttentionSpec) -> int:
     """The number of keys of a block. Two blocks of keys and values fit in the shared memory of small GPUs."""
-    fitting = 32768 // (sum(blocks) * itemsize)
-    return max(16, min(64, 1 << fitting.bit_length() - 1)) if itemsize == 2 else 16
+    if spec.dtype == torch.float32:
+        return 16
+    fitting = (8192 if block_m == 16 else 32768) // (sum(_blocks(spec)) * spec.dtype.itemsize)
+    return max(16, min(64, 1 << fitting.bit_length() - 1))
+
+
+def programs_at_once(block_m: int, spec: AttentionSpec) -> int:
+    """How many programs of `attention_kernel` run at the same time."""
+    return _multiprocessors(spec.device) * max(2, 8 // warps_of(block_m, spec))
 
 
 @functools.cache
-def _programs(where: torch.device) -> int:
-    """How many programs of `attention_kernel` share the items."""
-    if where.type != "cuda":
-        return 16
-    return _PROGRAMS * torch.cuda.get_device_properties(where).multi_processor_count
+def _multiprocessors(where: torch.device) -> int:
+    return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 2
