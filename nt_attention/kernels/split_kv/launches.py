@@ -29,7 +29,6 @@ STAGES = 2
 SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1
 _MOST_SPLITS = 128  # of a sequence, if a tile has 16 rows
 _MOST_PART_ROWS = 2**18
-_ROUNDS = 1  # chunks are smaller, if programs have fewer items each
 BLOCKS = (32, 256)  # sequences whose items a program counts at once, in small batches and in others
 
 
@@ -65,7 +64,7 @@ class Tile(NamedTuple):
         else:
             tiles = layout.batch_size * spec.num_kv_heads * -(-rows // block_m)
             wanted = programs_at_once(block_m, spec)
-            while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < _ROUNDS * wanted:
+            while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < wanted:
                 chunk_bits -= 1
             while splits > 1 and splits * rows * layout.batch_size * spec.num_kv_heads > _MOST_PART_ROWS:
                 splits //= 2
