@@ -50,7 +50,7 @@ def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
 
     The times of such calls are not fitted: for other backends they depend on the longest sequence. On 108 batches of 1
     to 16 queries and 64 to 65,536 keys a sequence, on an H100, `split_kv` took 1.1 times as long as the fastest backend
-    in the mean and 2.1 times at most. Each of the others took at least 2.8 times as long in the mean, and 18 times on
+    in the mean and 2.4 times at most. Each of the others took at least 2.8 times as long in the mean, and 18 times on
     some batch (`benchmarks/paged_decoding.py --parts grid`).
     """
     return not spec.needs_grad and size.most_queries * (spec.num_heads // spec.num_kv_heads) <= FEW_ROWS
