@@ -87,7 +87,10 @@ def requested_cases(names: list[str] | None, which: list[str] | None, device: to
 
 
 def run_in_processes(cases: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
-    """In no order. If a kernel ends its process, each case without a result is run in a process of its own."""
+    """In no order. If a kernel ends its process, each case without a result is run in a process of its own.
+
+    The same if a kernel leaves the device unusable in its process, so that all later cases raise an error.
+    """
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which would continue after these ended
     lost = []
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
@@ -95,7 +98,7 @@ def run_in_processes(cases: list[Case], device: torch.device, jobs: int) -> Iter
         for future in as_completed(waiting):
             try:
                 yield future.result()
-            except BrokenProcessPool:
+            except (BrokenProcessPool, RuntimeError):
                 lost.append(waiting[future])
     if len(cases) == 1:
         yield from (Finding(case, "no", "it ended its process") for case in lost)

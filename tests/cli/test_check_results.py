@@ -210,3 +210,19 @@ def test_kernel_that_ends_its_process_fails_one_case_only(monkeypatch):
     found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)
     results = {each.case.which: (each.result, each.details) for each in found}
     assert results == dict.fromkeys(names, ("both", "…")) | {"16": ("no", "it ended its process")}
+
+
+def break_device(case, device):
+    if hasattr(check, "broken"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if case.which == "16":
+        check.broken = True  # in this process
+    return Finding(case, "no" if case.which == "16" else "both", "…")
+
+
+def test_kernel_that_breaks_the_device_in_its_process_fails_one_case_only(monkeypatch):
+    monkeypatch.setattr(check, "run_case", break_device)
+    names = ["16", *map(str, range(24, 40))]
+    found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)
+    results = {each.case.which: each.result for each in found}
+    assert results == dict.fromkeys(names, "both") | {"16": "no"}

@@ -21,14 +21,13 @@ from ..launch import Launch, launch
 from ..triton_support import block_size, input_precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CHUNK_BITS = 8  # chunks of 256 keys
-_SMALL_CHUNK_BITS = 6
+_CHUNK_BITS, _SMALL_CHUNK_BITS = 8, 6  # chunks have 256 keys, and in small batches down to 64
 _NO_LIMIT = 2**31 - 1
 STAGES = 2
-# of `combine_kernel`: the splits and columns of a block
-SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1
+SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1  # a block of `combine_kernel`, and its warps
 _MOST_SPLITS = 128  # of a sequence, if a tile has 16 rows
 _MOST_PART_ROWS = 2**18
+_MANY_TILES = 4  # for each program that runs at the same time
 BLOCKS = (32, 256)  # sequences whose items a program counts at once, in small batches and in others
 
 
@@ -52,13 +51,14 @@ class Tile(NamedTuple):
 
     @classmethod
     def make(cls, block_m: int, least: int, most: int, layout: SequenceLayout, keys: Keys, spec: AttentionSpec) -> Tile:
-        """With `batch_invariant`, nothing here may depend on other sequences, and their tiles are split alone.
+        """The tiles of a batch.
 
-        Otherwise sequences with more tiles are split too. Small batches have smaller chunks, so that all
-        multiprocessors have work. Large ones have fewer splits, so that the parts have at most `_MOST_PART_ROWS` rows.
+        With `batch_invariant`, how a sequence is split must not depend on the batch: it is split if it has one tile.
+        Otherwise sequences of more tiles are split too, unless there are many tiles. Small batches have smaller chunks,
+        so that all multiprocessors have work. Large ones have fewer splits, so that parts have few rows.
         """
         rows = min(most, layout.max_seqlen * spec.num_heads // spec.num_kv_heads)
-        chunk_bits, splits = CHUNK_BITS, _MOST_SPLITS
+        chunk_bits, splits = _CHUNK_BITS, _MOST_SPLITS
         if spec.batch_invariant:
             rows, splits = min(rows, block_m), max(1, splits * 16 // block_m)
         else:
@@ -66,6 +66,8 @@ class Tile(NamedTuple):
             wanted = programs_at_once(block_m, spec)
             while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < wanted:
                 chunk_bits -= 1
+            if rows > block_m and tiles >= _MANY_TILES * wanted:
+                splits = 1
             while splits > 1 and splits * rows * layout.batch_size * spec.num_kv_heads > _MOST_PART_ROWS:
                 splits //= 2
         chunks = -(-keys.max_seqlen >> chunk_bits)

@@ -1,0 +1,58 @@
+"""Which sequences `split_kv` splits, and into how many parts. No GPU is needed."""
+
+import pytest
+import torch
+
+from nt_attention import SequenceLayout
+from nt_attention.kernels.call import AttentionSpec
+from nt_attention.kernels.split_kv import launches
+
+HEADS, KV_HEADS = 32, 8
+GROUP = HEADS // KV_HEADS
+
+
+@pytest.fixture(autouse=True)
+def like_an_h100(monkeypatch):
+    monkeypatch.setattr(launches, "_multiprocessors", lambda device: 132)
+
+
+def tiles(queries, keys, **options):
+    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, HEADS, KV_HEADS, 128, 128, 0.1, **options)
+    key_layout = SequenceLayout.from_lengths(keys)
+    return launches._tiles(SequenceLayout.from_lengths(queries), launches.Keys.packed(key_layout, None), spec)
+
+
+def test_one_long_sequence_is_split_until_all_multiprocessors_have_work():
+    (tile,) = tiles([1], [65536])
+    assert (tile.block_m, tile.split_rows, 1 << tile.chunk_bits, tile.splits) == (16, GROUP, 256, 128)
+    assert -(-65536 // 256) >> tile.doublings == tile.splits
+    (tile,) = tiles([1], [512])
+    assert (1 << tile.chunk_bits, tile.splits, tile.doublings) == (64, 8, 0)
+
+
+def test_parts_of_large_batches_have_few_rows():
+    for batch in (1, 8, 64, 512, 4096):
+        (tile,) = tiles([1] * batch, [65536] * batch)
+        assert batch * tile.splits * KV_HEADS * tile.split_rows <= 2**18
+
+
+@pytest.mark.parametrize(("queries", "is_split"), [(64, True), (512, True), (8192, False)])
+def test_sequences_of_several_tiles_are_split_if_there_are_few(queries, is_split):
+    (tile,) = tiles([queries], [8192])
+    assert tile.block_m == 64
+    assert (tile.splits > 1) == is_split
+    assert tile.split_rows == (queries * GROUP if is_split else 0)
+
+
+@pytest.mark.parametrize(("queries", "block_m"), [(4, 16), (16, 64), (64, 64)])
+def test_batch_invariant_splits_depend_on_the_sequence_alone(queries, block_m):
+    """Alone, in a batch, and beside sequences with more queries."""
+    batches = ([queries], [queries] * 700, [queries, 2000])
+    found = {
+        (tile.split_rows >= queries * GROUP, tile.chunk_bits, tile.splits, tile.doublings)
+        for batch in batches
+        for tile in tiles(batch, [4096] * len(batch), batch_invariant=True)
+        if tile.block_m == block_m
+    }
+    assert len(found) == 1
+    assert found.pop()[:2] == (queries * GROUP <= block_m, 8)
