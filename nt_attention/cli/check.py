@@ -87,24 +87,26 @@ def requested_cases(names: list[str] | None, which: list[str] | None, device: to
 
 
 def run_in_processes(cases: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
-    """In no order. If a kernel ends its process, each case without a result is run in a process of its own.
+    """In no order. Cases without a result, because a kernel ended their process, are run in a process of their own.
 
-    The same if a kernel leaves the device unusable in its process, so that all later cases raise an error.
+    So are those that raised an error because another kernel had left the device unusable in their process.
     """
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no further processes, which would continue after these ended
-    lost = []
+    lost: list[Finding] = []
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(run_case, case, device): case for case in cases}
         for future in as_completed(waiting):
             try:
                 yield future.result()
-            except (BrokenProcessPool, RuntimeError):
-                lost.append(waiting[future])
+            except BrokenProcessPool:
+                lost.append(Finding(waiting[future], "no", "it ended its process"))
+            except RuntimeError as error:
+                lost.append(Finding(waiting[future], "no", str(error).partition("\n")[0]))
     if len(cases) == 1:
-        yield from (Finding(case, "no", "it ended its process") for case in lost)
+        yield from lost
         return
     with ThreadPoolExecutor(jobs) as threads:
-        alone = threads.map(lambda case: list(run_in_processes([case], device, 1)), lost)
+        alone = threads.map(lambda each: list(run_in_processes([each.case], device, 1)), lost)
         yield from itertools.chain.from_iterable(alone)
 
 

@@ -30,18 +30,18 @@ class CallSize(NamedTuple):
     def of(cls, call: Call) -> CallSize:
         """The size of `call`. Pairs that take time to count are cached with the layouts."""
         layout, key_layout, _, spec, *_ = call
-        tokens, longest = (layout.total + key_layout.total) / 2, layout.max_seqlen
+        tokens, most_queries = (layout.total + key_layout.total) / 2, layout.max_seqlen
         if spec.bounded or spec.paged:  # as if each query saw as many keys as the bounds allow
             pairs = layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1)
-            return cls(layout.batch_size, tokens, pairs, longest)
+            return cls(layout.batch_size, tokens, pairs, most_queries)
         if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
             squares = layout.sum_of_squares
             pairs = squares if spec.window.is_open else (squares + layout.total) / 2
-            return cls(layout.batch_size, tokens, pairs, longest)
+            return cls(layout.batch_size, tokens, pairs, most_queries)
 
         def count() -> int:
             queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
             return int(spec.window.pairs(queries, keys, spec.lower_right).sum())
 
         pairs = layout.cached(("pairs", spec.window, spec.lower_right), count, key_layout)
-        return cls(layout.batch_size, tokens, pairs, longest)
+        return cls(layout.batch_size, tokens, pairs, most_queries)

@@ -19,7 +19,7 @@ from .call_size import CallSize
 
 # The smallest expected time: the host needs about this long to launch, and the fits are not more accurate.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
-FEW_ROWS = 16  # of queries and heads of a group
+FEW_ROWS = 16  # the rows of the smallest tiles of `split_kv`: each query has one for each head of its group
 # ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs per call; ns per head and
 # sequence, per head and token, per head and 1000 pairs)
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]

@@ -26,7 +26,7 @@ _NO_LIMIT = 2**31 - 1
 STAGES = 2
 SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1  # a block of `combine_kernel`, and its warps
 _MOST_SPLITS = 128  # of a sequence, if a tile has 16 rows
-_MOST_PART_ROWS = 2**18
+_MOST_PART_ROWS = 2**18  # of all sequences and key heads
 _MANY_TILES = 4  # for each program that runs at the same time
 BLOCKS = (32, 256)  # sequences whose items a program counts at once, in small batches and in others
 
