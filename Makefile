@@ -55,13 +55,14 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.torch
 
 # Torch is installed first and by its exact version, so that no other package installs another one. With other versions
 # than the pinned ones, only packages that depend on neither stay pinned. The interpreter of Triton 3.6, which torch 2.11
-# comes with, needs numpy before 2.4.
+# comes with, needs numpy before 2.4. Builds of torch for GPUs bring their own Triton, so the pinned one is for the CPU.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nt_attention needs Python 3.11 or later: pass PYTHON=python3.12, for example.")'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(if $(PINNED),cat,grep -v -E '^(torch|transformers|triton|huggingface_hub|tokenizers|safetensors|numpy)==') constraints.txt > $(VENV)/constraints.txt
 	$(if $(PINNED),,printf 'torch==$(TORCH)\ntransformers==$(TRANSFORMERS)\nnumpy<2.4\n' >> $(VENV)/constraints.txt)
 	$(BIN)/pip install --quiet torch==$(TORCH)
+	if $(BIN)/pip show --quiet triton 2> /dev/null; then sed -i.all '/^triton==/d' $(VENV)/constraints.txt; fi
 	touch $@
 
 clean:
