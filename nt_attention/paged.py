@@ -24,8 +24,9 @@ class PagedLayout:
     The host never reads tensors on a GPU. So lengths and tables may be changed in place between calls, and between
     replays of a CUDA graph: each call uses the values of that moment. A length that is negative or exceeds
     `max_seqlen` or the pages of the sequence, or a page outside of the pool, raises an error on a CPU. On a GPU, the
-    results of that sequence are NaN; for a wrong page, only those of queries that would read it. Entries of the table
-    after the pages that a sequence uses are not read. Backends that gather the keys read the lengths on the host.
+    results of that sequence are NaN. For a wrong page, only those of queries that would read it are sure to be NaN. The
+    others are right or NaN. Entries of the table after the pages that a sequence uses are not read. Backends that
+    gather the keys read the lengths on the host.
 
     Pools must be contiguous in their last dimension. A `PagedLayout` is for inference: `varlen_attention` raises an
     error if query, key or value needs a gradient. Under autocast, only the query is cast, to the dtype of the pools.

@@ -585,6 +585,26 @@ def test_offsets_of_rows_exceed_32_bits():
     torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
 
 
+def test_offsets_in_a_page_exceed_32_bits():
+    """The page is longer than a block of keys, and not a multiple of it."""
+    page, stride = 96, 33_000_000
+    assert 64 * stride < 2**31 < page * stride
+    try:
+        memory = torch.empty(page * stride, dtype=torch.float16, device=DEVICE)
+    except RuntimeError:
+        pytest.skip("there is no memory")
+    pool = memory.as_strided((1, page, 1, 16), (page * stride, stride, 16, 1))
+    pool.copy_(torch.randn(1, page, 1, 16))
+    table, lengths = torch.tensor([[0]], device=DEVICE), torch.tensor([page], device=DEVICE)
+    paged = nta.PagedLayout(table, lengths, page)
+    layout = nta.SequenceLayout.from_lengths([1], device=DEVICE)
+    query = torch.randn(1, 1, 16, device=DEVICE).half()
+    out = nta.varlen_attention(query, pool, pool, layout, paged, backend="split_kv")
+    key_layout = nta.SequenceLayout.from_lengths([page], device=DEVICE)
+    want = nta.varlen_attention(query, pool[0], pool[0], layout, key_layout, backend="reference")
+    torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("form", FORMS)
 def test_copies(form, copier):

@@ -193,7 +193,7 @@ class Work:
             *(self.group, spec.head_dim, spec.value_dim, *blocks, keys.page, keys.table_offsets is not None),
             *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, input_precision()),
             *(BLOCKS[self.call.layout.batch_size > BLOCKS[0]], tile.block_m, block_n),
-            max(key.stride(-3), value.stride(-3)) * block_n >= 2**31,
+            max(key.stride(-3), value.stride(-3)) * _most_rows(keys.page, block_n) >= 2**31,
         )
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
         tensors, warps = (self.offsets, keys.lengths), warps_of(tile.block_m, spec)
@@ -247,6 +247,11 @@ def block_of_keys(block_m: int, spec: AttentionSpec) -> int:
         return 16
     fitting = (8192 if block_m == 16 else 32768) // (sum(_blocks(spec)) * spec.dtype.itemsize)
     return max(16, min(64, 1 << fitting.bit_length() - 1))
+
+
+def _most_rows(page: int, block_n: int) -> int:
+    """An upper bound of `more` in `_find_keys`: rows of a block, or of a page if neither divides the other."""
+    return page if page % block_n and block_n % page else block_n
 
 
 def programs_at_once(block_m: int, spec: AttentionSpec) -> int:

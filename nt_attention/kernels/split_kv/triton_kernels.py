@@ -155,7 +155,7 @@ def attention_kernel(
     """out and lse of the items of this program, or their parts, for one key head.
 
     `Parts` (B, S, G, R, V) and `PartLse` (B, S, G, R) are float32, with S = `most_splits` and R = `split_rows`. `WIDE`
-    is whether the offsets of N rows need 64 bits.
+    is whether the offsets of a block's rows need 64 bits.
     """
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
     key_head_index = tl.program_id(1)
