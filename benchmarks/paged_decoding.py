@@ -1,15 +1,16 @@
-"""The device time of one step of decoding, by backend and by where keys are stored, beside the time to read the keys.
+"""The device time of attention to stored keys, by backend and by where keys are stored.
 
-    python benchmarks/paged_decoding.py [--parts workloads grid] [--rounds N] [--scale 1.0] [--save FILE]
+    python benchmarks/paged_decoding.py [--parts workloads grid prefill] [--rounds N] [--scale 1.0] [--save FILE]
 
-Each sequence has one query. Times are in µs: a CUDA graph has calls on several copies of the inputs, which together do
+In the part `workloads` each sequence has one query, and the time to read the keys is shown, too. Times are in µs: a CUDA graph has calls on several copies of the inputs, which together do
 not fit in the L2 cache. It is replayed, by turns with those of the other ways, and a time is the median of the replays
 over the number of calls. `floor` is the time to read keys and values once, at the bandwidth given by `--bandwidth` in
 TB/s. Every way is first compared with the reference. FlashInfer takes part if it is installed; its plan, which is made
 on the host, is not timed.
 
 The part `grid` needs a GPU. It has 108 batches of packed keys with 1 to 16 queries a sequence, whose causal attention
-`split_kv` runs with its smallest tiles. It prints the time of each backend over that of the fastest one.
+`split_kv` runs with its smallest tiles. It prints the time of each backend over that of the fastest one. The part
+`prefill` needs a GPU, too. Its sequences have 16 to 2,048 queries, as in chunked prefill.
 
 Without a GPU, the ways are only compared, with `TRITON_INTERPRET=1` and a small `--scale` of the lengths.
 """
@@ -178,6 +179,32 @@ def grid(device: torch.device) -> list[str]:
     return lines
 
 
+# (query heads, key heads, head dim), and (sequences, queries of each, keys of each)
+PREFILL_HEADS = [(32, 8, 128), (12, 12, 64)]
+PREFILL = [(32, 16, 512), (32, 64, 512), (8, 64, 4096), (1, 64, 65536), (1, 512, 65536), (8, 512, 4096)]
+PREFILL += [(4, 2048, 8192)]
+
+
+def prefill(options: argparse.Namespace, device: torch.device) -> list[str]:
+    """A row for each batch."""
+    found = ways(device)
+    lines = ["", "µs of causal attention", ""]
+    lines += [f"| heads | sequences × queries, keys | {' | '.join(found)} |", "|---" * (2 + len(found)) + "|"]
+    for heads in PREFILL_HEADS:
+        for count, queries, keys in PREFILL:
+            inputs = Inputs.random(Workload("", [keys] * count, *heads, 0.0), device, queries)
+            graphs = {name: captured([prepare(inputs)] * 3) for name, prepare in found.items() if "Infer" not in name}
+            times: dict[str, list[float]] = {name: [] for name in graphs}
+            for _ in range(options.rounds):
+                for name, graph in graphs.items():
+                    times[name].append(replay_us(graph, 3, 2))
+            cells = " | ".join(f"{statistics.median(times[name]):.0f}" if name in times else "" for name in found)
+            query_heads, key_heads, head_dim = heads
+            lines.append(f"| {query_heads}/{key_heads} × {head_dim} | {count} × {queries}, {keys} | {cells} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
 def ways(device: torch.device) -> dict[str, Callable[[Inputs], Call]]:
     found = {"split_kv, packed": packed("split_kv")}
     found |= {f"split_kv, pages of {page}": paged("split_kv", page) for page in (16, 256)}
@@ -238,7 +265,7 @@ def run(case: Workload, device: torch.device, rounds: int) -> dict[str, tuple[fl
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["workloads", "grid"], default=["workloads"])
+    parser.add_argument("--parts", nargs="+", choices=["workloads", "grid", "prefill"], default=["workloads"])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--bandwidth", type=float, default=4.3)
@@ -252,6 +279,8 @@ def main() -> None:
             lines += table(options, device)
         if "grid" in options.parts:
             lines += grid(device)
+        if "prefill" in options.parts:
+            lines += prefill(options, device)
     show(lines, options.save)
 
 

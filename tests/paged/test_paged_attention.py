@@ -20,6 +20,7 @@ import nt_attention as nta
 from nt_attention._bounded import BoundedLayout
 from nt_attention.kernels.backend import COMMON
 from nt_attention.kernels.backends import reference
+from nt_attention.kernels.split_kv import launches
 
 pytestmark = IGNORED_WARNINGS
 
@@ -134,6 +135,28 @@ def test_same_bits_alone_and_in_a_batch(form):
         one, its_lse = nta.varlen_attention(case.query[begin:end], *pools, layout, alone, **options)
         assert torch.equal(one, out[begin:end])
         assert torch.equal(its_lse, lse[begin:end])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_batch_invariant_calls_are_bounded(form, monkeypatch):
+    """The sequences of a batch run in several launches, with the same bits."""
+    queries, keys = [1, 2, 0, 1, 1, 3, 1, 20, 0, 1], [600, 300, 4, 0, 1, 260, 700, 290, 9, 513]
+    case = make(queries, keys, form=form)
+    slopes = torch.linspace(0, 1, 40, device=DEVICE).view(10, 4)
+    options = {"is_causal": True, "batch_invariant": True, "backend": "split_kv", "alibi_slopes": slopes}
+    want = nta.varlen_attention(case.query, *case.pools, case.layout, case.paged, **options)
+    rows, make_work = [], launches.Work.make
+
+    def recorded(*arguments):
+        work = make_work(*arguments)
+        rows.append(work.part_lse.numel())
+        return work
+
+    monkeypatch.setattr(launches, "_MOST_PART_ROWS", 400)
+    monkeypatch.setattr(launches.Work, "make", recorded)
+    assert torch.equal(nta.varlen_attention(case.query, *case.pools, case.layout, case.paged, **options), want)
+    assert len(rows) > 2
+    assert max(rows) <= 400
 
 
 def test_sequences_share_pages():

@@ -1,6 +1,8 @@
 """Compile the split_kv kernels for a GPU, which this machine need not have. A test runs this.
 
-python tests/split_kv/compile_split_kv.py 90 all   # capability; without "all" only the kernels that need most memory
+python tests/split_kv/compile_split_kv.py 90 227 all   # without "all" only the kernels that need most memory
+
+The numbers are the compute capability, and the KiB of shared memory that a program may have.
 """
 
 import sys
@@ -43,9 +45,14 @@ def attention(dims: tuple[int, int], dtype: torch.dtype, group: int, page: int, 
         constants = {"GROUP": group, "PAGE": page, "BLOCK": launches.BLOCKS[1], "EXACT": dtype == torch.float32}
         constants |= dict.fromkeys(("RAGGED", "UPPER_LEFT", "WIDE", "SOFTCAP", "ALIBI"), every)
         constants |= dict.fromkeys(("DIM", "BLOCK_D"), head_dim) | dict.fromkeys(("VALUE_DIM", "BLOCK_V"), value_dim)
-        constants |= {"BLOCK_M": tile, "BLOCK_N": launches.block_of_keys(tile, spec), "PRECISION": "tf32x3"}
-        warps = launches.warps_of(tile, spec)
-        yield tile, compiled(triton_kernels.attention_kernel, constants, capability, dtype, warps, launches.STAGES)
+        constants |= {
+            "LINEAR": not every,
+            "BLOCK_M": tile,
+            "BLOCK_N": launches.block_of_keys(tile, spec),
+            "PRECISION": "tf32x3",
+        }
+        warps, stages = launches.warps_of(tile, spec), launches.stages_of(tile, spec)
+        yield tile, compiled(triton_kernels.attention_kernel, constants, capability, dtype, warps, stages)
 
 
 CASES = [((256, 256), torch.bfloat16, 4, 1), ((256, 256), torch.float32, 4, 16)]
@@ -66,4 +73,5 @@ def main(capability: int, cases: list) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), CASES + (MORE_CASES if sys.argv[2:] == ["all"] else []))
+    launches._shared_memory = lambda device: 1024 * int(sys.argv[2])
+    main(int(sys.argv[1]), CASES + (MORE_CASES if sys.argv[3:] == ["all"] else []))

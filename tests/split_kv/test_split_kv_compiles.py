@@ -16,8 +16,8 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 @pytest.mark.parametrize("capability", sweep_except(SHARED_MEMORY, 86))
 def test_kernels_compile_within_the_shared_memory(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    which = ["all"] if capability == 89 else []
-    command = [sys.executable, SCRIPT, str(capability), *which]
+    which = ["all"] if capability in (89, 90) else []
+    command = [sys.executable, SCRIPT, str(capability), str(SHARED_MEMORY[capability]), *which]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]

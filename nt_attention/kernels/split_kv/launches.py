@@ -21,13 +21,15 @@ from ..launch import Launch, launch
 from ..triton_support import block_size, input_precision
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_CHUNK_BITS, _SMALL_CHUNK_BITS = 8, 6  # chunks have 256 keys, and in small batches down to 64
+# Chunks of 256 keys for tiles of 16 rows. A part of a large tile takes as long as some hundred keys, so its chunks are
+# larger; with `batch_invariant` they have 512 keys, because the size can't depend on the batch.
+_CHUNK_BITS, _LARGE_CHUNK_BITS, _LARGE_INVARIANT_CHUNK_BITS = 8, 11, 9
+_SMALL_CHUNK_BITS = 6  # the smallest chunks in small batches
 _NO_LIMIT = 2**31 - 1
-STAGES = 2
 SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1  # a block of `combine_kernel`, and its warps
 _MOST_SPLITS = 128  # of a sequence, if a tile has 16 rows
-_MOST_PART_ROWS = 2**18  # of all sequences and key heads
-_MANY_TILES = 4  # for each program that runs at the same time
+_MOST_PART_ROWS = 2**18  # of all sequences and key heads of a launch
+_MUCH_MEMORY = 160 * 1024  # bytes of shared memory of a multiprocessor: the A100 and GPUs of capability 9.0 and 10.0
 BLOCKS = (32, 256)  # sequences whose items a program counts at once, in small batches and in others
 
 
@@ -54,25 +56,35 @@ class Tile(NamedTuple):
         """The tiles of a batch.
 
         With `batch_invariant`, how a sequence is split must not depend on the batch: it is split if it has one tile.
-        Otherwise sequences of more tiles are split too, unless there are many tiles. Small batches have smaller chunks,
-        so that all multiprocessors have work. Large ones have fewer splits, so that parts have few rows.
+        Otherwise sequences of more tiles are split too, unless they have many. Small batches have smaller chunks, so
+        that all multiprocessors have work. Large ones have fewer splits, so that parts have few rows.
         """
         rows = min(most, layout.max_seqlen * spec.num_heads // spec.num_kv_heads)
-        chunk_bits, splits = _CHUNK_BITS, _MOST_SPLITS
+        is_small, splits = block_m == 16, _MOST_SPLITS
         if spec.batch_invariant:
+            chunk_bits = _CHUNK_BITS if is_small else _LARGE_INVARIANT_CHUNK_BITS
             rows, splits = min(rows, block_m), max(1, splits * 16 // block_m)
         else:
-            tiles = layout.batch_size * spec.num_kv_heads * -(-rows // block_m)
-            wanted = programs_at_once(block_m, spec)
+            chunk_bits = _CHUNK_BITS if is_small else _LARGE_CHUNK_BITS
+            of_a_sequence = spec.num_kv_heads * -(-rows // block_m)
+            tiles, wanted = layout.batch_size * of_a_sequence, programs_at_once(block_m, spec)
+            if not is_small:  # so many that the longest sequence alone gives work to all multiprocessors
+                splits = min(splits, -(-2 * wanted // of_a_sequence))
+                wanted //= 2  # below that, a further part costs more than idle multiprocessors
             while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < wanted:
                 chunk_bits -= 1
-            if rows > block_m and tiles >= _MANY_TILES * wanted:
-                splits = 1
             while splits > 1 and splits * rows * layout.batch_size * spec.num_kv_heads > _MOST_PART_ROWS:
                 splits //= 2
         chunks = -(-keys.max_seqlen >> chunk_bits)
         doublings = max(0, -(-chunks // splits) - 1).bit_length()
         return cls(block_m, least, most, rows if splits > 1 else 0, chunk_bits, max(1, min(splits, chunks)), doublings)
+
+    def sequences_at_once(self, spec: AttentionSpec) -> int:
+        """The number of sequences of a launch. With `batch_invariant` it bounds the size of parts."""
+        if self.splits == 1 or not spec.batch_invariant:
+            return _NO_LIMIT
+        fitting = _MOST_PART_ROWS // (self.splits * spec.num_kv_heads * self.split_rows)
+        return max(1, fitting // 4 * 4)  # so that slices of offsets stay aligned to 16 bytes
 
 
 class Keys(NamedTuple):
@@ -83,6 +95,12 @@ class Keys(NamedTuple):
     lengths: Tensor
     page: int
     max_seqlen: int
+
+    def select(self, first: int, last: int) -> Keys:
+        """Those of the sequences from `first` to before `last`."""
+        if self.table_offsets is None:
+            return self._replace(table=self.table[first:last], lengths=self.lengths[first:last])
+        return self._replace(table_offsets=self.table_offsets[first : last + 1], lengths=self.lengths[first:last])
 
     @classmethod
     def in_pool(cls, paged: PagedLayout) -> Keys:
@@ -128,10 +146,12 @@ def _forward(
     offsets = layout.cu_seqlens if checked is None else checked.cu_seqlens
     with device.current(query.device):
         for tile in _tiles(layout, keys, call.spec):
-            work = Work.make(tile, call, keys, offsets)
-            work.attend(query, key, value, out, lse)
-            if tile.splits > 1:
-                work.combine(out, lse)
+            at_once = tile.sequences_at_once(call.spec)
+            for first in range(0, layout.batch_size, at_once):
+                work = Work.make(tile, call, keys, offsets, first, min(first + at_once, layout.batch_size))
+                work.attend(query, key, value, out, lse)
+                if tile.splits > 1:
+                    work.combine(out, lse)
     if checked is not None:
         out = bounds.fill_past_end(out, checked.queries)
         lse = bounds.lse_past_end(lse.T, checked.queries).T
@@ -140,10 +160,12 @@ def _forward(
 
 @dataclass(frozen=True)
 class Work:
-    """The sequences for which tiles of one kind are, and the launches for them.
+    """Some sequences, their tiles of one kind, and the launches for them.
 
     Attributes:
+        keys: those of these sequences.
         offsets: (B+1,) int32, of the queries.
+        slopes: (H,) or (B, H) float32, or None.
         parts, part_lse: (B, S, G, R, V) and (B, S, G, R) float32, the results of splits.
     """
 
@@ -151,15 +173,24 @@ class Work:
     call: Call
     keys: Keys
     offsets: Tensor
+    slopes: Tensor | None
     parts: Tensor
     part_lse: Tensor
 
     @classmethod
-    def make(cls, tile: Tile, call: Call, keys: Keys, offsets: Tensor) -> Work:
-        spec, batch = call.spec, call.layout.batch_size
-        shape = (batch, tile.splits, spec.num_kv_heads, tile.split_rows)
+    def make(cls, tile: Tile, call: Call, keys: Keys, offsets: Tensor, first: int, last: int) -> Work:
+        """The work of the sequences from `first` to before `last`."""
+        spec, slopes = call.spec, call.alibi_slopes
+        if slopes is not None:
+            slopes = (slopes if slopes.dim() == 1 else slopes[first:last]).to(torch.float32).contiguous()
+        shape = (last - first, tile.splits, spec.num_kv_heads, tile.split_rows)
         parts = torch.empty(*shape, spec.value_dim, dtype=torch.float32, device=spec.device)
-        return cls(tile, call, keys, offsets, parts, parts.new_empty(shape))
+        offsets = offsets[first : last + 1]
+        return cls(tile, call, keys.select(first, last), offsets, slopes, parts, parts.new_empty(shape))
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.offsets) - 1
 
     @property
     def group(self) -> int:
@@ -177,28 +208,36 @@ class Work:
         """Run the items: write `out` and `lse`, or parts of them."""
         from . import triton_kernels as kernels
 
-        spec, tile, keys, slopes = self.call.spec, self.tile, self.keys, self.call.alibi_slopes
-        if slopes is not None:
-            slopes = slopes.to(torch.float32).contiguous()
-        most_tiles = min(self.call.layout.batch_size, len(query)) + len(query) * self.group // tile.block_m
+        spec, tile, keys, slopes = self.call.spec, self.tile, self.keys, self.slopes
+        most_tiles = min(self.batch_size, len(query)) + len(query) * self.group // tile.block_m
         programs = min(most_tiles * tile.splits, programs_at_once(tile.block_m, spec) // spec.num_kv_heads)
         integers = (
             *(*query.stride()[:2], *_strides(key, keys.page), *_strides(value, keys.page), *out.stride()[:2]),
             *(lse.stride(1), slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0),
             *(keys.table.stride(0), key.shape[0] * key.shape[1] if key.dim() == 4 else key.shape[0]),
-            *(self.call.layout.batch_size, *self.limits),
+            *(self.batch_size, *self.limits),
         )
         block_n, blocks = block_of_keys(tile.block_m, spec), _blocks(spec)
         constants = (
             *(self.group, spec.head_dim, spec.value_dim, *blocks, keys.page, keys.table_offsets is not None),
-            *(not spec.lower_right, spec.softcap != 0, spec.alibi, spec.dtype == torch.float32, input_precision()),
-            *(BLOCKS[self.call.layout.batch_size > BLOCKS[0]], tile.block_m, block_n),
+            *(not spec.lower_right, spec.has_positive_scale and not spec.softcap and not spec.alibi, spec.softcap != 0),
+            *(spec.alibi, spec.dtype == torch.float32, input_precision()),
+            *(BLOCKS[self.batch_size > BLOCKS[0]], tile.block_m, block_n),
             max(key.stride(-3), value.stride(-3)) * _most_rows(keys.page, block_n) >= 2**31,
         )
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
         tensors, warps = (self.offsets, keys.lengths), warps_of(tile.block_m, spec)
         launch(
-            Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, warps, STAGES),
+            Launch(
+                kernels.attention_kernel,
+                grid,
+                tensors,
+                integers,
+                floats,
+                constants,
+                warps,
+                stages_of(tile.block_m, spec),
+            ),
             (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets),
         )
 
@@ -208,7 +247,7 @@ class Work:
 
         spec, tile = self.call.spec, self.tile
         programs_per_row = -(-spec.value_dim // COLUMNS)
-        grid = (self.call.layout.batch_size * tile.split_rows * programs_per_row, spec.num_kv_heads)
+        grid = (self.batch_size * tile.split_rows * programs_per_row, spec.num_kv_heads)
         tensors = (out, lse, self.parts, self.part_lse, self.offsets, self.keys.lengths)
         integers = (*out.stride()[:2], lse.stride(1), *self.limits)
         constants = (self.group, spec.value_dim, not spec.lower_right, tile.block_m, SPLITS_AT_ONCE, COLUMNS)
@@ -241,6 +280,11 @@ def warps_of(block_m: int, spec: AttentionSpec) -> int:
     return max(1, min(8, block_m * max(_blocks(spec)) * spec.dtype.itemsize // 4096))
 
 
+def stages_of(block_m: int, spec: AttentionSpec) -> int:
+    """The pipeline stages of `attention_kernel`: three for large tiles, on GPUs with the shared memory for it."""
+    return 3 if block_m > 16 and spec.dtype != torch.float32 and _shared_memory(spec.device) >= _MUCH_MEMORY else 2
+
+
 def block_of_keys(block_m: int, spec: AttentionSpec) -> int:
     """The number of keys of a block. Two blocks of keys and values fit in the shared memory of small GPUs."""
     if spec.dtype == torch.float32:
@@ -257,6 +301,11 @@ def _most_rows(page: int, block_n: int) -> int:
 def programs_at_once(block_m: int, spec: AttentionSpec) -> int:
     """How many programs of `attention_kernel` run at the same time."""
     return _multiprocessors(spec.device) * max(2, 8 // warps_of(block_m, spec))
+
+
+@functools.cache
+def _shared_memory(where: torch.device) -> int:
+    return torch.cuda.get_device_properties(where).shared_memory_per_multiprocessor if where.type == "cuda" else 0
 
 
 @functools.cache

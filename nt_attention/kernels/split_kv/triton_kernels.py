@@ -90,10 +90,13 @@ def _count_items(
 
 @triton.jit
 def _scores(
-    products, own, keys, slopes, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr
-):
-    """Scores in base 2."""
-    scores = products * (scale * LOG2E)
+    products, own, keys, slopes, scale, softcap,
+    LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2. If LINEAR, they are without their factor `scale * LOG2E`, which fuses into later operations."""
+    scores = products
+    if not LINEAR:
+        scores = products * (scale * LOG2E)
     if SOFTCAP:
         scores = tanh(products * (scale / softcap), EXACT) * (softcap * LOG2E)
     if ALIBI:
@@ -148,9 +151,9 @@ def attention_kernel(
     slopes_row, table_row, total_rows, num_sequences,
     max_seqlen, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings, scale, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr, RAGGED: tl.constexpr, UPPER_LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
+    PAGE: tl.constexpr, RAGGED: tl.constexpr, UPPER_LEFT: tl.constexpr, LINEAR: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """out and lse of the items of this program, or their parts, for one key head.
 
@@ -220,6 +223,12 @@ def attention_kernel(
             row_max = tl.full([BLOCK_M], -INF, tl.float32)
             num_wrong = tl.zeros([BLOCK_N], tl.int32) + is_wrong.to(tl.int32)
 
+            # all rows see the keys [all_from, all_to)
+            all_from = tl.maximum(lo, last_query + shift - before)
+            all_to = tl.minimum(hi, first_query + shift + after + 1)
+            factor = 1.0
+            if LINEAR:
+                factor = scale * LOG2E
             n = tl.arange(0, BLOCK_N)
             for at in range(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N):
                 # positions are compared relative to `at`, in 32 bits
@@ -236,13 +245,14 @@ def attention_kernel(
                     num_wrong += (is_key & (is_inside == 0)).to(tl.int32)
                 k = _load_keys(Key, page * key_page + page_row * key_row, more * key_row, is_inside, DIM, BLOCK_D)
                 products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                scores = _scores(products, own - at, n[None, :], slopes, scale, softcap, SOFTCAP, ALIBI, EXACT)
-                least = tl.maximum(_clamp(own - at - before, 0, BLOCK_N).to(tl.int32), first_key)
-                most = tl.minimum(_clamp(own - at + after, -1, BLOCK_N).to(tl.int32), last_key)
-                scores = tl.where((n[None, :] >= least) & (n[None, :] <= most), scores, -INF)
-                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                scores = _scores(products, own - at, n[None, :], slopes, scale, softcap, LINEAR, SOFTCAP, ALIBI, EXACT)
+                if (at < all_from) | (at + BLOCK_N > all_to):
+                    least = tl.maximum(_clamp(own - at - before, 0, BLOCK_N).to(tl.int32), first_key)
+                    most = tl.minimum(_clamp(own - at + after, -1, BLOCK_N).to(tl.int32), last_key)
+                    scores = tl.where((n[None, :] >= least) & (n[None, :] <= most), scores, -INF)
+                new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
                 finite = tl.where(new_max == -INF, 0.0, new_max)
-                weights = tl.exp2(scores - finite[:, None])
+                weights = tl.exp2(scores * factor - finite[:, None])
                 rescale = tl.exp2(row_max - finite)
                 row_sum = row_sum * rescale + tl.sum(weights, 1)
                 start = page * value_page + page_row * value_row
