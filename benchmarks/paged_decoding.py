@@ -2,11 +2,11 @@
 
     python benchmarks/paged_decoding.py [--parts workloads grid prefill] [--rounds N] [--scale 1.0] [--save FILE]
 
-In the part `workloads` each sequence has one query, and the time to read the keys is shown, too. Times are in µs: a CUDA graph has calls on several copies of the inputs, which together do
-not fit in the L2 cache. It is replayed, by turns with those of the other ways, and a time is the median of the replays
-over the number of calls. `floor` is the time to read keys and values once, at the bandwidth given by `--bandwidth` in
-TB/s. Every way is first compared with the reference. FlashInfer takes part if it is installed; its plan, which is made
-on the host, is not timed.
+In the part `workloads` each sequence has one query. Times are in µs: a CUDA graph has calls on several copies of the
+inputs, which together do not fit in the L2 cache. It is replayed, by turns with those of the other ways, and a time is
+the median of the replays over the number of calls. `floor` is the time to read keys and values once, at the bandwidth
+given by `--bandwidth` in TB/s. Every way is first compared with the reference. FlashInfer takes part if it is
+installed; its plan, which is made on the host, is not timed.
 
 The part `grid` needs a GPU. It has 108 batches of packed keys with 1 to 16 queries a sequence, whose causal attention
 `split_kv` runs with its smallest tiles. It prints the time of each backend over that of the fastest one. The part
