@@ -20,6 +20,9 @@ from .call_size import CallSize
 # The smallest expected time: the host needs about this long to launch, and the fits are not more accurate.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
 FEW_ROWS = 16  # the rows of the smallest tiles of `split_kv`: each query has one for each head of its group
+# Of other backends: the query rows of a tile, and half of the multiprocessors of an H100.
+TILE_ROWS, FEW_TILES = 64, 66
+MANY_KEYS = 2048  # that a query sees, in the mean
 # ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs per call; ns per head and
 # sequence, per head and token, per head and 1000 pairs)
 Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
@@ -46,14 +49,19 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
 
 
 def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
-    """Whether `split_kv` is tried first: there are no gradients, and each sequence fits in one of its smallest tiles.
+    """Whether `split_kv` is tried first: there are no gradients, and few queries for many keys.
 
-    The times of such calls are not fitted: for other backends they depend on the longest sequence. On 108 batches of 1
-    to 16 queries and 64 to 65,536 keys a sequence, on an H100, `split_kv` took 1.1 times as long as the fastest backend
-    in the mean and 2.4 times at most. Each of the others took at least 2.8 times as long in the mean, and 18 times on
-    some batch (`benchmarks/paged_decoding.py --parts grid`).
+    The times of such calls are not fitted: for other backends they depend on the longest sequence. There are few
+    queries if each sequence fits in one of the smallest tiles of `split_kv`, or if all tiles of another backend would
+    leave half of the multiprocessors without work. `benchmarks/paged_decoding.py` measured both kinds on an H100.
     """
-    return not spec.needs_grad and size.most_queries * (spec.num_heads // spec.num_kv_heads) <= FEW_ROWS
+    if spec.needs_grad:
+        return False
+    if size.most_queries * (spec.num_heads // spec.num_kv_heads) <= FEW_ROWS:
+        return True
+    queries = size.sequences * size.most_queries  # at least as many as there are
+    few_tiles = size.sequences * max(1, size.most_queries / TILE_ROWS) * spec.num_heads <= FEW_TILES
+    return few_tiles and size.pairs >= MANY_KEYS * queries
 
 
 def mask_kind(spec: AttentionSpec) -> str:

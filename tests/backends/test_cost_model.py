@@ -241,6 +241,19 @@ def test_split_kv_is_the_first_for_few_queries(measured, monkeypatch):
         assert select.fastest_first(call(**four_heads), few)[:2] == ("mine", "split_kv")
 
 
+@pytest.mark.parametrize(
+    ("sequences", "queries", "keys", "is_first"),
+    [(1, 64, 65536, True), (1, 128, 65536, True), (1, 512, 65536, False), (1, 64, 512, False), (32, 64, 4096, False)],
+)
+def test_split_kv_is_the_first_if_few_tiles_see_many_keys(measured, sequences, queries, keys, is_first):
+    pairs = sequences * (queries * keys - queries * (queries - 1) // 2)  # lower right causal
+    size = CallSize(sequences, sequences * (queries + keys) / 2, pairs, queries)
+    spec = call(num_heads=32, num_kv_heads=8)
+    assert (select.fastest_first(spec, size)[0] == "split_kv") == is_first
+    unknown = CallSize(sequences, 1000.0, pairs)  # the default of most_queries
+    assert select.fastest_first(spec, unknown)[0] != "split_kv"
+
+
 def test_slow_backend_warning_gives_the_reasons_of_the_fastest_backend(not_verified, measured):
     """The first in the order of expected time, not the first of the list."""
     spec = call(dtype=torch.float64)
