@@ -1,0 +1,110 @@
+"""Runs test functions in several processes with a gloo process group on the CPU.
+
+The processes stay for further tests of the same number of processes. They are forked from a server that has imported
+torch, so a start takes less than a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+SECONDS = 120  # for a test
+_pools: dict[int, Pool] = {}
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "nt_attention"])
+
+
+class Pool:
+    """Processes that wait for functions to run."""
+
+    def __init__(self, world: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._tasks = [_context.Queue() for _ in range(world)]
+        self._results = _context.Queue()
+        store = os.path.join(self._folder.name, "store")
+        self.processes = [
+            _context.Process(target=_work, args=(rank, world, store, sys.path, tasks, self._results), daemon=True)
+            for rank, tasks in enumerate(self._tasks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        for tasks in self._tasks:
+            tasks.put((function, arguments))
+        results: dict[int, Any] = {}
+        errors: list[str] = []
+        while len(results) + len(errors) < len(self._tasks):
+            try:
+                rank, result, error = self._results.get(timeout=SECONDS)
+            except queue.Empty:
+                errors.append(f"ranks {[r for r in range(len(self._tasks)) if r not in results]} did not return")
+                break
+            if error is not None:
+                errors.append(f"rank {rank}: {error}")
+                break  # the others may wait for it
+            results[rank] = result
+        if errors:
+            self.end()
+            raise AssertionError("\n".join(errors))
+        return [results[rank] for rank in range(len(self._tasks))]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+
+def run_in_processes(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call `function(*arguments)` in `world` processes, and return the result of each rank.
+
+    The function must be importable, and results must be picklable. Tensors without gradients are.
+
+    Raises:
+        AssertionError: a rank raised an error, or did not return in time. The processes are ended then.
+    """
+    pool = _pools.get(world)
+    if pool is None or not all(process.is_alive() for process in pool.processes):
+        pool = _pools[world] = Pool(world)
+    return pool.run(function, arguments)
+
+
+@atexit.register
+def _end_all() -> None:
+    for pool in _pools.values():
+        pool.end()
+
+
+def _work(rank: int, world: int, store: str, path: list[str], tasks: Any, results: Any) -> None:
+    """What a process does."""
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+    )
+    while True:
+        function, arguments = tasks.get()
+        torch.manual_seed(0)
+        try:
+            results.put((rank, _numpy(function(*arguments)), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))
+
+
+def _numpy(result: Any) -> Any:
+    """Tensors as copies, because a queue would share their memory."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone().numpy(), result)
