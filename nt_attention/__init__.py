@@ -1,5 +1,7 @@
 """Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
+from typing import Any
+
 from . import torch_registry
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
@@ -22,6 +24,7 @@ __all__ = [
     "SequenceLayout",
     "VarlenMultiheadAttention",
     "available_backends",
+    "distributed",
     "explain",
     "hf",
     "patch",
@@ -34,9 +37,16 @@ if torch_registry.is_supported():
     torch_registry.register()
 
 
-def __getattr__(name: str) -> object:
-    if name == "hf":  # imported on first use, because it imports transformers
+def __getattr__(name: str) -> Any:
+    if name in ("distributed", "hf"):  # imported on first use, because they import torch.distributed and transformers
         import importlib
 
-        return importlib.import_module(".hf", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _shard(layout: SequenceLayout, mesh: Any, **mask: Any) -> Any:
+    return __getattr__("distributed").ShardedLayout.of(layout, mesh, **mask)
+
+
+SequenceLayout._shard = staticmethod(_shard)

@@ -46,14 +46,15 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | PagedLayout | None = None,
+    layout: SequenceLayout | Any | None = None,
+    key_layout: SequenceLayout | PagedLayout | Any | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     relative: RelativeBias | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    exchange: str = "auto",
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention over a ragged batch, in which a query only attends to keys of its own sequence.
@@ -72,7 +73,8 @@ def varlen_attention(
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
         key: (S, G, D) packed, or a NestedTensor with the same number of sequences as `query`.
         value: (S, G, Dv) packed, or a NestedTensor with the same lengths as `key`.
-        layout: the sequences of packed tensors. Must be None for NestedTensors.
+        layout: the sequences of packed tensors. Must be None for NestedTensors. With a `ShardedLayout`
+            (`SequenceLayout.shard`), the tensors have the tokens of this rank, and the call is a collective.
         key_layout: the sequences of packed key and value in cross-attention; None if they are those of `layout`. With a
             `PagedLayout`, key and value are pools (pages, page_size, G, D) or (N, G, D), which no gradient may need.
         is_causal: mask the keys after the position of a query.
@@ -97,6 +99,8 @@ def varlen_attention(
         batch_invariant: require that the results of a sequence are bitwise equal in any batch.
         return_lse: also return the log-sum-exp of each query's scores, which is differentiable.
         backend: "auto", or a name from `available_backends()`. A named backend runs, or an error is raised.
+        exchange: only with a `ShardedLayout`: what the ranks exchange, "keys" or "heads"; "auto" selects the one that
+            is expected to be faster.
 
     Returns:
         The output, in the form of `query` with head dim Dv. With `return_lse`, a tuple of the output and the
@@ -114,9 +118,15 @@ def varlen_attention(
         >>> out.shape, lse.shape
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
+    if getattr(layout, "is_sharded", False):
+        arguments = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
+        given = {"backend": backend, "exchange": exchange, "options": options}
+        return _run_sharded[type(layout)](query, key, value, layout, key_layout, **arguments, **given)
+    if exchange != "auto":
+        raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
     planned = _plan(_pack(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
     if sinks is not None:
-        _check_sinks(sinks, planned.query)
+        check_sinks(sinks, planned.query)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
         warn_if_slow(planned.call, backend, stacklevel=3)
     out, lse = run(planned.backend, planned.query, planned.key, planned.value, sinks, planned.call)
@@ -124,6 +134,14 @@ def varlen_attention(
         out = planned.rewrap(out)
         lse = planned.rewrap(lse, True) if return_lse else lse
     return (out, lse) if return_lse else out
+
+
+_run_sharded: dict[type, Callable[..., Any]] = {}  # the class of sharded layouts, and its attention
+
+
+def register_sharded(layout: type, attention: Callable[..., Any]) -> None:
+    """Let `varlen_attention` run sharded layouts. `nt_attention.distributed`, which imports this file, calls it."""
+    _run_sharded[layout] = attention
 
 
 def explain(
@@ -163,7 +181,7 @@ def explain(
     spec = _spec(inputs, alibi_slopes is not None, all_options(options))
     _check_rows(inputs, alibi_slopes)
     if sinks is not None:
-        _check_sinks(sinks, inputs.query)
+        check_sinks(sinks, inputs.query)
     return explain_call(Call(inputs.layout, inputs.key_layout, alibi_slopes, spec, None, inputs.relative), backend)
 
 
@@ -279,7 +297,7 @@ def _pack(
     if isinstance(key_layout, PagedLayout):  # pools are not cast, which would copy them in each call
         query = query if _autocast_dtype(query.device.type) is None else query.to(key.dtype)
     else:
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     if relative is not None:
         check_type(relative)
     traced = is_traced(query)
@@ -347,7 +365,7 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = _autocast_dtype(tensors[0].device.type)
     if dtype is None:
         return tensors
@@ -359,7 +377,7 @@ def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpe
     """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
     query, key, value, layout, key_layout, *_ = inputs
     is_paged = isinstance(key_layout, PagedLayout)
-    _check_tensors(query, key, value, is_paged)
+    check_tensors(query, key, value, is_paged)
     if layout.batch_size != key_layout.batch_size:
         raise ValueError(
             f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many sequences "
@@ -409,7 +427,7 @@ def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
         )
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, is_paged: bool) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, is_paged: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if is_paged and name != "query":
             if x.dim() not in (3, 4):
@@ -441,7 +459,7 @@ def _check_rows(inputs: _Inputs, alibi_slopes: Tensor | None) -> None:
         check_relative(inputs.relative, inputs.query, inputs.key)
 
 
-def _check_sinks(sinks: Tensor, query: Tensor) -> None:
+def check_sinks(sinks: Tensor, query: Tensor) -> None:
     heads = query.shape[1]
     if not isinstance(sinks, Tensor) or sinks.shape != (heads,) or sinks.device != query.device:
         raise ValueError(

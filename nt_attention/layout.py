@@ -79,6 +79,7 @@ class SequenceLayout:
 
     # Conversions from and to NestedTensors. nested.py sets them, because it imports this file.
     _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
+    _shard: ClassVar[Callable[..., Any]]  # distributed/ sets it
     _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
     # `BoundedLayout`, the same in a graph, and the one that has a tensor object. _bounded.py sets them.
     _with_bounds: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]
@@ -615,6 +616,36 @@ class SequenceLayout:
         self._check_usable(values, "values")
         self.check_rows(values, "values")
         return SequenceLayout._wrap(values, self)
+
+    def shard(self, mesh: Any, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Any:
+        """Divide the tokens over the ranks of a mesh, for context parallelism. Needs no sync and no communication.
+
+        Each rank gets as many tokens as `torch.chunk` would give it, and about the same work. Every rank must call it
+        with the same lengths.
+
+        Args:
+            mesh: a `torch.distributed.device_mesh.DeviceMesh` with one dimension, such as `mesh["cp"]`.
+            is_causal, window_size: the mask for which work is balanced, as for `varlen_attention`. Calls with other
+                masks are as right.
+
+        Returns:
+            A `nt_attention.distributed.ShardedLayout`. `varlen_attention` takes it as `layout`.
+
+        Raises:
+            ValueError: the mesh has several dimensions, or the lengths are not known on the host.
+
+        Example:
+            >>> import torch, nt_attention as nta  # one process; torchrun starts several
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> mesh = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+            >>> sharded = nta.SequenceLayout.from_lengths([2, 3]).shard(mesh["cp"])
+            >>> local = sharded.local(torch.arange(5))
+            >>> sharded.gather(local)
+            tensor([0, 1, 2, 3, 4])
+            >>> torch.distributed.destroy_process_group()
+        """
+        return SequenceLayout._shard(self, mesh, is_causal=is_causal, window_size=window_size)
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         """Replace the rows of `values` (N, …) from row `total` on, which belong to no sequence, by `value`."""

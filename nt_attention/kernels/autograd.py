@@ -47,7 +47,7 @@ def run(
     else:
         kernel = Kernel(None, backend) if isinstance(backend, str) else Kernel(backend)
         out, lse = _run_kernel(kernel, Inputs(query, key, value), call)
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks, call.layout)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _as_in_forward(call: Call, slopes: Tensor | None) -> Call:
     return call if slopes is None else call._replace(alibi_slopes=slopes)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) and lse (T, H) of attention with sinks (H,), from those without."""
     sinks = sinks.to(lse.dtype)
     masked = lse == -torch.inf  # in a fully masked row, the sink has a weight of 1

@@ -1,0 +1,6 @@
+"""Ragged batches over several GPUs."""
+
+from .attention import ExchangeChoice, explain_exchange
+from .sharded_layout import ShardedLayout
+
+__all__ = ["ExchangeChoice", "ShardedLayout", "explain_exchange"]

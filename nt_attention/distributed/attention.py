@@ -1,0 +1,295 @@
+"""`varlen_attention` with a `ShardedLayout`: checks a call, selects the exchange, and runs it as one autograd function.
+
+Dimensions: N query tokens of this rank, M key tokens of this rank, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
+
+from .. import functional
+from ..functional import autocast, check_sinks, check_tensors
+from ..kernels.autograd import with_sinks
+from ..kernels.call import AttentionSpec, all_options, check_slopes
+from .exchange_heads import Heads, HeadsExchange
+from .exchange_keys import KeysExchange, KeysPlan
+from .local_attention import TensorInfo
+from .planner import Mask
+from .sharded_layout import ShardedLayout
+
+EXCHANGES = ("keys", "heads")
+# For the choice: what one GPU computes, FLOPs in a µs, and what it receives, bytes in a µs.
+FLOPS_PER_US, BYTES_PER_US = 4e8, 2e5
+
+
+@dataclass(frozen=True)
+class ExchangeChoice:
+    """Which exchange runs a call, and why. `print` shows it.
+
+    Attributes:
+        chosen: "keys" or "heads".
+        reasons: exchange → why it can't run the call, or None if it can.
+        received_bytes: exchange → the bytes that the rank with the most receives in a forward and a backward.
+        expected_us: exchange → the expected time in µs of the slowest rank, from bytes and work.
+
+    Example:
+        >>> from nt_attention.distributed.attention import ExchangeChoice
+        >>> reasons = {"keys": "score_mod is not supported.", "heads": None}
+        >>> print(ExchangeChoice("heads", reasons, {"heads": 8}, {"heads": 5.0}))
+        exchange of heads
+          keys   cannot run: score_mod is not supported.
+          heads  can run: 0.0 MB received, 5 µs expected
+    """
+
+    chosen: str
+    reasons: dict[str, str | None]
+    received_bytes: dict[str, int]
+    expected_us: dict[str, float]
+
+    def __str__(self) -> str:
+        lines = [f"exchange of {self.chosen}"]
+        for name, reason in self.reasons.items():
+            if reason is not None:
+                lines.append(f"  {name:<5}  cannot run: {reason}")
+            else:
+                megabytes = self.received_bytes[name] / 1e6
+                lines.append(
+                    f"  {name:<5}  can run: {megabytes:.1f} MB received, {self.expected_us[name]:.0f} µs expected"
+                )
+        return "\n".join(lines)
+
+
+class Request(NamedTuple):
+    """A checked call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sharded: ShardedLayout
+    key_sharded: ShardedLayout
+    slopes: Tensor | None
+    options: dict[str, Any]
+
+
+def sharded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sharded: ShardedLayout,
+    key_sharded: ShardedLayout | None,
+    *,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    relative: Any,
+    return_lse: bool,
+    backend: str,
+    exchange: str,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`varlen_attention` of the tokens of this rank. A collective: all ranks make the same calls in the same order.
+
+    Args:
+        query: (N, H, D).
+        key, value: (M, G, D) and (M, G, Dv).
+        sharded, key_sharded: the layouts of queries and keys; `key_sharded` is None for self-attention.
+        exchange: "auto", "keys" or "heads".
+        sinks, alibi_slopes, relative, return_lse, backend, options: as for `varlen_attention`.
+
+    Returns:
+        out (N, H, Dv), and with `return_lse` also lse (N, H).
+    """
+    q, k, v = (_local_rows(x, sharded) for x in (query, key, value))
+    request = _check(q, k, v, sharded, key_sharded, alibi_slopes, relative, options)
+    if sinks is not None:
+        check_sinks(sinks, request.query)
+    run = _exchange_of(request, choose_exchange(request, exchange).chosen, backend, return_lse or sinks is not None)
+    if run.needs_grad:
+        out, lse = _Sharded.apply(*request[:3], run)
+    else:
+        out, lse = run.forward(*request[:3])
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks, sharded.local_layout)
+    if isinstance(query, DTensor):
+        out, lse = (x if x is None else _as_dtensor(x, sharded) for x in (out, lse))
+    return (out, lse) if return_lse else out
+
+
+class _Sharded(torch.autograd.Function):
+    """Exchange and attention in one function, so that a rank without tokens takes part in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, run: KeysExchange | HeadsExchange
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        out, lse = run.forward(query, key, value)
+        tensors = [[] if saved is None else saved.take_tensors() for saved in run.saved]
+        ctx.run, ctx.counts = run, [len(each) for each in tensors]
+        ctx.inputs = [TensorInfo(x.shape, x.dtype, x.device) for x in (query, key, value)]
+        ctx.save_for_backward(*[x for each in tensors for x in each])
+        return out, None if lse is None else lse.detach()  # a view that is made here can't be changed in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, _, value = ctx.inputs
+        if grad is None:
+            grad = torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
+        rest = iter(ctx.saved_tensors)
+        tensors = [[next(rest) for _ in range(count)] for count in ctx.counts]
+        return (*ctx.run.backward(tensors, ctx.inputs, grad, grad_lse), None)
+
+
+def explain_exchange(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sharded: ShardedLayout,
+    key_sharded: ShardedLayout | None = None,
+    *,
+    alibi_slopes: Tensor | None = None,
+    exchange: str = "auto",
+    **options: Any,
+) -> ExchangeChoice:
+    """Which exchange would run a call of `varlen_attention` with these arguments, and why. Nothing is computed.
+
+    Raises:
+        ValueError: as for `varlen_attention`.
+    """
+    request = _check(query, key, value, sharded, key_sharded, alibi_slopes, None, options)
+    return choose_exchange(request, exchange)
+
+
+def choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
+    """The exchange of a call. The result is the same on all ranks.
+
+    Raises:
+        ValueError: `exchange` is unknown, or can't run this call.
+    """
+    if exchange not in ("auto", *EXCHANGES):
+        raise ValueError(f"exchange must be 'auto', 'keys' or 'heads', got {exchange!r}.")
+    query, _, value, sharded, key_sharded, _, options = request
+    (_, heads, dim), (_, kv_heads, value_dim) = query.shape, value.shape
+    mask, size = _mask(options), query.dtype.itemsize
+    reasons: dict[str, str | None] = {"keys": _why_not_keys(request), "heads": None}
+    if reasons.get(exchange) is not None:
+        raise ValueError(f'the exchange of {exchange} can\'t run this call: {reasons[exchange]} Pass exchange="heads".')
+    flops = 7 * heads * (dim + value_dim)  # of a pair, forward and backward
+    received, us = {}, {}
+    if reasons["keys"] is None:
+        plan = _keys_plan(sharded, mask)
+        received["keys"] = 2 * max(plan.received) * kv_heads * (dim + value_dim) * size
+        us["keys"] = received["keys"] / BYTES_PER_US + flops * max(_work(sharded, mask)) / FLOPS_PER_US
+    own = [Heads.of_rank(rank, sharded.ranks, heads, kv_heads) for rank in range(sharded.ranks)]
+    most, most_keys = max(each.count for each in own), max(each.key_count for each in own)
+    rows, key_rows = (each.layout.total - min(each.sizes) for each in (sharded, key_sharded))
+    received["heads"] = 2 * size * (rows * most + key_rows * most_keys) * (dim + value_dim)
+    pairs = (
+        sum(_work(sharded, mask)) if key_sharded is sharded else sharded.layout.total * key_sharded.layout.max_seqlen
+    )
+    us["heads"] = received["heads"] / BYTES_PER_US + flops * pairs * most / heads / FLOPS_PER_US
+    chosen = min(us, key=us.__getitem__) if exchange == "auto" else exchange
+    return ExchangeChoice(chosen, reasons, received, us)
+
+
+def _why_not_keys(request: Request) -> str | None:
+    mask, options = _mask(request.options), request.options
+    if request.key_sharded is not request.sharded:
+        return "queries and keys are different sequences."
+    if options["score_mod"] is not None or options["mask_mod"] is not None:
+        return "score_mod and mask_mod need whole sequences."
+    is_cut = any(len(pieces) and pieces[-1] != (pieces[-1].sequence, 0, request.sharded.lengths[pieces[-1].sequence])
+                 for pieces in request.sharded.plan.pieces)  # fmt: skip
+    is_open = mask == Mask.of(False, (-1, -1)) and request.slopes is None
+    if is_cut and mask.right and not is_open:
+        return "a sequence is cut, and its queries see a window or distances of keys after them."
+    return None
+
+
+def _exchange_of(request: Request, chosen: str, backend: str, wants_lse: bool) -> KeysExchange | HeadsExchange:
+    query, key, value, sharded, key_sharded, slopes, options = request
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if chosen == "keys":
+        plan = _keys_plan(sharded, _mask(options))
+        return KeysExchange(sharded, plan, slopes, backend, options, needs_grad)
+    return HeadsExchange(sharded, key_sharded, slopes, backend, options, needs_grad, wants_lse)
+
+
+def _mask(options: dict[str, Any]) -> Mask:
+    return Mask.of(options["is_causal"], tuple(options["window_size"]))
+
+
+def _keys_plan(sharded: ShardedLayout, mask: Mask) -> KeysPlan:
+    return sharded.cached(("keys", mask), lambda: KeysPlan.make(sharded, mask))
+
+
+def _work(sharded: ShardedLayout, mask: Mask) -> tuple[int, ...]:
+    """For each rank, the number of visible pairs of its queries."""
+    if mask == sharded.mask:
+        return sharded.plan.work
+
+    def count() -> tuple[int, ...]:
+        lengths = sharded.lengths
+        return tuple([sum([mask.work(p, lengths[p.sequence]) for p in pieces]) for pieces in sharded.plan.pieces])
+
+    return sharded.cached(("work", mask), count)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sharded: ShardedLayout,
+    key_sharded: ShardedLayout | None,
+    slopes: Tensor | None,
+    relative: object,
+    given: dict[str, Any],
+) -> Request:
+    """Check a call. Raises a ValueError or TypeError if it can't run."""
+    options = all_options(given)
+    if key_sharded is not None and not isinstance(key_sharded, ShardedLayout):
+        raise TypeError(f"key_layout must be a ShardedLayout too, got {type(key_sharded).__name__}.")
+    keys = sharded if key_sharded is None else key_sharded
+    if len(keys.lengths) != len(sharded.lengths) or keys.mesh != sharded.mesh:
+        raise ValueError("layout and key_layout must have as many sequences, on one mesh.")
+    if relative is not None:
+        raise ValueError("relative biases are not supported with a ShardedLayout: pass a packed batch on each rank.")
+    if options["dropout_p"]:
+        raise ValueError("dropout is not supported with a ShardedLayout: leave dropout_p at 0.")
+    for name, x, layout in (("query", query, sharded), ("key", key, keys), ("value", value, keys)):
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
+            raise ValueError(f"{name} must be (tokens of this rank, heads, head dim), got {got}.")
+        layout.check_rows(name, x)
+    query, key, value = autocast(query, key, value)
+    check_tensors(query, key, value, is_paged=False)
+    AttentionSpec.of(query.device, query.dtype, (query.shape, key.shape, value.shape), options)  # checks the options
+    if slopes is not None:
+        check_slopes(slopes, query.shape[1], len(sharded.lengths), query.device)
+    return Request(query, key, value, sharded, keys, slopes, options)
+
+
+def _local_rows(x: Tensor, sharded: ShardedLayout) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    if x.device_mesh != sharded.mesh or tuple(x.placements) != (Shard(0),):
+        raise ValueError(
+            f"a DTensor must be Shard(0) on the mesh of the layout, got {x.placements} on {x.device_mesh}."
+        )
+    return x.to_local()
+
+
+def _as_dtensor(x: Tensor, sharded: ShardedLayout) -> Tensor:
+    shape = torch.Size([sharded.layout.total, *x.shape[1:]])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, sharded.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+# in a compiled graph it runs outside of the graph
+functional.register_sharded(ShardedLayout, torch.compiler.disable(sharded_attention))

@@ -1,0 +1,123 @@
+"""Runs attention on one rank inside of an autograd function: a forward, and a backward that is called by hand.
+
+Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functional import plan
+from ..kernels.adapters import Inputs
+from ..kernels.autograd import Kernel
+from ..kernels.backend import Backend, BackwardInputs
+from ..kernels.call import Call
+from ..kernels.select import warn_if_slow
+from ..layout import SequenceLayout
+
+
+@dataclass
+class LocalAttention:
+    """One call on the tensors of this rank.
+
+    Attributes:
+        layout, key_layout: the sequences of queries and keys.
+        slopes: (H,) or (B, H), or None.
+        backend: as for `varlen_attention`.
+        options: the options of `varlen_attention`.
+        needs_grad: whether a backward follows.
+    """
+
+    layout: SequenceLayout
+    key_layout: SequenceLayout
+    slopes: Tensor | None
+    backend: str
+    options: dict[str, Any]
+    needs_grad: bool
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Saved]:
+        """out (T, H, Dv), lse (T, H), and what the backward needs."""
+        with torch.set_grad_enabled(self.needs_grad):
+            inputs = Inputs(*[x.detach().requires_grad_(self.needs_grad) for x in (query, key, value)])
+            more = {"alibi_slopes": self.slopes, "backend": self.backend, **self.options}
+            planned = plan(inputs.query, inputs.key, inputs.value, self.layout, self.key_layout, **more)
+            backend = planned.backend
+            assert isinstance(backend, Backend)
+            if backend.is_reference:
+                warn_if_slow(planned.call, self.backend, stacklevel=6)
+            if backend.differentiable:
+                out, lse = backend.forward(inputs.query, inputs.key, inputs.value, planned.call)[:2]
+                return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
+        kernel = Kernel(backend)
+        inputs = Inputs(*[x.detach() for x in inputs])
+        out, lse, *rest = kernel.forward(inputs, planned.call)
+        return out, lse, _SavedTensors(kernel, planned.call, [*inputs, out, lse, *rest])
+
+
+class TensorInfo(NamedTuple):
+    """What a backward needs to know of an input."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def width(self) -> int:
+        """The number of elements of a row."""
+        return math.prod(self.shape[1:])
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+class Saved:
+    """What a backward needs, besides tensors that belong into `ctx.save_for_backward`."""
+
+    def take_tensors(self) -> list[Tensor | None]:
+        """These tensors, which are kept here no longer. They are the argument `tensors` of `backward`."""
+        return []
+
+    def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value."""
+        raise NotImplementedError
+
+
+@dataclass
+class _SavedTensors(Saved):
+    """Of a backend with a kernel for the backward."""
+
+    kernel: Kernel
+    call: Call
+    tensors: list[Tensor | None]
+
+    def take_tensors(self) -> list[Tensor | None]:
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, out, lse, state, *more = tensors
+        saved = BackwardInputs(grad, grad_lse, out, lse, state)
+        grads = self.kernel.backward(saved, tuple(more), Inputs(query, key, value), self.call)
+        return grads[0], grads[1], grads[2]
+
+
+@dataclass
+class _SavedGraph(Saved):
+    """Of a backend whose forward consists of differentiable operations, such as the reference and flex."""
+
+    inputs: Inputs
+    out: Tensor
+    lse: Tensor
+
+    def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        outputs, given = [self.out], [grad]
+        if grad_lse is not None:
+            outputs, given = [self.out, self.lse], [grad, grad_lse]
+        grads = torch.autograd.grad(outputs, self.inputs, given, allow_unused=True, materialize_grads=True)
+        return grads[0], grads[1], grads[2]

@@ -1,0 +1,319 @@
+"""Decides which rank has which tokens of a ragged batch.
+
+Each rank gets as many tokens as `torch.chunk` would give it, and about the same work: the number of visible (query,
+key) pairs of its queries. Short sequences stay whole, because only cut sequences need an exchange. Long sequences are
+cut for several ranks. With a causal mask each of these ranks gets one part near the beginning, where queries see few
+keys, and one near the end, as in the training of Llama 3 (Grattafiori et al. 2024).
+
+A few numbers of cut sequences are tried, and the cheapest plan is taken. It depends on the lengths, the mask and the
+number of ranks alone, so all ranks make the same plan.
+
+Dimensions: B sequences, P ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A received row costs as much as this number of visible (query, key) pairs. With 32 query heads, 8 key heads and a head
+# dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s, and a row is sent twice with
+# 2 · 8 · 128 elements of 2 bytes at 200 GB/s.
+PAIRS_PER_ROW = 300
+GOOD = 1.03  # a plan that costs at most this much more than perfectly divided work is not improved
+_BUNDLES = 48  # of short sequences for each rank: about so many groups are dealt out
+# Sequences are cut whose work exceeds this part of the mean work of a rank.
+_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.06)
+_NO_LIMIT = 2**40
+
+
+class Piece(NamedTuple):
+    """The tokens `start` to `stop` − 1 of a sequence."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The keys that a query sees, as distances: `left` before it and `right` after it."""
+
+    left: int
+    right: int
+
+    @classmethod
+    def of(cls, is_causal: bool, window_size: tuple[int, int]) -> Mask:
+        left, right = (_NO_LIMIT if side < 0 else side for side in window_size)
+        return cls(left, 0 if is_causal else right)
+
+    def pairs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(B,) the number of visible pairs of whole sequences."""
+
+        def sums(most: int) -> NDArray[np.int64]:  # `_sum_of_min` of arrays
+            short = np.minimum(lengths, most + 1)
+            return short * (short - 1) // 2 + (lengths - short) * most
+
+        return sums(self.left) + sums(self.right) + lengths
+
+    def work(self, piece: Piece, length: int) -> int:
+        """The number of visible pairs of the queries of a piece."""
+        _, start, stop = piece
+        last, first = (_sum_of_min(length - n, self.right) if self.right else 0 for n in (stop, start))
+        return _sum_of_min(stop, self.left) - _sum_of_min(start, self.left) + first - last + stop - start
+
+    def keys(self, piece: Piece, length: int) -> tuple[int, int]:
+        """The keys [first, last) that the queries of a piece see."""
+        return max(0, piece.start - self.left), min(length, piece.stop + self.right)
+
+
+def _sum_of_min(count: int, most: int) -> int:
+    """The sum of min(i, most) for i from 0 to count − 1."""
+    short = min(count, most + 1)
+    return short * (short - 1) // 2 + (count - short) * most
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The pieces of each rank.
+
+    Attributes:
+        pieces: for each rank, whole sequences first, then the pieces of cut sequences, ordered by sequence and start.
+        work: for each rank, the number of visible pairs of one head.
+        received: for each rank, the number of rows of keys that it needs from others.
+    """
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    work: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the rank with the most, over the mean."""
+        return max(self.work) * len(self.work) / max(1, sum(self.work))
+
+
+def chunk_sizes(total: int, ranks: int) -> list[int]:
+    """The sizes of `torch.chunk`, with zeros for ranks without tokens.
+
+    Example:
+        >>> from nt_attention.distributed.planner import chunk_sizes
+        >>> chunk_sizes(5, 4)
+        [2, 2, 1, 0]
+    """
+    size = -(-total // ranks)
+    return [max(0, min(size, total - rank * size)) for rank in range(ranks)]
+
+
+def make_plan(lengths: Iterable[int], ranks: int, mask: Mask) -> ShardPlan:
+    """The cheapest plan that was found.
+
+    Args:
+        lengths: (B,) the lengths of the sequences.
+        ranks: P.
+        mask: the mask for which work is balanced. The plan may be used with other masks.
+
+    Example:
+        >>> from nt_attention.distributed.planner import Mask, make_plan
+        >>> for pieces in make_plan([8], 2, Mask.of(True, (-1, -1))).pieces:
+        ...     print([tuple(piece) for piece in pieces])
+        [(0, 0, 2), (0, 6, 8)]
+        [(0, 2, 6)]
+    """
+    batch = _Batch(np.asarray(list(lengths), np.int64), ranks, mask)
+    best: _Draft | None = None
+    for cut in batch.numbers_of_cuts():
+        draft = batch.draft(cut)
+        if best is None or draft.cost < best.cost:
+            best = draft
+        if best.cost <= GOOD * batch.mean_work:
+            break
+    assert best is not None
+    return best.finish()
+
+
+class _Batch:
+    """A batch, with its sequences by descending length."""
+
+    def __init__(self, sizes: NDArray[np.int64], ranks: int, mask: Mask) -> None:
+        self.ranks, self.mask = ranks, mask
+        order = np.argsort(-sizes, kind="stable")
+        order = order[: int((sizes > 0).sum())]
+        work = mask.pairs(sizes)
+        self.sorted_sizes, self.sorted_work = sizes[order], work[order]
+        self.order: list[int] = order.tolist()
+        self.lengths: list[int] = sizes.tolist()
+        self.work: list[int] = work.tolist()
+        self.rooms = chunk_sizes(int(sizes.sum()), ranks)
+        self.capacity = self.rooms[0]
+        self.mean_work = max(1.0, float(work.sum()) / ranks)
+
+    def numbers_of_cuts(self) -> list[int]:
+        """How many of the longest sequences may be cut."""
+        if self.ranks == 1:
+            return [0]
+        least = int((self.sorted_sizes > self.capacity).sum())
+        counts = [int((self.sorted_work > part * self.mean_work).sum()) for part in _THRESHOLDS]
+        return sorted({max(least, count) for count in counts})
+
+    def draft(self, cut: int) -> _Draft:
+        """The plan that cuts the `cut` longest sequences."""
+        draft = _Draft(self)
+        for b in self.order[:cut]:
+            draft.cut(b)
+        rest: list[int] = []
+        for bundle in self._bundles(self.order[cut:]):
+            rest += draft.place(bundle)
+        for b in rest:
+            draft.fill(b)
+        return draft
+
+    def _bundles(self, sequences: Sequence[int]) -> list[list[int]]:
+        """The sequences, of which short neighbors are together."""
+        most, bundles, size = max(1, self.capacity // _BUNDLES), [], _NO_LIMIT
+        for b in sequences:
+            size += self.lengths[b]
+            if size > most:
+                bundles.append([b])
+                size = self.lengths[b]
+            else:
+                bundles[-1].append(b)
+        return bundles
+
+
+class _Draft:
+    """A plan while it is made: the room of each rank in tokens, its work, and its sequences and pieces."""
+
+    def __init__(self, batch: _Batch) -> None:
+        self.batch, self.rooms = batch, list(batch.rooms)
+        self.work = [0] * batch.ranks
+        self.whole: list[list[int]] = [[] for _ in self.rooms]
+        self.pieces: list[list[Piece]] = [[] for _ in self.rooms]
+        self.heap: list[tuple[int, int]] = []  # (work, rank), while whole sequences are placed
+
+    def add(self, rank: int, piece: Piece) -> None:
+        if piece.start < piece.stop:
+            self.pieces[rank].append(piece)
+            self.rooms[rank] -= piece.stop - piece.start
+            self.work[rank] += self.batch.mask.work(piece, self.batch.lengths[piece.sequence])
+
+    def cut(self, sequence: int) -> None:
+        """Divide a sequence among the ranks with the least work: so many that it is no more than half of their work."""
+        batch, mask, length = self.batch, self.batch.mask, self.batch.lengths[sequence]
+        count = max(2, int(2 * batch.work[sequence] / batch.mean_work) + 1)
+        ranks: list[int] = []
+        room = 0
+        for rank in sorted(range(batch.ranks), key=self.work.__getitem__):
+            if (len(ranks) < count or room < length) and self.rooms[rank]:
+                ranks.append(rank)
+                room += self.rooms[rank]
+        ranks.sort()
+        shares = _shares(length, [self.rooms[rank] for rank in ranks])
+        each, at = list(zip(ranks, shares, strict=True)), 0
+        if not mask.right and mask.left >= max(shares):  # later queries see more keys
+            each = [(rank, size // 2) for rank, size in each] + [(rank, size - size // 2) for rank, size in each[::-1]]
+        for rank, size in each:
+            self.add(rank, Piece(sequence, at, at + size))
+            at += size
+
+    def place(self, bundle: list[int]) -> list[int]:
+        """Place sequences on the rank with the least work that has room. Returns those for which no rank has room."""
+        lengths, work = self.batch.lengths, self.batch.work
+        if not self.heap:
+            self.heap = [(work, rank) for rank, work in enumerate(self.work)]
+            heapq.heapify(self.heap)
+        size, full = sum([lengths[b] for b in bundle]), []
+        while self.heap and self.rooms[self.heap[0][1]] < size:
+            full.append(heapq.heappop(self.heap))
+        found = bool(self.heap)
+        if found:
+            load, rank = self.heap[0]
+            self.work[rank] = load + sum([work[b] for b in bundle])
+            heapq.heapreplace(self.heap, (self.work[rank], rank))
+            self.rooms[rank] -= size
+            self.whole[rank] += bundle
+        for entry in full:
+            heapq.heappush(self.heap, entry)
+        if found:
+            return []
+        return bundle if len(bundle) == 1 else [b for one in bundle for b in self.place([one])]
+
+    def fill(self, sequence: int) -> None:
+        """Cut a sequence into the room that is left. Later parts have more work, so ranks with less work get them."""
+        at, length = 0, self.batch.lengths[sequence]
+        for rank in sorted([r for r, room in enumerate(self.rooms) if room], key=lambda r: -self.work[r]):
+            size = min(self.rooms[rank], length - at)
+            self.add(rank, Piece(sequence, at, at + size))
+            at += size
+
+    @property
+    def received(self) -> list[int]:
+        """For each rank, the number of rows that it needs from others."""
+        each = [needed_keys(pieces, self.batch.lengths, self.batch.mask) for pieces in self.pieces]
+        return [sum([last - first for found in needed.values() for first, last in found]) for needed in each]
+
+    @property
+    def cost(self) -> int:
+        """The cost of the slowest rank, in visible pairs."""
+        return max(work + PAIRS_PER_ROW * rows for work, rows in zip(self.work, self.received, strict=True))
+
+    def finish(self) -> ShardPlan:
+        lengths, pieces = self.batch.lengths, []
+        for whole, cut in zip(self.whole, self.pieces, strict=True):
+            merged = _merge(sorted(cut))
+            whole = sorted(
+                whole + [piece.sequence for piece in merged if piece.stop - piece.start == lengths[piece[0]]]
+            )
+            rest = [piece for piece in merged if piece.stop - piece.start < lengths[piece.sequence]]
+            pieces.append((*[Piece(b, 0, lengths[b]) for b in whole], *rest))
+        return ShardPlan(tuple(pieces), tuple(self.work), tuple(self.received))
+
+
+def _shares(length: int, rooms: Sequence[int]) -> list[int]:
+    """`length` tokens for all ranks, in proportion to their rooms."""
+    ends, room, total = [], 0, sum(rooms)
+    for each in rooms:
+        room += each
+        ends.append(room * length // total)
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _merge(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces, of which neighbors in a sequence are joined."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged and merged[-1].sequence == piece.sequence and merged[-1].stop == piece.start:
+            merged[-1] = Piece(piece.sequence, merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def needed_keys(pieces: Iterable[Piece], lengths: Sequence[int], mask: Mask) -> dict[int, list[tuple[int, int]]]:
+    """Cut sequence of a rank → the intervals of keys that its queries see and that it has not, in order."""
+    own: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        own.setdefault(piece.sequence, []).append(piece)
+    needed = {}
+    for sequence, parts in own.items():
+        found: list[tuple[int, int]] = []
+        for first, last in sorted([mask.keys(part, lengths[sequence]) for part in parts]):
+            if found and first <= found[-1][1]:
+                found[-1] = (found[-1][0], max(last, found[-1][1]))
+            else:
+                found.append((first, last))
+        for part in parts:
+            found = [rest for interval in found for rest in _without(interval, part)]
+        needed[sequence] = found
+    return needed
+
+
+def _without(interval: tuple[int, int], part: Piece) -> list[tuple[int, int]]:
+    first, last = interval
+    before, after = (first, min(last, part.start)), (max(first, part.stop), last)
+    return [one for one in (before, after) if one[0] < one[1]]

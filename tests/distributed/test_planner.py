@@ -1,0 +1,93 @@
+"""Plans: every token once, in shards of `torch.chunk`'s sizes, with about the same work."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nt_attention as nta
+from nt_attention.distributed.planner import GOOD, Mask, Piece, chunk_sizes, make_plan, needed_keys
+from nt_attention.kernels.masks import Window
+
+MASKS = {"causal": (True, (-1, -1)), "full": (False, (-1, -1)), "behind": (True, (64, -1)), "around": (False, (3, 40))}
+lengths_of = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 300), st.integers(0, 5000)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_of, st.integers(1, 9), st.sampled_from(list(MASKS)))
+def test_every_token_once_in_shards_of_chunk_sizes(lengths, ranks, which):
+    mask = Mask.of(*MASKS[which])
+    plan = make_plan(lengths, ranks, mask)
+    assert plan == make_plan(tuple(lengths), ranks, mask)
+    sizes = [sum(p.stop - p.start for p in pieces) for pieces in plan.pieces]
+    chunks = torch.empty(sum(lengths)).chunk(ranks)
+    assert [size for size in sizes if size] == [len(x) for x in chunks if len(x)]
+    assert sizes == chunk_sizes(sum(lengths), ranks)
+    seen = [np.zeros(n, int) for n in lengths]
+    for pieces in plan.pieces:
+        whole = [p.stop - p.start == lengths[p.sequence] for p in pieces]
+        assert whole == sorted(whole, reverse=True)
+        for p in pieces:
+            assert p.start < p.stop
+            seen[p.sequence][p.start : p.stop] += 1
+    assert all((x == 1).all() for x in seen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_of, st.integers(2, 9), st.sampled_from(list(MASKS)))
+def test_work_and_received_rows(lengths, ranks, which):
+    """Counted in another way."""
+    (is_causal, window), mask = MASKS[which], Mask.of(*MASKS[which])
+    plan = make_plan(lengths, ranks, mask)
+    numbers = torch.tensor(lengths)
+    assert sum(plan.work) == int(Window.of(window, is_causal).pairs(numbers, numbers, True).sum())
+    for pieces, work, received in zip(plan.pieces, plan.work, plan.received, strict=True):
+        assert work == sum(mask.work(p, lengths[p.sequence]) for p in pieces)
+        needed = 0
+        for sequence in {p.sequence for p in pieces}:
+            visible, own = np.zeros(lengths[sequence], bool), np.zeros(lengths[sequence], bool)
+            for p in (p for p in pieces if p.sequence == sequence):
+                visible[slice(*mask.keys(p, lengths[sequence]))] = True
+                own[p.start : p.stop] = True
+            needed += int((visible & ~own).sum())
+        assert received == needed
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.2, 1.6), st.integers(1, 300), st.booleans())
+def test_work_is_balanced_over_8_ranks(seed, spread, count, is_causal):
+    generator = np.random.RandomState(seed % 2**31)
+    lengths = np.minimum(generator.lognormal(6, spread, count).astype(int) + 1, 65536)
+    plan = make_plan(lengths, 8, Mask.of(is_causal, (-1, -1)))
+    assert plan.imbalance <= 1.12 or lengths.sum() < 8 * 128
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_one_long_sequence_gives_each_rank_the_same_work(ranks):
+    plan = make_plan([131072], ranks, Mask.of(True, (-1, -1)))
+    assert plan.imbalance < 1.001
+    assert max(plan.received) == 131072 - 131072 // ranks
+
+
+def test_short_sequences_stay_whole():
+    plan = make_plan([256] * 64, 8, Mask.of(True, (-1, -1)))
+    assert max(plan.received) == 0
+    assert plan.imbalance <= GOOD
+
+
+def test_needed_keys_are_those_of_other_ranks():
+    pieces = [Piece(0, 2, 4), Piece(0, 6, 8)]
+    assert needed_keys(pieces, [9], Mask.of(True, (-1, -1))) == {0: [(0, 2), (4, 6)]}
+    assert needed_keys(pieces, [9], Mask.of(True, (1, -1))) == {0: [(1, 2), (5, 6)]}
+    assert needed_keys(pieces, [9], Mask.of(False, (-1, -1))) == {0: [(0, 2), (4, 6), (8, 9)]}
+
+
+def test_layouts_that_only_know_bounds_are_refused():
+    with pytest.raises(ValueError, match="must be known on the host"):
+        from nt_attention._bounded import BoundedLayout
+
+        class Mesh:
+            ndim = 1
+
+        nta.SequenceLayout.shard(BoundedLayout(torch.tensor([0, 3]), 3, 3), Mesh())

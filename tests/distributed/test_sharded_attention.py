@@ -1,0 +1,241 @@
+"""`varlen_attention` with a `ShardedLayout`, in several processes, against one process."""
+
+import numpy as np
+import pytest
+import torch
+from processes import run_in_processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import nt_attention as nta
+from nt_attention.distributed import explain_exchange
+
+BATCHES = {
+    "mixed": [40, 1, 0, 7, 13, 3, 90],
+    "one": [50],
+    "short": [3, 4, 5, 2, 6, 1, 3],
+    "fewer tokens than ranks": [0, 2, 1],
+    "no tokens": [0, 0],
+}
+HEADS = {"equal": (4, 4), "grouped": (4, 2), "one key head": (4, 1), "uneven": (6, 3), "fewer heads than ranks": (3, 3)}
+
+
+def inputs_of(lengths, heads, kv_heads, key_lengths=None, value_dim=5):
+    generator = torch.Generator().manual_seed(1)
+    keys = lengths if key_lengths is None else key_lengths
+    shapes = [(sum(lengths), heads, 8), (sum(keys), kv_heads, 8), (sum(keys), kv_heads, value_dim)]
+    shapes += [(sum(lengths), heads, value_dim), (sum(lengths), heads)]
+    return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def options_of(kind, heads, batch):
+    if kind == "alibi":
+        return {"is_causal": True, "alibi_slopes": torch.linspace(0.1, 1, heads, dtype=torch.float64)}
+    if kind == "alibi of each sequence":
+        return {"is_causal": True, "alibi_slopes": torch.rand(batch, heads).double()}
+    if kind == "open alibi":
+        return {"alibi_slopes": torch.linspace(0.1, 1, heads, dtype=torch.float64)}
+    if kind == "mods":
+        return {
+            "score_mod": lambda score, b, h, q_idx, kv_idx: score + 0.1 * h - 0.01 * (q_idx - kv_idx) + 0.2 * b,
+            "mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + h) % 3 != 1,
+        }
+    return {
+        "full": {},
+        "causal": {"is_causal": True},
+        "upper left": {"is_causal": True, "causal_alignment": "upper_left"},
+        "window": {"is_causal": True, "window_size": (9, -1)},
+        "two-sided window": {"window_size": (5, 4)},
+        "window behind": {"window_size": (6, -1)},
+        "softcap": {"is_causal": True, "softcap": 2.0},
+        "scale": {"is_causal": True, "scale": -0.3},
+    }[kind]
+
+
+def in_one_process(lengths, heads, kv_heads, kind, sinks, key_lengths):
+    """out, lse, and the gradients of query, key, value and sinks."""
+    *leaves, grad, grad_lse = inputs_of(lengths, heads, kv_heads, key_lengths)
+    leaves = [x.requires_grad_() for x in leaves]
+    leaves += [torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_()] if sinks else []
+    layout = nta.SequenceLayout.from_lengths(lengths)
+    key_layout = layout if key_lengths is None else nta.SequenceLayout.from_lengths(key_lengths)
+    more = {"sinks": leaves[3]} if sinks else {}
+    torch.manual_seed(0)
+    options = options_of(kind, heads, len(lengths))
+    out, lse = nta.varlen_attention(
+        *leaves[:3], layout, key_layout, return_lse=True, backend="reference", **more, **options
+    )
+    finite = lse.isfinite()
+    total = (out * grad).sum() + (lse.where(finite, 0) * grad_lse).sum()
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(total, leaves))]
+
+
+def on_each_rank(lengths, heads, kv_heads, kind, exchange, sinks, key_lengths, backend):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    *leaves, grad, grad_lse = inputs_of(lengths, heads, kv_heads, key_lengths)
+    sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh)
+    keys = sharded if key_lengths is None else nta.SequenceLayout.from_lengths(key_lengths).shard(mesh)
+    leaves = [each.local(x).requires_grad_() for each, x in zip((sharded, keys, keys), leaves, strict=True)]
+    leaves += [torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_()] if sinks else []
+    more = {"sinks": leaves[3]} if sinks else {}
+    torch.manual_seed(0)
+    options = options_of(kind, heads, len(lengths))
+    out, lse = nta.varlen_attention(
+        *leaves[:3], sharded, None if key_lengths is None else keys, return_lse=True, exchange=exchange,
+        backend=backend, **more, **options,
+    )  # fmt: skip
+    finite = lse.isfinite()
+    total = (out * sharded.local(grad)).sum() + (lse.where(finite, 0) * sharded.local(grad_lse)).sum()
+    grads = torch.autograd.grad(total, leaves)
+    gathered = [
+        each.gather(x) for each, x in zip((sharded, sharded, sharded, keys, keys), (out, lse, *grads), strict=False)
+    ]
+    if sinks:
+        torch.distributed.all_reduce(grads[3])
+        gathered.append(grads[3])
+    return gathered
+
+
+def check(world, lengths, heads, kind, exchange, sinks=False, key_lengths=None, backend="reference"):
+    want = in_one_process(lengths, *heads, kind, sinks, key_lengths)
+    found = run_in_processes(world, on_each_rank, lengths, *heads, kind, exchange, sinks, key_lengths, backend)
+    for got in found:
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("which", BATCHES)
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_batches(world, which, exchange):
+    check(world, BATCHES[which], (4, 2), "causal", exchange, sinks=True)
+
+
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+@pytest.mark.parametrize(
+    "kind", ["full", "upper left", "window", "softcap", "scale", "alibi", "alibi of each sequence"]
+)
+def test_masks_of_both_exchanges(exchange, kind):
+    check(2, BATCHES["mixed"], (4, 2), kind, exchange)
+
+
+@pytest.mark.parametrize("kind", ["two-sided window", "window behind", "open alibi", "mods"])
+def test_masks_that_need_heads(kind):
+    check(2, BATCHES["mixed"], (4, 2), kind, "auto")
+    with pytest.raises(AssertionError, match=r"ValueError: the exchange of keys can't run this call"):
+        run_in_processes(2, on_each_rank, BATCHES["mixed"], 4, 2, kind, "keys", False, None, "reference")
+
+
+@pytest.mark.parametrize("which", HEADS)
+def test_heads(which):
+    for exchange in ("keys", "heads"):
+        check(4, BATCHES["mixed"], HEADS[which], "alibi", exchange)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_cross_attention(kind):
+    check(2, [5, 0, 9, 3], (4, 2), kind, "auto", key_lengths=[7, 2, 0, 20])
+
+
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_a_backend_with_a_backward(exchange):
+    check(2, BATCHES["mixed"], (4, 2), "causal", exchange, backend="cpu")
+
+
+def local_rows_and_dtensor(lengths):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    layout = nta.SequenceLayout.from_lengths(lengths)
+    sharded = layout.shard(mesh)
+    x = torch.arange(2.0 * layout.total).view(-1, 2).requires_grad_()
+    local = sharded.local(x)
+    (sharded.gather(local) * x.detach()).sum().backward()
+    assert torch.equal(x.grad[sharded.rows], x.detach()[sharded.rows])
+    assert torch.equal(sharded.position_ids, layout.position_ids[sharded.rows])
+    q = torch.randn(sharded.total, 2, 4)
+    as_dtensor = DTensor.from_local(q, mesh, [Shard(0)], run_check=False, shape=(layout.total, 2, 4), stride=(8, 4, 1))
+    out = nta.varlen_attention(as_dtensor, as_dtensor, as_dtensor, sharded, is_causal=True)
+    assert out.shape == (layout.total, 2, 4)
+    assert torch.equal(out.to_local(), nta.varlen_attention(q, q, q, sharded, is_causal=True))
+    assert [len(each) for each in x.chunk(sharded.ranks)] == [n for n in sharded.sizes if n]
+    return sharded.gather(local)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_local_rows_and_gather(world):
+    for lengths in ([40, 1, 0, 7], [2, 0, 1]):
+        for found in run_in_processes(world, local_rows_and_dtensor, lengths):
+            np.testing.assert_array_equal(found, np.arange(2.0 * sum(lengths)).reshape(-1, 2))
+
+
+def another_document(changed):
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nta.SequenceLayout.from_lengths([30, 12, 41]).shard(mesh)
+    query, key, value = (x.clone() for x in inputs_of([30, 12, 41], 4, 2)[:3])
+    for x in (query, key, value):
+        x[30:42] += changed
+    results = []
+    for exchange in ("keys", "heads"):
+        local = [sharded.local(x) for x in (query, key, value)]
+        results.append(sharded.gather(nta.varlen_attention(*local, sharded, is_causal=True, exchange=exchange)))
+    return results
+
+
+def test_a_document_changes_no_other():
+    before, after = (run_in_processes(2, another_document, changed)[0] for changed in (0.0, 1.0))
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.delete(one, range(30, 42), 0), np.delete(other, range(30, 42), 0))
+        assert np.abs(one[30:42] - other[30:42]).min() > 0
+
+
+class CountedCalls:
+    def __init__(self):
+        self.count, self.real = 0, torch.distributed.all_to_all_single
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        return self.real(*args, **kwargs)
+
+
+def collectives(lengths):
+    torch.distributed.all_to_all_single = counted = CountedCalls()
+    try:
+        sharded = nta.SequenceLayout.from_lengths(lengths).shard(init_device_mesh("cpu", (2,)))
+        q = torch.randn(sharded.total, 2, 4, requires_grad=True)
+        nta.varlen_attention(q, q, q, sharded, is_causal=True).sum().backward()
+        return counted.count
+    finally:
+        torch.distributed.all_to_all_single = counted.real
+
+
+def test_no_collective_where_nothing_is_cut():
+    assert run_in_processes(2, collectives, [8, 8]) == [0, 0]
+    assert run_in_processes(2, collectives, [16]) == [2, 2]
+
+
+def errors():
+    mesh = init_device_mesh("cpu", (2,))
+    layout = nta.SequenceLayout.from_lengths([6, 2])
+    sharded, other = layout.shard(mesh), nta.SequenceLayout.from_lengths([8]).shard(mesh)
+    q = torch.randn(4, 2, 4)
+
+    def attend(*args, **options):
+        return nta.varlen_attention(*args, **options)
+
+    for match, call in {
+        "must have the 4 rows of rank": lambda: attend(torch.randn(8, 2, 4), q, q, sharded),
+        "dropout is not supported": lambda: attend(q, q, q, sharded, dropout_p=0.1),
+        "as many sequences": lambda: attend(q, q, q, sharded, other),
+        "must be a ShardedLayout": lambda: attend(q, q, q, sharded, layout),
+        "exchange must be": lambda: attend(q, q, q, sharded, exchange="rings"),
+        "is for a ShardedLayout": lambda: attend(*[torch.randn(8, 2, 4)] * 3, layout, exchange="keys"),
+        "must have one dimension": lambda: layout.shard(init_device_mesh("cpu", (2, 1))),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=match):
+            call()
+    choice = explain_exchange(q, q, q, sharded, is_causal=True)
+    assert choice.chosen in ("keys", "heads")
+    assert "MB received" in str(choice)
+
+
+def test_errors_and_explanation():
+    run_in_processes(2, errors)
