@@ -1,0 +1,131 @@
+"""A small model on a `ShardedLayout` with PyTorch's own engines: one training step, against one process."""
+
+import numpy as np
+import pytest
+import torch
+from processes import run_in_processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import nt_attention as nta
+
+LENGTHS = [23, 1, 0, 5, 12, 40]
+TOKENS = sum(LENGTHS)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer on packed tokens (T, 12)."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x, layout):
+        q, k, v = self.qkv(x).unflatten(1, (3, 3, 4)).unbind(1)
+        x = x + self.out(nta.varlen_attention(q, k, v, layout, is_causal=True).flatten(1))
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpoints):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.checkpoints = checkpoints
+        self.double()
+
+    def forward(self, x, layout):
+        for block in self.blocks:
+            x = checkpoint(block, x, layout, use_reentrant=False) if self.checkpoints else block(x, layout)
+        return x
+
+
+def batch():
+    generator = torch.Generator().manual_seed(4)
+    x, target = torch.randn(2, TOKENS, 12, dtype=torch.float64, generator=generator)
+    has_label = torch.arange(TOKENS) < 20  # some ranks have no labels
+    return x, target, has_label
+
+
+def loss_of(out, target, has_label, count):
+    return ((out - target).square().sum(1) * has_label).sum() / count
+
+
+def in_one_process():
+    model, (x, target, has_label) = Model(False), batch()
+    loss = loss_of(model(x, nta.SequenceLayout.from_lengths(LENGTHS)), target, has_label, 20)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    return [loss.detach(), *[x.detach() for x in model.parameters()]]
+
+
+def on_each_rank(checkpoints, fsdp):
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    model, sharded = Model(checkpoints), nta.SequenceLayout.from_lengths(LENGTHS).shard(mesh)
+    if fsdp:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    x, target, has_label = (sharded.local(each) for each in batch())
+    loss = loss_of(model(x, sharded), target, has_label, 20)
+    (loss * world if fsdp else loss).backward()  # FSDP takes the mean of the ranks
+    if not fsdp:
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    loss = loss.detach()
+    torch.distributed.all_reduce(loss)
+    return [loss, *[x.full_tensor() if fsdp else x.detach() for x in model.parameters()]]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("fsdp", [False, True], ids=["plain", "fsdp"])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
+def test_one_step(world, fsdp, checkpoints):
+    want = in_one_process()
+    for found in run_in_processes(world, on_each_rank, checkpoints, fsdp):
+        for one, other in zip(found, want, strict=True):
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-9, atol=1e-9)
+
+
+def changed_in_place():
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nta.SequenceLayout.from_lengths([9, 4]).shard(mesh)
+    for exchange, match in (("keys", "modified by an inplace operation"), ("heads", None)):
+        q, k, v = (torch.randn(sharded.total, 2, 4, requires_grad=True) * 1 for _ in range(3))
+        out = nta.varlen_attention(q, k, v, sharded, exchange=exchange)
+        q.mul_(2)
+        if match is None:  # the kernel got copies
+            out.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match=match):
+                out.sum().backward()
+    with torch.inference_mode():
+        q = torch.randn(sharded.total, 2, 4)
+        assert nta.varlen_attention(q, q, q, sharded).shape == q.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        q = torch.randn(sharded.total, 2, 4, requires_grad=True)
+        out = nta.varlen_attention(q, q, q, sharded, is_causal=True)
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        assert q.grad.dtype == torch.float32
+
+
+def test_changes_in_place_inference_and_autocast():
+    run_in_processes(2, changed_in_place)
+
+
+def compiled():
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nta.SequenceLayout.from_lengths(LENGTHS).shard(mesh)
+    block, x = Block(), sharded.local(torch.randn(TOKENS, 12))
+    want = block(x, sharded)
+    torch.testing.assert_close(torch.compile(block, backend="aot_eager")(x, sharded), want)
+
+
+def test_compiled_around_a_graph_break():
+    run_in_processes(2, compiled)
