@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +26,11 @@ from numpy.typing import NDArray
 # dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s, and a row is sent twice with
 # 2 · 8 · 128 elements of 2 bytes at 200 GB/s.
 PAIRS_PER_ROW = 300
-GOOD = 1.03  # a plan that costs at most this much more than perfectly divided work is not improved
+GOOD = 1.06  # a plan that costs at most this much more than perfectly divided work is not improved
 _BUNDLES = 48  # of short sequences for each rank: about so many groups are dealt out
 # Sequences are cut whose work exceeds this part of the mean work of a rank.
-_THRESHOLDS = (1.0, 0.5, 0.25, 0.125, 0.06)
+_THRESHOLDS = (0.5, 0.12, 0.03)
+_FULL = 0.98  # part of the mean work up to which long sequences fill ranks; short ones follow
 _NO_LIMIT = 2**40
 
 
@@ -203,15 +205,20 @@ class _Draft:
             self.work[rank] += self.batch.mask.work(piece, self.batch.lengths[piece.sequence])
 
     def cut(self, sequence: int) -> None:
-        """Divide a sequence among the ranks with the least work: so many that it is no more than half of their work."""
+        """Divide a sequence among the ranks with the least work.
+
+        So many that it is at most half of the work of each, and that they have no more work than the mean.
+        """
         batch, mask, length = self.batch, self.batch.mask, self.batch.lengths[sequence]
         count = max(2, int(2 * batch.work[sequence] / batch.mean_work) + 1)
         ranks: list[int] = []
-        room = 0
+        room, work = 0, batch.work[sequence]
         for rank in sorted(range(batch.ranks), key=self.work.__getitem__):
-            if (len(ranks) < count or room < length) and self.rooms[rank]:
+            is_enough = room >= length and len(ranks) >= count and work <= _FULL * batch.mean_work * len(ranks)
+            if not is_enough and self.rooms[rank]:
                 ranks.append(rank)
                 room += self.rooms[rank]
+                work += self.work[rank]
         ranks.sort()
         shares = _shares(length, [self.rooms[rank] for rank in ranks])
         each, at = list(zip(ranks, shares, strict=True)), 0
@@ -270,7 +277,7 @@ class _Draft:
                 whole + [piece.sequence for piece in merged if piece.stop - piece.start == lengths[piece[0]]]
             )
             rest = [piece for piece in merged if piece.stop - piece.start < lengths[piece.sequence]]
-            pieces.append((*[Piece(b, 0, lengths[b]) for b in whole], *rest))
+            pieces.append((*map(Piece, whole, repeat(0), [lengths[b] for b in whole]), *rest))
         return ShardPlan(tuple(pieces), tuple(self.work), tuple(self.received))
 
 
