@@ -2,5 +2,6 @@
 
 from .attention import ExchangeChoice, explain_exchange
 from .sharded_layout import ShardedLayout
+from .tensor_parallel import HeadParallel
 
-__all__ = ["ExchangeChoice", "ShardedLayout", "explain_exchange"]
+__all__ = ["ExchangeChoice", "HeadParallel", "ShardedLayout", "explain_exchange"]

@@ -208,7 +208,7 @@ def _why_not_keys(request: Request) -> str | None:
                  for pieces in request.sharded.plan.pieces)  # fmt: skip
     is_open = mask == Mask.of(False, (-1, -1)) and request.slopes is None
     if is_cut and mask.right and not is_open:
-        return "a sequence is cut, and its queries see a window or distances of keys after them."
+        return "a sequence is cut, and its queries see a window of keys after them, or ALiBi adds their distances."
     return None
 
 
@@ -253,6 +253,8 @@ def _check(
 ) -> Request:
     """Check a call. Raises a ValueError or TypeError if it can't run."""
     options = all_options(given)
+    if not isinstance(sharded, ShardedLayout):
+        raise TypeError(f"layout must be a ShardedLayout, got {type(sharded).__name__}: pass layout.shard(mesh).")
     if key_sharded is not None and not isinstance(key_sharded, ShardedLayout):
         raise TypeError(f"key_layout must be a ShardedLayout too, got {type(key_sharded).__name__}.")
     keys = sharded if key_sharded is None else key_sharded

@@ -119,5 +119,8 @@ class _SavedGraph(Saved):
         outputs, given = [self.out], [grad]
         if grad_lse is not None:
             outputs, given = [self.out, self.lse], [grad, grad_lse]
-        grads = torch.autograd.grad(outputs, self.inputs, given, allow_unused=True, materialize_grads=True)
+        # the graph is kept, because the caller may pass retain_graph=True, and this function can't know
+        grads = torch.autograd.grad(
+            outputs, self.inputs, given, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         return grads[0], grads[1], grads[2]

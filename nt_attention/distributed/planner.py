@@ -29,7 +29,7 @@ PAIRS_PER_ROW = 300
 GOOD = 1.06  # a plan that costs at most this much more than perfectly divided work is not improved
 _BUNDLES = 48  # of short sequences for each rank: about so many groups are dealt out
 # Sequences are cut whose work exceeds this part of the mean work of a rank.
-_THRESHOLDS = (0.5, 0.12, 0.03)
+_THRESHOLDS = (1.0, 0.3, 0.05)
 _FULL = 0.98  # part of the mean work up to which long sequences fill ranks; short ones follow
 _NO_LIMIT = 2**40
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._offsets import to_device
+from ..kernels.call import OPTIONS
 from ..layout import SequenceLayout
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
 
@@ -49,7 +50,13 @@ class ShardedLayout:
 
     is_sharded: ClassVar[bool] = True
 
-    def __init__(self, layout: SequenceLayout, mesh: DeviceMesh, mask: Mask) -> None:
+    def __init__(self, layout: SequenceLayout, mesh: DeviceMesh, is_causal: bool, window_size: tuple[int, int]) -> None:
+        if getattr(mesh, "ndim", None) is None:
+            raise TypeError(
+                f"mesh must be a DeviceMesh with one dimension, got {type(mesh).__name__}: pass "
+                'init_device_mesh("cuda", (ranks,)).'
+            )
+        OPTIONS["window_size"].parse("window_size", window_size)
         if mesh.ndim != 1:
             raise ValueError(f'mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["cp"].')
         if not getattr(layout, "knows_lengths", False):
@@ -57,6 +64,7 @@ class ShardedLayout:
                 "the lengths must be known on the host to divide a batch: make the layout outside of a compiled graph, "
                 "and without max_tokens."
             )
+        mask = Mask.of(is_causal, window_size)
         self.layout, self.mesh, self.mask = layout, mesh, mask
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.lengths: list[int] = layout.host_offsets.diff().tolist()
@@ -68,7 +76,7 @@ class ShardedLayout:
     @classmethod
     def of(cls, layout: SequenceLayout, mesh: DeviceMesh, *, is_causal: bool, window_size: tuple[int, int]) -> Self:
         """See `SequenceLayout.shard`."""
-        return cls(layout, mesh, Mask.of(is_causal, window_size))
+        return cls(layout, mesh, is_causal, window_size)
 
     @property
     def group(self) -> dist.ProcessGroup:

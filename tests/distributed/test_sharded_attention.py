@@ -228,6 +228,9 @@ def errors():
         "must be a ShardedLayout": lambda: attend(q, q, q, sharded, layout),
         "exchange must be": lambda: attend(q, q, q, sharded, exchange="rings"),
         "is for a ShardedLayout": lambda: attend(*[torch.randn(8, 2, 4)] * 3, layout, exchange="keys"),
+        "mesh must be a DeviceMesh": lambda: layout.shard(None),
+        "window_size": lambda: layout.shard(mesh, window_size=(-5, 0)),
+        "layout must be a ShardedLayout": lambda: explain_exchange(q, q, q, layout),
         "must have one dimension": lambda: layout.shard(init_device_mesh("cpu", (2, 1))),
     }.items():
         with pytest.raises((ValueError, TypeError), match=match):

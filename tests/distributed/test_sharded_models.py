@@ -115,6 +115,20 @@ def changed_in_place():
         assert q.grad.dtype == torch.float32
 
 
+def backward_twice():
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nta.SequenceLayout.from_lengths([0, 1]).shard(mesh)  # one rank has no tokens
+    for exchange in ("keys", "heads"):
+        q = torch.randn(sharded.total, 2, 4, requires_grad=True)
+        out = nta.varlen_attention(q, q, q, sharded, exchange=exchange, backend="reference").sum()
+        first, second = (torch.autograd.grad(out, q, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+
+def test_backward_twice():
+    run_in_processes(2, backward_twice)
+
+
 def test_changes_in_place_inference_and_autocast():
     run_in_processes(2, changed_in_place)
 
