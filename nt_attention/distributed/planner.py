@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 # 2 · 8 · 128 elements of 2 bytes at 200 GB/s.
 PAIRS_PER_ROW = 300
 GOOD = 1.06  # a plan that costs at most this much more than perfectly divided work is not improved
+BALANCED = 1.1  # plans with at most this much work over the mean are preferred, whatever rows they need
 _BUNDLES = 48  # of short sequences for each rank: about so many groups are dealt out
 # Sequences are cut whose work exceeds this part of the mean work of a rank.
-_THRESHOLDS = (1.0, 0.3, 0.05)
+_THRESHOLDS = (1.0, 0.5, 0.12)
+_FURTHER_THRESHOLDS = (0.03, 0.0)  # if no plan is balanced
 _FULL = 0.98  # part of the mean work up to which long sequences fill ranks; short ones follow
 _NO_LIMIT = 2**40
 
@@ -129,11 +131,15 @@ def make_plan(lengths: Iterable[int], ranks: int, mask: Mask) -> ShardPlan:
     """
     batch = _Batch(np.asarray(list(lengths), np.int64), ranks, mask)
     best: _Draft | None = None
-    for cut in batch.numbers_of_cuts():
-        draft = batch.draft(cut)
-        if best is None or draft.cost < best.cost:
-            best = draft
-        if best.cost <= GOOD * batch.mean_work:
+    for thresholds in (_THRESHOLDS, _FURTHER_THRESHOLDS):
+        for cut in batch.numbers_of_cuts(thresholds):
+            draft = batch.draft(cut)
+            if best is None or draft.rating < best.rating:
+                best = draft
+            if best.cost <= GOOD * batch.mean_work:
+                return best.finish()
+        assert best is not None
+        if best.is_balanced:
             break
     assert best is not None
     return best.finish()
@@ -155,12 +161,12 @@ class _Batch:
         self.capacity = self.rooms[0]
         self.mean_work = max(1.0, float(work.sum()) / ranks)
 
-    def numbers_of_cuts(self) -> list[int]:
+    def numbers_of_cuts(self, thresholds: Sequence[float]) -> list[int]:
         """How many of the longest sequences may be cut."""
         if self.ranks == 1:
             return [0]
         least = int((self.sorted_sizes > self.capacity).sum())
-        counts = [int((self.sorted_work > part * self.mean_work).sum()) for part in _THRESHOLDS]
+        counts = [int((self.sorted_work > part * self.mean_work).sum()) for part in thresholds]
         return sorted({max(least, count) for count in counts})
 
     def draft(self, cut: int) -> _Draft:
@@ -268,6 +274,15 @@ class _Draft:
     def cost(self) -> int:
         """The cost of the slowest rank, in visible pairs."""
         return max(work + PAIRS_PER_ROW * rows for work, rows in zip(self.work, self.received, strict=True))
+
+    @property
+    def rating(self) -> tuple[bool, int]:
+        """Plans with a smaller rating are better."""
+        return not self.is_balanced, self.cost
+
+    @property
+    def is_balanced(self) -> bool:
+        return max(self.work) <= BALANCED * self.batch.mean_work
 
     def finish(self) -> ShardPlan:
         lengths, pieces = self.batch.lengths, []
