@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..functional import plan
 from ..kernels.adapters import Inputs
-from ..kernels.autograd import Kernel
+from ..kernels.autograd import Kernel, as_in_forward
 from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
 from ..kernels.select import warn_if_slow
@@ -57,7 +57,7 @@ class LocalAttention:
         kernel = Kernel(backend)
         inputs = Inputs(*[x.detach() for x in inputs])
         out, lse, *rest = kernel.forward(inputs, planned.call)
-        return out, lse, _SavedTensors(kernel, planned.call, [*inputs, out, lse, *rest])
+        return out, lse, _SavedTensors(kernel, planned.call, [*inputs, self.slopes, out, lse, *rest])
 
 
 class TensorInfo(NamedTuple):
@@ -101,9 +101,9 @@ class _SavedTensors(Saved):
         return tensors
 
     def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, out, lse, state, *more = tensors
+        query, key, value, slopes, out, lse, state, *more = tensors
         saved = BackwardInputs(grad, grad_lse, out, lse, state)
-        grads = self.kernel.backward(saved, tuple(more), Inputs(query, key, value), self.call)
+        grads = self.kernel.backward(saved, tuple(more), Inputs(query, key, value), as_in_forward(self.call, slopes))
         return grads[0], grads[1], grads[2]
 
 

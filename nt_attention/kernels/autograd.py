@@ -140,7 +140,7 @@ class _Attention(torch.autograd.Function):
         kernel, call = ctx.what
         query, key, value, slopes, *rest = ctx.saved_tensors
         relative, (out, lse, state, *more) = _split_relative(call, rest)
-        call = _as_in_forward(call, slopes)
+        call = as_in_forward(call, slopes)
         if grad is None and grad_lse is None:
             return (None,) * (4 + len(relative))
         saved = BackwardInputs(torch.zeros_like(out) if grad is None else grad, grad_lse, out, lse, state)
@@ -216,7 +216,7 @@ def _split_relative(call: Call, tensors: Sequence[Any]) -> tuple[Sequence[Tensor
     return tensors[:count], tensors[count:]
 
 
-def _as_in_forward(call: Call, slopes: Tensor | None) -> Call:
+def as_in_forward(call: Call, slopes: Tensor | None) -> Call:
     """The call with the saved slopes, after a check of the layouts.
 
     Raises:

@@ -104,6 +104,14 @@ def changed_in_place():
         else:
             with pytest.raises(RuntimeError, match=match):
                 out.sum().backward()
+    for exchange in ("keys", "heads"):
+        slopes = torch.ones(2)
+        q = torch.randn(sharded.total, 2, 4, requires_grad=True)
+        options = {"is_causal": True, "alibi_slopes": slopes, "exchange": exchange}
+        out = nta.varlen_attention(q, q, q, sharded, **options)
+        slopes.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
     with torch.inference_mode():
         q = torch.randn(sharded.total, 2, 4)
         assert nta.varlen_attention(q, q, q, sharded).shape == q.shape
