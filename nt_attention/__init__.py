@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _shard(layout: SequenceLayout, mesh: Any, **mask: Any) -> Any:
-    return __getattr__("distributed").ShardedLayout.of(layout, mesh, **mask)
+    return __getattr__("distributed").ShardedLayout(layout, mesh, **mask)
 
 
 SequenceLayout._shard = staticmethod(_shard)

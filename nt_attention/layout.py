@@ -79,8 +79,9 @@ class SequenceLayout:
 
     # Conversions from and to NestedTensors. nested.py sets them, because it imports this file.
     _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
-    _shard: ClassVar[Callable[..., Any]]  # distributed/ sets it
     _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
+    # `ShardedLayout`, whose import takes long. nt_attention/__init__.py sets it.
+    _shard: ClassVar[Callable[..., Any]]
     # `BoundedLayout`, the same in a graph, and the one that has a tensor object. _bounded.py sets them.
     _with_bounds: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]
     _with_bounds_in_graph: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]

@@ -204,10 +204,8 @@ def _why_not_keys(request: Request) -> str | None:
         return "queries and keys are different sequences."
     if options["score_mod"] is not None or options["mask_mod"] is not None:
         return "score_mod and mask_mod need whole sequences."
-    is_cut = any(len(pieces) and pieces[-1] != (pieces[-1].sequence, 0, request.sharded.lengths[pieces[-1].sequence])
-                 for pieces in request.sharded.plan.pieces)  # fmt: skip
     is_open = mask == Mask.of(False, (-1, -1)) and request.slopes is None
-    if is_cut and mask.right and not is_open:
+    if any(request.sharded.plan.cut) and mask.right and not is_open:
         return "a sequence is cut, and its queries see a window of keys after them, or ALiBi adds their distances."
     return None
 
@@ -218,7 +216,8 @@ def _exchange_of(request: Request, chosen: str, backend: str, wants_lse: bool) -
     if chosen == "keys":
         plan = _keys_plan(sharded, _mask(options))
         return KeysExchange(sharded, plan, slopes, backend, options, needs_grad)
-    return HeadsExchange(sharded, key_sharded, slopes, backend, options, needs_grad, wants_lse)
+    heads = (query.shape[1], key.shape[1])
+    return HeadsExchange.of(sharded, key_sharded, *heads, slopes, backend, options, needs_grad, wants_lse)
 
 
 def _mask(options: dict[str, Any]) -> Mask:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .local_attention import LocalAttention, Saved, TensorInfo
+from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .sharded_layout import ShardedLayout
 
 
@@ -67,138 +67,138 @@ class Heads:
         return self.last_key - self.first_key
 
 
-@dataclass
-class HeadsExchange:
-    """A call that runs with this exchange. `options` are those of `varlen_attention`.
+@dataclass(frozen=True)
+class Side:
+    """The queries or the keys of a call: where their tokens are, and how their heads are divided.
 
-    `returns_lse` is whether the log-sum-exp is needed. If not, it is not exchanged, and `forward` returns None.
+    Attributes:
+        sharded: the layout of the tokens.
+        heads: for each rank, its heads.
+        num_heads: the number of all heads.
     """
 
     sharded: ShardedLayout
-    key_sharded: ShardedLayout
-    slopes: Tensor | None
-    backend: str
-    options: dict[str, Any]
-    needs_grad: bool
-    returns_lse: bool
+    heads: list[slice]
+    num_heads: int
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of heads of each rank."""
+        return [each.stop - each.start for each in self.heads]
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """(N, all heads, ·) → (T, heads of this rank, ·) in the order of the packed tensor, for several tensors."""
+        sharded, count, dims = self.sharded, self.counts[self.sharded.rank], [x.shape[2] for x in tensors]
+        sent = [torch.cat([x[:, each].flatten(1) for x in tensors], 1).flatten() for each in self.heads]
+        width = count * sum(dims)
+        received = tensors[0].new_empty(sharded.layout.total, width)
+        splits = [width * size for size in sharded.sizes]
+        dist.all_to_all_single(received.view(-1), torch.cat(sent), splits, [len(x) for x in sent], group=sharded.group)
+        columns = received.index_select(0, sharded.inverse_order).split([count * dim for dim in dims], 1)
+        return [x.unflatten(1, (count, dim)) for x, dim in zip(columns, dims, strict=True)]
+
+    def to_tokens(self, *tensors: Tensor) -> list[Tensor]:
+        """The inverse of `to_heads`. If several ranks have a head, their tensors are added."""
+        sharded, dims = self.sharded, [x.shape[2] for x in tensors]
+        rows = torch.cat([x.flatten(1) for x in tensors], 1).index_select(0, sharded.order)
+        splits = [sharded.total * count * sum(dims) for count in self.counts]
+        received = rows.new_empty(sum(splits))
+        sent_splits = [size * rows.shape[1] for size in sharded.sizes]
+        dist.all_to_all_single(received, rows.flatten(), splits, sent_splits, group=sharded.group)
+        is_shared = sum(self.counts) > self.num_heads
+        dtype = accumulation_dtype(rows.dtype) if is_shared else rows.dtype
+        found = [rows.new_zeros(sharded.total, self.num_heads, dim, dtype=dtype) for dim in dims]
+        for heads, count, part in zip(self.heads, self.counts, received.split(splits), strict=True):
+            columns = part.view(sharded.total, count * sum(dims)).split([count * dim for dim in dims], 1)
+            for x, column, dim in zip(found, columns, dims, strict=True):
+                if is_shared:
+                    x[:, heads] += column.view(sharded.total, count, dim)
+                else:
+                    x[:, heads] = column.view(sharded.total, count, dim)
+        return [x.to(rows.dtype) for x in found]
+
+
+class HeadsExchange:
+    """A call that runs with this exchange.
+
+    Attributes:
+        own: the heads of this rank.
+        queries, keys: the two sides of the call.
+        saved: what the backward needs; None if this rank has no heads.
+    """
+
+    def __init__(
+        self,
+        queries: Side,
+        keys: Side,
+        own: Heads,
+        slopes: Tensor | None,
+        backend: str,
+        options: dict[str, Any],
+        needs_grad: bool,
+        returns_lse: bool,
+    ) -> None:
+        """`options` are those of `varlen_attention`. Without `returns_lse`, lse is not exchanged and None."""
+        self.queries, self.keys, self.own = queries, keys, own
+        self.needs_grad, self.returns_lse = needs_grad, returns_lse
+        self.attention = LocalAttention(
+            queries.sharded.layout,
+            keys.sharded.layout,
+            None if slopes is None else slopes[..., own.queries].contiguous(),
+            backend,
+            _with_first_head(options, own.first),
+            needs_grad,
+        )
+        self.saved: list[Saved | None] = [None]
+
+    @classmethod
+    def of(cls, sharded: ShardedLayout, key_sharded: ShardedLayout, heads: int, kv_heads: int, *more: Any) -> Self:
+        """The exchange of a call with these numbers of query and key heads. `more` is from `slopes` on."""
+        each = [Heads.of_rank(rank, sharded.ranks, heads, kv_heads) for rank in range(sharded.ranks)]
+        queries = Side(sharded, [one.queries for one in each], heads)
+        return cls(queries, Side(key_sharded, [one.keys for one in each], kv_heads), each[sharded.rank], *more)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """out (N, H, Dv) and lse (N, H)."""
-        own = self._heads(query, key)[self.sharded.rank]
-        q = self._to_heads(self.sharded, [query], "queries", query, key)[0]
-        k, v = self._to_heads(self.key_sharded, [key, value], "keys", query, key)
-        self.saved: list[Saved | None] = [None]
-        wide = torch.promote_types(query.dtype, torch.float32)
+        (q,), (k, v), own = self.queries.to_heads(query), self.keys.to_heads(key, value), self.own
         if own.count:
             if own.repeated is not None:
                 index = torch.tensor(own.repeated, device=k.device)
                 k, v = k.index_select(1, index), v.index_select(1, index)
-            attention = LocalAttention(
-                self.sharded.layout,
-                self.key_sharded.layout,
-                None if self.slopes is None else self.slopes[..., own.queries].contiguous(),
-                self.backend,
-                _with_first_head(self.options, own.first),
-                self.needs_grad,
-            )
-            out, lse, self.saved[0] = attention.forward(q, k, v)
+            out, lse, self.saved[0] = self.attention.forward(q, k, v)
         else:
-            out, lse = q.new_empty(q.shape[0], 0, value.shape[2]), q.new_empty(q.shape[0], 0, dtype=wide)
-        out = self._to_tokens(self.sharded, [out], "queries", query, key)[0]
+            out = q.new_empty(q.shape[0], 0, value.shape[2])
+            lse = q.new_empty(q.shape[0], 0, dtype=accumulation_dtype(q.dtype))
+        (out,) = self.queries.to_tokens(out)
         if not self.returns_lse:
             return out, None
-        return out, self._to_tokens(self.sharded, [lse.unsqueeze(2)], "queries", query, key)[0].squeeze(2)
+        return out, self.queries.to_tokens(lse.unsqueeze(2))[0].squeeze(2)
 
     def backward(
         self, tensors: Sequence[Sequence[Any]], inputs: Sequence[TensorInfo], grad: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value. `tensors` are those of `saved`."""
-        query, key, _ = inputs
-        own = self._heads(query, key)[self.sharded.rank]
-        grad = self._to_heads(self.sharded, [grad], "queries", query, key)[0]
+        query, key, value = inputs
+        (grad,) = self.queries.to_heads(grad)
         if self.returns_lse:
             if grad_lse is None:
-                wide = torch.promote_types(query.dtype, torch.float32)
-                grad_lse = torch.zeros(query.shape[:2], dtype=wide, device=query.device)
-            grad_lse = self._to_heads(self.sharded, [grad_lse.unsqueeze(2)], "queries", query, key)[0].squeeze(2)
-        saved = self.saved[0]
+                grad_lse = torch.zeros(query.shape[:2], dtype=accumulation_dtype(query.dtype), device=query.device)
+            grad_lse = self.queries.to_heads(grad_lse.unsqueeze(2))[0].squeeze(2)
+        saved, keys = self.saved[0], self.keys.sharded.layout.total
         if saved is None:
-            dq, dk, dv = (grad.new_empty(rows, 0, x.shape[2]) for rows, x in zip(self._totals, inputs, strict=True))
+            dq = grad.new_empty(len(grad), 0, query.shape[2])
+            dk, dv = (grad.new_empty(keys, 0, x.shape[2]) for x in (key, value))
         else:
             dq, dk, dv = saved.backward(tensors[0], grad, grad_lse if self.returns_lse else None)
-            if own.repeated is not None:
-                dk, dv = (_add_heads(x, own) for x in (dk, dv))
-        dq = self._to_tokens(self.sharded, [dq], "queries", query, key)[0]
-        dk, dv = self._to_tokens(self.key_sharded, [dk, dv], "keys", query, key)
-        return dq, dk, dv
-
-    @property
-    def _totals(self) -> tuple[int, int, int]:
-        keys = self.key_sharded.layout.total
-        return self.sharded.layout.total, keys, keys
-
-    def _heads(self, query: Tensor | TensorInfo, key: Tensor | TensorInfo) -> list[Heads]:
-        ranks = self.sharded.ranks
-        return [Heads.of_rank(rank, ranks, query.shape[1], key.shape[1]) for rank in range(ranks)]
-
-    def _to_heads(
-        self,
-        sharded: ShardedLayout,
-        tensors: Sequence[Tensor],
-        which: str,
-        query: Tensor | TensorInfo,
-        key: Tensor | TensorInfo,
-    ) -> list[Tensor]:
-        """(N, all heads, ·) → (T, heads of this rank, ·) in the order of the packed tensor, for several tensors."""
-        heads = [getattr(each, which) for each in self._heads(query, key)]
-        counts = [each.stop - each.start for each in heads]
-        dims = [x.shape[2] for x in tensors]
-        sent = [torch.cat([x[:, each].flatten(1) for x in tensors], 1).flatten() for each in heads]
-        own = counts[sharded.rank] * sum(dims)
-        received = tensors[0].new_empty(sharded.layout.total, own)
-        _exchange(
-            received.view(-1), torch.cat(sent), [own * size for size in sharded.sizes], [len(x) for x in sent], sharded
-        )
-        rows = received.index_select(0, sharded.inverse_order)
-        parts = rows.split([counts[sharded.rank] * dim for dim in dims], 1)
-        return [x.unflatten(1, (counts[sharded.rank], dim)) for x, dim in zip(parts, dims, strict=True)]
-
-    def _to_tokens(
-        self,
-        sharded: ShardedLayout,
-        tensors: Sequence[Tensor],
-        which: str,
-        query: Tensor | TensorInfo,
-        key: Tensor | TensorInfo,
-    ) -> list[Tensor]:
-        """The inverse of `_to_heads`. If several ranks have a head, their tensors are added."""
-        heads = [getattr(each, which) for each in self._heads(query, key)]
-        dims = [x.shape[2] for x in tensors]
-        rows = torch.cat([x.flatten(1) for x in tensors], 1).index_select(0, sharded.order)
-        widths = [(each.stop - each.start) * sum(dims) for each in heads]
-        received = rows.new_empty(sharded.total * sum(widths))
-        splits = [sharded.total * width for width in widths]
-        _exchange(received, rows.flatten(), splits, [size * rows.shape[1] for size in sharded.sizes], sharded)
-        most = (query if which == "queries" else key).shape[1]
-        is_shared = sum(each.stop - each.start for each in heads) > most
-        wide = torch.promote_types(rows.dtype, torch.float32) if is_shared else rows.dtype
-        found = [rows.new_zeros(sharded.total, most, dim, dtype=wide) for dim in dims]
-        for each, part in zip(heads, received.split(splits), strict=True):
-            count = each.stop - each.start
-            columns = part.view(sharded.total, count * sum(dims)).split([count * dim for dim in dims], 1)
-            for x, column, dim in zip(found, columns, dims, strict=True):
-                if is_shared:
-                    x[:, each] += column.view(sharded.total, count, dim)
-                else:
-                    x[:, each] = column.view(sharded.total, count, dim)
-        return [x.to(rows.dtype) for x in found]
+            if self.own.repeated is not None:
+                dk, dv = (_add_heads(x, self.own) for x in (dk, dv))
+        return *self.queries.to_tokens(dq), *self.keys.to_tokens(dk, dv)  # type: ignore[return-value]
 
 
 def _add_heads(x: Tensor, heads: Heads) -> Tensor:
     """(S, h, ·) gradients of repeated key heads → (S, g, ·), added in the order of the heads."""
     assert heads.repeated is not None
-    wide = torch.promote_types(x.dtype, torch.float32)
-    added = x.new_zeros(x.shape[0], heads.key_count, x.shape[2], dtype=wide)
+    added = x.new_zeros(x.shape[0], heads.key_count, x.shape[2], dtype=accumulation_dtype(x.dtype))
     for i, head in enumerate(heads.repeated):
         added[:, head] += x[:, i]
     return added.to(x.dtype)
@@ -216,9 +216,3 @@ def _with_first_head(options: dict[str, Any], first: int) -> dict[str, Any]:
     if mask_mod is not None:
         changed["mask_mod"] = lambda b, h, q_idx, kv_idx: mask_mod(b, h + first, q_idx, kv_idx)
     return changed
-
-
-def _exchange(
-    output: Tensor, given: Tensor, output_splits: list[int], given_splits: list[int], sharded: ShardedLayout
-) -> None:
-    dist.all_to_all_single(output, given, output_splits, given_splits, group=sharded.group)

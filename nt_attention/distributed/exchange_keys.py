@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .._offsets import to_device
 from ..layout import SequenceLayout
-from .local_attention import LocalAttention, Saved, TensorInfo
+from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .planner import Mask, Piece, needed_keys
-from .sharded_layout import ShardedLayout
+from .sharded_layout import ShardedLayout, concatenate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,20 +67,19 @@ class KeysPlan:
     def make(cls, sharded: ShardedLayout, mask: Mask) -> KeysPlan:
         """The plan of this rank. All ranks know the pieces of all others, so nothing is exchanged for it."""
         lengths, rank, device = sharded.lengths, sharded.rank, sharded.device
-        cut = [[p for p in each if p.stop - p.start < lengths[p.sequence]] for each in sharded.plan.pieces]
+        whole, cut = sharded.plan.whole[rank], sharded.plan.cut
         needed = [needed_keys(pieces, lengths, mask) for pieces in cut]
-        places = [Places(pieces) for pieces in cut]
         transfers = [_transfers(need, cut) for need in needed]  # of each receiver: (sender, sequence, first, last)
+
+        known = _own_rows(cut[rank], lengths)
 
         send, send_splits = [], []
         for receiver in range(sharded.ranks):
             mine = [(s, first, last) for sender, s, first, last in transfers[receiver] if sender == rank]
-            send += [places[rank].rows(*interval) for interval in mine]
+            send += [known[s][first:last] for s, first, last in mine]
             send_splits.append(sum([last - first for _, first, last in mine]))
         receive_splits = [0] * sharded.ranks
-        own_rows = sum([p.stop - p.start for p in cut[rank]])
-        known = {s: places[rank].of_sequence(s, lengths[s]) for s in needed[rank]}  # position → row, or −1
-        at = own_rows
+        at = sum([p.stop - p.start for p in cut[rank]])
         for sender, s, first, last in transfers[rank]:
             known[s][first:last] = np.arange(at, at + last - first)
             at += last - first
@@ -88,7 +87,6 @@ class KeysPlan:
 
         keys = [(p.sequence, *mask.keys(p, lengths[p.sequence])) for p in cut[rank]]
         sources = [known[s][first:last] for s, first, last in keys]
-        whole = [p for p in sharded.pieces if p.stop - p.start == lengths[p.sequence]]
         return cls(
             whole=sum([p.stop for p in whole]),
             whole_sequences=[p.sequence for p in whole],
@@ -98,8 +96,8 @@ class KeysPlan:
             key_layout=SequenceLayout.from_lengths([last - first for _, first, last in keys], device=device),
             send_splits=send_splits,
             receive_splits=receive_splits,
-            send_rows=to_device(_concatenate(send), device),
-            source=to_device(_concatenate(sources), device),
+            send_rows=to_device(concatenate(send), device),
+            source=to_device(concatenate(sources), device),
             rounds=[
                 (to_device(rows, device), to_device(which, device))
                 for rows, which in _rounds([p.sequence for p in cut[rank]], sources)
@@ -109,27 +107,16 @@ class KeysPlan:
         )
 
 
-class Places:
-    """Where the pieces of a rank are in its C rows."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces: dict[int, list[tuple[int, int, int]]] = {}  # sequence → (start, stop, row of `start`)
-        at = 0
-        for sequence, start, stop in pieces:
-            self.pieces.setdefault(sequence, []).append((start, stop, at))
-            at += stop - start
-
-    def rows(self, sequence: int, first: int, last: int) -> NDArray[np.int64]:
-        """The rows of positions that are all in one piece."""
-        row = next(at + first - start for start, stop, at in self.pieces[sequence] if start <= first < stop)
-        return np.arange(row, row + last - first)
-
-    def of_sequence(self, sequence: int, length: int) -> NDArray[np.int64]:
-        """The row of each position of a sequence; −1 for positions of other ranks."""
-        found = np.full(length, -1)
-        for start, stop, at in self.pieces[sequence]:
-            found[start:stop] = np.arange(at, at + stop - start)
-        return found
+def _own_rows(pieces: Sequence[Piece], lengths: Sequence[int]) -> dict[int, NDArray[np.int64]]:
+    """Sequence → the row of each of its positions among the C rows of a rank; −1 for positions of other ranks."""
+    rows: dict[int, NDArray[np.int64]] = {}
+    at = 0
+    for sequence, start, stop in pieces:
+        if sequence not in rows:
+            rows[sequence] = np.full(lengths[sequence], -1)
+        rows[sequence][start:stop] = np.arange(at, at + stop - start)
+        at += stop - start
+    return rows
 
 
 def _transfers(
@@ -161,10 +148,6 @@ def _rounds(
         found[number][1].append(np.arange(at, at + len(source)))
         at += len(source)
     return [(np.concatenate(rows), np.concatenate(keys)) for rows, keys in found]
-
-
-def _concatenate(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
 @dataclass
@@ -201,7 +184,7 @@ class KeysExchange:
         found = [part for part in parts if part is not None]
         if not found:
             return query.new_empty(*query.shape[:2], value.shape[2]), query.new_empty(
-                query.shape[:2], dtype=_wide(query.dtype)
+                query.shape[:2], dtype=accumulation_dtype(query.dtype)
             )
         if len(found) == 1:
             return found[0]
@@ -237,7 +220,7 @@ class KeysExchange:
             dq, dk, dv = of_cut.backward(tensors[1], grad[whole:], of_lse)
             rows = self._add_pieces(torch.cat([dk.flatten(1), dv.flatten(1)], 1), key)
         else:
-            rows = torch.zeros(0, key.width + value.width, dtype=_wide(key.dtype), device=key.device)
+            rows = torch.zeros(0, key.width + value.width, dtype=accumulation_dtype(key.dtype), device=key.device)
         own, received = rows.split([len(rows) - sum(plan.receive_splits), sum(plan.receive_splits)])
         returned = work = None
         if plan.is_needed:
@@ -263,14 +246,10 @@ class KeysExchange:
         """(S, ·) gradients of the keys of all pieces → (C + R, ·), the gradients of the rows that they are from."""
         plan = self.plan
         count = key.shape[0] - plan.whole + sum(plan.receive_splits)
-        rows = gradients.new_zeros(count, gradients.shape[1], dtype=_wide(gradients.dtype))
+        rows = gradients.new_zeros(count, gradients.shape[1], dtype=accumulation_dtype(gradients.dtype))
         for where, which in plan.rounds:  # each row at most once, so the order of the sum is fixed
             rows.index_add_(0, where, gradients.index_select(0, which).to(rows.dtype))
         return rows
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _start(

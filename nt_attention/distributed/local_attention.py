@@ -60,6 +60,11 @@ class LocalAttention:
         return out, lse, _SavedTensors(kernel, planned.call, [*inputs, self.slopes, out, lse, *rest])
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of several ranks are added, and of lse: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class TensorInfo(NamedTuple):
     """What a backward needs to know of an input."""
 

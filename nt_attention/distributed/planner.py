@@ -13,14 +13,19 @@ Dimensions: B sequences, P ranks.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from ..kernels.masks import Window
 
 # A received row costs as much as this number of visible (query, key) pairs. With 32 query heads, 8 key heads and a head
 # dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s, and a row is sent twice with
@@ -58,18 +63,16 @@ class Mask:
 
     def pairs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """(B,) the number of visible pairs of whole sequences."""
-
-        def sums(most: int) -> NDArray[np.int64]:  # `_sum_of_min` of arrays
-            short = np.minimum(lengths, most + 1)
-            return short * (short - 1) // 2 + (lengths - short) * most
-
-        return sums(self.left) + sums(self.right) + lengths
+        window = Window(*[math.inf if side == _NO_LIMIT else side for side in (self.left, self.right)])
+        numbers = torch.from_numpy(lengths)
+        return window.pairs(numbers, numbers, lower_right=True).numpy()
 
     def work(self, piece: Piece, length: int) -> int:
         """The number of visible pairs of the queries of a piece."""
         _, start, stop = piece
-        last, first = (_sum_of_min(length - n, self.right) if self.right else 0 for n in (stop, start))
-        return _sum_of_min(stop, self.left) - _sum_of_min(start, self.left) + first - last + stop - start
+        before = _sum_of_min(stop, self.left) - _sum_of_min(start, self.left)
+        after = _sum_of_min(length - start, self.right) - _sum_of_min(length - stop, self.right)
+        return before + after + stop - start
 
     def keys(self, piece: Piece, length: int) -> tuple[int, int]:
         """The keys [first, last) that the queries of a piece see."""
@@ -87,14 +90,21 @@ class ShardPlan:
     """The pieces of each rank.
 
     Attributes:
-        pieces: for each rank, whole sequences first, then the pieces of cut sequences, ordered by sequence and start.
+        whole: for each rank, the sequences that are whole there, in order.
+        cut: for each rank, its pieces of the other sequences, ordered by sequence and start.
         work: for each rank, the number of visible pairs of one head.
         received: for each rank, the number of rows of keys that it needs from others.
     """
 
-    pieces: tuple[tuple[Piece, ...], ...]
+    whole: tuple[tuple[Piece, ...], ...]
+    cut: tuple[tuple[Piece, ...], ...]
     work: tuple[int, ...]
     received: tuple[int, ...]
+
+    @property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """For each rank, all pieces in the order of its rows: those of `whole`, then those of `cut`."""
+        return tuple([(*whole, *cut) for whole, cut in zip(self.whole, self.cut, strict=True)])
 
     @property
     def imbalance(self) -> float:
@@ -264,13 +274,13 @@ class _Draft:
             self.add(rank, Piece(sequence, at, at + size))
             at += size
 
-    @property
+    @functools.cached_property
     def received(self) -> list[int]:
-        """For each rank, the number of rows that it needs from others."""
+        """For each rank, the number of rows that it needs from others. Read it when all pieces are placed."""
         each = [needed_keys(pieces, self.batch.lengths, self.batch.mask) for pieces in self.pieces]
         return [sum([last - first for found in needed.values() for first, last in found]) for needed in each]
 
-    @property
+    @functools.cached_property
     def cost(self) -> int:
         """The cost of the slowest rank, in visible pairs."""
         return max(work + PAIRS_PER_ROW * rows for work, rows in zip(self.work, self.received, strict=True))
@@ -285,15 +295,15 @@ class _Draft:
         return max(self.work) <= BALANCED * self.batch.mean_work
 
     def finish(self) -> ShardPlan:
-        lengths, pieces = self.batch.lengths, []
-        for whole, cut in zip(self.whole, self.pieces, strict=True):
-            merged = _merge(sorted(cut))
-            whole = sorted(
-                whole + [piece.sequence for piece in merged if piece.stop - piece.start == lengths[piece[0]]]
-            )
-            rest = [piece for piece in merged if piece.stop - piece.start < lengths[piece.sequence]]
-            pieces.append((*map(Piece, whole, repeat(0), [lengths[b] for b in whole]), *rest))
-        return ShardPlan(tuple(pieces), tuple(self.work), tuple(self.received))
+        lengths, all_whole, all_cut = self.batch.lengths, [], []
+        for whole, pieces in zip(self.whole, self.pieces, strict=True):
+            merged = _merge(sorted(pieces))
+            cut = [piece for piece in merged if piece.stop - piece.start < lengths[piece.sequence]]
+            # all parts of a sequence may be on one rank
+            whole = sorted([*whole, *{piece.sequence for piece in merged} - {piece.sequence for piece in cut}])
+            all_whole.append(tuple(map(Piece, whole, repeat(0), [lengths[b] for b in whole])))
+            all_cut.append(tuple(cut))
+        return ShardPlan(tuple(all_whole), tuple(all_cut), tuple(self.work), tuple(self.received))
 
 
 def _shares(length: int, rooms: Sequence[int]) -> list[int]:

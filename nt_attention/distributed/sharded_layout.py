@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -50,7 +50,9 @@ class ShardedLayout:
 
     is_sharded: ClassVar[bool] = True
 
-    def __init__(self, layout: SequenceLayout, mesh: DeviceMesh, is_causal: bool, window_size: tuple[int, int]) -> None:
+    def __init__(
+        self, layout: SequenceLayout, mesh: DeviceMesh, *, is_causal: bool, window_size: tuple[int, int]
+    ) -> None:
         if getattr(mesh, "ndim", None) is None:
             raise TypeError(
                 f"mesh must be a DeviceMesh with one dimension, got {type(mesh).__name__}: pass "
@@ -73,11 +75,6 @@ class ShardedLayout:
         self.total = self.sizes[self.rank]
         self._cache: dict[Any, Any] = {}
 
-    @classmethod
-    def of(cls, layout: SequenceLayout, mesh: DeviceMesh, *, is_causal: bool, window_size: tuple[int, int]) -> Self:
-        """See `SequenceLayout.shard`."""
-        return cls(layout, mesh, is_causal, window_size)
-
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the mesh."""
@@ -91,7 +88,7 @@ class ShardedLayout:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of this rank, in the order of its rows."""
-        return self.plan.pieces[self.rank]
+        return (*self.plan.whole[self.rank], *self.plan.cut[self.rank])
 
     @functools.cached_property
     def rows(self) -> Tensor:
@@ -100,13 +97,12 @@ class ShardedLayout:
     @functools.cached_property
     def position_ids(self) -> Tensor:
         """(N,) int64, the position of each token of this rank in its sequence."""
-        ranges = [np.arange(piece.start, piece.stop) for piece in self.pieces]
-        return to_device(_concatenate(ranges), self.device)
+        return self.layout.position_ids.index_select(0, self.rows)
 
     @functools.cached_property
     def order(self) -> Tensor:
         """(T,) int64, the rows of the packed tensor in the order of the ranks."""
-        return to_device(_concatenate([self._rows_of(rank) for rank in range(self.ranks)]), self.device)
+        return to_device(concatenate([self._rows_of(rank) for rank in range(self.ranks)]), self.device)
 
     @functools.cached_property
     def inverse_order(self) -> Tensor:
@@ -179,9 +175,8 @@ class ShardedLayout:
 
     def _rows_of(self, rank: int) -> NDArray[np.int64]:
         begins = self.layout.host_offsets.numpy()
-        return _concatenate(
-            [np.arange(begins[p.sequence] + p.start, begins[p.sequence] + p.stop) for p in self.plan.pieces[rank]]
-        )
+        pieces = (*self.plan.whole[rank], *self.plan.cut[rank])
+        return concatenate([np.arange(begins[p.sequence] + p.start, begins[p.sequence] + p.stop) for p in pieces])
 
 
 class _Gather(torch.autograd.Function):
@@ -201,5 +196,6 @@ class _Gather(torch.autograd.Function):
         return grad.index_select(0, ctx.sharded.rows), None
 
 
-def _concatenate(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+def concatenate(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """`np.concatenate`, also of no arrays."""
     return np.concatenate(arrays) if arrays else np.empty(0, np.int64)

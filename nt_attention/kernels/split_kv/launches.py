@@ -226,18 +226,9 @@ class Work:
             max(key.stride(-3), value.stride(-3)) * _most_rows(keys.page, block_n) >= 2**31,
         )
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
-        tensors, warps = (self.offsets, keys.lengths), warps_of(tile.block_m, spec)
+        tensors, sizes = (self.offsets, keys.lengths), (warps_of(tile.block_m, spec), stages_of(tile.block_m, spec))
         launch(
-            Launch(
-                kernels.attention_kernel,
-                grid,
-                tensors,
-                integers,
-                floats,
-                constants,
-                warps,
-                stages_of(tile.block_m, spec),
-            ),
+            Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, *sizes),
             (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets),
         )
 
