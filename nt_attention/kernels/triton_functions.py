@@ -19,3 +19,12 @@ def tanh(x, EXACT: tl.constexpr):
         series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * series)))
         result = tl.where(tl.abs(x) < 0.4, x * series, result)
     return result
+
+
+@triton.jit
+def score_factor_of(scale, LINEAR: tl.constexpr):
+    """The factor that `_scores` leaves out if LINEAR: the scale, which then fuses into later operations."""
+    score_factor = 1.0
+    if LINEAR:
+        score_factor = scale * LOG2E
+    return score_factor

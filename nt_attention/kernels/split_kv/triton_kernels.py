@@ -21,7 +21,7 @@ Dimensions: B sequences, M rows of a tile, N keys of a block, D and V head dims.
 import triton
 import triton.language as tl
 
-from ..triton_functions import INF, LOG2E, tanh
+from ..triton_functions import INF, LOG2E, score_factor_of, tanh
 
 # Arguments for whose divisibility no kernels of their own are compiled.
 UNSPECIALIZED = ["num_sequences", "max_seqlen", "before", "after", "least_rows", "most_rows"]
@@ -226,9 +226,7 @@ def attention_kernel(
             # all rows see the keys [all_from, all_to)
             all_from = tl.maximum(lo, last_query + shift - before)
             all_to = tl.minimum(hi, first_query + shift + after + 1)
-            factor = 1.0
-            if LINEAR:
-                factor = scale * LOG2E
+            factor = score_factor_of(scale, LINEAR)
             n = tl.arange(0, BLOCK_N)
             for at in range(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N):
                 # positions are compared relative to `at`, in 32 bits

@@ -17,7 +17,7 @@ Dimensions: M query rows of a tile, N key rows of a tile, D and V head dims. Nam
 import triton
 import triton.language as tl
 
-from ..triton_functions import INF, LOG2E, tanh
+from ..triton_functions import INF, LOG2E, score_factor_of, tanh
 from .plan_kernels import HEADER, KEYS, OWN
 
 # RELATIVE is a sum of these flags: the biases that are given, whether their gradients are needed, and in a fixed order,
@@ -315,7 +315,7 @@ def _scores(
     RELATIVE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(scores, d score / d (scale · product)). Scores times `_score_factor` are in base 2."""
+    """(scores, d score / d (scale · product)). Scores times `score_factor_of` are in base 2."""
     cap_gradient = 1.0
     scores = products
     if not LINEAR:
@@ -330,15 +330,6 @@ def _scores(
         if RELATIVE:
             scores += bias * LOG2E
     return scores, cap_gradient
-
-
-@triton.jit
-def _score_factor(scale, LINEAR: tl.constexpr):
-    """The factor that `_scores` leaves out if LINEAR: the scale, which then fuses into later operations."""
-    score_factor = 1.0
-    if LINEAR:
-        score_factor = scale * LOG2E
-    return score_factor
 
 
 @triton.jit
@@ -389,7 +380,7 @@ def _weights(
     )
     if boundary:
         scores = tl.where((indices >= lo) & (indices < hi), scores, -INF)
-    weights = tl.exp2(scores * _score_factor(scale, LINEAR) - lse)
+    weights = tl.exp2(scores * score_factor_of(scale, LINEAR) - lse)
     kept_weights = weights
     if DROPOUT:
         factor = tl.where(_dropout_mask(Seed, rows, keys, head, dropout_p), 1.0 / (1.0 - dropout_p), 0.0)
@@ -454,7 +445,7 @@ def forward_kernel(
         out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_max = tl.full([BLOCK_M], -INF, tl.float32)
-        score_factor = _score_factor(scale, LINEAR)
+        score_factor = score_factor_of(scale, LINEAR)
 
         for at in range(first, last, BLOCK_N):
             keys = (at + tl.arange(0, BLOCK_N))[None, :]
