@@ -626,14 +626,16 @@ class SequenceLayout:
 
         Args:
             mesh: a `torch.distributed.device_mesh.DeviceMesh` with one dimension, such as `mesh["cp"]`.
-            is_causal, window_size: the mask for which work is balanced, as for `varlen_attention`. Calls with other
-                masks are as right.
+            is_causal, window_size: the mask for which work is balanced, as for `varlen_attention`. Results are right with
+                any mask.
 
         Returns:
             A `nt_attention.distributed.ShardedLayout`. `varlen_attention` takes it as `layout`.
 
         Raises:
-            ValueError: the mesh has several dimensions, or the lengths are not known on the host.
+            TypeError: `mesh` is not a DeviceMesh.
+            ValueError: the mesh has several dimensions, `window_size` is invalid, or the lengths are not known on the
+                host.
 
         Example:
             >>> import torch, nt_attention as nta  # one process; torchrun starts several

@@ -159,8 +159,29 @@ def explain_exchange(
 ) -> ExchangeChoice:
     """Which exchange would run a call of `varlen_attention` with these arguments, and why. Nothing is computed.
 
+    Args:
+        query: (N, H, D), the tokens of this rank.
+        key, value: (M, G, D) and (M, G, Dv).
+        sharded, key_sharded: the layouts of queries and of keys; None if they are the same.
+        alibi_slopes, exchange, options: as for `varlen_attention`.
+
+    Returns:
+        The choice, with the reasons against the other exchange, bytes and expected times. `print` shows it.
+
     Raises:
         ValueError: as for `varlen_attention`.
+        TypeError: a layout is not a `ShardedLayout`.
+
+    Example:
+        >>> import torch, nt_attention as nta  # one process; torchrun starts several
+        >>> from nt_attention.distributed import explain_exchange
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> sharded = nta.SequenceLayout.from_lengths([2, 3]).shard(torch.distributed.init_device_mesh("cpu", (1,)))
+        >>> x = torch.randn(5, 4, 8)
+        >>> explain_exchange(x, x, x, sharded, mask_mod=lambda b, h, q, k: k != 1).reasons["keys"]
+        'score_mod and mask_mod need whole sequences.'
+        >>> torch.distributed.destroy_process_group()
     """
     request = _check(query, key, value, sharded, key_sharded, alibi_slopes, None, options)
     return choose_exchange(request, exchange)

@@ -33,11 +33,11 @@ from ..kernels.masks import Window
 PAIRS_PER_ROW = 300
 GOOD = 1.06  # a plan that costs at most this much more than perfectly divided work is not improved
 BALANCED = 1.1  # plans with at most this much work over the mean are preferred, whatever rows they need
-_BUNDLES = 48  # of short sequences for each rank: about so many groups are dealt out
+_BUNDLES = 48  # short sequences are placed in groups, about this many for each rank
 # Sequences are cut whose work exceeds this part of the mean work of a rank.
 _THRESHOLDS = (1.0, 0.5, 0.12)
 _FURTHER_THRESHOLDS = (0.03, 0.0)  # if no plan is balanced
-_FULL = 0.98  # part of the mean work up to which long sequences fill ranks; short ones follow
+_FULL = 0.98  # cut sequences may fill a rank up to this part of the mean work; short ones need the rest
 _NO_LIMIT = 2**40
 
 
@@ -223,7 +223,7 @@ class _Draft:
     def cut(self, sequence: int) -> None:
         """Divide a sequence among the ranks with the least work.
 
-        So many that it is at most half of the work of each, and that they have no more work than the mean.
+        There are so many of them that it is at most half of the work of each, and that no rank has more than the mean.
         """
         batch, mask, length = self.batch, self.batch.mask, self.batch.lengths[sequence]
         count = max(2, int(2 * batch.work[sequence] / batch.mean_work) + 1)
@@ -327,7 +327,7 @@ def _merge(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def needed_keys(pieces: Iterable[Piece], lengths: Sequence[int], mask: Mask) -> dict[int, list[tuple[int, int]]]:
-    """Cut sequence of a rank → the intervals of keys that its queries see and that it has not, in order."""
+    """Sequence → the intervals of keys that the queries of these pieces see, and that are in none of them, in order."""
     own: dict[int, list[Piece]] = {}
     for piece in pieces:
         own.setdefault(piece.sequence, []).append(piece)

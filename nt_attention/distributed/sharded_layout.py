@@ -42,10 +42,15 @@ class ShardedLayout:
         rows: (N,) int64, the row of the packed tensor that is in each row of this rank.
 
     Example:
-        >>> import nt_attention as nta  # in each process of a group
-        >>> mesh = torch.distributed.init_device_mesh("cpu", (2,))  # doctest: +SKIP
-        >>> sharded = nta.SequenceLayout.from_lengths([5, 3, 8]).shard(mesh)  # doctest: +SKIP
-        >>> out = nta.varlen_attention(query, key, value, sharded, is_causal=True)  # doctest: +SKIP
+        >>> import torch, nt_attention as nta  # one process; torchrun starts several
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        >>> sharded = nta.SequenceLayout.from_lengths([5, 3, 8]).shard(mesh)
+        >>> q = k = v = torch.randn(sharded.total, 4, 8)
+        >>> nta.varlen_attention(q, k, v, sharded, is_causal=True).shape
+        torch.Size([16, 4, 8])
+        >>> torch.distributed.destroy_process_group()
     """
 
     is_sharded: ClassVar[bool] = True
