@@ -626,8 +626,8 @@ class SequenceLayout:
 
         Args:
             mesh: a `torch.distributed.device_mesh.DeviceMesh` with one dimension, such as `mesh["cp"]`.
-            is_causal, window_size: the mask for which work is balanced, as for `varlen_attention`. Results are right with
-                any mask.
+            is_causal, window_size: the mask for which work is balanced, as for `varlen_attention`. Results are right
+                with any mask.
 
         Returns:
             A `nt_attention.distributed.ShardedLayout`. `varlen_attention` takes it as `layout`.

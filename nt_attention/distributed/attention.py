@@ -22,6 +22,7 @@ from .exchange_keys import KeysExchange, KeysPlan
 from .local_attention import TensorInfo
 from .planner import Mask
 from .sharded_layout import ShardedLayout
+from .versions import check_in_backward
 
 EXCHANGES = ("keys", "heads")
 # For the choice: what one GPU computes, FLOPs in a µs, and what it receives, bytes in a µs.
@@ -116,6 +117,9 @@ def sharded_attention(
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, sharded.local_layout)
     if isinstance(query, DTensor):
+        for x in (out, lse):
+            if x is not None:
+                check_in_backward(x, (query, key, value))
         out, lse = (x if x is None else _as_dtensor(x, sharded) for x in (out, lse))
     return (out, lse) if return_lse else out
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..modules.config import AttentionConfig
 from ..modules.inputs import Inputs, Masks
 from ..modules.multihead import VarlenMultiheadAttention
+from .versions import check_in_backward
 
 _WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BIASES = ("q_proj_bias", "k_proj_bias", "v_proj_bias")
@@ -144,9 +145,11 @@ class HeadParallelAttention(VarlenMultiheadAttention):
                 `DTensor`, and the inputs are NestedTensors or lists.
             RuntimeError: the parameters are sharded by `fully_shard`, because the call did not go through its module.
         """
-        mesh = self._mesh
+        mesh, given = self._mesh, (*args, *kwargs.values())
         args, kwargs = _to_local((args, kwargs), mesh)
         out, weights = super().forward(*args, **kwargs)
+        if isinstance(out, Tensor) and not out.is_nested:
+            check_in_backward(out, given)
         is_whole, layout = isinstance(self.output_layout, Replicate), self.output_layout
         if is_whole and self.use_local_output:
             return out, weights
@@ -192,7 +195,11 @@ class HeadParallelAttention(VarlenMultiheadAttention):
         is_random = self.training and self.dropout > 0
         with _own_random_numbers(inputs.query.device, mesh) if is_random else contextlib.nullcontext():
             out, weights = super()._attend(inputs, attention)
-        return out, None if weights is None else _Gather.apply(weights, mesh)
+        weights = None if weights is None else cast(Tensor, _Gather.apply(weights, mesh))
+        for x in (out, weights):
+            if x is not None:
+                check_in_backward(x, self.parameters())
+        return out, weights
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (…, E) → the heads of this rank: q (…, H/P, D), k and v (…, G/P, D)."""
@@ -441,7 +448,6 @@ def _to_local(arguments: tuple[tuple[Any, ...], dict[str, Any]], mesh: DeviceMes
     return tuple(convert(x) for x in args), {name: convert(x) for name, x in kwargs.items()}
 
 
-@functools.lru_cache(maxsize=16)  # one function for all layers, because flex compiles each one
 def _with_global_heads(mod: Callable[..., Tensor], position: int, first: int) -> Callable[..., Tensor]:
     """`mod` for the heads of a rank: its argument number `position` is a head, and is increased by `first`."""
     cells = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
@@ -450,6 +456,12 @@ def _with_global_heads(mod: Callable[..., Tensor], position: int, first: int) ->
             "a score_mod or mask_mod uses a tensor that needs a gradient, which would be that of this rank's heads "
             "only: pass a tensor that needs none, or a float attn_mask."
         )
+    shift = _shift_heads if isinstance(mod, Hashable) else _shift_heads.__wrapped__
+    return shift(mod, position, first)
+
+
+@functools.lru_cache(maxsize=16)  # one function for all layers, because flex compiles each one
+def _shift_heads(mod: Callable[..., Tensor], position: int, first: int) -> Callable[..., Tensor]:
     if position == 1:
 
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from processes import run_in_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
@@ -104,6 +105,15 @@ def changed_in_place():
         else:
             with pytest.raises(RuntimeError, match=match):
                 out.sum().backward()
+    for exchange in ("keys", "heads"):
+        local, shape = torch.randn(sharded.total, 2, 4), (sharded.layout.total, 2, 4)
+        q = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(8, 4, 1))
+        q.requires_grad_()
+        out = nta.varlen_attention(q, q, q, sharded, exchange=exchange).to_local().sum()
+        with torch.no_grad():
+            q.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
     for exchange in ("keys", "heads"):
         slopes = torch.ones(2)
         q = torch.randn(sharded.total, 2, 4, requires_grad=True)

@@ -542,6 +542,70 @@ def test_meta_device():
     run_in_processes(2, check_meta)
 
 
+def check_changes_in_place():
+    attention, parallel = make(qk_norm="rms"), None
+    parallel = divide(attention)
+    layout = nta.SequenceLayout.from_lengths([3, 5])
+    x = packed()[: layout.total]
+
+    def step():
+        torch.optim.SGD(parallel.parameters(), 0.1).step()
+
+    changes = {
+        "weight": lambda: parallel.q_proj_weight.mul_(2),
+        "output": lambda: parallel.out_proj.weight.mul_(2),
+        "norm": lambda: parallel.q_norm.weight.mul_(2),
+        "step": step,
+        "state": lambda: parallel.load_state_dict(parallel.state_dict()),
+    }
+    for name, change in changes.items():
+        for parameter in parallel.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        out = parallel(x, x, x, layout=layout)[0]
+        with torch.no_grad():
+            change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        assert name
+    given = distribute_tensor(x, parallel._mesh, (Replicate(),)).requires_grad_()
+    out = parallel(given, given, given, layout=layout)[0]
+    out += 1  # a result may be changed
+    out.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        given.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_changes_in_place_before_the_backward():
+    run_in_processes(2, check_changes_in_place)
+
+
+def check_mods():
+    parallel = divide(make())
+    layout = nta.SequenceLayout.from_lengths([3, 5])
+    x, bias = packed()[: layout.total], torch.randn(8, dtype=torch.float64)
+
+    def score_mod(score, b, h, i, j):
+        return score + bias[h]
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, score, b, h, i, j):
+            return score + h
+
+    parallel(x, x, x, layout=layout, score_mod=score_mod)
+    parallel(x, x, x, layout=layout, score_mod=Unhashable())
+    bias.requires_grad_()
+    with pytest.raises(ValueError, match="uses a tensor that needs a gradient"):
+        parallel(x, x, x, layout=layout, score_mod=score_mod)
+
+
+def test_mods_are_checked_in_each_call():
+    run_in_processes(2, check_mods)
+
+
 def check_errors():
     def refused(module, match, error=ValueError, mesh=None):
         with pytest.raises(error, match=match):
