@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import functional
-from ..functional import autocast, check_sinks, check_tensors
+from ..functional import autocast, check_sinks, check_tensors, varlen_attention
 from ..kernels.autograd import with_sinks
 from ..kernels.call import AttentionSpec, all_options, check_slopes
 from .exchange_heads import Heads, HeadsExchange
@@ -25,8 +25,9 @@ from .sharded_layout import ShardedLayout
 from .versions import check_in_backward
 
 EXCHANGES = ("keys", "heads")
-# For the choice: what one GPU computes, FLOPs in a µs, and what it receives, bytes in a µs.
-FLOPS_PER_US, BYTES_PER_US = 4e8, 2e5
+# For the choice: what one GPU computes, FLOPs in a µs; what it receives, and what it reads and writes, bytes in a µs.
+FLOPS_PER_US, BYTES_PER_US, COPIED_BYTES_PER_US = 4e8, 2e5, 2e6
+SECOND_CALL_US = 300.0  # the host time of another call, forward and backward
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,18 @@ def sharded_attention(
     request = _check(q, k, v, sharded, key_sharded, alibi_slopes, relative, options)
     if sinks is not None:
         check_sinks(sinks, request.query)
-    run = _exchange_of(request, choose_exchange(request, exchange).chosen, backend, return_lse or sinks is not None)
-    if run.needs_grad:
-        out, lse = _Sharded.apply(*request[:3], run)
+    chosen = choose_exchange(request, exchange).chosen
+    plan = _keys_plan(sharded, _mask(request.options)) if chosen == "keys" else None
+    if plan is not None and not plan.is_needed:  # all sequences are whole on a rank
+        slopes = request.slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[torch.tensor(plan.whole_sequences, device=slopes.device)]
+        out, lse = varlen_attention(
+            *request[:3], plan.whole_layout, alibi_slopes=slopes, return_lse=True, backend=backend, **request.options
+        )
     else:
-        out, lse = run.forward(*request[:3])
+        run = _exchange_of(request, plan, backend, return_lse or sinks is not None)
+        out, lse = _Sharded.apply(*request[:3], run) if run.needs_grad else run.forward(*request[:3])
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, sharded.local_layout)
     if isinstance(query, DTensor):
@@ -192,11 +200,21 @@ def explain_exchange(
 
 
 def choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
-    """The exchange of a call. The result is the same on all ranks.
+    """The exchange of a call. The result is the same on all ranks, and cached with the layout.
 
     Raises:
         ValueError: `exchange` is unknown, or can't run this call.
     """
+    query, key, value, sharded, key_sharded, slopes, options = request
+    has_mods = options["score_mod"] is not None or options["mask_mod"] is not None
+    if key_sharded is not sharded or has_mods:  # the cache would keep them alive
+        return _choose_exchange(request, exchange)
+    shapes = query.shape[1:], key.shape[1:], value.shape[1:]
+    cache_key = ("exchange", exchange, shapes, query.dtype, slopes is None, _mask(options))
+    return sharded.cached(cache_key, lambda: _choose_exchange(request, exchange))
+
+
+def _choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange must be 'auto', 'keys' or 'heads', got {exchange!r}.")
     query, _, value, sharded, key_sharded, _, options = request
@@ -235,14 +253,27 @@ def _why_not_keys(request: Request) -> str | None:
     return None
 
 
-def _exchange_of(request: Request, chosen: str, backend: str, wants_lse: bool) -> KeysExchange | HeadsExchange:
+def _exchange_of(
+    request: Request, plan: KeysPlan | None, backend: str, wants_lse: bool
+) -> KeysExchange | HeadsExchange:
+    """The exchange of keys with this plan, or that of heads if it is None."""
     query, key, value, sharded, key_sharded, slopes, options = request
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if chosen == "keys":
-        plan = _keys_plan(sharded, _mask(options))
-        return KeysExchange(sharded, plan, slopes, backend, options, needs_grad)
+    if plan is not None:
+        overlaps = _is_overlap_faster(request, plan)
+        return KeysExchange(sharded, plan, slopes, backend, options, needs_grad, overlaps)
     heads = (query.shape[1], key.shape[1])
     return HeadsExchange.of(sharded, key_sharded, *heads, slopes, backend, options, needs_grad, wants_lse)
+
+
+def _is_overlap_faster(request: Request, plan: KeysPlan) -> bool:
+    """Whether the time to receive rows is longer than that to join the results of two calls."""
+    query, key, value, sharded, *_ = request
+    of_keys, of_queries = (heads * (query.shape[2] + value.shape[2]) for heads in (key.shape[1], query.shape[1]))
+    received = 2 * plan.received[sharded.rank] * of_keys
+    # two calls join out and all gradients; one call has the keys and values of whole sequences copied
+    copied = 2 * (sharded.total * (of_queries + of_keys) - plan.whole * of_keys)
+    return received / BYTES_PER_US > copied / COPIED_BYTES_PER_US + SECOND_CALL_US
 
 
 def _mask(options: dict[str, Any]) -> Mask:
@@ -295,10 +326,30 @@ def _check(
         layout.check_rows(name, x)
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, is_paged=False)
-    AttentionSpec.of(query.device, query.dtype, (query.shape, key.shape, value.shape), options)  # checks the options
+    _check_options(query, key, value, sharded, options)
     if slopes is not None:
         check_slopes(slopes, query.shape[1], len(sharded.lengths), query.device)
     return Request(query, key, value, sharded, keys, slopes, options)
+
+
+def _check_options(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedLayout, options: dict[str, Any]) -> None:
+    """Check options and shapes. What was checked with this layout before is not checked again."""
+
+    def check() -> bool:
+        AttentionSpec.of(query.device, query.dtype, (query.shape, key.shape, value.shape), options)
+        return True
+
+    if options["score_mod"] is not None or options["mask_mod"] is not None:  # the cache would keep them alive
+        check()
+        return
+    given = tuple(options.values())
+    cache_key = ("checked", query.device, query.dtype, query.shape[1:], key.shape[1:], value.shape[1:], given)
+    try:
+        hash(cache_key)
+    except TypeError:  # window_size as a list
+        check()
+    else:
+        sharded.cached((*cache_key, *map(type, given)), check)
 
 
 def _local_rows(x: Tensor, sharded: ShardedLayout) -> Tensor:

@@ -1,8 +1,9 @@
 """The exchange of keys: each rank gets the keys and values that its queries see, and runs its own queries.
 
-Sequences that are whole on a rank need no exchange. They run while the keys of cut sequences travel. In the backward,
-the gradients of received keys are sent back while the whole sequences run. Their owner adds them in float32, in the
-order of the ranks.
+Sequences that are whole on a rank need no exchange. They run while the keys of cut sequences travel, or in one call
+with the pieces of cut sequences: that copies fewer bytes, and is faster if few keys travel. In the backward, the
+gradients of received keys are sent back while the whole sequences run. Their owner adds them in float32, in the order
+of the ranks.
 
 The keys of a piece are those that its queries see. So its last query is aligned with its last key if the mask is
 causal.
@@ -13,7 +14,7 @@ pieces, H query heads, G key heads, D and Dv head dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from .._offsets import to_device
 from ..layout import SequenceLayout
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .planner import Mask, Piece, needed_keys
+from .rows import Pair, RowTable
 from .sharded_layout import ShardedLayout, concatenate
 
 if TYPE_CHECKING:
@@ -41,12 +43,16 @@ class KeysPlan:
         whole_sequences, cut_sequences: the index of the sequence of each whole one, and of each piece of a cut one.
         whole_layout: the whole sequences.
         layout, key_layout: the pieces of cut sequences, and the keys that they see.
+        all_layouts: the whole sequences and then the pieces, and their keys.
         send_splits, receive_splits: the number of rows for each rank, and from each rank.
-        send_rows: the rows to send, as rows of the C rows of cut sequences, by rank.
-        source: (S,) the rows of the keys in the concatenation of the C own rows and the R received ones.
-        rounds: the slices of `source`, as (rows, keys), such that each has a row at most once.
         is_needed: whether any rank receives a row.
         received: for each rank, the number of received rows.
+        sent: (rows to send, 1), by rank, from the N own rows.
+        seen: (W + S, 1), the keys of `all_layouts`, from the N own rows and the R received ones.
+        seen_by_cut: (S, 1), those of `key_layout`.
+        uses: (C, ·), where each own row of a cut sequence is in the S keys of pieces.
+        uses_of_received: (R, ·), the same of each received row.
+        sums: (C, ·), the gradients of each own row of a cut sequence: of its own uses, and those that are returned.
     """
 
     whole: int
@@ -55,13 +61,17 @@ class KeysPlan:
     whole_layout: SequenceLayout
     layout: SequenceLayout
     key_layout: SequenceLayout
+    all_layouts: tuple[SequenceLayout, SequenceLayout]
     send_splits: list[int]
     receive_splits: list[int]
-    send_rows: Tensor
-    source: Tensor
-    rounds: list[tuple[Tensor, Tensor]]
     is_needed: bool
     received: list[int]
+    sent: RowTable
+    seen: RowTable
+    seen_by_cut: RowTable
+    uses: RowTable
+    uses_of_received: RowTable
+    sums: RowTable
 
     @classmethod
     def make(cls, sharded: ShardedLayout, mask: Mask) -> KeysPlan:
@@ -70,40 +80,51 @@ class KeysPlan:
         whole, cut = sharded.plan.whole[rank], sharded.plan.cut
         needed = [needed_keys(pieces, lengths, mask) for pieces in cut]
         transfers = [_transfers(need, cut) for need in needed]  # of each receiver: (sender, sequence, first, last)
+        of_whole, of_pieces = [p.stop for p in whole], [p.stop - p.start for p in cut[rank]]
+        num_whole, num_cut = sum(of_whole), sum(of_pieces)
 
+        # the row of each position of a cut sequence: first the C own rows, then the R received ones
         known = _own_rows(cut[rank], lengths)
-
-        send, send_splits = [], []
+        sent = []
         for receiver in range(sharded.ranks):
             mine = [(s, first, last) for sender, s, first, last in transfers[receiver] if sender == rank]
-            send += [known[s][first:last] for s, first, last in mine]
-            send_splits.append(sum([last - first for _, first, last in mine]))
+            sent.append(concatenate([known[s][first:last] for s, first, last in mine]))
         receive_splits = [0] * sharded.ranks
-        at = sum([p.stop - p.start for p in cut[rank]])
+        at = num_cut
         for sender, s, first, last in transfers[rank]:
             known[s][first:last] = np.arange(at, at + last - first)
             at += last - first
             receive_splits[sender] += last - first
 
         keys = [(p.sequence, *mask.keys(p, lengths[p.sequence])) for p in cut[rank]]
+        of_keys = [last - first for _, first, last in keys]
         sources = [known[s][first:last] for s, first, last in keys]
+        uses = _uses([p.sequence for p in cut[rank]], sources, at)
+
+        def table(rows: NDArray[np.int64]) -> RowTable:
+            return RowTable(to_device(rows.astype(np.int32).reshape(len(rows), -1 if len(rows) else 1), device))
+
         return cls(
-            whole=sum([p.stop for p in whole]),
+            whole=num_whole,
             whole_sequences=[p.sequence for p in whole],
             cut_sequences=[p.sequence for p in cut[rank]],
-            whole_layout=SequenceLayout.from_lengths([p.stop for p in whole], device=device),
-            layout=SequenceLayout.from_lengths([p.stop - p.start for p in cut[rank]], device=device),
-            key_layout=SequenceLayout.from_lengths([last - first for _, first, last in keys], device=device),
-            send_splits=send_splits,
+            whole_layout=SequenceLayout.from_lengths(of_whole, device=device),
+            layout=SequenceLayout.from_lengths(of_pieces, device=device),
+            key_layout=SequenceLayout.from_lengths(of_keys, device=device),
+            all_layouts=(
+                SequenceLayout.from_lengths(of_whole + of_pieces, device=device),
+                SequenceLayout.from_lengths(of_whole + of_keys, device=device),
+            ),
+            send_splits=[len(rows) for rows in sent],
             receive_splits=receive_splits,
-            send_rows=to_device(concatenate(send), device),
-            source=to_device(concatenate(sources), device),
-            rounds=[
-                (to_device(rows, device), to_device(which, device))
-                for rows, which in _rounds([p.sequence for p in cut[rank]], sources)
-            ],
             is_needed=any(transfers),
             received=[sum([last - first for *_, first, last in each]) for each in transfers],
+            sent=table(num_whole + concatenate(sent)),
+            seen=table(concatenate([np.arange(num_whole), num_whole + concatenate(sources)])),
+            seen_by_cut=table(num_whole + concatenate(sources)),
+            uses=table(uses[:num_cut]),
+            uses_of_received=table(uses[num_cut:]),
+            sums=table(_sums(num_cut, sent)),
         )
 
 
@@ -132,27 +153,40 @@ def _transfers(
     return found
 
 
-def _rounds(
-    sequences: Sequence[int], sources: Sequence[NDArray[np.int64]]
-) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(rows, indices of keys): the first pieces of all sequences, then the second ones, and so on."""
-    found: list[tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]] = []
-    counts: dict[int, int] = {}
+def _uses(sequences: Sequence[int], sources: Sequence[NDArray[np.int64]], rows: int) -> NDArray[np.int64]:
+    """(rows, ·) the indices of keys of pieces that each row is, and −1. A row is in each piece of a sequence once."""
+    counts = {sequence: list(sequences).count(sequence) for sequence in sequences}
+    found = np.full((rows, max(counts.values(), default=1)), -1)
     at = 0
     for sequence, source in zip(sequences, sources, strict=True):
-        number = counts.get(sequence, 0)
-        counts[sequence] = number + 1
-        if number == len(found):
-            found.append(([], []))
-        found[number][0].append(source)
-        found[number][1].append(np.arange(at, at + len(source)))
+        counts[sequence] -= 1
+        found[source, counts[sequence]] = np.arange(at, at + len(source))
         at += len(source)
-    return [(np.concatenate(rows), np.concatenate(keys)) for rows, keys in found]
+    return found
+
+
+def _sums(rows: int, sent: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """(rows, ·) the row itself, and where it is among the rows that were sent to each rank, counted from `rows`."""
+    columns = [np.arange(rows)]
+    at = rows
+    for each in sent:
+        if len(each):
+            columns.append(np.full(rows, -1))
+            columns[-1][each] = np.arange(at, at + len(each))
+            at += len(each)
+    return np.stack(columns, 1)
 
 
 @dataclass
 class KeysExchange:
-    """A call that runs with this exchange. `options` are those of `varlen_attention`."""
+    """A call that runs with this exchange. `options` are those of `varlen_attention`.
+
+    Attributes:
+        overlaps: whether whole sequences run while rows travel, in a call of their own. If not, all pieces run in one
+            call, which copies fewer bytes.
+        saved: what the backward needs of the call of whole sequences, and of that of the other pieces or of all. None
+            for calls without queries.
+    """
 
     sharded: ShardedLayout
     plan: KeysPlan
@@ -160,104 +194,98 @@ class KeysExchange:
     backend: str
     options: dict[str, Any]
     needs_grad: bool
-    saved: list[Saved | None] = field(default_factory=list)
+    overlaps: bool
+    saved: list[Saved | None] = field(default_factory=lambda: [None, None])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """out (N, H, Dv) and lse (N, H)."""
         plan, whole = self.plan, self.plan.whole
-        work = received = None
-        own = torch.cat([key[whole:].flatten(1), value[whole:].flatten(1)], 1)
-        if plan.is_needed:
-            sent = own.index_select(0, plan.send_rows)
-            received = own.new_empty(sum(plan.receive_splits), own.shape[1])
-            work = _start(received, sent, plan.receive_splits, plan.send_splits, self.sharded)
-        parts = [self._run(query[:whole], key[:whole], value[:whole], is_whole=True)]
-        if work is not None:
-            work.wait()
-        if plan.layout.batch_size:
-            rows = own if received is None else torch.cat([own, received])
-            keys, values = rows.index_select(0, plan.source).split([key[:1].numel(), value[:1].numel()], 1)
-            keys, values = keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
-            parts.append(self._run(query[whole:], keys, values, is_whole=False))
-        else:
-            self.saved.append(None)
-        found = [part for part in parts if part is not None]
-        if not found:
-            return query.new_empty(*query.shape[:2], value.shape[2]), query.new_empty(
-                query.shape[:2], dtype=accumulation_dtype(query.dtype)
-            )
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+        own = Pair.of(key, value)
+        width, value_width = own.key.shape[1], own.value.shape[1]
+        sent = key.new_empty(len(plan.sent), width + value_width)
+        plan.sent.gather(Pair.columns(sent, width), own)
+        received = key.new_empty(len(plan.uses_of_received), width + value_width)
+        wait = self._start(received, sent, plan.receive_splits, plan.send_splits)
+        if whole == len(query):  # nothing is cut on this rank
+            found = self._run(0, query, key, value)
+            wait()
+            return found
+        if not (self.overlaps and whole):
+            wait()
+            return self._run(1, query, *self._seen(plan.seen, received, key, value))
+        first = self._run(0, query[:whole], key[:whole], value[:whole])
+        wait()
+        second = self._run(1, query[whole:], *self._seen(plan.seen_by_cut, received, key, value))
+        out, lse = (torch.cat(each) for each in zip(first, second, strict=True))
+        return out, lse
 
-    def _run(self, query: Tensor, key: Tensor, value: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor] | None:
+    def _seen(self, table: RowTable, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, from those of this rank and the received ones."""
+        found = [x.new_empty(len(table), *x.shape[1:]) for x in (key, value)]
+        table.gather(Pair.of(*found), Pair.of(key, value), received)
+        return found[0], found[1]
+
+    def _run(self, which: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the whole sequences (0), or the other pieces (1), which may come after the whole sequences."""
         plan = self.plan
         if not len(query):
-            self.saved.append(None)
-            return None
-        sequences = plan.whole_sequences if is_whole else plan.cut_sequences
-        layout = plan.whole_layout if is_whole else plan.layout
+            lse = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
+            return query.new_empty(*query.shape[:2], value.shape[2]), lse
+        layouts, sequences, options = (plan.whole_layout, plan.whole_layout), plan.whole_sequences, self.options
+        if which:
+            is_all = len(query) != plan.layout.total
+            layouts = plan.all_layouts if is_all else (plan.layout, plan.key_layout)
+            sequences = [*sequences, *plan.cut_sequences] if is_all else plan.cut_sequences
+            options = {**options, "causal_alignment": "lower_right"}
         slopes = self.slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[torch.tensor(sequences, device=slopes.device)]
-        options = self.options if is_whole else {**self.options, "causal_alignment": "lower_right"}
-        attention = LocalAttention(
-            layout, layout if is_whole else plan.key_layout, slopes, self.backend, options, self.needs_grad
-        )
-        out, lse, saved = attention.forward(query, key, value)
-        self.saved.append(saved)
+        attention = LocalAttention(*layouts, slopes, self.backend, options, self.needs_grad)
+        out, lse, self.saved[which] = attention.forward(query, key, value)
         return out, lse
 
     def backward(
         self, tensors: Sequence[Sequence[Any]], inputs: Sequence[TensorInfo], grad: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value. `tensors` are those of `saved`."""
-        plan, whole, (query, key, value) = self.plan, self.plan.whole, inputs
-        of_whole, of_cut = self.saved
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        if of_cut is not None:
-            of_lse = None if grad_lse is None else grad_lse[whole:]
-            dq, dk, dv = of_cut.backward(tensors[1], grad[whole:], of_lse)
-            rows = self._add_pieces(torch.cat([dk.flatten(1), dv.flatten(1)], 1), key)
+        (_, key, value), (of_whole, of_pieces), plan = inputs, self.saved, self.plan
+        count, alone = len(grad), 0 if of_whole is None else plan.whole  # the rows that ran in a call of their own
+        if of_pieces is None:
+            dq, dk, dv = (x.empty(0) for x in inputs)
         else:
-            rows = torch.zeros(0, key.width + value.width, dtype=accumulation_dtype(key.dtype), device=key.device)
-        own, received = rows.split([len(rows) - sum(plan.receive_splits), sum(plan.receive_splits)])
-        returned = work = None
-        if plan.is_needed:
-            returned = torch.empty(sum(plan.send_splits), rows.shape[1], dtype=key.dtype, device=key.device)
-            work = _start(returned, received.to(key.dtype), plan.send_splits, plan.receive_splits, self.sharded)
+            of_lse = None if grad_lse is None else grad_lse[alone:]
+            dq, dk, dv = of_pieces.backward(tensors[1], grad[alone:], of_lse)
+            dk, dv = dk.contiguous(), dv.contiguous()  # written to below
+        first = plan.whole - alone  # of the rows of cut sequences
+        of_seen = Pair.of(dk[first:], dv[first:])
+        sent = torch.empty(len(plan.uses_of_received), key.width + value.width, dtype=key.dtype, device=key.device)
+        plan.uses_of_received.gather(Pair.columns(sent, key.width), of_seen)
+        returned = sent.new_empty(len(plan.sent), sent.shape[1])
+        wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
+        own = sent.new_empty(len(plan.uses), sent.shape[1], dtype=accumulation_dtype(key.dtype))
+        plan.uses.gather(Pair.columns(own, key.width), of_seen)
         if of_whole is not None:
-            of_lse = None if grad_lse is None else grad_lse[:whole]
-            parts.append(of_whole.backward(tensors[0], grad[:whole], of_lse))
-        if work is not None and returned is not None:
-            work.wait()
-            splits = plan.send_splits
-            for where, gradients in zip(plan.send_rows.split(splits), returned.split(splits), strict=True):
-                own.index_add_(0, where, gradients.to(own.dtype))  # each row at most once for each rank
-        if of_cut is not None:
-            dk, dv = own.to(key.dtype).split([key.width, value.width], 1)
-            parts.append((dq, dk.unflatten(1, key.shape[1:]), dv.unflatten(1, value.shape[1:])))
-        if not parts:
-            return query.zeros(), key.zeros(), value.zeros()
-        dq, dk, dv = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True))
+            of_lse = None if grad_lse is None else grad_lse[:alone]
+            of_whole_sequences = of_whole.backward(tensors[0], grad[:alone], of_lse)
+        wait()
+        dk, dv = dk[: count - alone], dv[: count - alone]  # there are as many keys as queries, and more
+        plan.sums.gather(Pair.of(dk[first:], dv[first:]), Pair.columns(own, key.width), returned)
+        if of_whole is None:
+            return dq, dk, dv
+        if of_pieces is None:
+            return of_whole_sequences
+        dq, dk, dv = (torch.cat(each) for each in zip(of_whole_sequences, (dq, dk, dv), strict=True))
         return dq, dk, dv
 
-    def _add_pieces(self, gradients: Tensor, key: TensorInfo) -> Tensor:
-        """(S, ·) gradients of the keys of all pieces → (C + R, ·), the gradients of the rows that they are from."""
-        plan = self.plan
-        count = key.shape[0] - plan.whole + sum(plan.receive_splits)
-        rows = gradients.new_zeros(count, gradients.shape[1], dtype=accumulation_dtype(gradients.dtype))
-        for where, which in plan.rounds:  # each row at most once, so the order of the sum is fixed
-            rows.index_add_(0, where, gradients.index_select(0, which).to(rows.dtype))
-        return rows
+    def _start(
+        self, output: Tensor, given: Tensor, output_splits: list[int], given_splits: list[int]
+    ) -> Callable[[], object]:
+        """Start to exchange rows, the first dimension. Call the result before `output` is read."""
+        work = dist.all_to_all_single(
+            output, given, output_splits, given_splits, group=self.sharded.group, async_op=self.overlaps
+        )
+        return _nothing if work is None else work.wait
 
 
-def _start(
-    output: Tensor, given: Tensor, output_splits: list[int], given_splits: list[int], sharded: ShardedLayout
-) -> dist.Work:
-    """Start to exchange rows, the first dimension. `wait` on the result before `output` is read."""
-    work = dist.all_to_all_single(
-        output, given.contiguous(), output_splits, given_splits, group=sharded.group, async_op=True
-    )
-    assert work is not None
-    return work
+def _nothing() -> None:
+    pass

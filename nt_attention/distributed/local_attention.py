@@ -77,8 +77,8 @@ class TensorInfo(NamedTuple):
         """The number of elements of a row."""
         return math.prod(self.shape[1:])
 
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+    def empty(self, rows: int) -> Tensor:
+        return torch.empty(rows, *self.shape[1:], dtype=self.dtype, device=self.device)
 
 
 class Saved:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import nt_attention as nta
-from nt_attention.distributed import explain_exchange
+from nt_attention.distributed import attention, explain_exchange
 
 BATCHES = {
     "mixed": [40, 1, 0, 7, 13, 3, 90],
@@ -96,9 +96,11 @@ def on_each_rank(lengths, heads, kv_heads, kind, exchange, sinks, key_lengths, b
     return gathered
 
 
-def check(world, lengths, heads, kind, exchange, sinks=False, key_lengths=None, backend="reference"):
+def check(
+    world, lengths, heads, kind, exchange, sinks=False, key_lengths=None, backend="reference", function=on_each_rank
+):
     want = in_one_process(lengths, *heads, kind, sinks, key_lengths)
-    found = run_in_processes(world, on_each_rank, lengths, *heads, kind, exchange, sinks, key_lengths, backend)
+    found = run_in_processes(world, function, lengths, *heads, kind, exchange, sinks, key_lengths, backend)
     for got in found:
         for one, other in zip(got, want, strict=True):
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-9, atol=1e-9)
@@ -109,6 +111,19 @@ def check(world, lengths, heads, kind, exchange, sinks=False, key_lengths=None, 
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
 def test_batches(world, which, exchange):
     check(world, BATCHES[which], (4, 2), "causal", exchange, sinks=True)
+
+
+def while_rows_travel(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "SECOND_CALL_US", -1e9)
+        return on_each_rank(*arguments)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("which", ["mixed", "fewer tokens than ranks"])
+@pytest.mark.parametrize("kind", ["causal", "alibi of each sequence"])
+def test_whole_sequences_run_while_rows_travel(world, which, kind):
+    check(world, BATCHES[which], (4, 2), kind, "keys", sinks=True, function=while_rows_travel)
 
 
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
