@@ -371,3 +371,18 @@ def to_device(numbers: Ints, device: torch.device) -> Tensor:
     """Copy `numbers` to `device` without a sync: CUDA first copies unpinned memory to a buffer of its own."""
     with creating_cached_tensors():
         return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+
+def tensor_of(owner: object, device: torch.device) -> Tensor:
+    """A tensor () that keeps an object, for code that passes tensors only. `owner_of` returns the object.
+
+    The object must not refer to the tensor, or neither would be freed.
+    """
+    made = torch.empty((), dtype=torch.int64, device=device)
+    made.untyped_storage().owner = owner  # type: ignore[attr-defined]
+    return made
+
+
+def owner_of(tensor: Tensor) -> Any:
+    """The object that `tensor_of` has kept in the storage of a tensor or its alias, or None."""
+    return getattr(tensor.untyped_storage(), "owner", None)

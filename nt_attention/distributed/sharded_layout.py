@@ -5,7 +5,7 @@ Dimensions: B sequences, T tokens of the batch, N tokens of this rank, P ranks.
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._offsets import to_device
+from .._offsets import tensor_of, to_device
 from ..kernels.call import OPTIONS
 from ..layout import SequenceLayout
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
@@ -40,6 +40,7 @@ class ShardedLayout:
         plan: the pieces of sequences of each rank.
         total: N.
         rows: (N,) int64, the row of the packed tensor that is in each row of this rank.
+        handle: a tensor () that stands for the layout in code that passes tensors only, such as compiled graphs.
 
     Example:
         >>> import torch, nt_attention as nta  # one process; torchrun starts several
@@ -79,6 +80,8 @@ class ShardedLayout:
         self.sizes = chunk_sizes(layout.total, self.ranks)
         self.total = self.sizes[self.rank]
         self._cache: dict[Any, Any] = {}
+        # a copy without a handle, because the tensor and its owner would not be freed if they referred to each other
+        self.handle = tensor_of(copy.copy(self), self.device)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -95,31 +98,43 @@ class ShardedLayout:
         """The pieces of this rank, in the order of its rows."""
         return (*self.plan.whole[self.rank], *self.plan.cut[self.rank])
 
-    @functools.cached_property
+    @property
     def rows(self) -> Tensor:
-        return to_device(self._rows_of(self.rank), self.device)
+        return self.cached("rows", lambda: to_device(self._rows_of(self.rank), self.device))
 
-    @functools.cached_property
+    @property
     def position_ids(self) -> Tensor:
         """(N,) int64, the position of each token of this rank in its sequence."""
-        return self.layout.position_ids.index_select(0, self.rows)
+        return self.cached("position_ids", lambda: self.layout.position_ids.index_select(0, self.rows))
 
-    @functools.cached_property
+    @property
     def order(self) -> Tensor:
         """(T,) int64, the rows of the packed tensor in the order of the ranks."""
-        return to_device(concatenate([self._rows_of(rank) for rank in range(self.ranks)]), self.device)
 
-    @functools.cached_property
+        def make() -> Tensor:
+            return to_device(concatenate([self._rows_of(rank) for rank in range(self.ranks)]), self.device)
+
+        return self.cached("order", make)
+
+    @property
     def inverse_order(self) -> Tensor:
         """(T,) int64, the index in `order` of each row of the packed tensor."""
-        return torch.empty_like(self.order).scatter_(
-            0, self.order, torch.arange(len(self.order), device=self.order.device)
-        )
 
-    @functools.cached_property
+        def make() -> Tensor:
+            return torch.empty_like(self.order).scatter_(
+                0, self.order, torch.arange(len(self.order), device=self.device)
+            )
+
+        return self.cached("inverse_order", make)
+
+    @property
     def local_layout(self) -> SequenceLayout:
         """The pieces of this rank as sequences."""
-        return SequenceLayout.from_lengths([p.stop - p.start for p in self.pieces], device=self.device)
+
+        def make() -> SequenceLayout:
+            return SequenceLayout.from_lengths([p.stop - p.start for p in self.pieces], device=self.device)
+
+        return self.cached("local_layout", make)
 
     def local(self, x: Tensor) -> Tensor:
         """The rows of this rank of a packed tensor that every rank has.

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._offsets import owner_of
 from .._tracing import TracedLayout, is_traced
 from ..functional import varlen_attention
 from ..kernels.masks import Window, distances
@@ -193,7 +194,11 @@ def _plan(
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
-        layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
+        if is_ours and cu_seq_lens_q.dim() == 0:  # the tokens are divided over ranks
+            sharded = owner_of(cu_seq_lens_q)
+            layouts = (sharded, sharded)
+        else:
+            layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
         mask = None if is_ours else mask
     elif ids is not None and _may_be_packed(call, ids):
         layouts, mask = _plan_by_positions(call, mask, ids, marker)
@@ -205,6 +210,8 @@ def _plan(
             layout = positions.one_sequence_per_row(query.shape[0], query.shape[2], query.device)
             layouts = layout, layout
     if layouts is not None and (mask is not None or "position_bias" in options):
+        if getattr(layouts[0], "is_sharded", False):
+            raise ValueError("a model with a mask or a position bias of its own can't run with mesh=: leave it out.")
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
         layouts = None
     return layouts, mask

@@ -137,17 +137,20 @@ def make_padding_free(
     needs_row = _override_positions(base, handle) or proof.mask is not None
     is_routed = families.routes_attention(model)
     override_methods(base, handle)
-    for module in attention_modules(base).values():
+    attentions = attention_modules(base).values()
+    is_causal = any(getattr(module, "is_causal", False) is True for module in attentions)
+    for module in attentions:
         override_attention(module, is_routed, handle)
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
-    may_run_padded = packing == "auto" and not any(map(scales_by_length, base.modules()))
+    may_run_padded = packing == "auto" and handle.mesh is None and not any(map(scales_by_length, base.modules()))
 
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
         size = Size.of(entry, len(attention_modules(entry))) if may_run_padded else None
-        return PackedCall(handle, proof, family, head, logits, defaults, is_base, takes_any, is_routed, needs_row, size)
+        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size)
+        return PackedCall(handle, proof, family, head, *how)
 
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()

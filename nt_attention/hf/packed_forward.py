@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from transformers.utils import ModelOutput
 from .._cuda_graphs import NotCapturedError, is_part_of_a_graph
 from .._forwards import Handle, refuse_export, replacement_of
 from .._tracing import inline_only, is_compiled, outside_of_graphs
+from ..layout import SequenceLayout
 from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
 from .families import Family
@@ -40,6 +41,7 @@ from .packed_mask import PackedMask
 from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
+from .sharded_packing import ShardedPacking, add_losses, why_call_not_sharded
 from .small_batches import PaddedRows, Size, costs_of, may_run_padded
 
 Logits = Literal["padded"] | None
@@ -110,6 +112,7 @@ class PackedCall:
         takes_any: whether the original forward takes other keyword arguments too.
         is_routed: whether attention runs through transformers' interface.
         needs_row: whether modules of the model read `current_row`.
+        is_causal: whether its attention is causal.
         size: the size of the model, by which a small batch runs padded; None if every batch is packed.
     """
 
@@ -123,6 +126,7 @@ class PackedCall:
     takes_any: bool
     is_routed: bool
     needs_row: bool
+    is_causal: bool
     size: Size | None
 
     @property
@@ -165,7 +169,7 @@ class PackedCall:
         """Return the packing of a call, or what runs the original forward, or the result. Counts the call."""
         if is_planned_by_head(model):
             return "all"
-        if "cu_seq_lens_q" in given:
+        if "cu_seq_lens_q" in given and self.handle.mesh is None:
             return self._count("it was packed already")
         base = families.base_model(model)
         if (reason := replacement_of(original, type(model))) is not None:
@@ -187,12 +191,18 @@ class PackedCall:
         if not is_compiled and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
             return "small"
-        packing = _read_packing(given)
+        packing = _read_packing(given, self.handle.mesh is not None)
         if packing is not None and packing.has_holes:
             if not self.proof.holes:
                 return self._fall_back("its rows have padding between tokens, which changes its values (windows do)")
             if self.head == "next token" and "labels" in given:
                 return self._fall_back("its rows have padding between tokens, and labels are shifted over it")
+        if packing is not None and self.handle.mesh is not None and packing.layout.total:
+            if (reason := why_call_not_sharded(model, self.head, given)) is not None:
+                return self._fall_back(reason)
+            packing = ShardedPacking.of_mesh(packing, self.handle.mesh, self.is_causal)
+            if 0 in packing.sharded.sizes:
+                return self._fall_back("it has too few tokens for the ranks of the mesh")
         if packing is None or packing.saves_nothing:
             return self._count("there is no padding to skip")
         if self.head == "span" and _points_at_padding(given, packing):
@@ -336,12 +346,14 @@ class PackedCall:
         kept = _tokens_to_keep(packing, keep) if isinstance(keep, Tensor) or keep else None
         done = {"logits"} if self._keeps_logits_packed(model, given) else set()
 
-        packed = _pack_inputs(model, self.proof, family, head, packing, given)
+        packed, share = _pack_inputs(model, self.proof, family, head, packing, given)
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
         row = PackedRow(packing.layout, packed["position_ids"], packing.length)
         with running_row(row) if self.needs_row else nullcontext():
             out = self._run_row(original, packed)
+        if share is not None:
+            out["loss"] = add_losses(out["loss"], share, cast(ShardedPacking, packing).sharded)
         self._restore(model, out, packing, kept, done)
         if len(spans) == 2:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
@@ -439,15 +451,17 @@ def _has_axes(position_ids: Tensor, mask: Tensor | None) -> bool:
     return is_3d and mask is not None and position_ids.shape[1:] == mask.shape
 
 
-def _read_packing(given: dict[str, Any]) -> Packing | None:
-    """The packing of a call, or None if it has neither a mask nor positions."""
+def _read_packing(given: dict[str, Any], always: bool) -> Packing | None:
+    """The packing of a call. If not `always`, it is None for a call that has neither a mask nor positions."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if position_ids is not None and _has_axes(position_ids, mask):
         position_ids = None
-    if tokens is None or (mask is None and position_ids is None):
+    if tokens is None or (mask is None and position_ids is None and not always):
         return None
     rows, length = tokens.shape[:2]
+    if mask is None and position_ids is None:
+        return Packing(SequenceLayout.from_lengths([length] * rows, device=tokens.device), None, rows, length)
     for name, x in (("attention_mask", mask), ("position_ids", position_ids)):
         if x is not None and x.shape != (rows, length) and (name == "attention_mask" or x.shape != (1, length)):
             hint = " To continue from a cache, pass use_cache=True in the first call: packed calls return no cache."
@@ -466,8 +480,11 @@ def _read_packing(given: dict[str, Any]) -> Packing | None:
 @outside_of_graphs
 def _pack_inputs(
     model: PreTrainedModel, proof: Proof, family: Family, head: Head | None, packing: Packing, given: dict[str, Any]
-) -> dict[str, Any]:
-    """The keyword arguments of the original forward for the packed row (1, T)."""
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The keyword arguments of the original forward for the packed row (1, T), and the share of this rank in the loss.
+
+    With a mesh, they are those of the tokens of this rank. The share is None if the loss is that of all tokens.
+    """
     layout = packing.layout
     given.pop("attention_mask", None)
     base: Any = families.base_model(model)
@@ -491,13 +508,13 @@ def _pack_inputs(
     own: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if proof.mask is not None:
         mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)
-        return {**given, **own, "attention_mask": mask}
+        return {**given, **own, "attention_mask": mask}, None
     if proof.extra == "seq_idx":
         own["seq_idx"] = layout.cached("seq_idx", lambda: layout.sequence_ids.int().unsqueeze(0))
     elif proof.extra == "sliding_window":
         own["sliding_window"] = base.config.sliding_window
     cu_seqlens = layout.cu_seqlens_for_graph()
-    return {
+    packed = {
         **given,
         **own,
         "attention_mask": bypass_mask(layout.device),
@@ -506,6 +523,7 @@ def _pack_inputs(
         "max_length_q": layout.max_seqlen,
         "max_length_k": layout.max_seqlen,
     }
+    return packing.shard_inputs(model, head, packed) if isinstance(packing, ShardedPacking) else (packed, None)
 
 
 def default_position_ids(proof: Proof, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
@@ -566,7 +584,7 @@ def _pad_outputs(
             out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
         else:
             if name not in families.TOKEN_OUTPUTS and isinstance(packing, Packing):
-                _check_form(name, packed, packing.layout.total)
+                _check_form(name, packed, packing.token_shape[1])
             whole = isinstance(packed, Tensor)  # pytrees take time
             out[name] = pad_tokens(packed) if whole else pytree.tree_map_only(Tensor, pad_tokens, packed)
 

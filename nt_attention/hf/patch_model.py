@@ -22,8 +22,11 @@ from . import families
 from .attention import attention, is_stock
 from .change_model import attention_modules, make_padding_free, set_attention
 from .packed_forward import Logits, PackingMode
+from .packed_row import counts_positions
 from .proof import Proof
 from .proofs import new_model, proof_of
+from .rope import scales_by_length
+from .sharded_packing import why_not_sharded
 
 # Vision towers that get all images in one row only run them in one call if the name contains "flash".
 _VISION_NAME = "nt_attention_flash_for_packed_images"
@@ -45,6 +48,8 @@ def patch_model(
         if proof.reason is not None:
             reason = f"can't be packed: {proof.reason} (proof {where})"
             reason += f". {_ALONE}" if not_routed is None else f". It {not_routed}"
+    if reason is None and handle.mesh is not None:
+        reason = _why_not_sharded(model, proof, not_packed)
     if reason is not None:
         handle.leave(name, f"{type(model).__name__} {reason}.")
         return True
@@ -74,6 +79,15 @@ def patch_model(
             module.config._attn_implementation_internal = _VISION_NAME
             handle.change(f"{name}.{path}" if path else name, "one call for all images")
     return True
+
+
+def _why_not_sharded(model: PreTrainedModel, proof: Proof, not_packed: str | None) -> str | None:
+    """Why the tokens of a model can't be divided over ranks, or None."""
+    reason = not_packed or ("it has an encoder and a decoder" if families.is_encoder_decoder(model) else None)
+    if reason is None:
+        needs_row = any(counts_positions(x) or scales_by_length(x) for x in model.modules())
+        reason = why_not_sharded(proof, needs_row, families.routes_attention(model))
+    return None if reason is None else f"can't be divided over the ranks of a mesh: {reason}"
 
 
 def _run_padded(

@@ -51,6 +51,7 @@ class _Handle:
 
     active = True
     graphs: CapturedCalls | None = None
+    mesh = None
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], None]] = []

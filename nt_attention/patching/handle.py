@@ -66,6 +66,7 @@ class PatchHandle:
         graphs: the CUDA graphs, or None without `cuda_graphs=True`. `graphs.calls` counts the calls that could run as
             graphs: those that did under None, and others under the reason. `len(graphs)` is the number of graphs,
             `graphs.captured` the number of captures, and `graphs.memory` the bytes of their inputs and outputs.
+        mesh: the mesh over whose ranks the tokens are divided, or None.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -81,7 +82,9 @@ class PatchHandle:
         >>> handle.remove()
     """
 
-    def __init__(self, model: str, on_fallback: OnFallback = "warn", cuda_graphs: bool = False) -> None:
+    def __init__(
+        self, model: str, on_fallback: OnFallback = "warn", cuda_graphs: bool = False, mesh: Any = None
+    ) -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
         self.left: dict[str, str] = {}
@@ -89,6 +92,7 @@ class PatchHandle:
         self.active = True
         self.on_fallback = on_fallback
         self.graphs = CapturedCalls() if cuda_graphs else None
+        self.mesh = mesh
         self.replacements: dict[nn.Module, VarlenMultiheadAttention] = {}  # only used by patch()
         self._model = model
         self._undo: list[Callable[[], None]] = []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
 from ..modules.multihead import VarlenMultiheadAttention
 from . import attention_modules, torch_modules
 from .handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["NotPackedError", "NotPackedWarning", "PatchHandle", "patch"]
 
@@ -22,6 +25,7 @@ def patch(
     packing: Literal["auto", "always"] = "auto",
     on_fallback: OnFallback = "warn",
     cuda_graphs: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
@@ -70,6 +74,11 @@ def patch(
             can't run as graphs run as without this option: in training, with labels, with hooks, in encoder-decoders of
             Hugging Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls`
             counts them with the reason.
+        mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
+            parallelism). All ranks pass the same batch, and get the same outputs and the same loss. In training with
+            labels, packed logits are those of a rank's own tokens. Take the mean of gradients over the ranks, as FSDP
+            and DDP do. A call that falls back runs padded on every rank. For Hugging Face models whose attention can be
+            divided: others are not changed.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -77,7 +86,8 @@ def patch(
 
     Raises:
         ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
-            The model is then not changed.
+            The model is then not changed. Or `mesh` has several dimensions, or is passed with `cuda_graphs=True` or
+            `padding_free=False`.
         TypeError: `model` is not a module.
 
     Example:
@@ -99,7 +109,9 @@ def patch(
         raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
     if not isinstance(cuda_graphs, bool):
         raise ValueError(f"cuda_graphs must be True or False, got {cuda_graphs!r}.")
-    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs)
+    if mesh is not None:
+        _check_mesh(mesh, cuda_graphs, padding_free)
+    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh)
     try:
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
@@ -115,6 +127,19 @@ def patch(
     return handle
 
 
+def _check_mesh(mesh: Any, cuda_graphs: bool, padding_free: bool) -> None:
+    if getattr(mesh, "ndim", None) is None:
+        raise TypeError(
+            f'mesh must be a DeviceMesh with one dimension, got {type(mesh).__name__}: pass one, such as mesh["cp"].'
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f'mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["cp"].')
+    if cuda_graphs:
+        raise ValueError("CUDA graphs can't have the exchanges of a mesh: leave out cuda_graphs or mesh.")
+    if not padding_free:
+        raise ValueError("a mesh divides packed batches: leave out padding_free=False or mesh.")
+
+
 def _patch_modules(
     name: str,
     module: nn.Module,
@@ -125,6 +150,9 @@ def _patch_modules(
     in_stack: bool = False,
 ) -> None:
     """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
+    if handle.mesh is not None and isinstance(module, (torch_modules.Stack, torch_modules.Layer, nn.Transformer)):
+        handle.leave(name, "with a mesh, only Hugging Face models are changed.")
+        return
     if isinstance(module, torch_modules.Stack):
         if torch_modules.patch_stack(name, module, handle, padding_free):
             return
@@ -133,7 +161,7 @@ def _patch_modules(
     if packs_alone and torch_modules.patch_layer(name, cast(torch_modules.Layer, module), handle):
         return
     if isinstance(module, nn.MultiheadAttention):
-        if not isinstance(module, VarlenMultiheadAttention):
+        if handle.mesh is None and not isinstance(module, VarlenMultiheadAttention):
             handle.leave(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
         return
     if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
@@ -143,7 +171,7 @@ def _patch_modules(
             return
     for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
-        if child is None:
+        if child is None or (handle.mesh is not None and isinstance(child, nn.MultiheadAttention)):
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)

@@ -1,0 +1,185 @@
+"""A packed row whose tokens are divided over the ranks of a mesh (context parallelism).
+
+Every rank gets the same padded batch. It packs the batch, runs the model on its own tokens, and gathers the outputs, so
+that all ranks return the same. The gradients on all ranks then have this rule: their mean over the ranks is the
+gradient of one device. FSDP and DDP take the mean.
+
+Dimensions: B rows, L positions in a padded row, T tokens, N tokens of this rank, P ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .._tracing import outside_of_graphs
+from . import families
+from .packing import Packing
+from .proof import Head, Proof
+
+# What a call with a mesh does not take, and why. It then runs padded on each rank.
+_NOT_SUPPORTED = {
+    "logits_to_keep": "it asks for some logits only, and ranks have other tokens",
+    "next_sentence_label": "it asks for a loss of whole sequences, which is added to that of tokens",
+}
+
+
+def why_not_sharded(proof: Proof, needs_row: bool, is_routed: bool) -> str | None:
+    """Why the tokens of a model can't be divided over ranks, or None."""
+    if proof.mask is not None or not is_routed:
+        return "its own attention code needs all tokens of a sequence on one rank"
+    if proof.extra == "seq_idx":
+        return "it keeps a state along the row"
+    if needs_row:
+        return "it counts positions along the row, or scales them by the length of sequences"
+    return None
+
+
+def why_call_not_sharded(model: nn.Module, head: Head | None, given: dict[str, Any]) -> str | None:
+    """Why a call can't be divided over ranks, or None."""
+    for name, reason in _NOT_SUPPORTED.items():
+        if name in given and not (isinstance(given[name], int) and given[name] == 0):
+            return reason
+    if head == "next token" and "labels" in given and not _has_loss_function(model):
+        return "its loss shifts labels by itself"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedPacking(Packing):
+    """The packing of a batch, and the tokens of this rank. Packed rows have N rows.
+
+    Attributes:
+        sharded: the `ShardedLayout`.
+    """
+
+    sharded: Any
+
+    @classmethod
+    def of_mesh(cls, packing: Packing, mesh: Any, is_causal: bool) -> ShardedPacking:
+        """Divide the tokens of a packing. `is_causal` is the mask for which work is balanced."""
+        sharded = packing.layout.shard(mesh, is_causal=is_causal)
+        return cls(**{name: getattr(packing, name) for name in Packing.__dataclass_fields__}, sharded=sharded)
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        return 1, self.sharded.total
+
+    @property
+    def saves_nothing(self) -> bool:
+        return False
+
+    def first_tokens(self, packed: Tensor) -> Tensor:
+        return super().first_tokens(self._gather(packed))
+
+    def pad_with_nearest(self, packed: Tensor) -> Tensor:
+        return super().pad_with_nearest(self._gather(packed))
+
+    def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        return super().pad(self._gather(packed), value)
+
+    def shard_inputs(
+        self, model: nn.Module, head: Head | None, given: dict[str, Any]
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """The arguments of the original forward for the tokens of this rank, and the share of this rank in the loss.
+
+        `given` are those for the packed row (1, T). The share is None if the loss is that of all tokens.
+        """
+        given, share = dict(given), None
+        has_labels = "labels" in given or "shift_labels" in given
+        if has_labels and head in ("token", "next token"):
+            share = self._cut_labels(model, head, given)
+        for name in families.TOKEN_INPUTS & given.keys():
+            if given[name].shape[:2] == (1, self.layout.total):
+                given[name] = self._local(given[name], 1)
+        given["position_ids"] = self._local(given["position_ids"], -1)
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            given[name] = self.sharded.handle
+        return given, share
+
+    def _cut_labels(self, model: nn.Module, head: Head, given: dict[str, Any]) -> Tensor:
+        """Replace labels by those of this rank, and return the share of this rank in the loss.
+
+        A loss of the model is the mean over the labels of this rank. The whole loss is the sum of these, times the
+        share: the number of labels of this rank over the number that the caller passes, or over all labels. A rank
+        without labels gets one that does not count, because the mean of nothing is NaN.
+        """
+        ignored = given.get("ignore_index", -100)
+        name = "shift_labels" if "shift_labels" in given else "labels"
+        labels = given[name]
+        if head == "next token" and name == "labels":
+            labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
+        local = self._local(labels, 1)
+        count = (local != ignored).sum()
+        total = (labels != ignored).sum()
+        items = given.pop("num_items_in_batch", None)
+        if items is not None and _has_loss_function(model):  # other losses ignore it
+            total = torch.as_tensor(items, device=total.device)
+        is_first = torch.arange(local.shape[1], device=local.device) == 0
+        local = torch.where((count == 0) & is_first, 0, local)
+        given["labels"] = local
+        if head == "next token" or name == "shift_labels":
+            given["shift_labels"] = local
+        return count.double() / total
+
+    def _local(self, x: Tensor, dim: int) -> Tensor:
+        return x.index_select(dim, self.sharded.rows)
+
+    def _gather(self, packed: Tensor) -> Tensor:
+        """(1, N, …) → (1, T, …) on all ranks."""
+        whole: Tensor = self.sharded.gather(_scale_gradient(packed[0], self.sharded.ranks))
+        return whole.unsqueeze(0)
+
+
+@outside_of_graphs
+def add_losses(loss: Tensor, share: Tensor, sharded: Any) -> Tensor:
+    """The loss of all ranks, from the mean loss of each rank and its share. A collective."""
+    added: Tensor = _Sum.apply(loss * share.to(loss.dtype), sharded)
+    return added
+
+
+def _has_loss_function(model: nn.Module) -> bool:
+    """Whether the forward of a class calls the loss function of transformers, which takes `shift_labels`."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
+
+
+def _scale_gradient(x: Tensor, factor: int) -> Tensor:
+    scaled: Tensor = _ScaledGradient.apply(x, factor)
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The input itself; its gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks. Its gradient is added over the ranks, and is equal on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sharded: Any) -> Tensor:
+        ctx.ranks = sharded.ranks
+        total = x.detach().clone()
+        dist.all_reduce(total, group=sharded.group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.ranks, None

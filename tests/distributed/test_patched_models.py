@@ -1,0 +1,163 @@
+"""`patch(model, mesh=...)`: a padded batch over several ranks, against the model in one process."""
+
+import numpy as np
+import pytest
+import torch
+from processes import run_in_processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import nt_attention as nta
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
+    "pad_token_id": 0,
+}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODER = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+LENGTHS = [23, 1, 5, 12, 40]
+
+
+def bert(kind, **more):
+    return lambda: kind(BertConfig(**SMALL, **NO_DROPOUT, **more))
+
+
+def decoder(kind, config, **more):
+    return lambda: kind(config(**DECODER, **more))
+
+
+MODELS = {
+    "bert": bert(BertModel),
+    "bert masked": bert(BertForMaskedLM),
+    "bert tokens": bert(BertForTokenClassification, num_labels=5),
+    "bert answers": bert(BertForQuestionAnswering),
+    "bert sequences": bert(BertForSequenceClassification, num_labels=3),
+    "modernbert": lambda: ModernBertForMaskedLM(
+        ModernBertConfig(**SMALL, local_attention=8, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2)
+    ),
+    "llama": decoder(LlamaForCausalLM, LlamaConfig),
+    "llama sequences": decoder(LlamaForSequenceClassification, LlamaConfig, num_labels=3),
+    "mistral": decoder(MistralForCausalLM, MistralConfig, sliding_window=7),
+    "qwen3": decoder(Qwen3ForCausalLM, Qwen3Config, head_dim=8),
+}
+
+
+def make(name):
+    torch.manual_seed(3)
+    return MODELS[name]().double()
+
+
+def batch_of(name, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(5)
+    rows, length = len(lengths), max(lengths)
+    mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(3, 61, (rows, length), generator=generator) * mask
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if name in ("bert",):
+        return batch
+    if name == "bert answers":
+        return batch | {"start_positions": torch.zeros(rows).long(), "end_positions": torch.tensor(lengths) // 2}
+    if "sequences" in name:
+        return batch | {"labels": torch.arange(rows) % 3}
+    labels = ids % 5 if name == "bert tokens" else ids.clone()
+    labels[1:] = torch.where(torch.rand(rows - 1, length, generator=generator) < 0.6, labels[1:], -100)
+    labels[mask == 0] = -100
+    labels[-1] = -100  # most tokens of some ranks have no labels
+    return batch | {"labels": labels}
+
+
+def run_in_float64(model, batch, **more):
+    """Call a model whose loss casts logits to float32, without that cast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", lambda x: x)
+        return model(**batch, **more)
+
+
+def step(model, batch, mean=None):
+    """The loss and the gradients of a training step. `mean` averages a gradient over ranks."""
+    out = run_in_float64(model, batch)
+    loss = out.loss if "loss" in out else (out.last_hidden_state.square() * batch["attention_mask"][..., None]).mean()
+    loss.backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"loss": loss.detach(), **{n: x if mean is None else mean(x) for n, x in gradients.items()}}
+
+
+def infer(model, batch):
+    with torch.no_grad():
+        out = run_in_float64(model, batch, output_hidden_states=True)
+    mask = batch["attention_mask"].bool()
+    found = {name: out[name] for name in ("last_hidden_state", "logits", "loss") if name in out}
+    found["hidden"] = out.hidden_states[-1]
+    return {n: x.masked_fill(~mask[..., None], 0) if x.shape[:2] == mask.shape else x for n, x in found.items()}
+
+
+def in_one_process(name, **more):
+    model, batch = make(name), batch_of(name)
+    if name == "bert answers":  # a padded batch has logits at padding in its loss
+        nta.patch(model)
+    return infer(model.eval(), batch), step(model.train(), batch | more)
+
+
+def average(x):
+    total = x.clone()
+    torch.distributed.all_reduce(total)
+    return total / torch.distributed.get_world_size()
+
+
+def on_each_rank(name, engine, more):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model, batch = make(name), batch_of(name)
+    if engine == "checkpointed":
+        model.gradient_checkpointing_enable()
+    if engine == "fsdp":
+        for part in model.base_model.encoder.layer if name[:4] == "bert" else model.base_model.layers:
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    handle = nta.patch(model, mesh=mesh, on_fallback="raise")
+    inferred = infer(model.eval(), batch)
+    stepped = step(model.train(), batch | more, average if engine != "fsdp" else lambda x: x.full_tensor())
+    assert handle.calls == {None: 2}, handle.calls
+    return inferred, stepped
+
+
+def check(world, name, engine="plain", **more):
+    wants = in_one_process(name, **more)
+    for founds in run_in_processes(world, on_each_rank, name, engine, more):
+        for want, found in zip(wants, founds, strict=True):
+            assert want.keys() == found.keys()
+            for key in want:
+                np.testing.assert_allclose(found[key], want[key].numpy(), rtol=1e-9, atol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks(name):
+    check(2, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("modernbert", "plain"), ("llama", "plain"), ("llama", "checkpointed"), ("llama", "fsdp")]
+)
+def test_four_ranks(name, engine):
+    check(4, name, engine)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert masked"])  # BERT's loss ignores it
+def test_number_of_items_in_the_batch(name):
+    check(2, name, num_items_in_batch=torch.tensor(17))
