@@ -8,6 +8,8 @@ import torch.distributed as dist
 from processes import run_in_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
 from nt_attention.distributed import explain_exchange
@@ -139,6 +141,40 @@ def test_cross_attention():
     run_in_processes(2, attention, "auto", False, [30, 4, 7, 9, 41])
 
 
+CHANGES = {
+    "query": lambda q, k, v, out: q.mul_(2),
+    "values of the key": lambda q, k, v, out: k.values().mul_(2),
+    "value": lambda q, k, v, out: v.detach().mul_(2),
+    "output": lambda q, k, v, out: out.mul_(2),
+    "values of the output": lambda q, k, v, out: out.values().mul_(2),
+}
+
+
+def changed(change):
+    """A change in place before the backward raises an error, or the gradients are right."""
+    layout, sharded = shard([30, 20])
+    for exchange in ("keys", "heads"):
+        rows = [rows_of(layout, 2, 4).requires_grad_() for _ in range(3)]
+        local = [sharded.local(layout.to_nested(x)) for x in rows]
+        out = nta.varlen_attention(*local, sharded, exchange=exchange, is_causal=True)
+        loss = (out * sharded.local(layout.to_nested(rows_of(layout, 2, 4) + 1))).values().sum()
+        expected = torch.autograd.grad(loss, rows, retain_graph=True)
+        with torch.no_grad():
+            CHANGES[change](*local, out)
+        try:
+            found = torch.autograd.grad(loss, rows)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            continue
+        close(found, expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_in_place(change):
+    run_in_processes(2, changed, change)
+
+
 class Block(nn.Module):
     """Attention and a feed-forward layer on NestedTensors."""
 
@@ -154,7 +190,7 @@ class Block(nn.Module):
         return x + torch.relu(self.linear(x))
 
 
-def model(lengths):
+def model(lengths, fsdp, checkpoints):
     layout, sharded = shard(lengths)
     torch.manual_seed(5)
     blocks = nn.ModuleList([Block(), Block()]).double()
@@ -165,19 +201,28 @@ def model(lengths):
     out = x.values()
     leaves = [rows, *blocks.parameters()]
     grads = torch.autograd.grad((out * weights).sum(), leaves)
+    if fsdp:
+        for block in blocks:
+            fully_shard(block, mesh=sharded.mesh)
     x = sharded.local(layout.to_nested(rows))
     for block in blocks:
-        x = block(x, sharded)
+        x = checkpoint(block, x, sharded, use_reentrant=False) if checkpoints else block(x, sharded)
     found = sharded.gather(x)
     close(found.values(), out)
-    for one, other in zip(torch.autograd.grad((found.values() * weights).sum(), leaves), grads, strict=True):
-        dist.all_reduce(one)
+    (found.values() * weights).sum().backward()
+    leaves = [rows.grad, *[p.grad for p in blocks.parameters()]]
+    for one, other in zip(leaves, grads, strict=True):
+        if fsdp and one is not rows.grad:  # FSDP takes the mean of the ranks
+            one = one.full_tensor() * sharded.ranks
+        else:
+            dist.all_reduce(one)
         close(one, other)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 1]])
-def test_a_model_of_nested_tensors(lengths):
-    run_in_processes(2, model, lengths)
+@pytest.mark.parametrize(("fsdp", "checkpoints"), [(False, False), (True, False), (True, True)])
+def test_a_model_of_nested_tensors(lengths, fsdp, checkpoints):
+    run_in_processes(2, model, lengths, fsdp, checkpoints)
 
 
 def errors():
