@@ -234,7 +234,12 @@ class ShardedLayout:
         packed, restore = (self._pack_nested if any(kinds) else self._pack_dtensors)(query, key, value, keys)
         for name, x, layout in zip(("query", "key", "value"), packed, (self, keys, keys), strict=True):
             layout.check_rows(name, x)
-        return packed, outside_of_graphs(restore)
+
+        @outside_of_graphs
+        def restore_outside(x: Tensor, tokens_first: bool = False) -> Tensor:
+            return restore(x, tokens_first)
+
+        return packed, restore_outside
 
     def _pack_nested(
         self, query: Tensor, key: Tensor, value: Tensor, keys: ShardedLayout
