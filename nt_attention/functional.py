@@ -74,7 +74,8 @@ def varlen_attention(
         key: (S, G, D) packed, or a NestedTensor with the same number of sequences as `query`.
         value: (S, G, Dv) packed, or a NestedTensor with the same lengths as `key`.
         layout: the sequences of packed tensors. Must be None for NestedTensors. With a `ShardedLayout`
-            (`SequenceLayout.shard`), the tensors have the tokens of this rank, and the call is a collective.
+            (`SequenceLayout.shard`), the tensors have the tokens of this rank, packed, as DTensors with `Shard(0)`, or
+            as NestedTensors from `ShardedLayout.local`. The call is a collective then.
         key_layout: the sequences of packed key and value in cross-attention; None if they are those of `layout`. With a
             `PagedLayout`, key and value are pools (pages, page_size, G, D) or (N, G, D), which no gradient may need.
         is_causal: mask the keys after the position of a query.
@@ -349,8 +350,7 @@ def _unwrap(
     q, k, v = nested.unwrap_each(query=query, key=key, value=value, for_weights=False)
     if not k.layout.same_lengths(v.layout):
         raise ValueError(
-            f"key and value must have the same lengths, got {_format_lengths(k.layout)} and "
-            f"{_format_lengths(v.layout)}."
+            f"key and value must have the same lengths, got {format_lengths(k.layout)} and {format_lengths(v.layout)}."
         )
     return q.values, k.values, v.values, q.layout, k.layout, q.rewrap
 
@@ -470,6 +470,7 @@ def check_sinks(sinks: Tensor, query: Tensor) -> None:
         raise ValueError(f"sinks must be floating-point numbers, got {sinks.dtype}.")
 
 
-def _format_lengths(layout: SequenceLayout) -> str:
+def format_lengths(layout: SequenceLayout) -> str:
+    """The first lengths of a layout, for error messages."""
     lengths = layout.host_offsets.diff()
     return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"

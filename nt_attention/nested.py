@@ -99,12 +99,16 @@ def layout_of(nested: Tensor) -> SequenceLayout:
     return unwrap_each(nested=nested)[0].layout
 
 
-def wrap(values: Tensor, layout: SequenceLayout) -> Tensor:
-    """A jagged NestedTensor (B, j, …) with the layout's offsets, as a view of `values` (N, …)."""
+def wrap(values: Tensor, layout: SequenceLayout, ragged_dim: int = 1) -> Tensor:
+    """A jagged NestedTensor with the layout's offsets, as a view of `values` (N, …).
+
+    It is (B, j, …); with the ragged dimension 2, it is (B, H, j, D).
+    """
     # In inference mode, nested_tensor_from_jagged raises an error for other than inference tensors.
     if torch.is_inference_mode_enabled() and not is_compiling():
-        return _jagged(values, layout.offsets, None, 1, layout)
-    return nested_tensor_from_jagged(values, layout.offsets, None, 1, layout.min_seqlen, layout.max_seqlen)
+        return _jagged(values, layout.offsets, None, ragged_dim, layout)
+    values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
+    return nested_tensor_from_jagged(values, layout.offsets, None, ragged_dim, layout.min_seqlen, layout.max_seqlen)
 
 
 def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:

@@ -5,13 +5,13 @@ Dimensions: N query tokens of this rank, M key tokens of this rank, H query head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
 
 from .. import functional
 from ..functional import autocast, check_sinks, check_tensors, varlen_attention
@@ -22,7 +22,6 @@ from .exchange_keys import KeysExchange, KeysPlan
 from .local_attention import TensorInfo
 from .planner import Mask
 from .sharded_layout import ShardedLayout
-from .versions import check_in_backward
 
 EXCHANGES = ("keys", "heads")
 # For the choice: what one GPU computes, FLOPs in a µs; what it receives, and what it reads and writes, bytes in a µs.
@@ -77,6 +76,7 @@ class Request(NamedTuple):
     key_sharded: ShardedLayout
     slopes: Tensor | None
     options: dict[str, Any]
+    restore: Callable[..., Tensor]  # converts a result to the form of the caller's query
 
 
 def sharded_attention(
@@ -97,17 +97,16 @@ def sharded_attention(
     """`varlen_attention` of the tokens of this rank. A collective: all ranks make the same calls in the same order.
 
     Args:
-        query: (N, H, D).
+        query: (N, H, D); this and key and value may also be in the other forms of `ShardedLayout.unwrap`.
         key, value: (M, G, D) and (M, G, Dv).
         sharded, key_sharded: the layouts of queries and keys; `key_sharded` is None for self-attention.
         exchange: "auto", "keys" or "heads".
         sinks, alibi_slopes, relative, return_lse, backend, options: as for `varlen_attention`.
 
     Returns:
-        out (N, H, Dv), and with `return_lse` also lse (N, H).
+        out (N, H, Dv), and with `return_lse` also lse (N, H), in the form of the query.
     """
-    q, k, v = (_local_rows(x, sharded) for x in (query, key, value))
-    request = _check(q, k, v, sharded, key_sharded, alibi_slopes, relative, options)
+    request = _check(query, key, value, sharded, key_sharded, alibi_slopes, relative, options)
     if sinks is not None:
         check_sinks(sinks, request.query)
     chosen = choose_exchange(request, exchange).chosen
@@ -124,12 +123,8 @@ def sharded_attention(
         out, lse = _Sharded.apply(*request[:3], run) if run.needs_grad else run.forward(*request[:3])
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks, sharded.local_layout)
-    if isinstance(query, DTensor):
-        for x in (out, lse):
-            if x is not None:
-                check_in_backward(x, (query, key, value))
-        out, lse = (x if x is None else _as_dtensor(x, sharded) for x in (out, lse))
-    return (out, lse) if return_lse else out
+    out = request.restore(out)
+    return (out, request.restore(lse, True)) if return_lse else out
 
 
 class _Sharded(torch.autograd.Function):
@@ -172,8 +167,8 @@ def explain_exchange(
     """Which exchange would run a call of `varlen_attention` with these arguments, and why. Nothing is computed.
 
     Args:
-        query: (N, H, D), the tokens of this rank.
-        key, value: (M, G, D) and (M, G, Dv).
+        query: (N, H, D), the tokens of this rank, or a DTensor or NestedTensor of them.
+        key, value: (M, G, D) and (M, G, Dv), in the same way.
         sharded, key_sharded: the layouts of queries and of keys; None if they are the same.
         alibi_slopes, exchange, options: as for `varlen_attention`.
 
@@ -205,7 +200,7 @@ def choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
     Raises:
         ValueError: `exchange` is unknown, or can't run this call.
     """
-    query, key, value, sharded, key_sharded, slopes, options = request
+    query, key, value, sharded, key_sharded, slopes, options, _ = request
     has_mods = options["score_mod"] is not None or options["mask_mod"] is not None
     if key_sharded is not sharded or has_mods:  # the cache would keep them alive
         return _choose_exchange(request, exchange)
@@ -217,7 +212,7 @@ def choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
 def _choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange must be 'auto', 'keys' or 'heads', got {exchange!r}.")
-    query, _, value, sharded, key_sharded, _, options = request
+    query, _, value, sharded, key_sharded, _, options, _ = request
     (_, heads, dim), (_, kv_heads, value_dim) = query.shape, value.shape
     mask, size = _mask(options), query.dtype.itemsize
     reasons: dict[str, str | None] = {"keys": _why_not_keys(request), "heads": None}
@@ -257,7 +252,7 @@ def _exchange_of(
     request: Request, plan: KeysPlan | None, backend: str, wants_lse: bool
 ) -> KeysExchange | HeadsExchange:
     """The exchange of keys with this plan, or that of heads if it is None."""
-    query, key, value, sharded, key_sharded, slopes, options = request
+    query, key, value, sharded, key_sharded, slopes, options, _ = request
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if plan is not None:
         overlaps = _is_overlap_faster(request, plan)
@@ -310,26 +305,21 @@ def _check(
     options = all_options(given)
     if not isinstance(sharded, ShardedLayout):
         raise TypeError(f"layout must be a ShardedLayout, got {type(sharded).__name__}: pass layout.shard(mesh).")
-    if key_sharded is not None and not isinstance(key_sharded, ShardedLayout):
-        raise TypeError(f"key_layout must be a ShardedLayout too, got {type(key_sharded).__name__}.")
-    keys = sharded if key_sharded is None else key_sharded
-    if len(keys.lengths) != len(sharded.lengths) or keys.mesh != sharded.mesh:
-        raise ValueError("layout and key_layout must have as many sequences, on one mesh.")
     if relative is not None:
         raise ValueError("relative biases are not supported with a ShardedLayout: pass a packed batch on each rank.")
     if options["dropout_p"]:
         raise ValueError("dropout is not supported with a ShardedLayout: leave dropout_p at 0.")
-    for name, x, layout in (("query", query, sharded), ("key", key, keys), ("value", value, keys)):
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
-            raise ValueError(f"{name} must be (tokens of this rank, heads, head dim), got {got}.")
-        layout.check_rows(name, x)
+    keys = sharded if key_sharded is None else key_sharded
+    (query, key, value), restore = sharded.unwrap(query, key, value, keys)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be (tokens of this rank, heads, head dim), got {tuple(x.shape)}.")
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, is_paged=False)
     _check_options(query, key, value, sharded, options)
     if slopes is not None:
         check_slopes(slopes, query.shape[1], len(sharded.lengths), query.device)
-    return Request(query, key, value, sharded, keys, slopes, options)
+    return Request(query, key, value, sharded, keys, slopes, options, restore)
 
 
 def _check_options(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedLayout, options: dict[str, Any]) -> None:
@@ -350,22 +340,6 @@ def _check_options(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedLa
         check()
     else:
         sharded.cached((*cache_key, *map(type, given)), check)
-
-
-def _local_rows(x: Tensor, sharded: ShardedLayout) -> Tensor:
-    if not isinstance(x, DTensor):
-        return x
-    if x.device_mesh != sharded.mesh or tuple(x.placements) != (Shard(0),):
-        raise ValueError(
-            f"a DTensor must be Shard(0) on the mesh of the layout, got {x.placements} on {x.device_mesh}."
-        )
-    return x.to_local()
-
-
-def _as_dtensor(x: Tensor, sharded: ShardedLayout) -> Tensor:
-    shape = torch.Size([sharded.layout.total, *x.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, sharded.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 # in a compiled graph it runs outside of the graph

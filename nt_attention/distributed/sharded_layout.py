@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from .._offsets import tensor_of, to_device
+from .. import nested
+from .._offsets import creating_cached_tensors, tensor_of, to_device
+from .._tracing import outside_of_graphs
+from ..functional import format_lengths
 from ..kernels.call import OPTIONS
 from ..layout import SequenceLayout
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
+from .versions import check_in_backward
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.distributed.device_mesh import DeviceMesh
 
 _T = TypeVar("_T")
+_Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class ShardedLayout:
@@ -137,37 +143,154 @@ class ShardedLayout:
         return self.cached("local_layout", make)
 
     def local(self, x: Tensor) -> Tensor:
-        """The rows of this rank of a packed tensor that every rank has.
+        """The tokens of this rank of a tensor that every rank has.
 
         Args:
-            x: (T, …).
+            x: a packed tensor (T, …), or a jagged NestedTensor (B, j, …) or (B, H, j, D) of the whole batch. A
+                NestedTensor whose offsets were not read before is read, which syncs once.
 
         Returns:
-            (N, …). Its gradient is that of the rows of this rank alone.
+            (N, …), or a NestedTensor whose sequences are the pieces of this rank. All these NestedTensors share the
+                offsets of `local_layout`, so they can be added. The gradient is that of the rows of this rank alone.
 
         Raises:
-            ValueError: `x` has fewer than T rows.
+            ValueError: `x` has fewer than T rows, or other lengths.
+            TypeError: `x` is a strided NestedTensor.
+
+        Example:
+            >>> import torch, nt_attention as nta  # one process; torchrun starts several
+            >>> store = torch.distributed.HashStore()
+            >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            >>> layout = nta.SequenceLayout.from_lengths([5, 3])
+            >>> sharded = layout.shard(torch.distributed.init_device_mesh("cpu", (1,)))
+            >>> x = sharded.local(layout.to_nested(torch.randn(8, 4, 16)))
+            >>> out = nta.varlen_attention(x, x, x, sharded, is_causal=True)
+            >>> [tuple(piece.shape) for piece in out.unbind()]
+            [(5, 4, 16), (3, 4, 16)]
+            >>> torch.distributed.destroy_process_group()
         """
+        if _is_nested(x):
+            return self._local_nested(x)
         if x.dim() == 0 or x.shape[0] < self.layout.total:
             raise ValueError(f"x must have the {self.layout.total} rows of the batch, got {tuple(x.shape)}.")
         return x.index_select(0, self.rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The packed tensor of the whole batch, on every rank. A collective.
+        """The tensor of the whole batch, on every rank. A collective.
 
         Args:
-            x: (N, …), the rows of this rank.
+            x: the tokens of this rank: (N, …), a DTensor of them, or a jagged NestedTensor of the pieces of this rank.
 
         Returns:
-            (T, …), in the order of the packed tensor. Every rank should compute the same with it: the gradient of `x`
-                is the gradient of its rows on this rank, and is not added over ranks.
+            (T, …), in the order of the packed tensor, or a NestedTensor with the offsets of `layout`. Every rank should
+                compute the same with it: the gradient of `x` is the gradient of its rows on this rank, and is not added
+                over ranks.
 
         Raises:
-            ValueError: `x` does not have N rows.
+            ValueError: `x` does not have N rows, or its sequences are not the pieces of this rank.
+            TypeError: `x` is a strided NestedTensor.
         """
+        if _is_nested(x):
+            return self._gather_nested(x)
+        x = self._rows_of_dtensor(x)
         self.check_rows("x", x)
         gathered: Tensor = _Gather.apply(x, self)
         return gathered
+
+    @outside_of_graphs
+    def _local_nested(self, x: Tensor) -> Tensor:
+        values, ragged_dim = _values_of_jagged(x, self.layout, "the batch")
+        self.local_layout.check_unchanged("the pieces of this rank")
+        return nested.wrap(values.index_select(0, self.rows), self.local_layout, ragged_dim)
+
+    @outside_of_graphs
+    def _gather_nested(self, x: Tensor) -> Tensor:
+        values, ragged_dim = _values_of_jagged(x, self.local_layout, self._pieces_of_rank)
+        self.check_rows("x", values)
+        self.layout.check_unchanged("the layout")
+        return nested.wrap(cast(Tensor, _Gather.apply(values, self)), self.layout, ragged_dim)
+
+    @outside_of_graphs
+    def unwrap(
+        self, query: Tensor, key: Tensor, value: Tensor, key_sharded: ShardedLayout | None = None
+    ) -> tuple[_Tensors, Callable[..., Tensor]]:
+        """Convert the tokens of this rank to packed tensors. Inputs that are one object stay one object.
+
+        Syncs once for each offsets tensor of NestedTensors that was not read before. Those of `local` were.
+
+        Args:
+            query, key, value: packed tensors (N, …), DTensors with `Shard(0)` on the mesh, or NestedTensors whose
+                sequences are the pieces of this rank.
+            key_sharded: the layout of key and value; None if it is this one.
+
+        Returns:
+            The packed query, key and value, and a function that converts a result (N, …) to the form of `query`. If its
+                second argument is True, the ragged dimension of a NestedTensor is 1.
+
+        Raises:
+            ValueError: the tokens are not those of this rank, a DTensor has another mesh or placement, or the two
+                layouts do not match.
+            TypeError: an input is not a tensor, NestedTensors are mixed with other tensors, or `key_sharded` is not a
+                `ShardedLayout`.
+        """
+        keys = self if key_sharded is None else key_sharded
+        if not isinstance(keys, ShardedLayout):
+            raise TypeError(f"key_layout must be a ShardedLayout too, got {type(keys).__name__}.")
+        if len(keys.lengths) != len(self.lengths) or keys.mesh != self.mesh:
+            raise ValueError("layout and key_layout must have as many sequences, on one mesh.")
+        for name, x in zip(("query", "key", "value"), (query, key, value), strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+        kinds = nested.are_nested(query, key, value)
+        if any(kinds) and not all(kinds):
+            raise TypeError("query, key and value must be three NestedTensors, or none of them may be one.")
+        packed, restore = (self._pack_nested if any(kinds) else self._pack_dtensors)(query, key, value, keys)
+        for name, x, layout in zip(("query", "key", "value"), packed, (self, keys, keys), strict=True):
+            layout.check_rows(name, x)
+
+        @outside_of_graphs
+        def restore_outside(x: Tensor, tokens_first: bool = False) -> Tensor:
+            return restore(x, tokens_first)
+
+        return packed, restore_outside
+
+    def _pack_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: ShardedLayout
+    ) -> tuple[_Tensors, Callable[..., Tensor]]:
+        q, k, v = nested.unwrap_each(query=query, key=key, value=value)
+        for name, x, layout in (("query", q, self), ("key", k, keys), ("value", v, keys)):
+            _check_lengths(name, x.layout, layout.local_layout, layout._pieces_of_rank)
+        return (q.values, k.values, v.values), q.rewrap
+
+    def _pack_dtensors(
+        self, query: Tensor, key: Tensor, value: Tensor, _: ShardedLayout
+    ) -> tuple[_Tensors, Callable[..., Tensor]]:
+        """Tensors that are no DTensors stay as they are."""
+        different = {id(x): self._rows_of_dtensor(x) for x in (query, key, value)}
+
+        def restore(x: Tensor, tokens_first: bool = False) -> Tensor:
+            check_in_backward(x, (query, key, value))
+            return self._as_dtensor(x) if isinstance(query, DTensor) else x
+
+        return (different[id(query)], different[id(key)], different[id(value)]), restore
+
+    @property
+    def _pieces_of_rank(self) -> str:
+        return f"the pieces of rank {self.rank}"
+
+    def _rows_of_dtensor(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        if x.device_mesh != self.mesh or tuple(x.placements) != (Shard(0),):
+            raise ValueError(
+                f"a DTensor must be Shard(0) on the mesh of the layout, got {x.placements} on {x.device_mesh}."
+            )
+        return x.to_local()
+
+    def _as_dtensor(self, x: Tensor) -> Tensor:
+        shape = torch.Size([self.layout.total, *x.shape[1:]])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def check_rows(self, name: str, x: Tensor) -> None:
         """Check that a tensor has the rows of this rank.
@@ -181,10 +304,12 @@ class ShardedLayout:
                 "sharded.local(x) of a packed tensor."
             )
 
+    @outside_of_graphs
     def cached(self, key: Any, make: Callable[[], _T]) -> _T:
         """The result of `make`, which is computed once for each key."""
         if key not in self._cache:
-            self._cache[key] = make()
+            with creating_cached_tensors():
+                self._cache[key] = make()
         return self._cache[key]
 
     def __repr__(self) -> str:
@@ -214,6 +339,28 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.index_select(0, ctx.sharded.rows), None
+
+
+def _is_nested(x: object) -> bool:
+    return nested.are_nested(x)[0]
+
+
+def _values_of_jagged(x: Tensor, layout: SequenceLayout, whose: str) -> tuple[Tensor, int]:
+    """The packed tokens of a jagged NestedTensor with the lengths of `layout`, and its ragged dimension."""
+    if x.layout != torch.jagged:
+        raise TypeError("x is a strided NestedTensor: make it with layout=torch.jagged.")
+    (unwrapped,) = nested.unwrap_each(x=x, for_weights=False)
+    _check_lengths("x", unwrapped.layout, layout, whose)
+    return unwrapped.values, x._ragged_idx  # type: ignore[attr-defined]
+
+
+def _check_lengths(name: str, given: SequenceLayout, layout: SequenceLayout, whose: str) -> None:
+    """Raise a ValueError if a NestedTensor has other lengths. Needs no sync, because both layouts have been read."""
+    if not given.same_lengths(layout):
+        raise ValueError(
+            f"{name} must have the lengths of {whose}, {format_lengths(layout)}, got {format_lengths(given)}: pass "
+            f"{'a NestedTensor of all sequences' if whose == 'the batch' else 'sharded.local(nested)'}."
+        )
 
 
 def concatenate(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:

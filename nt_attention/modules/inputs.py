@@ -59,7 +59,8 @@ class Inputs(NamedTuple):
             twice, these are one object too.
         masks: the masks of the call.
         need_weights: whether to return attention weights.
-        layouts: the sequences of packed queries, and those of packed keys and values. None for padded inputs.
+        layouts: the sequences of packed queries, and those of packed keys and values. None for padded inputs. If both
+            are a `ShardedLayout`, T counts the tokens of this rank.
         restore: converts outputs (T, E) or (B, L, E) to the caller's form. None if no conversion is needed.
         is_batched: False for an unbatched padded query (L, E). Its weights have no batch dimension.
     """
@@ -69,7 +70,7 @@ class Inputs(NamedTuple):
     value: Tensor
     masks: Masks
     need_weights: bool
-    layouts: tuple[SequenceLayout, SequenceLayout] | None = None
+    layouts: tuple[SequenceLayout, SequenceLayout] | tuple[Any, Any] | None = None
     restore: Callable[[Tensor], Any] | None = None
     is_batched: bool = True
 
@@ -80,7 +81,12 @@ class Inputs(NamedTuple):
         return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
 
     @property
-    def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Tensor, Tensor]:
+    def is_sharded(self) -> bool:
+        """Whether the tokens are divided over ranks."""
+        return self.layouts is not None and getattr(self.layouts[0], "is_sharded", False)
+
+    @property
+    def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Any, Any]:
         """The positions of queries and keys: layouts if packed, else tensors (B or 1, L) and (B or 1, S).
 
         In padded self-attention, positions only count tokens, as in packed inputs.
@@ -110,7 +116,7 @@ class Inputs(NamedTuple):
 
     def without_rows_past_end(self) -> Inputs:
         """Replace packed rows that belong to no sequence by 0, if parameters get gradients: 0 · NaN is NaN."""
-        if self.layouts is None or not torch.is_grad_enabled():
+        if self.layouts is None or self.is_sharded or not torch.is_grad_enabled():
             return self
 
         def fill(layout: SequenceLayout, x: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ class Inputs(NamedTuple):
         if weights is not None:
             weights = weights.mean(1) if average else weights
             weights = weights if self.is_batched else weights.squeeze(0)
-        if self.layouts is not None:
+        if self.layouts is not None and not self.is_sharded:
             out = self.layouts[0].fill_past_end(out, 0.0)
         return out if self.restore is None else self.restore(out), weights
 
@@ -144,8 +150,8 @@ def read_inputs(
     query: Any,
     key: Any,
     value: Any,
-    layout: SequenceLayout | None,
-    key_layout: SequenceLayout | None,
+    layout: SequenceLayout | Any | None,
+    key_layout: SequenceLayout | Any | None,
     masks: Masks,
     need_weights: bool | None,
     embed_dims: tuple[int, int, int],
@@ -172,6 +178,8 @@ def read_inputs(
         return _from_dense(tensors, masks, need_weights is not False, embed_dims, num_heads, batch_first)
     if masks.key_padding_mask is not None:
         raise ValueError("ragged inputs have no padding: leave out key_padding_mask.")
+    if getattr(layout, "is_sharded", False):
+        return _from_sharded(query, key, value, layout, key_layout, masks, need_weights, embed_dims)
     if layout is not None and (in_lists or any(are_nested)):
         forms = "lists of tensors" if in_lists else "NestedTensors"
         raise ValueError(f"{forms} have their own layout: leave out layout= and key_layout=.")
@@ -186,14 +194,36 @@ def read_inputs(
         key_layout = layout if key_layout is None else SequenceLayout.require(key_layout, "key_layout")
     _check_widths((query, key, value), embed_dims, ValueError)
     if restore is None:  # packed tensors; other forms have been checked
-        if not query.dim() == key.dim() == value.dim() == 2:
-            name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if x[1].dim() != 2)
-            raise ValueError(f"packed {name} must be (tokens, features), got {tuple(other.shape)}.")
+        _check_packed(query, key, value)
         layout.check_rows(query, "query")
         if key is not query or value is not query or key_layout is not layout:
             key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
     return Inputs(query, key, value, masks.without_hint(need_weights), need_weights, (layout, key_layout), restore)
+
+
+def _from_sharded(
+    query: Any,
+    key: Any,
+    value: Any,
+    sharded: Any,
+    key_sharded: Any | None,
+    masks: Masks,
+    need_weights: bool | None,
+    embed_dims: tuple[int, int, int],
+) -> Inputs:
+    """Check the tokens of this rank, which are in one of the forms of `ShardedLayout.unwrap`, and pack them."""
+    if need_weights:
+        raise ValueError("a ShardedLayout can't return attention weights: pass need_weights=False.")
+    if masks.attn_mask is not None:
+        raise ValueError("attn_mask is not supported with a ShardedLayout: pass is_causal, mask_mod or score_mod.")
+    if isinstance(query, (list, tuple)):
+        raise ValueError("lists of tensors are not supported with a ShardedLayout: pass packed tensors of this rank.")
+    (query, key, value), restore = sharded.unwrap(query, key, value, key_sharded)
+    _check_packed(query, key, value)
+    _check_widths((query, key, value), embed_dims, ValueError)
+    layouts = (sharded, sharded if key_sharded is None else key_sharded)
+    return Inputs(query, key, value, masks, False, layouts, restore)
 
 
 def _from_dense(
@@ -246,6 +276,12 @@ def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: b
             raise InputError(f"{name} must be a boolean or floating-point tensor, got {got}.")
         if mask.shape not in shapes:
             raise InputError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
+
+
+def _check_packed(*tensors: Tensor) -> None:
+    for name, x in zip(_NAMES, tensors, strict=True):
+        if x.dim() != 2:
+            raise ValueError(f"packed {name} must be (tokens, features), got {tuple(x.shape)}.")
 
 
 def _check_widths(tensors: _Tensors, embed_dims: tuple[int, int, int], error: type[ValueError]) -> None:

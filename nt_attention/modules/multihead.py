@@ -284,8 +284,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        layout: SequenceLayout | None = None,
-        key_layout: SequenceLayout | None = None,
+        layout: SequenceLayout | Any | None = None,
+        key_layout: SequenceLayout | Any | None = None,
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
     ) -> tuple[Any, Tensor | None]:
@@ -312,8 +312,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             average_attn_weights: whether to return the mean of the weights over heads.
             is_causal: query i sees the keys 0 … i. Padded inputs then need `need_weights=False`. With `attn_mask`, it
                 is a hint that the mask is causal, as in `nn.MultiheadAttention`.
-            layout: the sequences of a packed query, and of key and value if `key_layout` is None.
-            key_layout: the sequences of a packed key and value.
+            layout: the sequences of a packed query, and of key and value if `key_layout` is None. With a
+                `ShardedLayout` (`SequenceLayout.shard`), query, key and value are the tokens of this rank: packed, as
+                DTensors with `Shard(0)`, or NestedTensors from `ShardedLayout.local`. The call is a collective then,
+                and gradients of parameters are those of these tokens.
+            key_layout: the sequences of a packed key and value; a `ShardedLayout` if `layout` is one.
             mask_mod, score_mod: as for `varlen_attention`. Only for ragged inputs.
 
         Returns:
@@ -323,8 +326,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             ValueError: the inputs do not match. For padded inputs it is an `InputError`, a subclass of all types that
-                `nn.MultiheadAttention` raises.
-            TypeError: query, key and value are neither tensors nor lists.
+                `nn.MultiheadAttention` raises. Or a `ShardedLayout` is used with weights, `attn_mask`, dropout in
+                training mode, `add_bias_kv`, `add_zero_attn` or CUDA graphs.
+            TypeError: query, key and value are neither tensors nor lists, or only one layout is a `ShardedLayout`.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -344,6 +348,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         inputs = read_inputs(
             query, key, value, layout, key_layout, masks, need_weights, embed_dims, self.num_heads, self.batch_first
         )
+        if inputs.is_sharded:
+            self._check_sharded()
         reason = self._why_padded(inputs)
         if self.report is not None and inputs.layouts is None and key_padding_mask is not None:
             self.report(reason)
@@ -385,6 +391,16 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             return self._attend(bounded, packed_attention)[0]
 
         return graphs.run_as_graph(captured, self, (masks.is_causal, *which), list(given.values()), attend)
+
+    def _check_sharded(self) -> None:
+        """Raise a ValueError if an option is not supported with a `ShardedLayout`."""
+        for option, is_used, instead in (
+            ("dropout in training mode", self.training and self.dropout > 0, "set dropout to 0, or call eval()"),
+            ("add_bias_kv or add_zero_attn", self._adds_keys, "leave them out, or use sinks=True"),
+            ("cuda_graphs=True", self.graphs is not None, "leave it out"),
+        ):
+            if is_used:
+                raise ValueError(f"{option} is not supported with a ShardedLayout: {instead}.")
 
     def _why_padded(self, inputs: Inputs) -> str | None:
         """Why every score of the padded batch is computed, or None if the call runs on packed tensors."""

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,12 +105,16 @@ class Rotation:
         angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
-    def rotate(self, x: Tensor, positions: SequenceLayout | Tensor) -> Tensor:
-        """Rotate packed `x` (N, H, D) with the positions of a layout, or (B, L, H, D) with positions (B or 1, L)."""
+    def rotate(self, x: Tensor, positions: SequenceLayout | Any) -> Tensor:
+        """Rotate packed `x` (N, H, D) with the positions of a layout, or (B, L, H, D) with positions (B or 1, L).
+
+        The layout may be a `ShardedLayout`.
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
         if isinstance(positions, Tensor):
             return rotate_pairs(x, *self.tables(positions, dtype), interleaved=self.interleaved)
-        if is_tracing() or not isinstance(positions, SequenceLayout):  # the lengths are unknown
+        is_sharded = getattr(positions, "is_sharded", False)  # its cache is outside of graphs
+        if not is_sharded and (is_tracing() or not isinstance(positions, SequenceLayout)):  # the lengths are unknown
             tables = self.tables(positions.locate_rows(x.shape[0])[1], dtype)
             return rotate_pairs(x, *tables, interleaved=self.interleaved)
         layout = positions

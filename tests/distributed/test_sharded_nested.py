@@ -1,0 +1,264 @@
+"""NestedTensors with a `ShardedLayout`: `local`, `gather` and `varlen_attention`, against one process."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_in_processes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import nt_attention as nta
+from nt_attention.distributed import explain_exchange
+
+LENGTHS = [23, 1, 0, 5, 40]
+close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+
+
+def shard(lengths):
+    layout = nta.SequenceLayout.from_lengths(lengths)
+    return layout, layout.shard(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def rows_of(layout, *shape):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(layout.total, *shape, dtype=torch.float64, generator=generator)
+
+
+def local_and_gather(lengths):
+    layout, sharded = shard(lengths)
+    rows = rows_of(layout, 3, 2)
+    for is_transposed in (False, True):
+        x = layout.to_nested(rows)
+        x = (x.transpose(1, 2) if is_transposed else x).detach().requires_grad_()
+        local = sharded.local(x)
+        assert local.layout == torch.jagged
+        assert local._ragged_idx == x._ragged_idx
+        assert local._offsets is sharded.local_layout.offsets
+        assert local.shape[0] == len(sharded.pieces)
+        own = local.transpose(1, 2).values() if is_transposed else local.values()
+        close(own, rows[sharded.rows])
+        if not is_transposed:
+            for piece, found in zip(sharded.pieces, local.unbind(), strict=True):
+                begin = layout.offsets[piece.sequence]
+                close(found, rows[begin + piece.start : begin + piece.stop])
+        whole = sharded.gather(local * 2)
+        assert whole._offsets is layout.offsets
+        close(whole.values(), (2 * x).values())
+        weights = torch.arange(1.0, layout.total + 1, dtype=torch.float64).view(-1, 1, 1)
+        values = whole.transpose(1, 2).values() if is_transposed else whole.values()
+        (values * weights).sum().backward()
+        gradient = x.grad.transpose(1, 2).values() if is_transposed else x.grad.values()
+        expected = torch.zeros_like(rows)
+        expected[sharded.rows] = 2 * weights.expand_as(rows)[sharded.rows]  # the rows of this rank alone
+        close(gradient, expected)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [2, 0, 1], [0, 1], [0, 0], []])
+def test_local_and_gather(lengths):
+    run_in_processes(2, local_and_gather, lengths)
+
+
+def holes_and_inference():
+    layout, sharded = shard([4, 6, 2])
+    values = rows_of(nta.SequenceLayout.from_lengths([17]), 3)
+    with_holes = torch.nested.nested_tensor_from_jagged(
+        values, torch.tensor([1, 6, 13, 17]), torch.tensor([4, 6, 2])
+    )  # the rows 1 … 4, 6 … 11 and 13, 14
+    packed = values[[1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 13, 14]]
+    close(sharded.local(with_holes).values(), packed[sharded.rows])
+    close(sharded.gather(sharded.local(with_holes)).values(), packed)
+    with torch.inference_mode():
+        local = sharded.local(layout.to_nested(packed))
+        close(sharded.gather(local).values(), packed)
+
+
+def test_holes_and_inference():
+    run_in_processes(2, holes_and_inference)
+
+
+def no_sync():
+    """NestedTensors of `local`, and results, are recognized by their offsets, which are read once."""
+    layout, sharded = shard(LENGTHS)
+    x = sharded.local(layout.to_nested(rows_of(layout, 2, 4)))
+    reads, real = [], nta._offsets._read
+    nta._offsets._read = lambda offsets: reads.append(offsets) or real(offsets)
+    try:
+        out = nta.varlen_attention(x, x, x, sharded, is_causal=True)
+        sharded.gather(out + x)
+        assert not reads
+        other = torch.nested.nested_tensor_from_jagged(x.values(), x.offsets().clone())
+        close(nta.varlen_attention(other, other, other, sharded, is_causal=True).values(), out.values())
+        assert len(reads) == 1
+    finally:
+        nta._offsets._read = real
+
+
+def test_offsets_are_read_once():
+    run_in_processes(2, no_sync)
+
+
+def attention(exchange, is_transposed, key_lengths):
+    layout, sharded = shard(LENGTHS)
+    key_layout, key_sharded = (layout, sharded) if key_lengths is None else shard(key_lengths)
+    packed = [rows_of(layout, 4, 8), rows_of(key_layout, 2, 8) + 1, rows_of(key_layout, 2, 5)]
+    packed = [x.requires_grad_() for x in packed]
+    sinks = torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()
+    options = {"sinks": sinks, "is_causal": True, "window_size": (9, -1), "return_lse": True}
+    out, lse = nta.varlen_attention(*packed, layout, key_layout, backend="reference", **options)
+    weights, of_lse = rows_of(layout, 4, 5), rows_of(layout, 4)
+    grads = torch.autograd.grad((out * weights).sum() + (lse * of_lse).sum(), (*packed, sinks))
+
+    each = zip(packed, (layout, key_layout, key_layout), (sharded, key_sharded, key_sharded), strict=True)
+    local = [own.local(of_all.to_nested(x)) for x, of_all, own in each]
+    local = [x.transpose(1, 2) if is_transposed else x for x in local]
+    given = (*local, sharded) if key_lengths is None else (*local, sharded, key_sharded)
+    choice = explain_exchange(*given, exchange=exchange, is_causal=True, window_size=(9, -1))
+    assert choice.chosen == exchange or exchange == "auto"
+    found, found_lse = nta.varlen_attention(*given, exchange=exchange, backend="reference", **options)
+    assert found._ragged_idx == local[0]._ragged_idx
+    assert found_lse._ragged_idx == 1
+    assert found._offsets is sharded.local_layout.offsets
+    found = found.transpose(1, 2) if is_transposed else found
+    close(sharded.gather(found).values(), out)
+    close(sharded.gather(found_lse).values(), lse)
+    loss = (found.values() * sharded.local(weights)).sum() + (found_lse.values() * sharded.local(of_lse)).sum()
+    for one, other in zip(torch.autograd.grad(loss, (*packed, sinks)), grads, strict=True):
+        dist.all_reduce(one)
+        close(one, other)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["BjHD", "BHjD"])
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_attention(exchange, is_transposed):
+    run_in_processes(2, attention, exchange, is_transposed, None)
+
+
+def test_cross_attention():
+    run_in_processes(2, attention, "auto", False, [30, 4, 7, 9, 41])
+
+
+CHANGES = {
+    "query": lambda q, k, v, out: q.mul_(2),
+    "values of the key": lambda q, k, v, out: k.values().mul_(2),
+    "value": lambda q, k, v, out: v.detach().mul_(2),
+    "output": lambda q, k, v, out: out.mul_(2),
+    "values of the output": lambda q, k, v, out: out.values().mul_(2),
+}
+
+
+def changed(change):
+    """A change in place before the backward raises an error, or the gradients are right."""
+    layout, sharded = shard([30, 20])
+    for exchange in ("keys", "heads"):
+        rows = [rows_of(layout, 2, 4).requires_grad_() for _ in range(3)]
+        local = [sharded.local(layout.to_nested(x)) for x in rows]
+        out = nta.varlen_attention(*local, sharded, exchange=exchange, is_causal=True)
+        loss = (out * sharded.local(layout.to_nested(rows_of(layout, 2, 4) + 1))).values().sum()
+        expected = torch.autograd.grad(loss, rows, retain_graph=True)
+        with torch.no_grad():
+            CHANGES[change](*local, out)
+        try:
+            found = torch.autograd.grad(loss, rows)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            continue
+        close(found, expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_in_place(change):
+    run_in_processes(2, changed, change)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer on NestedTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.attention = nta.VarlenMultiheadAttention(12, 3, rotary=nta.Rotary())
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x, layout=None):
+        normed = self.norm(x)
+        x = x + self.attention(normed, normed, normed, layout=layout, is_causal=True)[0]
+        return x + torch.relu(self.linear(x))
+
+
+def model(lengths, fsdp, checkpoints):
+    layout, sharded = shard(lengths)
+    torch.manual_seed(5)
+    blocks = nn.ModuleList([Block(), Block()]).double()
+    rows, weights = rows_of(layout, 12).requires_grad_(), rows_of(layout, 12)
+    x = layout.to_nested(rows)
+    for block in blocks:
+        x = block(x)
+    out = x.values()
+    leaves = [rows, *blocks.parameters()]
+    grads = torch.autograd.grad((out * weights).sum(), leaves)
+    if fsdp:
+        for block in blocks:
+            fully_shard(block, mesh=sharded.mesh)
+    x = sharded.local(layout.to_nested(rows))
+    for block in blocks:
+        x = checkpoint(block, x, sharded, use_reentrant=False) if checkpoints else block(x, sharded)
+    found = sharded.gather(x)
+    close(found.values(), out)
+    (found.values() * weights).sum().backward()
+    leaves = [rows.grad, *[p.grad for p in blocks.parameters()]]
+    for one, other in zip(leaves, grads, strict=True):
+        if fsdp and one is not rows.grad:  # FSDP takes the mean of the ranks
+            one = one.full_tensor() * sharded.ranks
+        else:
+            dist.all_reduce(one)
+        close(one, other)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [0, 1]])
+@pytest.mark.parametrize(("fsdp", "checkpoints"), [(False, False), (True, False), (True, True)])
+def test_a_model_of_nested_tensors(lengths, fsdp, checkpoints):
+    run_in_processes(2, model, lengths, fsdp, checkpoints)
+
+
+def errors():
+    layout, sharded = shard([8, 2])
+    whole = layout.to_nested(torch.randn(10, 2, 4))
+    local = sharded.local(whole)
+    other = nta.SequenceLayout.from_lengths([2, 8]).to_nested(torch.randn(10, 2, 4))
+    strided = torch.nested.nested_tensor([torch.randn(8, 4), torch.randn(2, 4)])
+
+    def attend(*given):
+        return nta.varlen_attention(*given, sharded)
+
+    for match, call in {
+        r"x must have the lengths of the batch, \[8, 2\], got \[2, 8\]": lambda: sharded.local(other),
+        "must have the lengths of the pieces of rank": lambda: sharded.gather(whole),
+        "query must have the lengths of the pieces of rank": lambda: attend(whole, whole, whole),
+        "value must have the lengths of the pieces of rank": lambda: attend(local, local, other),
+        "x is a strided NestedTensor": lambda: sharded.local(strided),
+        "x is a strided": lambda: sharded.gather(strided),
+        "must be three NestedTensors": lambda: attend(local, local.values(), local.values()),
+        "query must be a torch.Tensor": lambda: attend(None, local, local),
+        "leave out layout=": lambda: nta.varlen_attention(whole, whole, whole, layout),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=match):
+            call()
+    local._offsets[-1] -= 1
+    with pytest.raises(ValueError, match="must have the lengths"):
+        attend(local, local, local)
+    with pytest.raises(ValueError, match="were changed in place"):
+        sharded.local(whole)
+    sharded = layout.shard(sharded.mesh)
+    local = sharded.local(whole)
+    layout.offsets[-1] -= 1
+    with pytest.raises(ValueError, match="were changed in place"):
+        sharded.gather(local)
+
+
+def test_errors():
+    run_in_processes(2, errors)
