@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._offsets import owner_of
-from .._tracing import TracedLayout, is_traced
+from .._tracing import TracedLayout, TracedShardedLayout, is_traced
 from ..functional import varlen_attention
 from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
@@ -195,7 +195,7 @@ def _plan(
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
         if is_ours and cu_seq_lens_q.dim() == 0:  # the tokens are divided over ranks
-            sharded = owner_of(cu_seq_lens_q)
+            sharded = cast(SequenceLayout, TracedShardedLayout(cu_seq_lens_q) if traced else owner_of(cu_seq_lens_q))
             layouts = (sharded, sharded)
         else:
             layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
