@@ -41,6 +41,7 @@ from .packed_row import PackedRow, current_row, extend_tables, running_padded, r
 from .packing import Packing
 from .proof import Head, Proof
 from .small_batches import PaddedRows, Size, costs_of, may_run_padded
+from .tensor_parallel import divides_tokens
 
 Logits = Literal["padded"] | None
 PackingMode = Literal["auto", "always"]
@@ -393,6 +394,8 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool
         return "its position_ids are not (batch, length)"
     if is_routed and config._attn_implementation not in NAME_OVER.values():
         return f"its attention was set to {config._attn_implementation!r} after the patch"
+    if divides_tokens(model):
+        return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
     return None
 
 
