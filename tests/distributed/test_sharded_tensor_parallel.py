@@ -17,6 +17,12 @@ PLAN = {
     **dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel()),
     **dict.fromkeys(("out", "down"), RowwiseParallel()),
 }
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window_size": (7, 0)},
+    "all": {},
+    "alibi": {"is_causal": True, "alibi_slopes": torch.linspace(0.1, 0.8, H)},
+}
 
 
 class Block(nn.Module):
@@ -71,6 +77,8 @@ def check(options, exchange, fsdp):
     masks = {key: value for key, value in options.items() if key in ("is_causal", "window_size")}
     sharded = layout.shard(mesh["cp"], **masks)
     local = sharded.local(x).requires_grad_()
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = options["alibi_slopes"].chunk(2)[mesh["tp"].get_local_rank()]
     out = model(local, sharded, exchange=exchange, **options)
     factor = 2 if fsdp else 1  # FSDP takes the mean of the ranks
     ((out - sharded.local(target)).square().sum() * factor).backward()
@@ -86,6 +94,6 @@ def check(options, exchange, fsdp):
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["", "fsdp"])
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"is_causal": True, "window_size": (7, 0)}, {}], ids=str)
-def test_heads_and_tokens_divided(options, exchange, fsdp):
-    run_in_processes(4, check, options, exchange, fsdp)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_heads_and_tokens_divided(name, exchange, fsdp):
+    run_in_processes(4, check, OPTIONS[name], exchange, fsdp)
