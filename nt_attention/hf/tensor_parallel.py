@@ -37,6 +37,15 @@ def divides_tokens(model: nn.Module) -> bool:
     return found
 
 
+def is_distributed(x: Any) -> bool:
+    """Whether a value is a DTensor."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
 def _placements(model: nn.Module) -> Iterator[Any]:
     """The placements of inputs and outputs that the styles of a model use."""
     from torch.distributed.tensor.parallel import ParallelStyle

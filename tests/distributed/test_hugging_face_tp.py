@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from transformers.distributed import DistributedConfig
@@ -237,6 +238,29 @@ def test_sequence_parallelism_runs_padded():
 
 class OwnStyle(OfTransformers):
     pass
+
+
+def check_distributed_logits():
+    """As for a loss that is computed on parts of the vocabulary."""
+    model, batch = make("llama"), make_batch()
+    is_token = batch["attention_mask"].bool()
+    labels = batch["input_ids"].masked_fill(~is_token, -100)
+    one = copy.deepcopy(model)(**batch, labels=labels)
+    divide(model, "torch")
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": head})
+    handle = nta.patch(model)
+    with loss_parallel():
+        loss = model.train()(**batch, labels=labels).loss
+    torch.testing.assert_close(loss.full_tensor(), one.loss, rtol=0, atol=1e-5)
+    assert handle.calls == {None: 1}
+    with pytest.warns(NotPackedWarning, match="its output 'logits' is a DTensor"):
+        logits = model.eval()(**batch).logits.full_tensor()
+    torch.testing.assert_close(logits[is_token], one.logits[is_token], rtol=0, atol=1e-9)
+
+
+def test_distributed_logits():
+    run_in_processes(2, check_distributed_logits)
 
 
 def check_errors():
