@@ -242,6 +242,13 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     # Views instead of einops, because this is a hot path.
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
+    groups = getattr(call.module, "num_key_value_groups", None)
+    if groups is not None and query.shape[1] != key.shape[1] * groups:
+        raise ValueError(
+            f"{type(call.module).__name__} has {groups} query heads for each key head, but its call has "
+            f"{query.shape[1]} query heads and {key.shape[1]} key heads: with tensor parallelism, divide queries, keys "
+            "and values over the same ranks."
+        )
     window = call.sliding_window - 1 if call.sliding_window else -1
     out = varlen_attention(
         query,
