@@ -11,9 +11,9 @@
 - context_parallel: PyTorch's ring attention with `scaled_dot_product_attention`. It takes one sequence.
 
 Times are medians of wall-clock times in ms, by turns, from a barrier to the device sync of the slowest GPU. The share
-of linear is the time on one GPU over that of all GPUs together. "host" is the time until the calls return. Errors are
-relative to the result on one GPU, by norm, the largest of output and gradients. Memory is the peak of one GPU with the
-inputs of that way, in GB.
+of linear is the time on one GPU over that of all GPUs together. "host" is the time until the calls return. "device" is
+the time that the GPU takes if all is launched before, and its share. Errors are relative to the result on one GPU, by
+norm, the largest of output and gradients. Memory is the peak of one GPU with the inputs of that way, in GB.
 """
 
 from __future__ import annotations
@@ -165,6 +165,19 @@ def measure(case: Case, way: str) -> tuple[float, float]:
     return slowest(1e3 * (ended - began), device), slowest(1e3 * (returned - began), device)
 
 
+def device_time(case: Case, way: str) -> float:
+    """The time of a call on the slowest GPU in ms, without waiting for the host."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    synchronize()
+    dist.barrier()
+    torch.cuda._sleep(20_000_000)  # cycles, about 10 ms, in which the calls are made
+    start.record()
+    case.run(way)
+    end.record()
+    synchronize()
+    return slowest(start.elapsed_time(end), case.mesh.device_type)
+
+
 def error(found: Grads, case: Case) -> float:
     """The largest relative error against one GPU."""
     errors = []
@@ -193,23 +206,26 @@ def run(name: str, lengths: Any, mesh: DeviceMesh, rounds: int, shows_memory: bo
     if GPU and case.is_one:
         ways.append("context_parallel")
         ring = case.ring()
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    times: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
     with ring:
         for _ in range(3 + rounds):
             for way in ways:
-                times[way].append(measure(case, way))
+                times[way].append((*measure(case, way), device_time(case, way) if GPU else 0.0))
     median = {way: [statistics.median(x) for x in zip(*each[3:], strict=True)] for way, each in times.items()}
-    plan, one, size = case.sharded.plan, median["one GPU"][0], mesh.size()
+    plan, (one, _, alone), size = case.sharded.plan, median["one GPU"], mesh.size()
     del case
-    lines = [f"**{name}** ({len(lengths)} sequences; work over the mean {plan.imbalance:.3f}; rows received "
-             f"{', '.join(map(str, plan.received))})", "",
-             "| way | ms | share of linear | host | error | memory |", "|---|---|---|---|---|---|"]  # fmt: skip
+    about = f"{len(lengths)} sequences; work over the mean {plan.imbalance:.3f}; rows received {plan.received}"
+    header = "| way | ms | share of linear | host | device | share | error | memory |"
+    lines = [f"**{name}** ({about})", "", header, "|---|" + 7 * "---|"]
     for way in ways:
-        ms, host = median[way]
-        share = "" if way == "one GPU" else f"{one / ms / size:.0%}"
+        ms, host, device = median[way]
+        share, of_device = (
+            f"{a / b / size:.0%}" if way != "one GPU" and b else "" for a, b in ((one, ms), (alone, device))
+        )
         wrong = f"{errors[way]:.1e}" if way in errors else ""
         memory = f"{peak(lengths, mesh, way):.2f}" if shows_memory and way != "context_parallel" else ""
-        lines.append(f"| {way} | {ms:.2f} | {share} | {host:.2f} | {wrong} | {memory} |")
+        numbers = f"{ms:.2f} | {share} | {host:.2f} | {device:.2f} | {of_device}"
+        lines.append(f"| {way} | {numbers} | {wrong} | {memory} |")
     return [*lines, ""]
 
 

@@ -108,10 +108,10 @@ def sharded_attention(
     request, plan = prepare(query, key, value, sharded, key_sharded, alibi_slopes, relative, options, exchange)
     if sinks is not None:
         check_sinks(sinks, request.query)
-    if plan is not None and not plan.is_needed:  # all sequences are whole on a rank
+    if plan is not None and not plan.is_cut:
         slopes = request.slopes
         if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[torch.tensor(plan.whole_sequences, device=slopes.device)]
+            slopes = slopes[torch.tensor(plan.whole_sequences, dtype=torch.int64, device=slopes.device)]
         out, lse = varlen_attention(
             *request[:3], plan.whole_layout, alibi_slopes=slopes, return_lse=True, backend=backend, **request.options
         )

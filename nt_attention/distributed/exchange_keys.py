@@ -39,12 +39,14 @@ class KeysPlan:
     """Which rows a rank sends and receives, and the calls that it runs.
 
     Attributes:
+        mask: the mask.
         whole: W.
         whole_sequences, cut_sequences: the index of the sequence of each whole one, and of each piece of a cut one.
         whole_layout: the whole sequences.
         layout, key_layout: the pieces of cut sequences, and the keys that they see.
         all_layouts: the whole sequences and then the pieces, and their keys.
         send_splits, receive_splits: the number of rows for each rank, and from each rank.
+        is_cut: whether a sequence is cut, on any rank.
         is_needed: whether any rank receives a row.
         received: for each rank, the number of received rows.
         sent: (rows to send, 1), by rank, from the N own rows.
@@ -55,6 +57,7 @@ class KeysPlan:
         sums: (C, ·), the gradients of each own row of a cut sequence: of its own uses, and those that are returned.
     """
 
+    mask: Mask
     whole: int
     whole_sequences: list[int]
     cut_sequences: list[int]
@@ -64,6 +67,7 @@ class KeysPlan:
     all_layouts: tuple[SequenceLayout, SequenceLayout]
     send_splits: list[int]
     receive_splits: list[int]
+    is_cut: bool
     is_needed: bool
     received: list[int]
     sent: RowTable
@@ -105,6 +109,7 @@ class KeysPlan:
             return RowTable(to_device(rows.astype(np.int32).reshape(len(rows), -1 if len(rows) else 1), device))
 
         return cls(
+            mask=mask,
             whole=num_whole,
             whole_sequences=[p.sequence for p in whole],
             cut_sequences=[p.sequence for p in cut[rank]],
@@ -117,6 +122,7 @@ class KeysPlan:
             ),
             send_splits=[len(rows) for rows in sent],
             receive_splits=receive_splits,
+            is_cut=any(cut),
             is_needed=any(transfers),
             received=[sum([last - first for *_, first, last in each]) for each in transfers],
             sent=table(num_whole + concatenate(sent)),
@@ -200,7 +206,7 @@ class KeysExchange:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """out (N, H, Dv) and lse (N, H)."""
         plan, whole = self.plan, self.plan.whole
-        if not plan.is_needed:
+        if not plan.is_cut:
             return self._run(0, query, key, value)
         own = Pair.of(key, value)
         width, value_width = own.key.shape[1], own.value.shape[1]
@@ -241,21 +247,32 @@ class KeysExchange:
             options = {**options, "causal_alignment": "lower_right"}
         slopes = self.slopes
         if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[torch.tensor(sequences, device=slopes.device)]
-        attention = LocalAttention(*layouts, slopes, self.backend, options, self.needs_grad)
+            slopes = slopes[torch.tensor(sequences, dtype=torch.int64, device=slopes.device)]
+        attention = self._attention(layouts, slopes, options)
         out, lse, self.saved[which] = attention.forward(query, key, value)
         return out, lse
+
+    def _attention(
+        self, layouts: tuple[SequenceLayout, SequenceLayout], slopes: Tensor | None, options: dict[str, Any]
+    ) -> LocalAttention:
+        """A call on this rank. Without slopes it is kept for other layers and batches with this layout."""
+
+        def make() -> LocalAttention:
+            return LocalAttention(*layouts, slopes, self.backend, options, self.needs_grad)
+
+        if slopes is not None:
+            return make()
+        which = [layout is layouts[1] for layout in (self.plan.whole_layout, self.plan.key_layout)]
+        cache_key = ("attention", self.plan.mask, *which, self.backend, self.needs_grad, *options.values())
+        return self.sharded.cached(cache_key, make)
 
     def backward(
         self, tensors: Sequence[Sequence[Any]], inputs: Sequence[TensorInfo], grad: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value. `tensors` are those of `saved`."""
         (_, key, value), (of_whole, of_pieces), plan = inputs, self.saved, self.plan
-        if not plan.is_needed and of_whole is not None:
+        if not plan.is_cut and of_whole is not None:
             return of_whole.backward(tensors[0], grad, grad_lse)
-        if not plan.is_needed:
-            dq, dk, dv = (x.empty(0) for x in inputs)
-            return dq, dk, dv
         count, alone = len(grad), 0 if of_whole is None else plan.whole  # the rows that ran in a call of their own
         if of_pieces is None:
             dq, dk, dv = (x.empty(0) for x in inputs)
@@ -288,6 +305,8 @@ class KeysExchange:
         self, output: Tensor, given: Tensor, output_splits: list[int], given_splits: list[int]
     ) -> Callable[[], object]:
         """Start to exchange rows, the first dimension. Call the result before `output` is read."""
+        if not self.plan.is_needed:
+            return _nothing
         work = dist.all_to_all_single(
             output, given, output_splits, given_splits, group=self.sharded.group, async_op=self.overlaps
         )

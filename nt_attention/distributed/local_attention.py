@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ..kernels.adapters import Inputs
 from ..kernels.autograd import Kernel, as_in_forward
 from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
-from ..kernels.select import warn_if_slow
+from ..kernels.select import selection_key, warn_if_slow
 from ..layout import SequenceLayout
 
 
@@ -32,6 +32,7 @@ class LocalAttention:
         backend: as for `varlen_attention`.
         options: the options of `varlen_attention`.
         needs_grad: whether a backward follows.
+        planned: the calls that were planned before, and their kernels.
     """
 
     layout: SequenceLayout
@@ -40,9 +41,14 @@ class LocalAttention:
     backend: str
     options: dict[str, Any]
     needs_grad: bool
+    planned: dict[Any, tuple[Kernel, Call]] = field(default_factory=dict)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Saved]:
         """out (T, H, Dv), lse (T, H), and what the backward needs."""
+        of_tensors = [(x.shape[1:], x.dtype) for x in (query, key, value)]
+        plan_key = (*of_tensors, *selection_key(self.backend))
+        if self.slopes is None and (found := self.planned.get(plan_key)) is not None:
+            return self._run(*found, Inputs(query.detach(), key.detach(), value.detach()))
         with torch.set_grad_enabled(self.needs_grad):
             inputs = Inputs(*[x.detach().requires_grad_(self.needs_grad) for x in (query, key, value)])
             more = {"alibi_slopes": self.slopes, "backend": self.backend, **self.options}
@@ -55,9 +61,13 @@ class LocalAttention:
                 out, lse = backend.forward(inputs.query, inputs.key, inputs.value, planned.call)[:2]
                 return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
         kernel = Kernel(backend)
-        inputs = Inputs(*[x.detach() for x in inputs])
-        out, lse, *rest = kernel.forward(inputs, planned.call)
-        return out, lse, _SavedTensors(kernel, planned.call, [*inputs, self.slopes, out, lse, *rest])
+        if not backend.is_reference:  # it may be slow, and then warns
+            self.planned[plan_key] = kernel, planned.call
+        return self._run(kernel, planned.call, Inputs(*[x.detach() for x in inputs]))
+
+    def _run(self, kernel: Kernel, call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
+        out, lse, *rest = kernel.forward(inputs, call)
+        return out, lse, _SavedTensors(kernel, call, [*inputs, self.slopes, out, lse, *rest])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -194,7 +194,7 @@ def _plan(
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
-        if is_ours and cu_seq_lens_q.dim() == 0:  # the tokens are divided over ranks
+        if cu_seq_lens_q.dim() == 0:  # the tokens are divided over ranks
             sharded = cast(SequenceLayout, TracedShardedLayout(cu_seq_lens_q) if traced else owner_of(cu_seq_lens_q))
             layouts = (sharded, sharded)
         else:
@@ -240,6 +240,11 @@ def _plan_by_positions(
 
 def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
+    if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
+        raise ValueError(
+            "attention dropout is not supported with mesh=: before the model is made, set attention_dropout, or "
+            "attention_probs_dropout_prob in BERT, to 0 in its config."
+        )
     # Views instead of einops, because this is a hot path.
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
     groups = getattr(call.module, "num_key_value_groups", None)

@@ -41,7 +41,7 @@ from .packed_mask import PackedMask
 from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
-from .sharded_packing import ShardedPacking, add_losses, why_call_not_sharded
+from .sharded_packing import ShardedPacking, add_losses, check_batches, why_call_not_sharded
 from .small_batches import PaddedRows, Size, costs_of, may_run_padded
 from .tensor_parallel import divides_tokens, is_distributed
 
@@ -94,6 +94,9 @@ def is_planned_by_head(model: Any) -> bool:
     """Whether the head of this model has decided that it runs padded."""
     return any(other is model for other in _planned_by_head.get())
 
+
+# Models whose first batch was found to be the same on all ranks of their mesh.
+_checked: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 # Models that were called with graphs → whether they return a cache.
 _returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
@@ -202,6 +205,9 @@ class PackedCall:
             if (reason := why_call_not_sharded(model, self.head, given)) is not None:
                 return self._fall_back(reason)
             packing = ShardedPacking.of_mesh(packing, self.handle.mesh, self.is_causal)
+            if model not in _checked:
+                check_batches(packing, given["input_ids"] if "input_ids" in given else given["inputs_embeds"])
+                _checked.add(model)
             if 0 in packing.sharded.sizes:
                 return self._fall_back("it has too few tokens for the ranks of the mesh")
         if packing is None or packing.saves_nothing:

@@ -9,9 +9,12 @@ Dimensions: B rows, L positions in a padded row, T tokens, N tokens of this rank
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +49,7 @@ def why_call_not_sharded(model: nn.Module, head: Head | None, given: dict[str, A
     for name, reason in _NOT_SUPPORTED.items():
         if name in given and not (isinstance(given[name], int) and given[name] == 0):
             return reason
-    if head == "next token" and "labels" in given and not _has_loss_function(model):
+    if head == "next token" and "labels" in given and not _passes_arguments_to_loss(cast(Any, type(model))):
         return "its loss shifts labels by itself"
     return None
 
@@ -56,16 +59,19 @@ class ShardedPacking(Packing):
     """The packing of a batch, and the tokens of this rank. Packed rows have N rows.
 
     Attributes:
+        whole: the same packing, without the division.
         sharded: the `ShardedLayout`.
     """
 
+    whole: Packing
     sharded: Any
 
     @classmethod
     def of_mesh(cls, packing: Packing, mesh: Any, is_causal: bool) -> ShardedPacking:
         """Divide the tokens of a packing. `is_causal` is the mask for which work is balanced."""
         sharded = packing.layout.shard(mesh, is_causal=is_causal)
-        return cls(**{name: getattr(packing, name) for name in Packing.__dataclass_fields__}, sharded=sharded)
+        fields = {name: getattr(packing, name) for name in Packing.__dataclass_fields__}
+        return cls(**fields, whole=packing, sharded=sharded)
 
     @property
     def token_shape(self) -> tuple[int, int]:
@@ -76,13 +82,13 @@ class ShardedPacking(Packing):
         return False
 
     def first_tokens(self, packed: Tensor) -> Tensor:
-        return super().first_tokens(self._gather(packed))
+        return self.whole.first_tokens(self._gather(packed))
 
     def pad_with_nearest(self, packed: Tensor) -> Tensor:
-        return super().pad_with_nearest(self._gather(packed))
+        return self.whole.pad_with_nearest(self._gather(packed))
 
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
-        return super().pad(self._gather(packed), value)
+        return self.whole.pad(self._gather(packed), value)
 
     def shard_inputs(
         self, model: nn.Module, head: Head | None, given: dict[str, Any]
@@ -92,8 +98,7 @@ class ShardedPacking(Packing):
         `given` are those for the packed row (1, T). The share is None if the loss is that of all tokens.
         """
         given, share = dict(given), None
-        has_labels = "labels" in given or "shift_labels" in given
-        if has_labels and head in ("token", "next token"):
+        if "labels" in given and head in ("token", "next token"):
             share = self._cut_labels(model, head, given)
         for name in families.TOKEN_INPUTS & given.keys():
             if given[name].shape[:2] == (1, self.layout.total):
@@ -108,24 +113,24 @@ class ShardedPacking(Packing):
 
         A loss of the model is the mean over the labels of this rank. The whole loss is the sum of these, times the
         share: the number of labels of this rank over the number that the caller passes, or over all labels. A rank
-        without labels gets one that does not count, because the mean of nothing is NaN.
+        without labels gets one that does not count, because the mean of nothing is NaN. The share is NaN if no rank has
+        labels.
         """
-        ignored = given.get("ignore_index", -100)
-        name = "shift_labels" if "shift_labels" in given else "labels"
-        labels = given[name]
-        if head == "next token" and name == "labels":
+        takes_arguments = _passes_arguments_to_loss(cast(Any, type(model)))
+        ignored = given.get("ignore_index", -100) if takes_arguments else -100
+        shifted = given.get("shift_labels")
+        labels = given["labels"] if shifted is None else shifted
+        if head == "next token" and shifted is None:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
         local = self._local(labels, 1)
-        count = (local != ignored).sum()
-        total = (labels != ignored).sum()
+        count, total = ((x != ignored).sum() for x in (local, labels))
         items = given.pop("num_items_in_batch", None)
-        if items is not None and _has_loss_function(model):  # other losses ignore it
+        if items is not None and takes_arguments:
             total = torch.as_tensor(items, device=total.device)
         is_first = torch.arange(local.shape[1], device=local.device) == 0
-        local = torch.where((count == 0) & is_first, 0, local)
-        given["labels"] = local
-        if head == "next token" or name == "shift_labels":
-            given["shift_labels"] = local
+        given["labels"] = torch.where((count == 0) & is_first, int(ignored == 0), local)
+        if head == "next token" or shifted is not None:
+            given["shift_labels"] = given["labels"]
         return count.double() / total
 
     def _local(self, x: Tensor, dim: int) -> Tensor:
@@ -139,15 +144,53 @@ class ShardedPacking(Packing):
 
 @outside_of_graphs
 def add_losses(loss: Tensor, share: Tensor, sharded: Any) -> Tensor:
-    """The loss of all ranks, from the mean loss of each rank and its share. A collective."""
-    added: Tensor = _Sum.apply(loss * share.to(loss.dtype), sharded)
-    return added
+    """The loss of all ranks, from the mean loss of each rank and its share. A collective.
+
+    If the share is NaN, so is the result, and its gradient is 0.
+    """
+    added: Tensor = _Sum.apply(loss * share.nan_to_num(0.0).to(loss.dtype), sharded)
+    return added.masked_fill(share.isnan(), torch.nan)
 
 
-def _has_loss_function(model: nn.Module) -> bool:
-    """Whether the forward of a class calls the loss function of transformers, which takes `shift_labels`."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
+def check_batches(packing: ShardedPacking, tokens: Tensor) -> None:
+    """Check that all ranks have the same batch. A collective, and a sync.
+
+    Args:
+        packing: the packing of this rank.
+        tokens: the ids of tokens (B, L), or their embeddings.
+
+    Raises:
+        ValueError: a rank has another batch.
+    """
+    lengths = packing.layout.host_offsets.diff()
+    order = torch.arange(1, len(lengths) + 1)
+    numbers = [packing.rows, packing.length, len(lengths), int(lengths.sum()), int((lengths * order).sum())]
+    values = tokens.detach().flatten().double()
+    here = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
+    weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=tokens.device)
+    here = torch.cat([here, (values * weights).sum()[None]])
+    sharded = packing.sharded
+    found = [torch.empty_like(here) for _ in range(sharded.ranks)]
+    dist.all_gather(found, here, group=sharded.group)
+    if any(not torch.equal(each, here) for each in found):
+        raise ValueError(
+            "the ranks of mesh= have different batches: pass the same batch on all of them. A sampler must divide the "
+            "data over the other dimensions of the mesh only."
+        )
+
+
+@functools.cache
+def _passes_arguments_to_loss(kind: Any) -> bool:
+    """Whether the forward of a class calls the loss function of transformers with its other arguments.
+
+    Then the loss takes `shift_labels`, `num_items_in_batch` and `ignore_index`.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, TypeError):
+        return False
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    return any(call.func.attr == "loss_function" and any(x.arg is None for x in call.keywords) for call in calls)  # type: ignore[attr-defined]
 
 
 def _scale_gradient(x: Tensor, factor: int) -> Tensor:

@@ -75,10 +75,11 @@ def patch(
             Hugging Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls`
             counts them with the reason.
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
-            parallelism). All ranks pass the same batch, and get the same outputs and the same loss. In training with
-            labels, packed logits are those of a rank's own tokens. Take the mean of gradients over the ranks, as FSDP
-            and DDP do. A call that falls back runs padded on every rank. For Hugging Face models whose attention can be
-            divided: others are not changed.
+            parallelism). All ranks pass the same batch, which is checked for the first one, and get the same outputs
+            and the same loss. In training with labels, packed logits are those of a rank's own tokens, in an order of
+            its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
+            call that falls back runs padded on every rank. For Hugging Face models whose attention can be divided,
+            without attention dropout in training: others are not changed.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -171,7 +172,10 @@ def _patch_modules(
             return
     for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
-        if child is None or (handle.mesh is not None and isinstance(child, nn.MultiheadAttention)):
+        if child is None:
+            continue
+        if handle.mesh is not None and isinstance(child, nn.MultiheadAttention):
+            handle.leave(path, "with a mesh, only Hugging Face models are changed.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)

@@ -1,4 +1,4 @@
-"""Runs test functions in several processes with a gloo process group on the CPU.
+"""Runs test functions in several processes with a process group: gloo on the CPU, or NCCL with a GPU each.
 
 The processes stay for further tests of the same number of processes. They are forked from a server that has imported
 torch, so a start takes less than a second.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 SECONDS = 120  # for a test
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "nt_attention"])
 
@@ -28,13 +28,15 @@ _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "nt_attent
 class Pool:
     """Processes that wait for functions to run."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, backend: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._tasks = [_context.Queue() for _ in range(world)]
         self._results = _context.Queue()
         store = os.path.join(self._folder.name, "store")
         self.processes = [
-            _context.Process(target=_work, args=(rank, world, store, sys.path, tasks, self._results), daemon=True)
+            _context.Process(
+                target=_work, args=(rank, world, backend, store, sys.path, tasks, self._results), daemon=True
+            )
             for rank, tasks in enumerate(self._tasks)
         ]
         for process in self.processes:
@@ -76,9 +78,18 @@ def run_in_processes(world: int, function: Callable[..., Any], *arguments: Any) 
     Raises:
         AssertionError: a rank raised an error, or did not return in time. The processes are ended then.
     """
-    pool = _pools.get(world)
+    return _run(world, "gloo", function, arguments)
+
+
+def run_on_gpus(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The same with NCCL. Each process has a GPU, which is its current device."""
+    return _run(world, "nccl", function, arguments)
+
+
+def _run(world: int, backend: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    pool = _pools.get((world, backend))
     if pool is None or not all(process.is_alive() for process in pool.processes):
-        pool = _pools[world] = Pool(world)
+        pool = _pools[world, backend] = Pool(world, backend)
     return pool.run(function, arguments)
 
 
@@ -88,13 +99,16 @@ def _end_all() -> None:
         pool.end()
 
 
-def _work(rank: int, world: int, store: str, path: list[str], tasks: Any, results: Any) -> None:
+def _work(rank: int, world: int, backend: str, store: str, path: list[str], tasks: Any, results: Any) -> None:
     """What a process does."""
     sys.path[:] = path
     torch.set_num_threads(1)
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    if backend == "gloo":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    else:
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
     )
     while True:
         function, arguments = tasks.get()
@@ -107,4 +121,4 @@ def _work(rank: int, world: int, store: str, path: list[str], tasks: Any, result
 
 def _numpy(result: Any) -> Any:
     """Tensors as copies, because a queue would share their memory."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone().numpy(), result)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone().numpy(), result)
