@@ -155,6 +155,10 @@ def attention(
     padded = cu_seq_lens_q is None and is_running_padded(module)
     if padded and over == "sdpa" and softcap is None and s_aux is None:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
+    if attention_mask is None and _is_sharded(cu_seq_lens_q):
+        is_causal = (
+            None  # a hook of accelerate took the mask and passes is_causal=True, also if the model is not causal
+        )
     marker = None
     if positions.is_marker(attention_mask):
         marker, attention_mask = attention_mask, None
@@ -194,8 +198,7 @@ def _plan(
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
-        if is_ours and cu_seq_lens_q.dim() == 0:  # the tokens are divided over ranks
-            sharded = owner_of(cu_seq_lens_q)
+        if _is_sharded(cu_seq_lens_q) and (sharded := owner_of(cu_seq_lens_q)) is not None:
             layouts = (sharded, sharded)
         else:
             layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
@@ -215,6 +218,11 @@ def _plan(
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
         layouts = None
     return layouts, mask
+
+
+def _is_sharded(cu_seq_lens: Tensor | None) -> bool:
+    """Whether the tokens are divided over ranks: a patched model then passes `ShardedLayout.handle`."""
+    return cu_seq_lens is not None and cu_seq_lens.dim() == 0
 
 
 def _plan_by_positions(
