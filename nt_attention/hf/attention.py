@@ -156,9 +156,7 @@ def attention(
     if padded and over == "sdpa" and softcap is None and s_aux is None:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     if attention_mask is None and _is_sharded(cu_seq_lens_q):
-        is_causal = (
-            None  # a hook of accelerate took the mask and passes is_causal=True, also if the model is not causal
-        )
+        is_causal = None  # accelerate's hook for context parallelism removes the mask, and passes True for any model
     marker = None
     if positions.is_marker(attention_mask):
         marker, attention_mask = attention_mask, None

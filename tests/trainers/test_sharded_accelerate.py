@@ -7,7 +7,8 @@ import pytest
 import torch
 from processes import run_in_processes, under_torchrun
 from shared_data import llama_config, padded_batch, paragraphs
-from transformers import LlamaForCausalLM, set_seed
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import EuroBertConfig, EuroBertModel, LlamaForCausalLM, set_seed
 
 import nt_attention as nta
 
@@ -77,3 +78,35 @@ def test_accelerate_with_fsdp_and_context_parallel_ranks(data_ranks):
         assert want.keys() == found.keys()
         for name, x in want.items():
             np.testing.assert_allclose(found[name], x.detach().numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def make_bidirectional():
+    set_seed(0)
+    config = EuroBertConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, mask_token_id=3,
+    )  # fmt: skip
+    return EuroBertModel(config).double().eval()
+
+
+def batch():
+    mask = (torch.arange(31) < torch.tensor([31, 7, 12])[:, None]).long()
+    return {"input_ids": (5 + torch.arange(93) % 53).view(3, 31) * mask, "attention_mask": mask}
+
+
+def with_hooks_of_accelerate():
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    model = make_bidirectional()
+    nta.patch(model, mesh=init_device_mesh("cpu", (2,)), on_fallback="raise")
+    _attach_context_parallel_hooks(model)
+    with torch.no_grad():
+        return model(**batch()).last_hidden_state
+
+
+def test_hooks_of_accelerate_do_not_make_a_model_causal():
+    inputs = batch()
+    with torch.no_grad():
+        want = make_bidirectional()(**inputs).last_hidden_state * inputs["attention_mask"][..., None]
+    for found in run_in_processes(2, with_hooks_of_accelerate):
+        np.testing.assert_allclose(found, want.numpy(), rtol=1e-9, atol=1e-9)
