@@ -10,11 +10,13 @@ Dimensions: P ranks of a context parallel group, B rows of a batch.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.utils import DistributedType, recursively_apply  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Base
 else:
     _Base = object
+
+
+for _function in (Trainer.compute_loss, Trainer._get_num_items_in_batch):
+    if "get_tp_size" not in inspect.unwrap(_function).__code__.co_names:  # losses would be scaled wrongly
+        raise ImportError(
+            f"nt_attention.hf.trainer does not work with transformers {transformers.__version__}: its Trainer does not "
+            "ask get_tp_size() how many ranks pass the same batch. Install transformers 5.23."
+        )
 
 
 class ShardedTrainerMixin(_Base):
@@ -153,6 +163,11 @@ def _check_arguments(trainer: Any, mesh: DeviceMesh) -> None:
     """Raise an error for what does not work with a mesh."""
     accelerator, arguments = trainer.accelerator, trainer.args
     config, size = accelerator.parallelism_config, mesh.size()
+    if accelerator.num_processes != dist.get_world_size():
+        raise ValueError(
+            f"accelerate sees {accelerator.num_processes} processes, but the process group has "
+            f"{dist.get_world_size()}: start the program with torchrun or accelerate launch."
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("DeepSpeed does not work with a model that is patched with a mesh: use FSDP2 or DDP.")
     if arguments.n_gpu > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from processes import run_in_processes, under_torchrun
-from shared_data import llama_config, padded_batch, paragraphs
+from shared_data import llama_config, padded_batch, paragraphs, tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import nt_attention as nta
 
+pytest.importorskip("nt_attention.hf.trainer", exc_type=ImportError, reason="needs another transformers")
 TEXTS = [text[: 9 + 13 * (i % 5)] for i, text in enumerate(paragraphs(90, 48))]
 ROWS = [{"input_ids": list(text.encode()), "labels": list(text.encode())} for text in TEXTS]
 
@@ -135,6 +137,49 @@ def test_trainer_with_fsdp_and_parallelism_config(world, tmp_path):
     check(world, 2, tmp_path, evaluated=16, fsdp=True, gradient_accumulation_steps=2)
 
 
+def train_with_trl(trainer_class, folder, model):
+    from datasets import Dataset
+    from trl import SFTConfig
+
+    arguments = SFTConfig(
+        folder, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1, bf16=False,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, log_level="error", optim="sgd",
+        learning_rate=0.3, eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
+    data = Dataset.from_list([{"text": text} for text in TEXTS])
+    trainer = trainer_class(
+        model, args=arguments, train_dataset=data, eval_dataset=data.select(range(10)), processing_class=tokenizer()
+    )
+    trainer.train()
+    names = ("loss", "grad_norm", "mean_token_accuracy", "eval_loss", "eval_mean_token_accuracy")
+    return [[entry[name] for name in names if name in entry] for entry in trainer.state.log_history]
+
+
+def trl_on_each_rank(folder):
+    from trl import SFTTrainer
+
+    from nt_attention.hf.trainer import ShardedTrainerMixin
+
+    class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):
+        pass
+
+    with under_torchrun():
+        model = make_model()
+        handle = nta.patch(model, mesh=init_device_mesh("cpu", (2,)), on_fallback="raise")
+        found = train_with_trl(ShardedSFTTrainer, folder, model)
+        assert set(handle.calls) == {None}
+        return found
+
+
+def test_mixin_with_trainer_of_trl(tmp_path):
+    trl = pytest.importorskip("trl")
+    want = train_with_trl(trl.SFTTrainer, str(tmp_path / "want"), make_model())
+    for found in run_in_processes(2, trl_on_each_rank, str(tmp_path / "found")):
+        assert len(found) == len(want)
+        for entry, expected in zip(found, want, strict=True):
+            assert entry == pytest.approx(expected, rel=1e-6)
+
+
 # What the user did wrong → the message.
 MISTAKES = {
     "no patch": "is not patched with a mesh",
@@ -142,6 +187,7 @@ MISTAKES = {
     "removed patch": "is not patched with a mesh",
     "data set without length": r'pass accelerator_config=\{"dispatch_batches": False\}',
     "other rows": "different batches",
+    "no torchrun": "accelerate sees 1 processes, but the process group has 4",
     "local tokens": "average_tokens_across_devices=False",
     "gathered objects": "eval_use_gather_object=True",
     "ranks apart": r"has the ranks \[0, 2\], but must have neighbours, such as \[0, 1\]",
@@ -150,13 +196,16 @@ MISTAKES = {
 }
 
 
+WITH_FSDP = ("FSDP alone", "another size")
+
+
 def errors_of_rank(names, folder):
     """The message of each mistake, on this rank."""
     from nt_attention.hf.trainer import ShardedTrainer
 
     errors = {}
     for name in names:
-        with under_torchrun(fsdp=name in ("FSDP alone", "another size")):
+        with contextlib.nullcontext() if name == "no torchrun" else under_torchrun(fsdp=name in WITH_FSDP):
             model, more = make_model(), {}
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
             if name != "no patch":
@@ -166,7 +215,7 @@ def errors_of_rank(names, folder):
                 handle.remove()
             if name == "another size":
                 more["parallelism_config"] = ParallelismConfig(cp_size=4)
-            if name in ("FSDP alone", "another size"):
+            if name in WITH_FSDP:
                 more |= {"fsdp": True, "fsdp_config": FSDP, "accelerator_config": {"use_configured_state": True}}
             if name == "data set without length":
                 more["train_dataset"] = Stream()
