@@ -13,7 +13,15 @@ from processes import run_in_processes, under_torchrun
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import nt_attention as nta
 
@@ -57,9 +65,14 @@ def make(kind, folder, model, evaluated, **more):
     )  # fmt: skip
 
 
-def make_model():
+def make_model(window=None):
     set_seed(0)
-    return LlamaForCausalLM(llama_config(32)).double()
+    config = llama_config(32)
+    if window is None:
+        return LlamaForCausalLM(config).double()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same = {name: getattr(config, name) for name in (*names, "num_key_value_heads", "pad_token_id", "eos_token_id")}
+    return MistralForCausalLM(MistralConfig(**same, bos_token_id=None, sliding_window=window)).double()
 
 
 def train(trainer):
@@ -76,7 +89,7 @@ def train(trainer):
     return logs, {n: x.detach().numpy() for n, x in parameters.items()}, predicted.predictions * real[..., None]
 
 
-def on_each_rank(cp, folder, evaluated, fsdp, more):
+def on_each_rank(cp, folder, evaluated, fsdp, window, more):
     from nt_attention.hf.trainer import ShardedTrainer
 
     with under_torchrun(fsdp):
@@ -88,7 +101,7 @@ def on_each_rank(cp, folder, evaluated, fsdp, more):
             mesh = config.get_device_mesh("cpu")["cp"]
         else:
             mesh = init_device_mesh("cpu", (world // cp, cp), mesh_dim_names=("dp", "cp"))["cp"]
-        model = make_model()
+        model = make_model(window)
         handle = nta.patch(model, mesh=mesh, on_fallback="raise")
         found = train(make(ShardedTrainer, folder, model, evaluated, **more))
         assert fsdp == any(isinstance(x, DTensor) for x in model.parameters())
@@ -96,14 +109,14 @@ def on_each_rank(cp, folder, evaluated, fsdp, more):
         return found
 
 
-def check(world, cp, tmp_path, evaluated, fsdp=False, **more):
+def check(world, cp, tmp_path, evaluated, fsdp=False, window=None, **more):
     data_ranks = world // cp
     size = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 4 * data_ranks)
     want_logs, want, want_predictions = train(
-        make(Trainer, str(tmp_path / "want"), make_model(), evaluated, **{**more, **size})
+        make(Trainer, str(tmp_path / "want"), make_model(window), evaluated, **{**more, **size})
     )
     assert any(entry.get("eval_right", 0) > 0 for entry in want_logs)
-    found_of_ranks = run_in_processes(world, on_each_rank, cp, str(tmp_path / "found"), evaluated, fsdp, more)
+    found_of_ranks = run_in_processes(world, on_each_rank, cp, str(tmp_path / "found"), evaluated, fsdp, window, more)
     for logs, found, predictions in found_of_ranks:
         for entry, expected in zip(logs, want_logs, strict=True):
             assert entry.keys() == expected.keys()
@@ -112,7 +125,7 @@ def check(world, cp, tmp_path, evaluated, fsdp=False, **more):
         for name, x in want.items():
             np.testing.assert_allclose(found[name], x, rtol=1e-6, atol=1e-7, err_msg=name)
         np.testing.assert_allclose(predictions, want_predictions, rtol=1e-6, atol=1e-6)
-    saved = LlamaForCausalLM.from_pretrained(tmp_path / "found", dtype=torch.float64)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "found", dtype=torch.float64)
     for name, x in saved.named_parameters():
         np.testing.assert_allclose(x.detach(), want[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
@@ -132,9 +145,9 @@ def test_trainer_over_data_and_context_parallel_ranks(tmp_path):
     check(4, 2, tmp_path, evaluated=16, gradient_accumulation_steps=2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_trainer_with_fsdp_and_parallelism_config(world, tmp_path):
-    check(world, 2, tmp_path, evaluated=16, fsdp=True, gradient_accumulation_steps=2)
+@pytest.mark.parametrize(("world", "window"), [(2, 7), (4, None)])  # accelerate's own code refuses windows
+def test_trainer_with_fsdp_and_parallelism_config(world, window, tmp_path):
+    check(world, 2, tmp_path, evaluated=16, fsdp=True, window=window, gradient_accumulation_steps=2)
 
 
 def train_with_trl(trainer_class, folder, model):
