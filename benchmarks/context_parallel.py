@@ -41,14 +41,20 @@ from nt_attention.distributed.planner import Mask
 GPU = torch.cuda.is_available()
 HEADS, KV_HEADS, DIM = 32, 8, 128
 DTYPE = torch.bfloat16 if GPU else torch.float32
-SCALE = 1 if GPU else 64  # a trial run has fewer tokens
-WORKLOADS = {
-    "45 short, 16k": draw_lengths("lognormal:1700", 16384 // SCALE, seed=6),
-    "160 short, 64k": draw_lengths("lognormal:1700", 65536 // SCALE, seed=8),
-    "11 with a long tail, 16k": [x // SCALE for x in (7680, 3840, 1920, 1024, 640, 480, 320, 200, 140, 90, 50)],
-    "one of 16k": [16384 // SCALE],
-    "one of 131k": [131072 // SCALE],
-}
+
+
+def workloads(scale: int) -> dict[str, Any]:
+    """Name → lengths. There are 1 / `scale` as many tokens."""
+    return {
+        "45 short, 16k": draw_lengths("lognormal:1700", 16384 // scale, seed=6),
+        "160 short, 64k": draw_lengths("lognormal:1700", 65536 // scale, seed=8),
+        "11 with a long tail, 16k": [x // scale for x in (7680, 3840, 1920, 1024, 640, 480, 320, 200, 140, 90, 50)],
+        "one of 16k": [16384 // scale],
+        "one of 131k": [131072 // scale],
+    }
+
+
+WORKLOADS = workloads(1 if GPU else 64)  # a trial run has fewer tokens
 Grads = tuple[Tensor, ...]
 
 

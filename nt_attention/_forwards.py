@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import CodeType, MethodType
 from typing import Any, Protocol
 
@@ -206,12 +207,42 @@ def _links(forward: Callable[..., Any] | None) -> list[Any]:
         links.append(link)
         if isinstance(link, PatchedForward):
             link = link.original
+        elif (inner := _forward_in_style(link)) is not None:
+            link = inner
         elif isinstance(link, functools.partial):
             links.append(link.func)
             link = getattr(link, "__wrapped__", getattr(link.func, "__wrapped__", None))
         else:
             link = getattr(link, "__wrapped__", None)
     return [link for link in links if not isinstance(link, functools.partial)]
+
+
+STYLES_OF_TRANSFORMERS = "transformers.distributed.tensor_parallel"
+
+
+def _forward_in_style(link: Any) -> Callable[..., Any] | None:
+    """The forward that a layer had before transformers divided it over ranks, or None for any other function.
+
+    The parallel styles of transformers put a function without `__wrapped__` in its place. Styles of other packages are
+    not followed: they may need padded rows.
+    """
+    if not inspect.isfunction(link) or _module_of(link) != STYLES_OF_TRANSFORMERS:
+        return None
+    variables = variables_around(link)
+    style = variables.get("self")
+    if style is not None and type(style).__module__ != STYLES_OF_TRANSFORMERS:
+        return None
+    return variables.get("original_forward")
+
+
+def variables_around(function: Any) -> dict[str, Any]:
+    """The variables that a function uses from the function around it. Other callables have none."""
+    found: dict[str, Any] = {}
+    if inspect.isfunction(function):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # the variable has no value
+                found[name] = cell.cell_contents
+    return found
 
 
 def _module_of(link: Any) -> str:

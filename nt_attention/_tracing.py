@@ -237,3 +237,12 @@ class TracedLayout:
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
         past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
         return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
+
+
+class TracedShardedLayout:
+    """A `ShardedLayout` in a graph, of which only the handle is known."""
+
+    is_sharded: ClassVar[bool] = True
+
+    def __init__(self, handle: Tensor) -> None:
+        self.handle = handle

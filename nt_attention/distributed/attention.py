@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import functional
 from ..functional import autocast, check_sinks, check_tensors, varlen_attention
 from ..kernels.autograd import with_sinks
 from ..kernels.call import AttentionSpec, all_options, check_slopes
@@ -106,11 +105,9 @@ def sharded_attention(
     Returns:
         out (N, H, Dv), and with `return_lse` also lse (N, H), in the form of the query.
     """
-    request = _check(query, key, value, sharded, key_sharded, alibi_slopes, relative, options)
+    request, plan = prepare(query, key, value, sharded, key_sharded, alibi_slopes, relative, options, exchange)
     if sinks is not None:
         check_sinks(sinks, request.query)
-    chosen = choose_exchange(request, exchange).chosen
-    plan = _keys_plan(sharded, _mask(request.options)) if chosen == "keys" else None
     if plan is not None and not plan.is_needed:  # all sequences are whole on a rank
         slopes = request.slopes
         if slopes is not None and slopes.dim() == 2:
@@ -119,10 +116,11 @@ def sharded_attention(
             *request[:3], plan.whole_layout, alibi_slopes=slopes, return_lse=True, backend=backend, **request.options
         )
     else:
-        run = _exchange_of(request, plan, backend, return_lse or sinks is not None)
-        out, lse = _Sharded.apply(*request[:3], run) if run.needs_grad else run.forward(*request[:3])
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in request[:3])
+        run = exchange_of(request, plan, backend, needs_grad, return_lse or sinks is not None)
+        out, lse = _Sharded.apply(*request[:3], run) if needs_grad else run.forward(*request[:3])
     if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks, sharded.local_layout)
+        out, lse = with_sinks(out, lse, sinks)
     out = request.restore(out)
     return (out, request.restore(lse, True)) if return_lse else out
 
@@ -248,15 +246,30 @@ def _why_not_keys(request: Request) -> str | None:
     return None
 
 
-def _exchange_of(
-    request: Request, plan: KeysPlan | None, backend: str, wants_lse: bool
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sharded: ShardedLayout,
+    key_sharded: ShardedLayout | None,
+    slopes: Tensor | None,
+    relative: object,
+    options: dict[str, Any],
+    exchange: str,
+) -> tuple[Request, KeysPlan | None]:
+    """Check a call and select its exchange. The result has the plan of the exchange of keys, or None for heads."""
+    request = _check(query, key, value, sharded, key_sharded, slopes, relative, options)
+    is_keys = choose_exchange(request, exchange).chosen == "keys"
+    return request, _keys_plan(sharded, _mask(request.options)) if is_keys else None
+
+
+def exchange_of(
+    request: Request, plan: KeysPlan | None, backend: str, needs_grad: bool, wants_lse: bool
 ) -> KeysExchange | HeadsExchange:
     """The exchange of keys with this plan, or that of heads if it is None."""
-    query, key, value, sharded, key_sharded, slopes, options, _ = request
-    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    query, key, _, sharded, key_sharded, slopes, options, _ = request
     if plan is not None:
-        overlaps = _is_overlap_faster(request, plan)
-        return KeysExchange(sharded, plan, slopes, backend, options, needs_grad, overlaps)
+        return KeysExchange(sharded, plan, slopes, backend, options, needs_grad, _is_overlap_faster(request, plan))
     heads = (query.shape[1], key.shape[1])
     return HeadsExchange.of(sharded, key_sharded, *heads, slopes, backend, options, needs_grad, wants_lse)
 
@@ -340,7 +353,3 @@ def _check_options(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedLa
         check()
     else:
         sharded.cached((*cache_key, *map(type, given)), check)
-
-
-# in a compiled graph it runs outside of the graph
-functional.register_sharded(ShardedLayout, torch.compiler.disable(sharded_attention))

@@ -200,6 +200,8 @@ class KeysExchange:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """out (N, H, Dv) and lse (N, H)."""
         plan, whole = self.plan, self.plan.whole
+        if not plan.is_needed:
+            return self._run(0, query, key, value)
         own = Pair.of(key, value)
         width, value_width = own.key.shape[1], own.value.shape[1]
         sent = key.new_empty(len(plan.sent), width + value_width)
@@ -249,6 +251,11 @@ class KeysExchange:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value. `tensors` are those of `saved`."""
         (_, key, value), (of_whole, of_pieces), plan = inputs, self.saved, self.plan
+        if not plan.is_needed and of_whole is not None:
+            return of_whole.backward(tensors[0], grad, grad_lse)
+        if not plan.is_needed:
+            dq, dk, dv = (x.empty(0) for x in inputs)
+            return dq, dk, dv
         count, alone = len(grad), 0 if of_whole is None else plan.whole  # the rows that ran in a call of their own
         if of_pieces is None:
             dq, dk, dv = (x.empty(0) for x in inputs)

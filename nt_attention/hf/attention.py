@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._offsets import owner_of
-from .._tracing import TracedLayout, is_traced
+from .._tracing import TracedLayout, TracedShardedLayout, is_traced
 from ..functional import varlen_attention
 from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
@@ -196,7 +196,8 @@ def _plan(
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
-        if _is_sharded(cu_seq_lens_q) and (sharded := owner_of(cu_seq_lens_q)) is not None:
+        sharded = _sharded_layout(cu_seq_lens_q, traced)
+        if sharded is not None:
             layouts = (sharded, sharded)
         else:
             layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
@@ -221,6 +222,13 @@ def _plan(
 def _is_sharded(cu_seq_lens: Tensor | None) -> bool:
     """Whether the tokens are divided over ranks: a patched model then passes `ShardedLayout.handle`."""
     return cu_seq_lens is not None and cu_seq_lens.dim() == 0
+
+
+def _sharded_layout(cu_seq_lens: Tensor, traced: bool) -> SequenceLayout | None:
+    """The layout if the tokens are divided over ranks, else None."""
+    if not _is_sharded(cu_seq_lens):
+        return None
+    return cast(SequenceLayout, TracedShardedLayout(cu_seq_lens) if traced else owner_of(cu_seq_lens))
 
 
 def _plan_by_positions(
@@ -248,6 +256,13 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     # Views instead of einops, because this is a hot path.
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
+    groups = getattr(call.module, "num_key_value_groups", None)
+    if groups is not None and query.shape[1] != key.shape[1] * groups:
+        raise ValueError(
+            f"{type(call.module).__name__} has {groups} query heads for each key head, but its call has "
+            f"{query.shape[1]} query heads and {key.shape[1]} key heads: with tensor parallelism, divide queries, keys "
+            "and values over the same ranks."
+        )
     window = call.sliding_window - 1 if call.sliding_window else -1
     out = varlen_attention(
         query,

@@ -164,7 +164,7 @@ def _bloom(module: Any, mask: PackedMask, /, x: Tensor, residual: Tensor, *_: An
         value,
         is_causal=True,
         scale=module.inv_norm_factor,
-        alibi_slopes=alibi_slopes(module.num_heads, x.device),
+        alibi_slopes=alibi_slopes(_all_heads(module, module.num_heads), x.device),
         dropout_p=_rate(module.attention_dropout),
     )
     merged = _merged(out)
@@ -174,6 +174,20 @@ def _bloom(module: Any, mask: PackedMask, /, x: Tensor, residual: Tensor, *_: An
         out = module.dense(merged)
     out = F.dropout(out, module.hidden_dropout, module.training)
     return residual + out, None
+
+
+def _all_heads(module: Any, heads: int) -> int:
+    """The number of heads of a module with ALiBi.
+
+    Raises:
+        ValueError: the module was changed to have only some of the heads. Their slopes are not known.
+    """
+    if heads * module.head_dim != module.hidden_size:
+        raise ValueError(
+            f"{type(module).__name__} has {heads} of {module.hidden_size // module.head_dim} heads, so the ALiBi "
+            "slopes of its heads are not known: tensor parallelism is not supported for this model."
+        )
+    return heads
 
 
 def _mpt(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -191,7 +205,7 @@ def _mpt(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> tup
 
 def _mpt_slopes(module: Any, device: torch.device) -> Tensor:
     """The slopes (H,) of MPT: for n heads, the next power of 2, the odd ones first if n is no power of 2."""
-    heads = module.n_heads
+    heads = _all_heads(module, module.n_heads)
     power = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
     if power != heads:

@@ -43,6 +43,7 @@ from .packing import Packing
 from .proof import Head, Proof
 from .sharded_packing import ShardedPacking, add_losses, why_call_not_sharded
 from .small_batches import PaddedRows, Size, costs_of, may_run_padded
+from .tensor_parallel import divides_tokens, is_distributed
 
 Logits = Literal["padded"] | None
 PackingMode = Literal["auto", "always"]
@@ -405,6 +406,8 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool
         return "its position_ids are not (batch, length)"
     if is_routed and config._attn_implementation not in NAME_OVER.values():
         return f"its attention was set to {config._attn_implementation!r} after the patch"
+    if divides_tokens(model):
+        return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
     return None
 
 
@@ -557,7 +560,7 @@ def _tokens_to_keep(packing: Packing, keep: int | Tensor) -> tuple[Tensor, Tenso
 
 
 class _UnknownOutput(Exception):
-    """The model has an output in no table of `families`, and its shape does not show if it has a value per token."""
+    """An output can't be padded: it is a DTensor, or it is not known and may have a value for each token."""
 
 
 @outside_of_graphs
@@ -567,7 +570,7 @@ def _pad_outputs(
     """Pad every output with a value for each token: (1, T, …) → (B, L, …). With `PaddedRows`, write its padding.
 
     Raises:
-        _UnknownOutput: an output in no table may have values for tokens in another form.
+        _UnknownOutput: an output of a packed row is a DTensor, or in no table and may have values in another form.
     """
 
     def pad_tokens(x: Tensor) -> Tensor:
@@ -575,6 +578,10 @@ def _pad_outputs(
 
     for name in [name for name in out if name not in done and name not in families.OTHER_OUTPUTS]:
         packed = out[name]
+        if is_distributed(packed):
+            if isinstance(packing, PaddedRows):
+                continue  # as without the patch
+            raise _UnknownOutput(f"its output {name!r} is a DTensor")
         if name == "logits" and kept is not None:
             tokens, found = kept
             out[name] = packed.view(*tokens.shape, -1).masked_fill(~found.unsqueeze(2), 0)

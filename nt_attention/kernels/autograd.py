@@ -228,14 +228,20 @@ def as_in_forward(call: Call, slopes: Tensor | None) -> Call:
     return call if slopes is None else call._replace(alibi_slopes=slopes)
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """out (T, H, Dv) and lse (T, H) of attention with sinks (H,), from those without."""
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv) and lse (T, H) of attention with sinks (H,), from those without.
+
+    The layout is that of the queries; None if all rows belong to sequences.
+    """
     sinks = sinks.to(lse.dtype)
     masked = lse == -torch.inf  # in a fully masked row, the sink has a weight of 1
     finite = lse.masked_fill(masked, 0.0)
     share = torch.sigmoid(finite - sinks).masked_fill(masked, 0.0)
     out = (out * share.unsqueeze(-1)).to(out.dtype)
-    with_sinks = layout.fill_past_end(torch.where(masked, sinks, torch.logaddexp(finite, sinks)), -torch.inf)
+    with_sinks = torch.where(masked, sinks, torch.logaddexp(finite, sinks))
+    if layout is None:
+        return out, with_sinks
+    with_sinks = layout.fill_past_end(with_sinks, -torch.inf)
     if not layout.knows_lengths:  # rows past the end are NaN if the offsets of the keys are not valid
         with_sinks = torch.where(lse.isnan(), lse, with_sinks)
     return out, with_sinks

@@ -326,6 +326,11 @@ def schema_values(spec: AttentionSpec) -> tuple[Any, ...]:
     return tuple([getattr(spec, name) for name in _IN_SCHEMA])
 
 
+def values_in_schema(fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The values of these fields, in the order of `SCHEMA`."""
+    return tuple([fields[name] for name in _IN_SCHEMA])
+
+
 def from_schema(values: Sequence[Any]) -> dict[str, Any]:
     """The inverse of `schema_values`: fields by name."""
     return dict(zip(_IN_SCHEMA, values, strict=True))

@@ -108,8 +108,8 @@ def infer(model, batch):
     return {n: x.masked_fill(~mask[..., None], 0) if x.shape[:2] == mask.shape else x for n, x in found.items()}
 
 
-def in_one_process(name, **more):
-    model, batch = make(name), batch_of(name)
+def in_one_process(name, lengths=LENGTHS, **more):
+    model, batch = make(name), batch_of(name, lengths)
     if name == "bert answers":  # a padded batch has logits at padding in its loss
         nta.patch(model)
     return infer(model.eval(), batch), step(model.train(), batch | more)

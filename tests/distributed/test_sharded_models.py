@@ -1,10 +1,19 @@
 """A small model on a `ShardedLayout` with PyTorch's own engines: one training step, against one process."""
 
+import tempfile
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from processes import run_in_processes
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,9 +40,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, checkpoints):
+    def __init__(self, checkpoints, seed=3):
         super().__init__()
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.checkpoints = checkpoints
         self.double()
@@ -91,6 +100,61 @@ def test_one_step(world, fsdp, checkpoints):
     for found in run_in_processes(world, on_each_rank, checkpoints, fsdp):
         for one, other in zip(found, want, strict=True):
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-9, atol=1e-9)
+
+
+def divided(mesh, seed=3):
+    """A model under FSDP2 with its optimizer, the layout of its batch, and a function that does a training step."""
+    model, sharded = Model(False, seed), nta.SequenceLayout.from_lengths(LENGTHS).shard(mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    x, target, has_label = (sharded.local(each) for each in batch())
+
+    def step():
+        (loss_of(model(x, sharded), target, has_label, 20) * mesh.size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def save(folder):
+    model, optimizer, step = divided(init_device_mesh("cpu", (2,)))
+    step()
+    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(states, checkpoint_id=folder)
+
+
+def load_and_go_on(folder):
+    model, optimizer, step = divided(init_device_mesh("cpu", (torch.distributed.get_world_size(),)), seed=5)
+    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(states, checkpoint_id=folder)
+    set_model_state_dict(model, states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    step()
+    return {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+def test_checkpoint():
+    """Saved by two ranks after a step; loaded by one process without a group, and by four ranks and one for a step."""
+    model, (x, target, has_label) = Model(False), batch()
+    layout, optimizer = nta.SequenceLayout.from_lengths(LENGTHS), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    after = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model(x, layout), target, has_label, 20).backward()
+        optimizer.step()
+        after.append({name: x.detach().clone() for name, x in model.state_dict().items()})
+    with tempfile.TemporaryDirectory() as folder:
+        run_in_processes(2, save, folder)
+        other = Model(False, seed=5)
+        dcp.load({"model": other.state_dict()}, checkpoint_id=folder, no_dist=True)
+        torch.testing.assert_close(dict(other.state_dict()), after[0], rtol=0, atol=1e-9)
+        for world in (1, 4):
+            for found in run_in_processes(world, load_and_go_on, folder):
+                for name, want in after[1].items():
+                    np.testing.assert_allclose(found[name], want.numpy(), rtol=0, atol=1e-9)
 
 
 def changed_in_place():

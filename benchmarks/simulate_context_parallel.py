@@ -1,0 +1,242 @@
+"""What one ragged batch over 4 to 64 GPUs may cost. A simulation: nothing here was measured on more than two GPUs.
+
+    python benchmarks/simulate_context_parallel.py [--network 25] [--save FILE]
+
+Forward and backward of one call of attention: 32 query heads, 8 key heads, head dim 128, bfloat16, causal. GPUs are in
+hosts of 8, with NVLink inside of a host and a network between hosts. Each GPU has 8,192 tokens.
+
+- keys: the exchange of keys over all GPUs.
+- heads: the exchange of heads over all GPUs, up to one query head for each. More than 8 GPUs repeat key heads.
+- two levels: the batch is planned for hosts, and their GPUs exchange heads. Then each GPU exchanges the keys of its one
+  key head with one GPU of every other host. The library does not have this way.
+
+Rows, bytes and visible pairs are exact: they are counted from the library's plans. The times are a model:
+
+- Kernels: FLOPs at a fixed rate, and a time for each token and each call, which matter for short sequences. The three
+  are fitted to the times of one GPU and of "no exchange" in `MEASURED`.
+- Exchange: a collective takes as long as its slowest GPU. A GPU sends and receives at once, over both links at once.
+  Messages of any size get the full bandwidth.
+- Copies: what is exchanged is read and written 3 times; of keys, all that a GPU sees.
+- Latency: a fixed time for each collective, with the host time around it. It is chosen to fit `MEASURED`.
+- Nothing overlaps. The library lets whole sequences run while keys travel, so keys can be faster than here.
+
+The network is an assumption: one NIC of 400 Gb/s for each GPU, without congestion. NVLink has the rate that was
+measured between two GPUs. The plan for all GPUs does not know which of them share a host. The share of linear is the
+time on one GPU over that of all GPUs together. The time on one GPU is modelled too: the batch of 64 GPUs may not fit
+into the memory of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from by_turns import show
+from context_parallel import DIM, HEADS, KV_HEADS, workloads
+from numpy.typing import NDArray
+
+from nt_attention.cli.workloads import draw_lengths
+from nt_attention.distributed.exchange_heads import Heads
+from nt_attention.distributed.planner import Mask, ShardPlan, chunk_sizes, make_plan, needed_keys
+
+# torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100. ms on one GPU, and on two with the
+# exchange of keys, with that of heads, and with no exchange.
+MEASURED = {
+    "160 short, 64k": (6.99, 3.83, 9.93, 3.71),
+    "11 with a long tail, 16k": (4.52, 3.45, 4.53, 2.67),
+    "one of 16k": (12.55, 7.68, 8.94, 6.85),
+    "one of 131k": (791.6, 406.0, 409.2, 400.7),
+}
+HOST = 8  # GPUs
+TOKENS = 8192  # of a GPU
+MASK = Mask.of(True, (-1, -1))
+FLOPS = 14 * HEADS * DIM  # of a visible pair, forward and backward
+HEAD_BYTES = 2 * DIM  # of one head of a row, in bfloat16
+PAIR_BYTES = 2 * KV_HEADS * HEAD_BYTES  # of a row of keys and values
+COPIES = 3 * 2  # reads and writes
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a batch over P GPUs."""
+
+    pairs: Array  # (P,) visible pairs of each GPU; half of the heads count as half of a pair
+    tokens: Array  # (P,) counted like pairs
+    copied: Array  # (P,) bytes
+    collectives: Sequence[Array]  # (P, P) each: the bytes that a GPU receives from each
+
+
+def over_keys(lengths: Sequence[int], ranks: int) -> Way:
+    plan = make_plan(lengths, ranks, MASK)
+    rows = rows_received(plan, lengths)
+    tokens = np.array(chunk_sizes(sum(lengths), ranks))
+    if not rows.any():  # all sequences are whole on a GPU
+        return Way(np.array(plan.work), tokens, np.zeros(ranks), [])
+    seen = [sum(p.stop for p in own) if cut else 0 for own, cut in zip(plan.pieces, plan.cut, strict=True)]
+    copied, received = COPIES * PAIR_BYTES * np.array(seen), PAIR_BYTES * rows
+    return Way(np.array(plan.work), tokens, copied, [received, received.T])
+
+
+def over_heads(lengths: Sequence[int], ranks: int) -> Way:
+    sizes = np.array(chunk_sizes(sum(lengths), ranks))
+    own = [Heads.of_rank(rank, ranks, HEADS, KV_HEADS) for rank in range(ranks)]
+    counts, key_counts = np.array([each.count for each in own]), np.array([each.key_count for each in own])
+    of_queries, of_keys = np.outer(counts, sizes) * HEAD_BYTES, np.outer(key_counts, sizes) * 2 * HEAD_BYTES
+    share = counts / HEADS
+    collectives = [of_queries, of_keys, of_queries.T]  # query, key and value, out
+    collectives += [of_queries, of_queries.T, of_keys.T]  # the gradients of out, of query, of key and value
+    copied = COPIES * sizes * HEAD_BYTES * (4 * HEADS + 4 * key_counts.sum())
+    return Way(MASK.pairs(np.array(lengths)).sum() * share, sum(lengths) * share, copied, collectives)
+
+
+def over_two_levels(lengths: Sequence[int], ranks: int) -> Way:
+    """The tokens must be divisible by the number of GPUs, so that all hosts have as many."""
+    hosts = ranks // HOST
+    keys, heads = over_keys(lengths, hosts), over_heads([sum(lengths) // hosts], HOST)
+    collectives = [np.kron(np.eye(hosts), each) for each in heads.collectives]
+    collectives += [np.kron(each, np.eye(HOST)) / HOST for each in keys.collectives]
+    pairs, tokens, copied = (np.repeat(each, HOST) / HOST for each in (keys.pairs, keys.tokens, keys.copied))
+    return Way(pairs, tokens, copied + np.tile(heads.copied, hosts), collectives)
+
+
+def rows_received(plan: ShardPlan, lengths: Sequence[int]) -> Array:
+    """(P, P) the rows of keys that each rank receives from each."""
+    rows = np.zeros((len(plan.cut),) * 2, np.int64)
+    for receiver, own in enumerate(plan.cut):
+        needed = needed_keys(own, lengths, MASK)
+        for sender, pieces in enumerate(plan.cut):
+            for piece in pieces:
+                for first, last in needed.get(piece.sequence, ()):
+                    rows[receiver, sender] += max(0, min(last, piece.stop) - max(first, piece.start))
+    assert rows.sum(1).tolist() == list(plan.received)
+    return rows
+
+
+@dataclass(frozen=True)
+class Model:
+    """The figures of GPUs and links."""
+
+    tflops: float  # of one GPU, forward and backward
+    token: float  # ns
+    call: float  # µs
+    nvlink: float = 255  # GB/s of a GPU, in each direction
+    network: float = 50
+    memory: float = 2000  # GB/s that a copy reads and writes
+    latency: float = 150  # µs of a collective
+
+    def kernels(self, pairs: Array, tokens: Array) -> Array:
+        """ms."""
+        return FLOPS * pairs / self.tflops / 1e9 + self.token * tokens / 1e6 + self.call / 1e3
+
+    def exchange(self, collectives: Sequence[Array]) -> float:
+        """The ms in which bytes travel."""
+        each = [[inside / self.nvlink, between / self.network] for inside, between in map(by_link, collectives)]
+        return sum(max(float(max(x.sum(0).max(), x.sum(1).max())) for x in links) for links in each) / 1e6
+
+    def total(self, way: Way) -> float:
+        """ms."""
+        on_gpu = (self.kernels(way.pairs, way.tokens) + way.copied / self.memory / 1e6).max()
+        return float(on_gpu) + self.exchange(way.collectives) + self.latency / 1e3 * len(way.collectives)
+
+
+def by_link(received: Array) -> tuple[Array, Array]:
+    """The bytes that GPUs receive from others of their host, and from other hosts."""
+    hosts = np.arange(len(received)) // HOST
+    same = hosts[:, None] == hosts
+    return received * (same & ~np.eye(len(received), dtype=bool)), received * ~same
+
+
+def fit_kernels() -> list[float]:
+    """`tflops`, `token` and `call`: the least squares of relative errors."""
+    rows, times = [], []
+    for name, (one, *_, no_exchange) in MEASURED.items():
+        plan, tokens = make_plan(workloads(1)[name], 2, MASK), sum(workloads(1)[name])
+        rows += [(FLOPS * sum(plan.work) / 1e15, tokens / 1e6, 1), (FLOPS * max(plan.work) / 1e15, tokens / 2e6, 1)]
+        times += [one, no_exchange]
+    flops, token, call = np.linalg.lstsq(np.array(rows) / np.array(times)[:, None], np.ones(len(times)))[0]
+    return [round(1e6 / flops), round(token), round(1e3 * call)]
+
+
+def compare(model: Model) -> list[str]:
+    lines = ["| two GPUs | one GPU, ms: measured | model | keys, share of linear: measured | model | "
+             "heads: measured | model |", "|---" * 7 + "|"]  # fmt: skip
+    for name, (one, *measured) in MEASURED.items():
+        lengths = workloads(1)[name]
+        modelled = float(model.kernels(MASK.pairs(np.array(lengths)).sum(), sum(lengths)))
+        cells = [f"{one:.4g}", f"{modelled:.3g}"]
+        for ms, way in zip(measured, (over_keys, over_heads), strict=False):
+            cells += [f"{one / ms / 2:.0%}", f"{modelled / model.total(way(lengths, 2)) / 2:.0%}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def batches(ranks: int) -> dict[str, list[int]]:
+    """Name → lengths, with 8,192 tokens for each GPU."""
+    total = TOKENS * ranks
+    count = total // 6000
+    tail = [min(131072, 2048 * count // (2 * i + 1)) for i in range(count)]  # quantiles of Pareto's distribution
+    return {
+        "short: about 400 tokens each": list(draw_lengths("lognormal:1700", total, seed=6)),
+        "half and short: one sequence has half of the tokens": [
+            total // 2, *draw_lengths("lognormal:1700", total - total // 2, seed=6)],
+        "long tail: from 1,024 tokens to 131,072 (Pareto, exponent 1), mean about 6,000": fitted(tail, total),
+        "one sequence": [total],
+    }  # fmt: skip
+
+
+def fitted(lengths: Sequence[int], total: int) -> list[int]:
+    """As many of the lengths as fit, and the rest."""
+    ends = np.minimum(np.cumsum([*lengths, total]), total)
+    return [length for length in np.diff(ends, prepend=0).tolist() if length]
+
+
+def simulate(model: Model, ranks: int, lengths: Sequence[int]) -> list[str]:
+    ways = {"keys": over_keys}
+    ways |= {"heads": over_heads} if ranks <= HEADS else {}
+    ways |= {"two levels": over_two_levels} if ranks > HOST and ranks % HOST == 0 else {}
+    pairs, lines = MASK.pairs(np.array(lengths)).sum(), []
+    one = float(model.kernels(pairs, sum(lengths)))
+    for name, make in ways.items():
+        way = make(lengths, ranks)
+        total, travel = model.total(way), model.exchange(way.collectives)
+        links = [by_link(each) for each in way.collectives]
+        inside, between = (sum((x[i].sum(1) for x in links), np.zeros(ranks)).max() / 1e6 for i in range(2))
+        kernels = float(model.kernels(way.pairs, way.tokens).max())
+        imbalance, share = way.pairs.max() * ranks / pairs, one / ranks / total
+        cells = [f"{x:,.1f}" for x in (inside, between)] + [f"{x:.2f}" for x in (imbalance, kernels, travel, total)]
+        lines.append(f"| {ranks} | {name} | {' | '.join(cells)} | {share:.0%} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = asdict(Model(*fit_kernels()))
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=float, default=default)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    model = Model(**{name: getattr(args, name) for name in defaults})
+    lines = ['A simulation. Only the columns "measured" were measured, on two NVIDIA H100.', "",
+             f"{model.tflops:g} TFLOP/s, {model.token:g} ns for each token, {model.call:g} µs for each call. NVLink "
+             f"{model.nvlink:g} GB/s, copies {model.memory:g} GB/s, {model.latency:g} µs for each collective. An "
+             f"assumption: the network, {model.network:g} GB/s.", "",
+             *compare(model),
+             "MB: received by the GPU with the most, forward and backward. Work: visible pairs of the slowest GPU over "
+             "the mean. All: with copies and latency.", ""]  # fmt: skip
+    for name in batches(1):
+        lines += [f"**{name}**", "", "| GPUs | way | MB inside the host | MB between hosts | work | kernels, ms | "
+                  "exchange, ms | all, ms | share of linear |", "|---" * 9 + "|"]  # fmt: skip
+        for ranks in args.gpus:
+            lines += simulate(model, ranks, batches(ranks)[name])
+        lines.append("")
+    show(lines[:-1], args.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Sharded attention as a custom operator, for graphs of torch.compile.
+
+A graph holds tensors and numbers, so the operator takes the handle of a `ShardedLayout`. Another batch has another
+handle, and the same graph runs it. What the backward needs is kept by a tensor too, the result `state`.
+
+Dimensions: N query tokens of this rank, M key tokens of this rank, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import functional
+from .._offsets import owner_of, tensor_of
+from .._operators import LIBRARY, define
+from .._tracing import TracedShardedLayout, is_traced, outside_of_graphs
+from ..functional import autocast
+from ..kernels.autograd import with_sinks
+from ..kernels.call import OPTIONS, SCHEMA, all_options, from_schema, values_in_schema
+from .attention import exchange_of, prepare, sharded_attention
+from .local_attention import TensorInfo, accumulation_dtype
+from .sharded_layout import ShardedLayout
+
+_FORWARD = f"Tensor query, Tensor key, Tensor value, Tensor handle, Tensor key_handle, Tensor? alibi_slopes, {SCHEMA}"
+_run_outside_of_graphs = outside_of_graphs(sharded_attention)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sharded: ShardedLayout | TracedShardedLayout,
+    key_sharded: ShardedLayout | TracedShardedLayout | None,
+    *,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    relative: Any,
+    return_lse: bool,
+    backend: str,
+    exchange: str,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`sharded_attention`, as an operator in graphs.
+
+    In a graph, calls with `score_mod`, `mask_mod`, NestedTensors or DTensors run outside of it.
+    """
+    given = all_options(options)
+    has_mods = given["score_mod"] is not None or given["mask_mod"] is not None
+    is_plain = not any(isinstance(x, DTensor) or x.is_nested for x in (query, key, value))
+    if not is_traced(query) or has_mods or relative is not None or not is_plain:
+        layouts = _layout_of(sharded), None if key_sharded is None else _layout_of(key_sharded)
+        named: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative}
+        named |= {"return_lse": return_lse, "backend": backend, "exchange": exchange, "options": options}
+        return _run_outside_of_graphs(query, key, value, *layouts, **named)
+    query, key, value = (x.view_as(x) for x in autocast(query, key, value))  # a graph can't take one tensor twice
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    handles = (sharded.handle, (sharded if key_sharded is None else key_sharded).handle)
+    scale = query.shape[2] ** -0.5 if given["scale"] is None else given["scale"]
+    values = values_in_schema({**given, "scale": scale, "needs_grad": needs_grad, "relative_grad": False})
+    wants_lse = return_lse or sinks is not None
+    operator = torch.ops.nt_attention.sharded_forward.default
+    out, lse, _ = operator(query, key, value, *handles, alibi_slopes, *values, wants_lse, backend, exchange)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _layout_of(layout: Any) -> Any:
+    return _from_handle(layout.handle) if isinstance(layout, TracedShardedLayout) else layout
+
+
+@outside_of_graphs
+def _from_handle(handle: Tensor) -> ShardedLayout:
+    found = owner_of(handle)
+    if not isinstance(found, ShardedLayout):
+        raise ValueError("the tensor is not the handle of a ShardedLayout: pass sharded.handle, and no copy of it.")
+    return found
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Within the block, autograd records operations with `enable_grad`. It does not in an operator.
+
+    Some backends, such as the reference, have no kernel for the backward, and are differentiated by autograd.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
+        exclude = exclude.remove(torch._C._dispatch_key_parse(name))
+    with torch.no_grad(), torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
+
+
+@dataclass
+class _State:
+    """What the backward needs: the exchange, the tensors that it saved, and the form of query, key and value."""
+
+    run: Any
+    tensors: list[list[Tensor | None]]
+    inputs: list[TensorInfo]
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_handle: Tensor, *arguments: Any) -> Any:
+    slopes, values = arguments[0], arguments[1:-3]
+    wants_lse, backend, exchange = arguments[-3:]
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in from_schema(values).items()}
+    needs_grad = options["needs_grad"]
+    options = {name: x for name, x in options.items() if name in OPTIONS}
+    sharded, keys = _from_handle(handle), _from_handle(key_handle)
+    key_sharded = None if keys is sharded else keys
+    request, plan = prepare(query, key, value, sharded, key_sharded, slopes, None, options, exchange)
+    run = exchange_of(request, plan, backend, bool(needs_grad), wants_lse)
+    with _recording():
+        out, lse = run.forward(*request[:3])
+    if lse is None or not wants_lse:
+        lse = query.new_empty(0, dtype=accumulation_dtype(query.dtype))
+    tensors = [[] if saved is None else saved.take_tensors() for saved in run.saved]
+    inputs = [TensorInfo(x.shape, x.dtype, x.device) for x in (query, key, value)]
+    return out, lse.clone(), tensor_of(_State(run, tensors, inputs), query.device)
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, *arguments: Any) -> Any:
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    lse = query.new_empty(query.shape[:2] if arguments[-3] else 0, dtype=accumulation_dtype(query.dtype))
+    return out, lse, handle.new_empty(())
+
+
+def _backward(
+    grad: Tensor, grad_lse: Tensor | None, state: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    saved: _State = owner_of(state)
+    with _recording():
+        dq, dk, dv = saved.run.backward(saved.tensors, saved.inputs, grad, grad_lse)
+    return dq, dk, dv
+
+
+def _fake_backward(
+    grad: Tensor, grad_lse: Tensor | None, state: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.wants_lse, ctx.others = inputs[-3], len(inputs) - 3
+    ctx.save_for_backward(*inputs[:3], output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    query, key, value, state = ctx.saved_tensors
+    if grad is None:
+        grad = query.new_zeros(*query.shape[:2], value.shape[2])
+    operator = torch.ops.nt_attention.sharded_backward.default
+    grads: Sequence[Tensor] = operator(grad, grad_lse if ctx.wants_lse else None, state, query, key, value)
+    return (*grads, *[None] * ctx.others)
+
+
+define(
+    f"sharded_forward({_FORWARD}, bool wants_lse, str backend, str exchange) -> (Tensor out, Tensor lse, Tensor state)",
+    _forward,
+    _fake_forward,
+)
+define(
+    "sharded_backward(Tensor grad, Tensor? grad_lse, Tensor state, Tensor query, Tensor key, Tensor value) -> "
+    "(Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+torch.library.register_autograd(
+    "nt_attention::sharded_forward", _differentiate, setup_context=_setup_context, lib=LIBRARY
+)
+for _layout in (ShardedLayout, TracedShardedLayout):
+    functional.register_sharded(_layout, attention)
