@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import CodeType, MethodType
 from typing import Any, Protocol
@@ -158,6 +158,14 @@ def _restore_forward(module: nn.Module, patched: PatchedForward) -> None:
         del module.__dict__["forward"]
 
 
+def active_handles(model: nn.Module) -> Iterator[Handle]:
+    """The handles of the patches of a model and its parts, also under wrappers around a patched forward."""
+    for module in model.modules():
+        for link in _links(module.__dict__.get("forward")):
+            if isinstance(link, PatchedForward) and link.handle.active:
+                yield link.handle
+
+
 # Packages whose wrappers around a `forward` keep shapes: they cast, move, compile, or call hooks.
 _WRAPPERS = {"accelerate", "nt_attention", "torch", "transformers"}
 
@@ -188,7 +196,7 @@ def _replacement_of(links: list[Any], kind: type[nn.Module]) -> str | None:
     return f"{_name_of(replacement)} replaces {kind.__name__}.forward, and may need padded rows"
 
 
-def _links(forward: Callable[..., Any]) -> list[Any]:
+def _links(forward: Callable[..., Any] | None) -> list[Any]:
     """The chain of wrappers around a forward, from the outermost function to the innermost."""
     links: list[Any] = []
     link: Any = forward

@@ -53,8 +53,7 @@ def attention(
     """
     given = all_options(options)
     has_mods = given["score_mod"] is not None or given["mask_mod"] is not None
-    is_plain = not any(isinstance(x, DTensor) or x.is_nested for x in (query, key, value))
-    if not is_traced(query) or has_mods or relative is not None or not is_plain:
+    if not is_traced(query) or has_mods or relative is not None or not _are_plain(query, key, value):
         layouts = _layout_of(sharded), None if key_sharded is None else _layout_of(key_sharded)
         named: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative}
         named |= {"return_lse": return_lse, "backend": backend, "exchange": exchange, "options": options}
@@ -70,6 +69,10 @@ def attention(
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    return not any(isinstance(x, DTensor) or x.is_nested for x in tensors)
 
 
 def _layout_of(layout: Any) -> Any:

@@ -155,6 +155,8 @@ def attention(
     padded = cu_seq_lens_q is None and is_running_padded(module)
     if padded and over == "sdpa" and softcap is None and s_aux is None:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
+    if attention_mask is None and _is_sharded(cu_seq_lens_q):
+        is_causal = None  # accelerate's hook for context parallelism removes the mask, and passes True for any model
     marker = None
     if positions.is_marker(attention_mask):
         marker, attention_mask = attention_mask, None
@@ -194,8 +196,8 @@ def _plan(
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None:
         is_ours = is_bypass_mask(mask)  # the model is patched
-        if cu_seq_lens_q.dim() == 0:  # the tokens are divided over ranks
-            sharded = cast(SequenceLayout, TracedShardedLayout(cu_seq_lens_q) if traced else owner_of(cu_seq_lens_q))
+        sharded = _sharded_layout(cu_seq_lens_q, traced)
+        if sharded is not None:
             layouts = (sharded, sharded)
         else:
             layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
@@ -215,6 +217,18 @@ def _plan(
         mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
         layouts = None
     return layouts, mask
+
+
+def _is_sharded(cu_seq_lens: Tensor | None) -> bool:
+    """Whether the tokens are divided over ranks: a patched model then passes `ShardedLayout.handle`."""
+    return cu_seq_lens is not None and cu_seq_lens.dim() == 0
+
+
+def _sharded_layout(cu_seq_lens: Tensor, traced: bool) -> SequenceLayout | None:
+    """The layout if the tokens are divided over ranks, else None."""
+    if not _is_sharded(cu_seq_lens):
+        return None
+    return cast(SequenceLayout, TracedShardedLayout(cu_seq_lens) if traced else owner_of(cu_seq_lens))
 
 
 def _plan_by_positions(

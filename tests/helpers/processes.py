@@ -7,13 +7,14 @@ torch, so a start takes less than a second.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import queue
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,9 @@ import torch
 SECONDS = 120  # for a test
 _pools: dict[tuple[int, str], Pool] = {}
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "nt_attention"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "nt_attention", "transformers.trainer", "accelerate"]
+)
 
 
 class Pool:
@@ -91,6 +94,34 @@ def _run(world: int, backend: str, function: Callable[..., Any], arguments: tupl
     if pool is None or not all(process.is_alive() for process in pool.processes):
         pool = _pools[world, backend] = Pool(world, backend)
     return pool.run(function, arguments)
+
+
+@contextlib.contextmanager
+def under_torchrun(fsdp: bool = False) -> Iterator[None]:
+    """A context for code with accelerate: it has the variables that torchrun sets, and resets accelerate's state.
+
+    Accelerate has FSDP2 and `ParallelismConfig` for several GPUs, and not for several CPUs. With `fsdp`, it takes the
+    processes for those of GPUs. Its device is still the CPU, and the process group is gloo.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
+    names |= {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": 1}
+    AcceleratorState._reset_state(True)
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        state = PartialState(cpu=True, backend="gloo")
+        if fsdp:
+            state.distributed_type = DistributedType.MULTI_GPU
+            assert PartialState().distributed_type == DistributedType.MULTI_GPU
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        AcceleratorState._reset_state(True)
 
 
 @atexit.register

@@ -1,10 +1,13 @@
 """Every example runs with little data and gives the documented results."""
 
 import runpy
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from processes import run_in_processes
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 # The trainers of these are also tested in tests/trainers.
@@ -16,6 +19,7 @@ PROGRAMS = [
 ]
 ARGUMENTS = {
     "embed_paragraphs": ["--limit", "12", "--batch-size", "4"],
+    "long_context": ["--steps", "3", "--length", "512"],
     "fine_tune_lora": ["--steps", "4", "--hidden-size", "32"],
     "fine_tune_with_trainer": ["--steps", "5", "--hidden-size", "32"],
     "sentence_transformers_training": ["--steps", "4", "--hidden-size", "32"],
@@ -23,6 +27,13 @@ ARGUMENTS = {
     "trl_sft": ["--steps", "4", "--hidden-size", "32"],
     "sentence_embeddings": ["--limit", "24", "--batch-size", "8", "--repeats", "1"],
 }
+
+
+def long_context_on_each_rank(path, arguments):
+    sys.path.append(str(EXAMPLES))
+    program = runpy.run_path(path)
+    result = program["train"](program["options_of"](arguments))
+    return result["losses"], result["tokens"]
 
 
 @pytest.mark.parametrize("path", PROGRAMS)
@@ -44,6 +55,12 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
         assert result["packed"] == 4
         assert max(result["gradients"]) < 1e-5
         torch.testing.assert_close(torch.tensor(result["patched"]), torch.tensor(result["padded"]), rtol=0, atol=1e-4)
+    if path.stem == "long_context":
+        assert result["losses"][-1] < result["losses"][0]
+        for losses, tokens in run_in_processes(2, long_context_on_each_rank, str(path), ARGUMENTS[path.stem]):
+            np.testing.assert_allclose(losses, result["losses"], rtol=1e-4)
+            for part, total in zip(tokens, result["tokens"], strict=True):
+                assert part in (total // 2, total - total // 2)
     if path.stem in ("trl_sft", "sentence_transformers_training"):
         padded, patched = (torch.tensor(result[name]["losses"]) for name in ("padded", "nta.patch"))
         assert len(padded) == 4

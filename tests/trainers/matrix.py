@@ -40,6 +40,35 @@ second, it was patched afterwards. The numbers in brackets are the [reasons](#re
 
 """
 
+SHARDED = """## Over several ranks
+
+A model that is patched with `mesh=` divides its batch over several ranks. These run so, and are compared with one
+process: losses, gradient norms, evaluation, saved models and parameters after some steps. The tests use CPUs and gloo.
+
+| | engine | how |
+|---|---|---|
+| own loop | FSDP2, DDP | `nta.patch(model, mesh=mesh["cp"])` |
+| accelerate | FSDP2, with `ParallelismConfig` | `nta.patch(model, mesh=accelerator.torch_device_mesh["cp"])` |
+| transformers' Trainer | DDP, or FSDP2 with `ParallelismConfig` | `nt_attention.hf.trainer.ShardedTrainer` |
+| TRL's SFTTrainer | DDP | `nt_attention.hf.trainer.ShardedTrainerMixin` |
+
+The guide [Train on long sequences over several GPUs](../guides/long_context.md) shows how. `ShardedTrainer` is tested
+with transformers 5.23. Importing it with a version whose Trainer does not fit raises an ImportError.
+
+::: nt_attention.hf.trainer.ShardedTrainer
+    options:
+      show_root_full_path: false
+      heading_level: 3
+      members: [context_mesh]
+
+::: nt_attention.hf.trainer.ShardedTrainerMixin
+    options:
+      show_root_full_path: false
+      heading_level: 3
+      members: []
+
+"""
+
 
 def merge(before: list[dict[str, str]], found: list[dict[str, str]]) -> list[dict[str, str]]:
     """What was found now, and what was found before for libraries and machines that did not run now."""
@@ -63,6 +92,7 @@ def render(rows: list[dict[str, str]]) -> str:
             cells = (_cell(found.get(when), notes) for when in ("before", "after"))
             lines.append(f"| {task} | {' | '.join(cells)} |\n")
         lines.append("\n")
+    lines.append(SHARDED)
     lines.append("## Reasons\n\n")
     lines += [f"{number}. {reason}\n" for reason, number in notes.items()]
     return "".join(lines)
