@@ -193,21 +193,11 @@ def explain_exchange(
 
 
 def choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
-    """The exchange of a call. The result is the same on all ranks, and cached with the layout.
+    """The exchange of a call. The result is the same on all ranks.
 
     Raises:
         ValueError: `exchange` is unknown, or can't run this call.
     """
-    query, key, value, sharded, key_sharded, slopes, options, _ = request
-    has_mods = options["score_mod"] is not None or options["mask_mod"] is not None
-    if key_sharded is not sharded or has_mods:  # the cache would keep them alive
-        return _choose_exchange(request, exchange)
-    shapes = query.shape[1:], key.shape[1:], value.shape[1:]
-    cache_key = ("exchange", exchange, shapes, query.dtype, slopes is None, _mask(options))
-    return sharded.cached(cache_key, lambda: _choose_exchange(request, exchange))
-
-
-def _choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
     if exchange not in ("auto", *EXCHANGES):
         raise ValueError(f"exchange must be 'auto', 'keys' or 'heads', got {exchange!r}.")
     query, _, value, sharded, key_sharded, _, options, _ = request
@@ -238,7 +228,7 @@ def _why_not_keys(request: Request) -> str | None:
     mask, options = _mask(request.options), request.options
     if request.key_sharded is not request.sharded:
         return "queries and keys are different sequences."
-    if options["score_mod"] is not None or options["mask_mod"] is not None:
+    if _has_mods(options):
         return "score_mod and mask_mod need whole sequences."
     is_open = mask == Mask.of(False, (-1, -1)) and request.slopes is None
     if any(request.sharded.plan.cut) and mask.right and not is_open:
@@ -257,7 +247,58 @@ def prepare(
     options: dict[str, Any],
     exchange: str,
 ) -> tuple[Request, KeysPlan | None]:
-    """Check a call and select its exchange. The result has the plan of the exchange of keys, or None for heads."""
+    """Check a call and select its exchange. The result has the plan of the exchange of keys, or None for heads.
+
+    A call with the same shapes and options as one before, as in other layers of a model, is not checked again.
+    """
+    inputs = (query, key, value)
+    is_plain = {type(x) for x in inputs} <= _PLAIN and not torch._C._is_any_autocast_enabled()
+    if not is_plain or key_sharded is not None or slopes is not None or relative is not None:
+        return _prepare(*inputs, sharded, key_sharded, slopes, relative, options, exchange)
+    given = options.values()
+    cache_key = (
+        "prepared",
+        exchange,
+        *[(x.shape, x.dtype, x.device) for x in inputs],
+        *options,
+        *given,
+        *map(type, given),
+    )
+    try:
+        found = sharded.found(cache_key)
+    except TypeError:  # window_size as a list
+        found = None
+    if found is None:
+        request, plan = _prepare(*inputs, sharded, None, None, None, options, exchange)
+        if not _has_mods(request.options):  # the cache would keep them alive
+            sharded.cached(cache_key, lambda: (request.options, plan))
+        return request, plan
+    all_given, plan = found
+    return Request(*inputs, sharded, sharded, None, all_given, _as_it_is), plan
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def _as_it_is(x: Tensor, tokens_first: bool = False) -> Tensor:
+    return x
+
+
+def _has_mods(options: dict[str, Any]) -> bool:
+    return options["score_mod"] is not None or options["mask_mod"] is not None
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sharded: ShardedLayout,
+    key_sharded: ShardedLayout | None,
+    slopes: Tensor | None,
+    relative: object,
+    options: dict[str, Any],
+    exchange: str,
+) -> tuple[Request, KeysPlan | None]:
     request = _check(query, key, value, sharded, key_sharded, slopes, relative, options)
     is_keys = choose_exchange(request, exchange).chosen == "keys"
     return request, _keys_plan(sharded, _mask(request.options)) if is_keys else None
@@ -329,27 +370,7 @@ def _check(
             raise ValueError(f"{name} must be (tokens of this rank, heads, head dim), got {tuple(x.shape)}.")
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, is_paged=False)
-    _check_options(query, key, value, sharded, options)
+    AttentionSpec.of(query.device, query.dtype, (query.shape, key.shape, value.shape), options)  # checks the options
     if slopes is not None:
         check_slopes(slopes, query.shape[1], len(sharded.lengths), query.device)
     return Request(query, key, value, sharded, keys, slopes, options, restore)
-
-
-def _check_options(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedLayout, options: dict[str, Any]) -> None:
-    """Check options and shapes. What was checked with this layout before is not checked again."""
-
-    def check() -> bool:
-        AttentionSpec.of(query.device, query.dtype, (query.shape, key.shape, value.shape), options)
-        return True
-
-    if options["score_mod"] is not None or options["mask_mod"] is not None:  # the cache would keep them alive
-        check()
-        return
-    given = tuple(options.values())
-    cache_key = ("checked", query.device, query.dtype, query.shape[1:], key.shape[1:], value.shape[1:], given)
-    try:
-        hash(cache_key)
-    except TypeError:  # window_size as a list
-        check()
-    else:
-        sharded.cached((*cache_key, *map(type, given)), check)

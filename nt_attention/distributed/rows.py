@@ -5,7 +5,6 @@ On a GPU this is one launch of a Triton kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -36,20 +35,22 @@ class Pair(NamedTuple):
         return cls(rows[:, :width], rows[:, width:])
 
 
-@dataclass(frozen=True, eq=False)
 class RowTable:
     """Which rows to add up.
 
     Attributes:
         index: (R, K) int32, the rows of each sum; −1 is no row.
-        launches: the launches of the kernel that were made before.
     """
 
-    index: Tensor
-    launches: Launches = field(default_factory=dict, repr=False)
+    def __init__(self, index: Tensor) -> None:
+        self.index = index
+        self._rows = len(index)
+        self._is_empty = not index.numel()
+        self._has_kernel = index.device.type != "cpu" and missing() is None
+        self._launches: Launches = {}
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self._rows
 
     def gather(self, out: Pair, first: Pair, second: Tensor | None = None) -> None:
         """Write to each row of `out` the sum of the rows in `index`.
@@ -61,30 +62,32 @@ class RowTable:
             first: (S, ·) each, the rows 0 to S − 1.
             second: (M, ·) the rows from S on, a key and its value in each. Its dtype may be another.
         """
-        if not self.index.numel():
+        if self._is_empty:
             return
-        if self.index.device.type == "cpu" or missing() is not None:
-            self._gather_on_cpu(out, first, second)
-        else:
+        if self._has_kernel:
             self.launch(out, first, second)
+        else:
+            self._gather_on_cpu(out, first, second)
 
     def launch(self, out: Pair, first: Pair, second: Tensor | None = None) -> None:
         """`gather` by the Triton kernel."""
-        widths = first.key.shape[1], first.value.shape[1]
-        strides = [x.stride(0) for x in (*out, *first)] + [0 if second is None else second.stride(0)]
-        integers = (len(self.index), len(first.key), *widths, *strides)
+        (out_key, out_value), (key, value) = out, first
+        widths = key.shape[1], value.shape[1]
+        second_stride = 0 if second is None else second.stride(0)
+        strides = (out_key.stride(0), out_value.stride(0), key.stride(0), value.stride(0), second_stride)
+        integers = (self._rows, key.shape[0], *widths, *strides)
 
         def make() -> Launch:
             from . import row_kernels
 
             columns = min(1024, block_size(max(widths)))
             rows = _TILE // columns
-            grid = (-(-len(self.index) // rows), -(-max(widths) // columns))
+            grid = (-(-self._rows // rows), -(-max(widths) // columns))
             constants = (self.index.shape[1], second is not None, rows, columns)
             return Launch(row_kernels.gather_kernel, grid, (self.index,), integers, (), constants, 4, 1)
 
         with device.current(self.index.device):
-            launch_cached(self.launches, integers, (*out, *first, second), make)
+            launch_cached(self._launches, (integers, second is None), (*out, *first, second), make)
 
     def _gather_on_cpu(self, out: Pair, first: Pair, second: Tensor | None) -> None:
         dtype = torch.promote_types(first.key.dtype, torch.float32)

@@ -304,6 +304,10 @@ class ShardedLayout:
                 "sharded.local(x) of a packed tensor."
             )
 
+    def found(self, key: Any) -> Any:
+        """What `cached` has computed for a key, or None."""
+        return self._cache.get(key)
+
     @outside_of_graphs
     def cached(self, key: Any, make: Callable[[], _T]) -> _T:
         """The result of `make`, which is computed once for each key."""
