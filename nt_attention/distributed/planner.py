@@ -13,6 +13,7 @@ Dimensions: B sequences, P ranks.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import heapq
 import math
@@ -167,6 +168,9 @@ class _Batch:
         self.order: list[int] = order.tolist()
         self.lengths: list[int] = sizes.tolist()
         self.work: list[int] = work.tolist()
+        # sums over the first sequences in order
+        self.sums_of_sizes: list[int] = [0, *self.sorted_sizes.cumsum().tolist()]
+        self.sums_of_work: list[int] = [0, *self.sorted_work.cumsum().tolist()]
         self.rooms = chunk_sizes(int(sizes.sum()), ranks)
         self.capacity = self.rooms[0]
         self.mean_work = max(1.0, float(work.sum()) / ranks)
@@ -185,22 +189,22 @@ class _Batch:
         for b in self.order[:cut]:
             draft.cut(b)
         rest: list[int] = []
-        for bundle in self._bundles(self.order[cut:]):
-            rest += draft.place(bundle)
+        for first, last in self._bundles(cut):
+            rest += draft.place(first, last)
         for b in rest:
             draft.fill(b)
         return draft
 
-    def _bundles(self, sequences: Sequence[int]) -> list[list[int]]:
-        """The sequences, of which short neighbors are together."""
-        most, bundles, size = max(1, self.capacity // _BUNDLES), [], _NO_LIMIT
-        for b in sequences:
-            size += self.lengths[b]
-            if size > most:
-                bundles.append([b])
-                size = self.lengths[b]
-            else:
-                bundles[-1].append(b)
+    def _bundles(self, first: int) -> list[tuple[int, int]]:
+        """The sequences from number `first` on, in the order of length. Short neighbors are together.
+
+        A bundle has the sequences number `first` to `last` − 1.
+        """
+        most, sums, bundles = max(1, self.capacity // _BUNDLES), self.sums_of_sizes, []
+        while first < len(self.order):
+            last = max(first + 1, bisect.bisect_right(sums, sums[first] + most) - 1)
+            bundles.append((first, last))
+            first = last
         return bundles
 
 
@@ -244,27 +248,29 @@ class _Draft:
             self.add(rank, Piece(sequence, at, at + size))
             at += size
 
-    def place(self, bundle: list[int]) -> list[int]:
-        """Place sequences on the rank with the least work that has room. Returns those for which no rank has room."""
-        lengths, work = self.batch.lengths, self.batch.work
+    def place(self, first: int, last: int) -> list[int]:
+        """Place a bundle on the rank with the least work that has room. Returns the sequences that have no room."""
+        batch, full = self.batch, []
         if not self.heap:
             self.heap = [(work, rank) for rank, work in enumerate(self.work)]
             heapq.heapify(self.heap)
-        size, full = sum([lengths[b] for b in bundle]), []
+        size = batch.sums_of_sizes[last] - batch.sums_of_sizes[first]
         while self.heap and self.rooms[self.heap[0][1]] < size:
             full.append(heapq.heappop(self.heap))
         found = bool(self.heap)
         if found:
             load, rank = self.heap[0]
-            self.work[rank] = load + sum([work[b] for b in bundle])
+            self.work[rank] = load + batch.sums_of_work[last] - batch.sums_of_work[first]
             heapq.heapreplace(self.heap, (self.work[rank], rank))
             self.rooms[rank] -= size
-            self.whole[rank] += bundle
+            self.whole[rank] += batch.order[first:last]
         for entry in full:
             heapq.heappush(self.heap, entry)
         if found:
             return []
-        return bundle if len(bundle) == 1 else [b for one in bundle for b in self.place([one])]
+        if last == first + 1:
+            return [batch.order[first]]
+        return [b for one in range(first, last) for b in self.place(one, one + 1)]
 
     def fill(self, sequence: int) -> None:
         """Cut a sequence into the room that is left. Later parts have more work, so ranks with less work get them."""

@@ -586,7 +586,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.rank, ctx.size = mesh.get_local_rank(), mesh.size()
-        return collectives.wait_tensor(collectives.all_gather_tensor(weights.contiguous(), 1, mesh))
+        placed = DTensor.from_local(weights.contiguous(), mesh, (Shard(1),), run_check=False)
+        return _wait(placed.redistribute(mesh, (Replicate(),)).to_local())
 
     @staticmethod
     @once_differentiable
