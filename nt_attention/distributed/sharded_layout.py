@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import nested
@@ -21,6 +22,7 @@ from .._tracing import outside_of_graphs
 from ..functional import format_lengths
 from ..kernels.call import OPTIONS
 from ..layout import SequenceLayout
+from .local_attention import accumulation_dtype
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
 from .versions import check_in_backward
 
@@ -175,26 +177,27 @@ class ShardedLayout:
             raise ValueError(f"x must have the {self.layout.total} rows of the batch, got {tuple(x.shape)}.")
         return x.index_select(0, self.rows)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, *, sum_gradients: bool = False) -> Tensor:
         """The tensor of the whole batch, on every rank. A collective.
 
         Args:
             x: the tokens of this rank: (N, …), a DTensor of them, or a jagged NestedTensor of the pieces of this rank.
+            sum_gradients: whether the gradient of `x` is the sum over all ranks of the gradients of its rows. The
+                backward is a collective then. By default it is the gradient on this rank, and every rank should compute
+                the same with the result.
 
         Returns:
-            (T, …), in the order of the packed tensor, or a NestedTensor with the offsets of `layout`. Every rank should
-                compute the same with it: the gradient of `x` is the gradient of its rows on this rank, and is not added
-                over ranks.
+            (T, …), in the order of the packed tensor, or a NestedTensor with the offsets of `layout`.
 
         Raises:
             ValueError: `x` does not have N rows, or its sequences are not the pieces of this rank.
             TypeError: `x` is a strided NestedTensor.
         """
         if _is_nested(x):
-            return self._gather_nested(x)
+            return self._gather_nested(x, sum_gradients)
         x = self._rows_of_dtensor(x)
         self.check_rows("x", x)
-        gathered: Tensor = _Gather.apply(x, self)
+        gathered: Tensor = _Gather.apply(x, self, sum_gradients)
         return gathered
 
     @outside_of_graphs
@@ -204,11 +207,11 @@ class ShardedLayout:
         return nested.wrap(values.index_select(0, self.rows), self.local_layout, ragged_dim)
 
     @outside_of_graphs
-    def _gather_nested(self, x: Tensor) -> Tensor:
+    def _gather_nested(self, x: Tensor, sum_gradients: bool) -> Tensor:
         values, ragged_dim = _values_of_jagged(x, self.local_layout, self._pieces_of_rank)
         self.check_rows("x", values)
         self.layout.check_unchanged("the layout")
-        return nested.wrap(cast(Tensor, _Gather.apply(values, self)), self.layout, ragged_dim)
+        return nested.wrap(cast(Tensor, _Gather.apply(values, self, sum_gradients)), self.layout, ragged_dim)
 
     @outside_of_graphs
     def unwrap(
@@ -330,8 +333,8 @@ class ShardedLayout:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sharded: ShardedLayout) -> Tensor:
-        ctx.sharded = sharded
+    def forward(ctx: Any, x: Tensor, sharded: ShardedLayout, sum_gradients: bool) -> Tensor:
+        ctx.sharded, ctx.sum_gradients = sharded, sum_gradients
         size = sharded.sizes[0]
         if x.shape[0] < size:
             x = torch.cat([x, x.new_zeros(size - x.shape[0], *x.shape[1:])])
@@ -341,8 +344,20 @@ class _Gather(torch.autograd.Function):
         return gathered.index_select(0, sharded.inverse_order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.sharded.rows), None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        sharded: ShardedLayout = ctx.sharded
+        if not ctx.sum_gradients:
+            return grad.index_select(0, sharded.rows), None, None
+        sent = grad.index_select(0, sharded.order)
+        received = sent.new_empty(sharded.ranks * sharded.total, *sent.shape[1:])
+        splits = [sharded.total] * sharded.ranks
+        dist.all_to_all_single(received, sent, splits, sharded.sizes, group=sharded.group)
+        first, *others = received.chunk(sharded.ranks) if sharded.total else (received,)
+        total = first.to(accumulation_dtype(grad.dtype))
+        for each in others:  # in the order of the ranks
+            total = total + each
+        return total.to(grad.dtype), None, None
 
 
 def _is_nested(x: object) -> bool:

@@ -138,7 +138,7 @@ class ShardedPacking(Packing):
 
     def _gather(self, packed: Tensor) -> Tensor:
         """(1, N, …) → (1, T, …) on all ranks."""
-        whole: Tensor = self.sharded.gather(_scale_gradient(packed[0], self.sharded.ranks))
+        whole: Tensor = self.sharded.gather(packed[0], sum_gradients=True)
         return whole.unsqueeze(0)
 
 
@@ -193,31 +193,12 @@ def _passes_arguments_to_loss(kind: Any) -> bool:
     return any(call.func.attr == "loss_function" and any(x.arg is None for x in call.keywords) for call in calls)  # type: ignore[attr-defined]
 
 
-def _scale_gradient(x: Tensor, factor: int) -> Tensor:
-    scaled: Tensor = _ScaledGradient.apply(x, factor)
-    return scaled
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The input itself; its gradient is scaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 class _Sum(torch.autograd.Function):
     """The sum over the ranks. Its gradient is added over the ranks, and is equal on all of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharded: Any) -> Tensor:
-        ctx.ranks = sharded.ranks
+        ctx.group = sharded.group
         total = x.detach().clone()
         dist.all_reduce(total, group=sharded.group)
         return total
@@ -225,4 +206,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.ranks, None
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -76,7 +76,7 @@ class PackedInput(NamedTuple):
 
 
 def pack_inputs(
-    *inputs: PaddedInput, batch_first: bool, reason: str | None = None
+    *inputs: PaddedInput, batch_first: bool, reason: str | None = None, always: bool = False
 ) -> tuple[PackedInput, ...] | str | None:
     """Pack the inputs of one call, outside of graphs.
 
@@ -86,12 +86,15 @@ def pack_inputs(
         inputs: inputs with the same batch size.
         batch_first: whether the module takes (B, L, E), not (L, B, E).
         reason: why the call can't run packed, if the caller knows that already.
+        always: also pack inputs of which none has a padding mask.
 
     Returns:
         The packed inputs; or the reason why the call can't run packed; or None if there is nothing to say: no input has
             a padding mask, or the original forward raises an error for these shapes.
     """
-    if all(x.padding is None for x in inputs) or not all(x.has_valid_shapes(batch_first) for x in inputs):
+    if not always and all(x.padding is None for x in inputs):
+        return None
+    if not all(x.has_valid_shapes(batch_first) for x in inputs):
         return None
     rows = [x.rows(batch_first) for x in inputs]
     if not all(x.dim() == rows[0].dim() and (x.dim() == 2 or x.shape[0] == rows[0].shape[0]) for x in rows):

@@ -78,8 +78,8 @@ def patch(
             parallelism). All ranks pass the same batch, which is checked for the first one, and get the same outputs
             and the same loss. In training with labels, packed logits are those of a rank's own tokens, in an order of
             its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
-            call that falls back runs padded on every rank. For Hugging Face models whose attention can be divided,
-            without attention dropout in training: others are not changed.
+            call that falls back runs padded on every rank. For the modules of `torch.nn` that pack, and for Hugging
+            Face models whose attention can be divided, without attention dropout in training. Others are not changed.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -151,9 +151,6 @@ def _patch_modules(
     in_stack: bool = False,
 ) -> None:
     """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
-    if handle.mesh is not None and isinstance(module, (torch_modules.Stack, torch_modules.Layer, nn.Transformer)):
-        handle.leave(name, "with a mesh, only Hugging Face models are changed.")
-        return
     if isinstance(module, torch_modules.Stack):
         if torch_modules.patch_stack(name, module, handle, padding_free):
             return
@@ -175,7 +172,7 @@ def _patch_modules(
         if child is None:
             continue
         if handle.mesh is not None and isinstance(child, nn.MultiheadAttention):
-            handle.leave(path, "with a mesh, only Hugging Face models are changed.")
+            handle.leave(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)

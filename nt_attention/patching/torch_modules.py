@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -267,7 +267,11 @@ def _transformer(
     if plan == "one by one":
         return original(*args, **kwargs)
     source, target = plan
-    memory = source._replace(values=_run(handle, _run_encoder, model.encoder, source.is_causal, source))
+    if handle.mesh is None:
+        memory = source._replace(values=_run(handle, _run_encoder, model.encoder, source.is_causal, source))
+    else:  # the memory stays on the ranks
+        memory = cast(PackedInput, _tokens_of_rank(handle.mesh, source, source.is_causal))
+        memory = memory._replace(values=_run_encoder(model.encoder, source.is_causal, memory))
     return target.restore(_run(handle, _run_decoder, model.decoder, target.is_causal, target, memory))
 
 
@@ -320,7 +324,7 @@ def _pack(
     handle: PatchHandle, module: nn.Module, *inputs: PaddedInput, reason: str | None = None
 ) -> tuple[PackedInput, ...] | None:
     """Pack the inputs of a call, and count the call. None if it has to run padded; see `pack_inputs`."""
-    if all(x.padding is None for x in inputs):
+    if all(x.padding is None for x in inputs) and handle.mesh is None:
         return None
     return _pack_and_count(handle, _batch_first(module), inputs, reason)
 
@@ -329,7 +333,7 @@ def _pack(
 def _pack_and_count(
     handle: PatchHandle, batch_first: bool, inputs: tuple[PaddedInput, ...], reason: str | None
 ) -> tuple[PackedInput, ...] | None:
-    packed = pack_inputs(*inputs, batch_first=batch_first, reason=reason)
+    packed = pack_inputs(*inputs, batch_first=batch_first, reason=reason, always=handle.mesh is not None)
     if isinstance(packed, str):
         handle.fall_back(packed)
         return None
@@ -341,7 +345,13 @@ def _pack_and_count(
 def _run(
     handle: PatchHandle, function: Callable[..., Tensor], module: nn.Module, is_causal: bool, *inputs: _Tokens
 ) -> Tensor:
-    """`function(module, is_causal, *inputs)`, one of the functions below, as a CUDA graph if the patch asks for it."""
+    """`function(module, is_causal, *inputs)`, one of the functions below.
+
+    As a CUDA graph, or over the ranks of a mesh, if the patch asks for it.
+    """
+    if handle.mesh is not None:
+        local = [_tokens_of_rank(handle.mesh, x, is_causal) for x in inputs]
+        return _gather(local[0].layout, function(module, is_causal, *local))
     if handle.graphs is not None and not is_compiling():
         packed = [Packed(x.values, x.layout) for x in inputs]
 
@@ -353,6 +363,21 @@ def _run(
         if out is not None:
             return out
     return function(module, is_causal, *inputs)
+
+
+@outside_of_graphs  # the host divides the tokens
+def _tokens_of_rank(mesh: Any, tokens: _Tokens, is_causal: bool) -> _Tokens:
+    """The tokens of this rank, with a `ShardedLayout`. Those that have one stay as they are."""
+    if getattr(tokens.layout, "is_sharded", False):
+        return tokens
+    sharded = tokens.layout.shard(mesh, is_causal=is_causal)
+    return tokens._replace(values=sharded.local(tokens.values), layout=sharded)
+
+
+@outside_of_graphs
+def _gather(sharded: Any, out: Tensor) -> Tensor:
+    gathered: Tensor = sharded.gather(out, sum_gradients=True)
+    return gathered
 
 
 def _run_encoder(encoder: nn.TransformerEncoder, is_causal: bool, source: _Tokens) -> Tensor:

@@ -214,7 +214,7 @@ def arguments_of_patch():
         (ValueError, "leave out padding_free=False or mesh", "llama", {"mesh": mesh, "padding_free": False}),
         (ValueError, "has an encoder and a decoder", "t5", {"mesh": mesh}),
         (ValueError, "all tokens of a sequence on one rank", "deberta", {"mesh": mesh}),
-        (ValueError, "only Hugging Face models", "encoder", {"mesh": mesh}),
+        (ValueError, "a single nn.MultiheadAttention is not changed", "attention", {"mesh": mesh}),
     ):
         with pytest.raises(error, match=match):
             nta.patch(MORE_MODELS[model](), **more)
@@ -226,7 +226,7 @@ MORE_MODELS = {
         T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=61)
     ),
     "deberta": lambda: DebertaV2Model(DebertaV2Config(**SMALL, relative_attention=True)),
-    "encoder": lambda: torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1),
+    "attention": lambda: torch.nn.ModuleList([torch.nn.MultiheadAttention(8, 2)]),
 }
 
 
