@@ -35,9 +35,9 @@ PAIRS_PER_ROW = 300
 GOOD = 1.06  # a plan that costs at most this much more than perfectly divided work is not improved
 BALANCED = 1.1  # plans with at most this much work over the mean are preferred, whatever rows they need
 _BUNDLES = 48  # short sequences are placed in groups, about this many for each rank
-# Sequences are cut whose work exceeds this part of the mean work of a rank.
-_THRESHOLDS = (1.0, 0.5, 0.12)
-_FURTHER_THRESHOLDS = (0.03, 0.0)  # if no plan is balanced
+# Sequences are cut whose work exceeds this part of the mean work of a rank. If no plan is balanced, the next attempt is
+# made. The last one cuts them for all ranks.
+_ATTEMPTS = (((1.0, 0.5, 0.12), False), ((0.03, 0.0), False), ((0.5, 0.12, 0.03, 0.0), True))
 _FULL = 0.98  # cut sequences may fill a rank up to this part of the mean work; short ones need the rest
 _NO_LIMIT = 2**40
 
@@ -142,9 +142,9 @@ def make_plan(lengths: Iterable[int], ranks: int, mask: Mask) -> ShardPlan:
     """
     batch = _Batch(np.asarray(list(lengths), np.int64), ranks, mask)
     best: _Draft | None = None
-    for thresholds in (_THRESHOLDS, _FURTHER_THRESHOLDS):
+    for thresholds, cuts_for_all in _ATTEMPTS:
         for cut in batch.numbers_of_cuts(thresholds):
-            draft = batch.draft(cut)
+            draft = batch.draft(cut, cuts_for_all)
             if best is None or draft.rating < best.rating:
                 best = draft
             if best.cost <= GOOD * batch.mean_work:
@@ -183,11 +183,11 @@ class _Batch:
         counts = [int((self.sorted_work > part * self.mean_work).sum()) for part in thresholds]
         return sorted({max(least, count) for count in counts})
 
-    def draft(self, cut: int) -> _Draft:
-        """The plan that cuts the `cut` longest sequences."""
+    def draft(self, cut: int, for_all: bool) -> _Draft:
+        """The plan that cuts the `cut` longest sequences, for some ranks each or `for_all`."""
         draft = _Draft(self)
         for b in self.order[:cut]:
-            draft.cut(b)
+            draft.cut(b, for_all)
         rest: list[int] = []
         for first, last in self._bundles(cut):
             rest += draft.place(first, last)
@@ -224,13 +224,13 @@ class _Draft:
             self.rooms[rank] -= piece.stop - piece.start
             self.work[rank] += self.batch.mask.work(piece, self.batch.lengths[piece.sequence])
 
-    def cut(self, sequence: int) -> None:
-        """Divide a sequence among the ranks with the least work.
+    def cut(self, sequence: int, for_all: bool) -> None:
+        """Divide a sequence among the ranks with the least work, or among all of them.
 
         There are so many of them that it is at most half of the work of each, and that no rank has more than the mean.
         """
         batch, mask, length = self.batch, self.batch.mask, self.batch.lengths[sequence]
-        count = max(2, int(2 * batch.work[sequence] / batch.mean_work) + 1)
+        count = batch.ranks if for_all else max(2, int(2 * batch.work[sequence] / batch.mean_work) + 1)
         ranks: list[int] = []
         room, work = 0, batch.work[sequence]
         for rank in sorted(range(batch.ranks), key=self.work.__getitem__):

@@ -63,6 +63,19 @@ def test_work_is_balanced_over_8_ranks(seed, spread, count, is_causal):
     assert plan.imbalance <= 1.12 or lengths.sum() < 8 * 1024
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([1, 10, 500, 3000, 8000, 20000]), min_size=1, max_size=60), st.booleans())
+def test_work_of_few_sizes_is_balanced_over_8_ranks(lengths, is_causal):
+    plan = make_plan(lengths, 8, Mask.of(is_causal, (-1, -1)))
+    assert plan.imbalance <= 1.12 or sum(lengths) < 8 * 1024
+
+
+def test_sequences_that_fit_badly():
+    """Plans that cut a sequence for some ranks only have 1.2 times the mean work here."""
+    lengths = [20000] * 3 + [8000] * 7 + [3000] * 7 + [500] * 3 + [10] * 5
+    assert make_plan(lengths, 8, Mask.of(True, (-1, -1))).imbalance <= 1.1
+
+
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_one_long_sequence_gives_each_rank_the_same_work(ranks):
     plan = make_plan([131072], ranks, Mask.of(True, (-1, -1)))
