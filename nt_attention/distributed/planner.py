@@ -240,11 +240,8 @@ class _Draft:
                 room += self.rooms[rank]
                 work += self.work[rank]
         ranks.sort()
-        shares = _shares(length, [self.rooms[rank] for rank in ranks])
-        each, at = list(zip(ranks, shares, strict=True)), 0
-        if not mask.right and mask.left >= max(shares):  # later queries see more keys
-            each = [(rank, size // 2) for rank, size in each] + [(rank, size - size // 2) for rank, size in each[::-1]]
-        for rank, size in each:
+        shares, at = _shares(length, [self.rooms[rank] for rank in ranks]), 0
+        for rank, size in _parts(ranks, shares, mask):
             self.add(rank, Piece(sequence, at, at + size))
             at += size
 
@@ -310,6 +307,21 @@ class _Draft:
             all_whole.append(tuple(map(Piece, whole, repeat(0), [lengths[b] for b in whole])))
             all_cut.append(tuple(cut))
         return ShardPlan(tuple(all_whole), tuple(all_cut), tuple(self.work), tuple(self.received))
+
+
+def _parts(ranks: Sequence[int], shares: Sequence[int], mask: Mask) -> list[tuple[int, int]]:
+    """(rank, tokens) of the parts of a sequence, in order. `shares` are the tokens of each rank.
+
+    In the part where later queries see more keys, each rank gets a part near the beginning and one near the end.
+    """
+    length = sum(shares)
+    growing = 0 if mask.right else min(length, mask.left)
+    if growing < max(shares) // 4:
+        growing = 0
+    grown = _shares(growing, shares)
+    first = [(rank, size // 2) for rank, size in zip(ranks, grown, strict=True)]
+    last = [(rank, size - size // 2) for rank, size in zip(ranks, grown, strict=True)]
+    return [*first, *last[::-1], *zip(ranks, [a - b for a, b in zip(shares, grown, strict=True)], strict=True)]
 
 
 def _shares(length: int, rooms: Sequence[int]) -> list[int]:

@@ -64,9 +64,12 @@ def test_work_is_balanced_over_8_ranks(seed, spread, count, is_causal):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from([1, 10, 500, 3000, 8000, 20000]), min_size=1, max_size=60), st.booleans())
-def test_work_of_few_sizes_is_balanced_over_8_ranks(lengths, is_causal):
-    plan = make_plan(lengths, 8, Mask.of(is_causal, (-1, -1)))
+@given(
+    st.lists(st.sampled_from([1, 10, 500, 3000, 8000, 20000]), min_size=1, max_size=60),
+    st.sampled_from([(False, (-1, -1)), (True, (-1, -1)), (True, (256, -1)), (True, (4096, -1))]),
+)
+def test_work_of_few_sizes_is_balanced_over_8_ranks(lengths, mask):
+    plan = make_plan(lengths, 8, Mask.of(*mask))
     assert plan.imbalance <= 1.12 or sum(lengths) < 8 * 1024
 
 
