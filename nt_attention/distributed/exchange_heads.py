@@ -138,7 +138,7 @@ class HeadsExchange:
         needs_grad: bool,
         returns_lse: bool,
     ) -> None:
-        """`options` are those of `varlen_attention`. Without `returns_lse`, lse is not exchanged and None."""
+        """`options` are those of `varlen_attention`. Without `returns_lse`, lse is not exchanged, and it is None."""
         self.queries, self.keys, self.own = queries, keys, own
         self.needs_grad, self.returns_lse = needs_grad, returns_lse
         self.attention = LocalAttention(
@@ -153,13 +153,13 @@ class HeadsExchange:
 
     @classmethod
     def of(cls, sharded: ShardedLayout, key_sharded: ShardedLayout, heads: int, kv_heads: int, *more: Any) -> Self:
-        """The exchange of a call with these numbers of query and key heads. `more` is from `slopes` on."""
+        """The exchange of a call with these numbers of query and key heads. `more`: from `slopes` on."""
         each = [Heads.of_rank(rank, sharded.ranks, heads, kv_heads) for rank in range(sharded.ranks)]
         queries = Side(sharded, [one.queries for one in each], heads)
         return cls(queries, Side(key_sharded, [one.keys for one in each], kv_heads), each[sharded.rank], *more)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        """out (N, H, Dv) and lse (N, H)."""
+        """out (N, H, Dv), and lse (N, H) or None."""
         (q,), (k, v), own = self.queries.to_heads(query), self.keys.to_heads(key, value), self.own
         if own.count:
             if own.repeated is not None:

@@ -42,8 +42,11 @@ class ShardedLayout:
     Attributes:
         layout: the sequences of the whole batch.
         mesh: the mesh, with one dimension.
-        rank: the index of this rank in the mesh.
+        mask: the mask for which work is balanced.
+        ranks, rank: P, and the index of this rank in the mesh.
+        lengths: the B lengths.
         plan: the pieces of sequences of each rank.
+        sizes: for each rank, its number of tokens.
         total: N.
         rows: (N,) int64, the row of the packed tensor that is in each row of this rank.
         handle: a tensor () that stands for the layout in code that passes tensors only, such as compiled graphs.
@@ -257,6 +260,7 @@ class ShardedLayout:
     def _pack_nested(
         self, query: Tensor, key: Tensor, value: Tensor, keys: ShardedLayout
     ) -> tuple[_Tensors, Callable[..., Tensor]]:
+        """`unwrap` for NestedTensors."""
         q, k, v = nested.unwrap_each(query=query, key=key, value=value)
         for name, x, layout in (("query", q, self), ("key", k, keys), ("value", v, keys)):
             _check_lengths(name, x.layout, layout.local_layout, layout._pieces_of_rank)
@@ -265,7 +269,7 @@ class ShardedLayout:
     def _pack_dtensors(
         self, query: Tensor, key: Tensor, value: Tensor, _: ShardedLayout
     ) -> tuple[_Tensors, Callable[..., Tensor]]:
-        """Tensors that are no DTensors stay as they are."""
+        """`unwrap` for DTensors. Packed tensors stay as they are."""
         different = {id(x): self._rows_of_dtensor(x) for x in (query, key, value)}
 
         def restore(x: Tensor, tokens_first: bool = False) -> Tensor:
@@ -305,7 +309,7 @@ class ShardedLayout:
             )
 
     def found(self, key: Any) -> Any:
-        """What `cached` has computed for a key, or None."""
+        """The result that `cached` keeps for a key, or None."""
         return self._cache.get(key)
 
     @outside_of_graphs
@@ -323,12 +327,15 @@ class ShardedLayout:
         )
 
     def _rows_of(self, rank: int) -> NDArray[np.int64]:
+        """The rows of the packed tensor that a rank has, in its order."""
         begins = self.layout.host_offsets.numpy()
         pieces = (*self.plan.whole[rank], *self.plan.cut[rank])
         return concatenate([np.arange(begins[p.sequence] + p.start, begins[p.sequence] + p.stop) for p in pieces])
 
 
 class _Gather(torch.autograd.Function):
+    """(N, …) on each rank → (T, …) on all ranks. The gradient is not added over ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharded: ShardedLayout) -> Tensor:
         ctx.sharded = sharded
