@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["NotPackedError", "NotPackedWarning", "PatchHandle", "patch"]
 
 
+_ONLY_HUGGING_FACE = "with a mesh, only Hugging Face models are changed."
+
+
 def patch(
     model: nn.Module,
     padding_free: bool = True,
@@ -75,11 +78,11 @@ def patch(
             Hugging Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls`
             counts them with the reason.
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
-            parallelism). All ranks pass the same batch, which is checked for the first one, and get the same outputs
-            and the same loss. In training with labels, packed logits are those of a rank's own tokens, in an order of
+            parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
+            batch is checked. In training with labels, packed logits are those of a rank's own tokens, in an order of
             its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
-            call that falls back runs padded on every rank. For Hugging Face models whose attention can be divided,
-            without attention dropout in training: others are not changed.
+            call that falls back runs padded on every rank. Only Hugging Face models whose attention can be divided
+            are changed. Attention dropout in training raises an error.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -89,7 +92,7 @@ def patch(
         ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
             The model is then not changed. Or `mesh` has several dimensions, or is passed with `cuda_graphs=True` or
             `padding_free=False`.
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `mesh` is not a `DeviceMesh`.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -152,7 +155,7 @@ def _patch_modules(
 ) -> None:
     """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
     if handle.mesh is not None and isinstance(module, (torch_modules.Stack, torch_modules.Layer, nn.Transformer)):
-        handle.leave(name, "with a mesh, only Hugging Face models are changed.")
+        handle.leave(name, _ONLY_HUGGING_FACE)
         return
     if isinstance(module, torch_modules.Stack):
         if torch_modules.patch_stack(name, module, handle, padding_free):
@@ -175,7 +178,7 @@ def _patch_modules(
         if child is None:
             continue
         if handle.mesh is not None and isinstance(child, nn.MultiheadAttention):
-            handle.leave(path, "with a mesh, only Hugging Face models are changed.")
+            handle.leave(path, _ONLY_HUGGING_FACE)
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)
