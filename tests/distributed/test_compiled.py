@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from test_patched_models import average, batch_of, in_one_process, infer, make, step
+from ranks import average
+from test_patched_models import batch_of, in_one_process, infer, make, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
