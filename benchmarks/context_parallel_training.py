@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from by_turns import show
+from by_turns import show, slowest, synchronize
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -97,16 +97,9 @@ class Training:
         return loss.detach()
 
 
-def slowest(value: float, device: str) -> float:
-    number = torch.tensor(value, device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)
-
-
 def timed(call: Any, device: str) -> tuple[float, float]:
     """The time of a call on the slowest GPU in ms, and the loss."""
-    if GPU:
-        torch.cuda.synchronize()
+    synchronize()
     dist.barrier()
     began = time.perf_counter()
     loss = float(call())
@@ -114,6 +107,7 @@ def timed(call: Any, device: str) -> tuple[float, float]:
 
 
 def compare(mesh: DeviceMesh, steps: int, warmup: int) -> list[str]:
+    """The table of "batches"."""
     device, rank, ranks = mesh.device_type, mesh.get_local_rank(), mesh.size()
     ways = {"dp": Training(mesh, False), "cp": Training(mesh, True)}
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -131,6 +125,7 @@ def compare(mesh: DeviceMesh, steps: int, warmup: int) -> list[str]:
 
 
 def train_long(mesh: DeviceMesh) -> list[str]:
+    """The table of "long"."""
     device = mesh.device_type
     training = Training(mesh, True)
     training.model.gradient_checkpointing_enable()
