@@ -169,14 +169,15 @@ def explain_exchange(
         query: (N, H, D), the tokens of this rank, or a DTensor or NestedTensor of them.
         key, value: (M, G, D) and (M, G, Dv), in the same way.
         sharded, key_sharded: the layouts of queries and of keys; None if they are the same.
-        alibi_slopes, exchange, options: as for `varlen_attention`.
+        alibi_slopes, exchange, options: as for `varlen_attention`, without `backend`, `sinks`, `relative` and
+            `return_lse`.
 
     Returns:
         The choice, with the reasons against the other exchange, bytes and expected times. `print` shows it.
 
     Raises:
         ValueError: as for `varlen_attention`.
-        TypeError: a layout is not a `ShardedLayout`.
+        TypeError: a layout is not a `ShardedLayout`, or an option is not known.
 
     Example:
         >>> import torch, nt_attention as nta  # one process; torchrun starts several
@@ -275,8 +276,8 @@ def prepare(
         if not has_mods(request.options):  # the cache would keep them alive
             sharded.cached(cache_key, lambda: (request.options, plan))
         return request, plan
-    all_given, plan = found
-    return Request(*inputs, sharded, sharded, None, all_given, _unchanged), plan
+    checked_options, plan = found
+    return Request(*inputs, sharded, sharded, None, checked_options, _unchanged), plan
 
 
 def _unchanged(x: Tensor, tokens_first: bool = False) -> Tensor:
@@ -319,7 +320,7 @@ def exchange_of(
 
 
 def _is_overlap_faster(request: Request, plan: KeysPlan) -> bool:
-    """Whether overlapping the exchange saves more time than a second call, whose results are joined, takes."""
+    """Whether receiving rows takes longer than a second call and joining the results of both."""
     query, key, value, sharded, *_ = request
     of_keys, of_queries = (heads * (query.shape[2] + value.shape[2]) for heads in (key.shape[1], query.shape[1]))
     received = 2 * plan.received[sharded.rank] * of_keys

@@ -21,8 +21,8 @@ from .._tracing import outside_of_graphs
 from ..functional import format_lengths
 from ..kernels.call import OPTIONS
 from ..layout import SequenceLayout
+from .dtensor import check_in_backward, from_local
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
-from .versions import check_in_backward
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -292,9 +292,7 @@ class ShardedLayout:
         return x.to_local()
 
     def _as_dtensor(self, x: Tensor) -> Tensor:
-        shape = torch.Size([self.layout.total, *x.shape[1:]])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return from_local(x, self.mesh, Shard(0), (self.layout.total, *x.shape[1:]))
 
     def check_rows(self, name: str, x: Tensor) -> None:
         """Check that a tensor has the rows of this rank.

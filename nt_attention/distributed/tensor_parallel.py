@@ -33,7 +33,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..modules.config import AttentionConfig
 from ..modules.inputs import Inputs, Masks
 from ..modules.multihead import VarlenMultiheadAttention
-from .versions import check_in_backward
+from .dtensor import check_in_backward, from_local
 
 _WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BIASES = ("q_proj_bias", "k_proj_bias", "v_proj_bias")
@@ -94,7 +94,8 @@ class HeadParallel(ParallelStyle):
         attention = _check_module(module)
         _check_division(attention, device_mesh)
         place = functools.partial(_place, mesh=device_mesh, source=self.src_data_rank)
-        widths = [n * attention.head_dim for n in _head_counts(attention)]
+        counts = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+        widths = [count * attention.head_dim for count in counts]
         for name, parts in _PARTS.items():
             fused = getattr(attention, name)
             if fused is None:
@@ -165,8 +166,7 @@ class HeadParallelAttention(VarlenMultiheadAttention):
             layout = Shard(layout.dim % out.dim())
             out = _SumAndDivide.apply(out, mesh, layout)
         if not self.use_local_output:
-            stride = torch.empty(shape, device="meta").stride()
-            out = DTensor.from_local(out, mesh, (layout,), run_check=False, shape=shape, stride=stride)
+            out = from_local(out, mesh, layout, shape)
         return out, weights
 
     @property
@@ -356,6 +356,7 @@ class _SummedLinear(NonDynamicallyQuantizableLinear):
 
 
 def _check_module(module: nn.Module) -> VarlenMultiheadAttention:
+    """Return `module` if its heads can be divided, or raise a ValueError or TypeError."""
     kind = type(module).__name__
     if isinstance(module, HeadParallelAttention):
         raise ValueError("the heads of this module are already divided: apply HeadParallel once.")
@@ -373,6 +374,7 @@ def _check_module(module: nn.Module) -> VarlenMultiheadAttention:
 
 
 def _check_division(attention: VarlenMultiheadAttention, mesh: DeviceMesh) -> None:
+    """Raise a ValueError if the heads can't be divided over this mesh."""
     if mesh.ndim != 1:
         raise ValueError(f'the mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["tp"].')
     ranks = mesh.size()
@@ -397,10 +399,6 @@ def _check_division(attention: VarlenMultiheadAttention, mesh: DeviceMesh) -> No
         )
     if any(isinstance(x, DTensor) for x in attention.parameters()):
         raise ValueError("the parameters are DTensors already: apply HeadParallel before fully_shard.")
-
-
-def _head_counts(attention: VarlenMultiheadAttention) -> tuple[int, int, int]:
-    return attention.num_heads, attention.num_kv_heads, attention.num_kv_heads
 
 
 def _place(owner: nn.Module, name: str, placement: Placement, *, mesh: DeviceMesh, source: int | None) -> None:
@@ -477,7 +475,7 @@ def _shift_heads(mod: Callable[..., Tensor], position: int, first: int) -> Calla
 
 @contextlib.contextmanager
 def _own_random_numbers(device: torch.device, mesh: DeviceMesh) -> Iterator[None]:
-    """Draw other random numbers on each rank, for dropout of its heads. Afterwards generators are equal on all ranks.
+    """A context in which each rank draws its own random numbers. Afterwards all generators are equal again.
 
     The seed is drawn from the CPU's generator.
     """
@@ -573,10 +571,7 @@ class _SumAndDivide(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        stride = torch.empty(ctx.shape, device="meta").stride()
-        placed = DTensor.from_local(
-            gradient.contiguous(), ctx.mesh, (ctx.part,), run_check=False, shape=ctx.shape, stride=stride
-        )
+        placed = from_local(gradient.contiguous(), ctx.mesh, ctx.part, ctx.shape)
         return _wait(placed.redistribute(ctx.mesh, (Replicate(),)).to_local()), None, None
 
 
