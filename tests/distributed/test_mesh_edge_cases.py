@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from ranks import DECODER, NO_DROPOUT, SMALL, average, padded_batch, run_in_float64
+from ranks import DECODER, NO_DROPOUT, SMALL, average, mesh_of_all, padded_batch, run_in_float64
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     BertConfig,
@@ -44,7 +44,7 @@ MODELS = {
 
 def compare(name, batch):
     """The loss (or logits) and mean gradients with a mesh, and those in one process."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     torch.manual_seed(3)
     model = MODELS[name]().double()
     sharded = copy.deepcopy(model)
@@ -117,7 +117,7 @@ def test_esm():
 
 def train_with_dropout():
     model = MODELS["bert dropout"]()
-    nta.patch(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    nta.patch(model, mesh=mesh_of_all())
     batch = padded_batch([9, 4])
     try:
         loss = model.train()(**batch, labels=batch["input_ids"]).loss
@@ -132,7 +132,7 @@ def test_attention_dropout_of_a_model():
 
 
 def shift_labels_alone():
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     batch, found = padded_batch([9, 4]), []
     for more in ({}, {"mesh": mesh}):
         model = MODELS["llama"]()
@@ -148,7 +148,7 @@ def test_shift_labels_without_labels():
 
 
 def attend(lengths, window, slopes, exchange):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     layout = nta.SequenceLayout.from_lengths(lengths)
     sharded = layout.shard(mesh)
     x = torch.randn(layout.total, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -171,7 +171,7 @@ def test_slopes_of_each_sequence_on_a_rank_without_tokens():
 
 
 def different_batches(what):
-    mesh, rank = init_device_mesh("cpu", (torch.distributed.get_world_size(),)), torch.distributed.get_rank()
+    mesh, rank = mesh_of_all(), torch.distributed.get_rank()
     model, batch = MODELS["llama"](), padded_batch([9, 4] if what == "ids" or not rank else [8, 5])
     if what == "ids" and rank:
         batch["input_ids"][0, 1] += 1
@@ -186,7 +186,7 @@ def test_ranks_with_different_batches(what):
 
 
 def arguments_of_patch():
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     for error, match, model, more in (
         (TypeError, "must be a DeviceMesh", "llama", {"mesh": 2}),
         (ValueError, "must have one dimension, got 2", "llama", {"mesh": init_device_mesh("cpu", (1, 2))}),

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from ranks import DECODER, NO_DROPOUT, SMALL, average, padded_batch, run_in_float64, whole
-from torch.distributed.device_mesh import init_device_mesh
+from ranks import DECODER, NO_DROPOUT, SMALL, average, mesh_of_all, padded_batch, run_in_float64, whole
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
@@ -102,7 +101,7 @@ def in_one_process(name, lengths=LENGTHS, **more):
 
 
 def on_each_rank(name, engine, more):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     model, batch = make(name), batch_of(name)
     if engine == "checkpointed":
         model.gradient_checkpointing_enable()

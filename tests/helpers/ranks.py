@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 SMALL = {
@@ -10,6 +11,11 @@ SMALL = {
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODER = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def mesh_of_all(device="cpu"):
+    """A mesh with one dimension of all ranks."""
+    return init_device_mesh(device, (torch.distributed.get_world_size(),))
 
 
 def padded_batch(lengths, seed=5):
