@@ -34,6 +34,7 @@ from ..modules.config import AttentionConfig
 from ..modules.inputs import Inputs, Masks
 from ..modules.multihead import VarlenMultiheadAttention
 from .dtensor import check_in_backward, from_local
+from .mods import shift_heads
 
 _WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BIASES = ("q_proj_bias", "k_proj_bias", "v_proj_bias")
@@ -254,8 +255,8 @@ class HeadParallelAttention(VarlenMultiheadAttention):
         return masks._replace(
             attn_mask=attn_mask,
             key_padding_mask=None if padding is None else sum_gradients(padding),
-            mask_mod=None if masks.mask_mod is None else _with_global_heads(masks.mask_mod, 1, own.start),
-            score_mod=None if masks.score_mod is None else _with_global_heads(masks.score_mod, 2, own.start),
+            mask_mod=None if masks.mask_mod is None else _with_global_heads(masks.mask_mod, True, own.start),
+            score_mod=None if masks.score_mod is None else _with_global_heads(masks.score_mod, False, own.start),
         )
 
     def _run_as_graph(self, captured: Any, inputs: Inputs) -> None:
@@ -446,31 +447,23 @@ def _to_local(arguments: tuple[tuple[Any, ...], dict[str, Any]], mesh: DeviceMes
     return tuple(convert(x) for x in args), {name: convert(x) for name, x in kwargs.items()}
 
 
-def _with_global_heads(mod: Callable[..., Tensor], position: int, first: int) -> Callable[..., Tensor]:
-    """`mod` for the heads of a rank: its argument number `position` is a head, and is increased by `first`."""
+def _with_global_heads(mod: Callable[..., Tensor], is_mask: bool, first: int) -> Callable[..., Tensor]:
+    """`shift_heads`, with one function for all layers where possible.
+
+    Raises:
+        ValueError: the closure of `mod` has a tensor that needs a gradient.
+    """
     cells = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
     if any(isinstance(x, Tensor) and x.requires_grad for x in cells):
         raise ValueError(
             "a score_mod or mask_mod uses a tensor that needs a gradient, which would be that of this rank's heads "
             "only: pass a tensor that needs none, or a float attn_mask."
         )
-    shift = _shift_heads if isinstance(mod, Hashable) else _shift_heads.__wrapped__
-    return shift(mod, position, first)
+    shift = _shift_heads_cached if isinstance(mod, Hashable) else shift_heads
+    return shift(mod, is_mask, first)
 
 
-@functools.lru_cache(maxsize=16)  # one function for all layers, because flex compiles each one
-def _shift_heads(mod: Callable[..., Tensor], position: int, first: int) -> Callable[..., Tensor]:
-    if position == 1:
-
-        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return mod(b, h + first, i, j)
-
-        return mask_mod
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mod(score, b, h + first, i, j)
-
-    return score_mod
+_shift_heads_cached = functools.lru_cache(maxsize=16)(shift_heads)  # flex compiles each function
 
 
 @contextlib.contextmanager
