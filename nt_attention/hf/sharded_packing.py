@@ -28,13 +28,13 @@ from .proof import Head, Proof
 
 # Argument → why a call with it and a mesh falls back to the padded forward.
 _NOT_SUPPORTED = {
-    "logits_to_keep": "it asks for some logits only, and ranks have other tokens",
+    "logits_to_keep": "it asks for the logits of some tokens, and each rank has other tokens",
     "next_sentence_label": "it asks for a loss of whole sequences, which is added to that of tokens",
 }
 
 
 def why_not_sharded(proof: Proof, needs_row: bool, is_routed: bool) -> str | None:
-    """Why the tokens of a model can't be divided over ranks, or None."""
+    """Why the tokens of a model can't be divided over ranks, or None. The arguments are those of `PackedCall`."""
     if proof.mask is not None or not is_routed:
         return "its own attention code needs all tokens of a sequence on one rank"
     if proof.extra == "seq_idx":
@@ -167,13 +167,13 @@ def check_batches(packing: ShardedPacking, tokens: Tensor) -> None:
     order = torch.arange(1, len(lengths) + 1)
     numbers = [packing.rows, packing.length, len(lengths), int(lengths.sum()), int((lengths * order).sum())]
     values = tokens.detach().flatten().double()
-    here = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
+    own = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=tokens.device)
-    here = torch.cat([here, (values * weights).sum()[None]])
+    own = torch.cat([own, (values * weights).sum()[None]])
     sharded = packing.sharded
-    found = [torch.empty_like(here) for _ in range(sharded.ranks)]
-    dist.all_gather(found, here, group=sharded.group)
-    if any(not torch.equal(each, here) for each in found):
+    found = [torch.empty_like(own) for _ in range(sharded.ranks)]
+    dist.all_gather(found, own, group=sharded.group)
+    if any(not torch.equal(each, own) for each in found):
         raise ValueError(
             "the ranks of mesh= have different batches: pass the same batch on all of them. A sampler must divide the "
             "data over the other dimensions of the mesh only."
