@@ -56,12 +56,12 @@ def make_model(mesh: DeviceMesh) -> LlamaForCausalLM:
     return model
 
 
-def batch_of(lengths: Any, device: str) -> dict[str, Tensor]:
-    """A padded batch with labels."""
+def batch_of(lengths: Any, seed: int, device: str) -> dict[str, Tensor]:
+    """A padded batch with labels. It is the same on all ranks that pass the same lengths and seed."""
     lengths = torch.tensor(lengths)
     length = -(-int(lengths.max()) // 8) * 8
     mask = torch.arange(length) < lengths[:, None]
-    ids = torch.randint(1, VOCABULARY, mask.shape) * mask
+    ids = torch.randint(1, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
     batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
     return {name: x.to(device) for name, x in batch.items()}
 
@@ -113,8 +113,8 @@ def compare(mesh: DeviceMesh, steps: int, warmup: int) -> list[str]:
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(warmup + steps):
         each = [draw_lengths(f"lognormal:{LONGEST}", TOKENS, seed=ranks * number + r) for r in range(ranks)]
-        torch.manual_seed(number)
-        batches = {"dp": batch_of(each[rank], device), "cp": batch_of([x for one in each for x in one], device)}
+        everything = [length for lengths in each for length in lengths]
+        batches = {"dp": batch_of(each[rank], number, device), "cp": batch_of(everything, number, device)}
         for way, training in ways.items():
             times[way].append(timed(lambda t=training, b=batches[way]: t.step(b), device)[0])
     median = {way: statistics.median(each[warmup:]) for way, each in times.items()}
