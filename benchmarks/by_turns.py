@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 WARMUP = 3  # rounds
 
@@ -25,11 +26,24 @@ def by_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, f
 
 def wall_clock_ms(call: Callable[[], Any]) -> float:
     """The time of one call in ms, from device sync to device sync."""
-    _synchronize()
+    synchronize()
     began = time.perf_counter()
     call()
-    _synchronize()
+    synchronize()
     return 1e3 * (time.perf_counter() - began)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def slowest(value: float, device: str) -> float:
+    """The largest value of all ranks."""
+    number = torch.tensor(value, device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return float(number)
 
 
 def reserve_memory() -> None:
@@ -48,8 +62,3 @@ def show(lines: Sequence[str], save: Path | None) -> None:
     if save is not None:
         command = " ".join(["python benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
         save.write_text("\n".join([f"`{command}`", "", *lines]) + "\n")
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -6,14 +6,15 @@
 
 - one GPU: each GPU runs the whole batch by itself.
 - keys, heads: the two exchanges.
-- no exchange: the pieces of each GPU, with all keys that they see already there.
+- no exchange: the pieces of each GPU, with all keys that they see already on this GPU.
 - all-gather: each GPU gets the keys and values of all others.
 - context_parallel: PyTorch's ring attention with `scaled_dot_product_attention`. It takes one sequence.
 
 Times are medians of wall-clock times in ms, by turns, from a barrier to the device sync of the slowest GPU. The share
 of linear is the time on one GPU over that of all GPUs together. "host" is the time until the calls return. "device" is
-the time that the GPU takes if all is launched before, and its share. Errors are relative to the result on one GPU, by
-norm, the largest of output and gradients. Memory is the peak of one GPU with the inputs of that way, in GB.
+the time on the GPU if all kernels are launched before, with its share of linear. Errors are relative to the result on
+one GPU, by norm, the largest of output and gradients. Memory is the peak of one GPU in GB, with the inputs of this way
+alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from by_turns import reserve_memory, show
+from by_turns import reserve_memory, show, slowest, synchronize
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -141,20 +142,8 @@ class Case:
             yield
 
 
-def slowest(value: float, device: str) -> float:
-    """The largest value of all ranks."""
-    number = torch.tensor(value, device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)
-
-
-def synchronize() -> None:
-    if GPU:
-        torch.cuda.synchronize()
-
-
 def measure(case: Case, way: str) -> tuple[float, float]:
-    """The time of a call on the slowest GPU in ms, and that until it returns."""
+    """The time of a call on the slowest GPU in ms, and the time until the call returns."""
     synchronize()
     dist.barrier()
     began = time.perf_counter()
@@ -194,11 +183,12 @@ def peak(lengths: Any, mesh: DeviceMesh, way: str) -> float:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     case.run(way)
-    torch.cuda.synchronize()
+    synchronize()
     return slowest(torch.cuda.max_memory_allocated() / 1e9, mesh.device_type)
 
 
 def run(name: str, lengths: Any, mesh: DeviceMesh, rounds: int, shows_memory: bool) -> list[str]:
+    """The table of a workload, with a row for each way."""
     case = Case(lengths, mesh)
     ways = ["one GPU", "keys", "heads", "no exchange", "all-gather"]
     errors = {way: error(case.run(way), case) for way in ("keys", "heads", "all-gather")}

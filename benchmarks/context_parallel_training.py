@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from by_turns import show
+from by_turns import show, slowest, synchronize
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -56,12 +56,12 @@ def make_model(mesh: DeviceMesh) -> LlamaForCausalLM:
     return model
 
 
-def batch_of(lengths: Any, device: str) -> dict[str, Tensor]:
-    """A padded batch with labels."""
+def batch_of(lengths: Any, seed: int, device: str) -> dict[str, Tensor]:
+    """A padded batch with labels. It is the same on all ranks that pass the same lengths and seed."""
     lengths = torch.tensor(lengths)
     length = -(-int(lengths.max()) // 8) * 8
     mask = torch.arange(length) < lengths[:, None]
-    ids = torch.randint(1, VOCABULARY, mask.shape) * mask
+    ids = torch.randint(1, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
     batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
     return {name: x.to(device) for name, x in batch.items()}
 
@@ -97,16 +97,9 @@ class Training:
         return loss.detach()
 
 
-def slowest(value: float, device: str) -> float:
-    number = torch.tensor(value, device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return float(number)
-
-
 def timed(call: Any, device: str) -> tuple[float, float]:
     """The time of a call on the slowest GPU in ms, and the loss."""
-    if GPU:
-        torch.cuda.synchronize()
+    synchronize()
     dist.barrier()
     began = time.perf_counter()
     loss = float(call())
@@ -114,13 +107,14 @@ def timed(call: Any, device: str) -> tuple[float, float]:
 
 
 def compare(mesh: DeviceMesh, steps: int, warmup: int) -> list[str]:
+    """The table of "batches"."""
     device, rank, ranks = mesh.device_type, mesh.get_local_rank(), mesh.size()
     ways = {"dp": Training(mesh, False), "cp": Training(mesh, True)}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(warmup + steps):
         each = [draw_lengths(f"lognormal:{LONGEST}", TOKENS, seed=ranks * number + r) for r in range(ranks)]
-        torch.manual_seed(number)
-        batches = {"dp": batch_of(each[rank], device), "cp": batch_of([x for one in each for x in one], device)}
+        everything = [length for lengths in each for length in lengths]
+        batches = {"dp": batch_of(each[rank], number, device), "cp": batch_of(everything, number, device)}
         for way, training in ways.items():
             times[way].append(timed(lambda t=training, b=batches[way]: t.step(b), device)[0])
     median = {way: statistics.median(each[warmup:]) for way, each in times.items()}
@@ -131,6 +125,7 @@ def compare(mesh: DeviceMesh, steps: int, warmup: int) -> list[str]:
 
 
 def train_long(mesh: DeviceMesh) -> list[str]:
+    """The table of "long"."""
     device = mesh.device_type
     training = Training(mesh, True)
     training.model.gradient_checkpointing_enable()

@@ -16,9 +16,9 @@ Rows, bytes and visible pairs are exact: they are counted from the library's pla
   are fitted to the times of one GPU and of "no exchange" in `MEASURED`.
 - Exchange: a collective takes as long as its slowest GPU. A GPU sends and receives at once, over both links at once.
   Messages of any size get the full bandwidth.
-- Copies: what is exchanged is read and written 3 times; of keys, all that a GPU sees.
+- Copies: what is exchanged is read and written 3 times. Of keys, these are all that the queries of a GPU see.
 - Latency: a fixed time for each collective, with the host time around it. It is chosen to fit `MEASURED`.
-- Nothing overlaps. The library lets whole sequences run while keys travel, so keys can be faster than here.
+- Nothing overlaps. In the library, whole sequences can run during the exchange of keys, which can then be faster.
 
 The network is an assumption: one NIC of 400 Gb/s for each GPU, without congestion. NVLink has the rate that was
 measured between two GPUs. The plan for all GPUs does not know which of them share a host. The share of linear is the
@@ -72,6 +72,7 @@ class Way:
 
 
 def over_keys(lengths: Sequence[int], ranks: int) -> Way:
+    """The exchange of keys over all GPUs."""
     plan = make_plan(lengths, ranks, MASK)
     rows = rows_received(plan, lengths)
     tokens = np.array(chunk_sizes(sum(lengths), ranks))
@@ -83,6 +84,7 @@ def over_keys(lengths: Sequence[int], ranks: int) -> Way:
 
 
 def over_heads(lengths: Sequence[int], ranks: int) -> Way:
+    """The exchange of heads over all GPUs."""
     sizes = np.array(chunk_sizes(sum(lengths), ranks))
     own = [Heads.of_rank(rank, ranks, HEADS, KV_HEADS) for rank in range(ranks)]
     counts, key_counts = np.array([each.count for each in own]), np.array([each.key_count for each in own])
@@ -95,7 +97,7 @@ def over_heads(lengths: Sequence[int], ranks: int) -> Way:
 
 
 def over_two_levels(lengths: Sequence[int], ranks: int) -> Way:
-    """The tokens must be divisible by the number of GPUs, so that all hosts have as many."""
+    """Keys between hosts, heads inside. The tokens must be divisible by the GPUs, so that all hosts have as many."""
     hosts = ranks // HOST
     keys, heads = over_keys(lengths, hosts), over_heads([sum(lengths) // hosts], HOST)
     collectives = [np.kron(np.eye(hosts), each) for each in heads.collectives]
@@ -130,16 +132,16 @@ class Model:
     latency: float = 150  # µs of a collective
 
     def kernels(self, pairs: Array, tokens: Array) -> Array:
-        """ms."""
+        """The time of the kernels of each GPU, in ms."""
         return FLOPS * pairs / self.tflops / 1e9 + self.token * tokens / 1e6 + self.call / 1e3
 
     def exchange(self, collectives: Sequence[Array]) -> float:
-        """The ms in which bytes travel."""
+        """The time to send bytes, in ms."""
         each = [[inside / self.nvlink, between / self.network] for inside, between in map(by_link, collectives)]
         return sum(max(float(max(x.sum(0).max(), x.sum(1).max())) for x in links) for links in each) / 1e6
 
     def total(self, way: Way) -> float:
-        """ms."""
+        """The time of forward and backward on the slowest GPU, in ms."""
         on_gpu = (self.kernels(way.pairs, way.tokens) + way.copied / self.memory / 1e6).max()
         return float(on_gpu) + self.exchange(way.collectives) + self.latency / 1e3 * len(way.collectives)
 
@@ -152,7 +154,7 @@ def by_link(received: Array) -> tuple[Array, Array]:
 
 
 def fit_kernels() -> list[float]:
-    """`tflops`, `token` and `call`: the least squares of relative errors."""
+    """`tflops`, `token` and `call`, with the least squares of relative errors."""
     rows, times = [], []
     for name, (one, *_, no_exchange) in MEASURED.items():
         plan, tokens = make_plan(workloads(1)[name], 2, MASK), sum(workloads(1)[name])
@@ -163,6 +165,7 @@ def fit_kernels() -> list[float]:
 
 
 def compare(model: Model) -> list[str]:
+    """A table of modelled and measured times on two GPUs."""
     lines = ["| two GPUs | one GPU, ms: measured | model | keys, share of linear: measured | model | "
              "heads: measured | model |", "|---" * 7 + "|"]  # fmt: skip
     for name, (one, *measured) in MEASURED.items():
@@ -196,6 +199,7 @@ def fitted(lengths: Sequence[int], total: int) -> list[int]:
 
 
 def simulate(model: Model, ranks: int, lengths: Sequence[int]) -> list[str]:
+    """The rows of a table, one for each way."""
     ways = {"keys": over_keys}
     ways |= {"heads": over_heads} if ranks <= HEADS else {}
     ways |= {"two levels": over_two_levels} if ranks > HOST and ranks % HOST == 0 else {}
@@ -203,12 +207,12 @@ def simulate(model: Model, ranks: int, lengths: Sequence[int]) -> list[str]:
     one = float(model.kernels(pairs, sum(lengths)))
     for name, make in ways.items():
         way = make(lengths, ranks)
-        total, travel = model.total(way), model.exchange(way.collectives)
+        total, exchange = model.total(way), model.exchange(way.collectives)
         links = [by_link(each) for each in way.collectives]
         inside, between = (sum((x[i].sum(1) for x in links), np.zeros(ranks)).max() / 1e6 for i in range(2))
         kernels = float(model.kernels(way.pairs, way.tokens).max())
         imbalance, share = way.pairs.max() * ranks / pairs, one / ranks / total
-        cells = [f"{x:,.1f}" for x in (inside, between)] + [f"{x:.2f}" for x in (imbalance, kernels, travel, total)]
+        cells = [f"{x:,.1f}" for x in (inside, between)] + [f"{x:.2f}" for x in (imbalance, kernels, exchange, total)]
         lines.append(f"| {ranks} | {name} | {' | '.join(cells)} | {share:.0%} |")
     return lines
 

@@ -66,7 +66,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rows", type=int, default=4, help="articles in a batch")
-    parser.add_argument("--length", type=int, default=4096, help="characters that count of an article")
+    parser.add_argument("--length", type=int, default=4096, help="characters that are used of each article")
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)

@@ -18,12 +18,13 @@ from ..kernels.autograd import with_sinks
 from ..kernels.call import AttentionSpec, all_options, check_slopes
 from .exchange_heads import Heads, HeadsExchange
 from .exchange_keys import KeysExchange, KeysPlan
-from .local_attention import TensorInfo
+from .local_attention import TensorInfo, take_tensors
 from .planner import Mask
 from .sharded_layout import ShardedLayout
 
 EXCHANGES = ("keys", "heads")
-# For the choice: what one GPU computes, FLOPs in a µs; what it receives, and what it reads and writes, bytes in a µs.
+_PLAIN = {Tensor, torch.nn.Parameter}  # not DTensors or NestedTensors
+# Rates of one GPU, for the choice: FLOPs in a µs, received bytes in a µs, and bytes read and written in a µs.
 FLOPS_PER_US, BYTES_PER_US, COPIED_BYTES_PER_US = 4e8, 2e5, 2e6
 SECOND_CALL_US = 300.0  # the host time of another call, forward and backward
 
@@ -134,9 +135,9 @@ class _Sharded(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         out, lse = run.forward(query, key, value)
-        tensors = [[] if saved is None else saved.take_tensors() for saved in run.saved]
+        tensors = take_tensors(run.saved)
         ctx.run, ctx.counts = run, [len(each) for each in tensors]
-        ctx.inputs = [TensorInfo(x.shape, x.dtype, x.device) for x in (query, key, value)]
+        ctx.inputs = [TensorInfo.of(x) for x in (query, key, value)]
         ctx.save_for_backward(*[x for each in tensors for x in each])
         return out, None if lse is None else lse.detach()  # a view that is made here can't be changed in place
 
@@ -168,14 +169,15 @@ def explain_exchange(
         query: (N, H, D), the tokens of this rank, or a DTensor or NestedTensor of them.
         key, value: (M, G, D) and (M, G, Dv), in the same way.
         sharded, key_sharded: the layouts of queries and of keys; None if they are the same.
-        alibi_slopes, exchange, options: as for `varlen_attention`.
+        alibi_slopes, exchange, options: as for `varlen_attention`, without `backend`, `sinks`, `relative` and
+            `return_lse`.
 
     Returns:
         The choice, with the reasons against the other exchange, bytes and expected times. `print` shows it.
 
     Raises:
         ValueError: as for `varlen_attention`.
-        TypeError: a layout is not a `ShardedLayout`.
+        TypeError: a layout is not a `ShardedLayout`, or an option is not known.
 
     Example:
         >>> import torch, nt_attention as nta  # one process; torchrun starts several
@@ -225,14 +227,15 @@ def choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
 
 
 def _why_not_keys(request: Request) -> str | None:
+    """Why the exchange of keys can't run a call, or None."""
     mask, options = _mask(request.options), request.options
     if request.key_sharded is not request.sharded:
         return "queries and keys are different sequences."
-    if _has_mods(options):
+    if has_mods(options):
         return "score_mod and mask_mod need whole sequences."
     is_open = mask == Mask.of(False, (-1, -1)) and request.slopes is None
     if any(request.sharded.plan.cut) and mask.right and not is_open:
-        return "a sequence is cut, and its queries see a window of keys after them, or ALiBi adds their distances."
+        return "a sequence is cut, and keys after a query are visible within a window or with ALiBi."
     return None
 
 
@@ -247,7 +250,7 @@ def prepare(
     options: dict[str, Any],
     exchange: str,
 ) -> tuple[Request, KeysPlan | None]:
-    """Check a call and select its exchange. The result has the plan of the exchange of keys, or None for heads.
+    """Check a call and select its exchange. Returns the checked call, and the plan of the exchange of keys or None.
 
     A call with the same shapes and options as one before, as in other layers of a model, is not checked again.
     """
@@ -270,21 +273,20 @@ def prepare(
         found = None
     if found is None:
         request, plan = _prepare(*inputs, sharded, None, None, None, options, exchange)
-        if not _has_mods(request.options):  # the cache would keep them alive
+        if not has_mods(request.options):  # the cache would keep them alive
             sharded.cached(cache_key, lambda: (request.options, plan))
         return request, plan
-    all_given, plan = found
-    return Request(*inputs, sharded, sharded, None, all_given, _as_it_is), plan
+    checked_options, plan = found
+    return Request(*inputs, sharded, sharded, None, checked_options, _unchanged), plan
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-def _as_it_is(x: Tensor, tokens_first: bool = False) -> Tensor:
+def _unchanged(x: Tensor, tokens_first: bool = False) -> Tensor:
+    """`Request.restore` for packed tensors."""
     return x
 
 
-def _has_mods(options: dict[str, Any]) -> bool:
+def has_mods(options: dict[str, Any]) -> bool:
+    """Whether a call has `score_mod` or `mask_mod`."""
     return options["score_mod"] is not None or options["mask_mod"] is not None
 
 
@@ -299,9 +301,11 @@ def _prepare(
     options: dict[str, Any],
     exchange: str,
 ) -> tuple[Request, KeysPlan | None]:
+    """`prepare` without its cache."""
     request = _check(query, key, value, sharded, key_sharded, slopes, relative, options)
     is_keys = choose_exchange(request, exchange).chosen == "keys"
-    return request, _keys_plan(sharded, _mask(request.options)) if is_keys else None
+    plan = _keys_plan(sharded, _mask(request.options)) if is_keys else None
+    return request, plan
 
 
 def exchange_of(
@@ -316,16 +320,17 @@ def exchange_of(
 
 
 def _is_overlap_faster(request: Request, plan: KeysPlan) -> bool:
-    """Whether the time to receive rows is longer than that to join the results of two calls."""
+    """Whether receiving rows takes longer than a second call and joining the results of both."""
     query, key, value, sharded, *_ = request
     of_keys, of_queries = (heads * (query.shape[2] + value.shape[2]) for heads in (key.shape[1], query.shape[1]))
     received = 2 * plan.received[sharded.rank] * of_keys
-    # two calls join out and all gradients; one call has the keys and values of whole sequences copied
+    # Two calls copy out and all gradients to join them. One call copies the keys and values of whole sequences.
     copied = 2 * (sharded.total * (of_queries + of_keys) - plan.whole * of_keys)
     return received / BYTES_PER_US > copied / COPIED_BYTES_PER_US + SECOND_CALL_US
 
 
 def _mask(options: dict[str, Any]) -> Mask:
+    """The mask that causality and window make."""
     return Mask.of(options["is_causal"], tuple(options["window_size"]))
 
 

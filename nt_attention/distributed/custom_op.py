@@ -1,7 +1,7 @@
 """Sharded attention as a custom operator, for graphs of torch.compile.
 
 A graph holds tensors and numbers, so the operator takes the handle of a `ShardedLayout`. Another batch has another
-handle, and the same graph runs it. What the backward needs is kept by a tensor too, the result `state`.
+handle, and the same graph runs it. What the backward needs is found by a tensor too, the result `state`.
 
 Dimensions: N query tokens of this rank, M key tokens of this rank, H query heads, G key heads, D and Dv head dims.
 """
@@ -24,8 +24,8 @@ from .._tracing import TracedShardedLayout, is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, SCHEMA, all_options, from_schema, values_in_schema
-from .attention import exchange_of, prepare, sharded_attention
-from .local_attention import TensorInfo, accumulation_dtype
+from .attention import exchange_of, has_mods, prepare, sharded_attention
+from .local_attention import TensorInfo, accumulation_dtype, take_tensors
 from .sharded_layout import ShardedLayout
 
 _FORWARD = f"Tensor query, Tensor key, Tensor value, Tensor handle, Tensor key_handle, Tensor? alibi_slopes, {SCHEMA}"
@@ -52,8 +52,7 @@ def attention(
     In a graph, calls with `score_mod`, `mask_mod`, NestedTensors or DTensors run outside of it.
     """
     given = all_options(options)
-    has_mods = given["score_mod"] is not None or given["mask_mod"] is not None
-    if not is_traced(query) or has_mods or relative is not None or not _are_plain(query, key, value):
+    if not is_traced(query) or has_mods(given) or relative is not None or not _are_plain(query, key, value):
         layouts = _layout_of(sharded), None if key_sharded is None else _layout_of(key_sharded)
         named: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative}
         named |= {"return_lse": return_lse, "backend": backend, "exchange": exchange, "options": options}
@@ -89,7 +88,7 @@ def _from_handle(handle: Tensor) -> ShardedLayout:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Within the block, autograd records operations with `enable_grad`. It does not in an operator.
+    """A context in which autograd records operations with `enable_grad`. In an operator it does not.
 
     Some backends, such as the reference, have no kernel for the backward, and are differentiated by autograd.
     """
@@ -102,7 +101,7 @@ def _recording() -> Iterator[None]:
 
 @dataclass
 class _State:
-    """What the backward needs: the exchange, the tensors that it saved, and the form of query, key and value."""
+    """What the backward needs: the exchange, the tensors that it saved, and the shapes of query, key and value."""
 
     run: Any
     tensors: list[list[Tensor | None]]
@@ -123,9 +122,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_hand
         out, lse = run.forward(*request[:3])
     if lse is None or not wants_lse:
         lse = query.new_empty(0, dtype=accumulation_dtype(query.dtype))
-    tensors = [[] if saved is None else saved.take_tensors() for saved in run.saved]
-    inputs = [TensorInfo(x.shape, x.dtype, x.device) for x in (query, key, value)]
-    return out, lse.clone(), tensor_of(_State(run, tensors, inputs), query.device)
+    inputs = [TensorInfo.of(x) for x in (query, key, value)]
+    return out, lse.clone(), tensor_of(_State(run, take_tensors(run.saved), inputs), query.device)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, *arguments: Any) -> Any:

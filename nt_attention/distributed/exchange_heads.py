@@ -9,7 +9,7 @@ D and Dv head dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
+from .mods import shift_heads
 from .sharded_layout import ShardedLayout
 
 
@@ -138,7 +139,7 @@ class HeadsExchange:
         needs_grad: bool,
         returns_lse: bool,
     ) -> None:
-        """`options` are those of `varlen_attention`. Without `returns_lse`, lse is not exchanged and None."""
+        """`options` are those of `varlen_attention`. Without `returns_lse`, lse is not exchanged, and it is None."""
         self.queries, self.keys, self.own = queries, keys, own
         self.needs_grad, self.returns_lse = needs_grad, returns_lse
         self.attention = LocalAttention(
@@ -153,13 +154,13 @@ class HeadsExchange:
 
     @classmethod
     def of(cls, sharded: ShardedLayout, key_sharded: ShardedLayout, heads: int, kv_heads: int, *more: Any) -> Self:
-        """The exchange of a call with these numbers of query and key heads. `more` is from `slopes` on."""
+        """The exchange of a call with these numbers of query and key heads. `more`: from `slopes` on."""
         each = [Heads.of_rank(rank, sharded.ranks, heads, kv_heads) for rank in range(sharded.ranks)]
         queries = Side(sharded, [one.queries for one in each], heads)
         return cls(queries, Side(key_sharded, [one.keys for one in each], kv_heads), each[sharded.rank], *more)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        """out (N, H, Dv) and lse (N, H)."""
+        """out (N, H, Dv), and lse (N, H) or None."""
         (q,), (k, v), own = self.queries.to_heads(query), self.keys.to_heads(key, value), self.own
         if own.count:
             if own.repeated is not None:
@@ -205,14 +206,8 @@ def _add_heads(x: Tensor, heads: Heads) -> Tensor:
 
 
 def _with_first_head(options: dict[str, Any], first: int) -> dict[str, Any]:
-    """The options, in which score_mod and mask_mod get the index of a head in the whole model."""
-    if not first or (options.get("score_mod") is None and options.get("mask_mod") is None):
+    """The options, in which score_mod and mask_mod get the index of a head among all heads."""
+    if not first:
         return options
-    score_mod: Callable[..., Any] | None = options.get("score_mod")
-    mask_mod: Callable[..., Any] | None = options.get("mask_mod")
-    changed = dict(options)
-    if score_mod is not None:
-        changed["score_mod"] = lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h + first, q_idx, kv_idx)
-    if mask_mod is not None:
-        changed["mask_mod"] = lambda b, h, q_idx, kv_idx: mask_mod(b, h + first, q_idx, kv_idx)
-    return changed
+    mods = {name: options[name] for name in ("score_mod", "mask_mod") if options[name] is not None}
+    return options | {name: shift_heads(mod, name == "mask_mod", first) for name, mod in mods.items()}

@@ -1,9 +1,9 @@
 """The exchange of keys: each rank gets the keys and values that its queries see, and runs its own queries.
 
-Sequences that are whole on a rank need no exchange. They run while the keys of cut sequences travel, or in one call
-with the pieces of cut sequences: that copies fewer bytes, and is faster if few keys travel. In the backward, the
-gradients of received keys are sent back while the whole sequences run. Their owner adds them in float32, in the order
-of the ranks.
+Sequences that are whole on a rank need no exchange. They run during the exchange of keys of cut sequences, or in one
+call with the pieces of cut sequences: that copies fewer bytes, and is faster if few keys are exchanged. In the
+backward, the gradients of received keys are sent back while the whole sequences run. Their owner adds them in float32,
+in the order of the ranks.
 
 The keys of a piece are those that its queries see. So its last query is aligned with its last key if the mask is
 causal.
@@ -47,11 +47,11 @@ class KeysPlan:
         all_layouts: the whole sequences and then the pieces, and their keys.
         send_splits, receive_splits: the number of rows for each rank, and from each rank.
         is_cut: whether a sequence is cut, on any rank.
-        is_needed: whether any rank receives a row.
+        has_transfers: whether any rank receives a row.
         received: for each rank, the number of received rows.
         sent: (rows to send, 1), by rank, from the N own rows.
-        seen: (W + S, 1), the keys of `all_layouts`, from the N own rows and the R received ones.
-        seen_by_cut: (S, 1), those of `key_layout`.
+        visible: (W + S, 1), the keys of `all_layouts`, from the N own rows and the R received ones.
+        visible_to_cut: (S, 1), those of `key_layout`.
         uses: (C, ·), where each own row of a cut sequence is in the S keys of pieces.
         uses_of_received: (R, ·), the same of each received row.
         sums: (C, ·), the gradients of each own row of a cut sequence: of its own uses, and those that are returned.
@@ -68,11 +68,11 @@ class KeysPlan:
     send_splits: list[int]
     receive_splits: list[int]
     is_cut: bool
-    is_needed: bool
+    has_transfers: bool
     received: list[int]
     sent: RowTable
-    seen: RowTable
-    seen_by_cut: RowTable
+    visible: RowTable
+    visible_to_cut: RowTable
     uses: RowTable
     uses_of_received: RowTable
     sums: RowTable
@@ -123,11 +123,11 @@ class KeysPlan:
             send_splits=[len(rows) for rows in sent],
             receive_splits=receive_splits,
             is_cut=any(cut),
-            is_needed=any(transfers),
+            has_transfers=any(transfers),
             received=[sum([last - first for *_, first, last in each]) for each in transfers],
             sent=table(num_whole + concatenate(sent)),
-            seen=table(concatenate([np.arange(num_whole), num_whole + concatenate(sources)])),
-            seen_by_cut=table(num_whole + concatenate(sources)),
+            visible=table(concatenate([np.arange(num_whole), num_whole + concatenate(sources)])),
+            visible_to_cut=table(num_whole + concatenate(sources)),
             uses=table(uses[:num_cut]),
             uses_of_received=table(uses[num_cut:]),
             sums=table(_sums(num_cut, sent)),
@@ -188,7 +188,8 @@ class KeysExchange:
     """A call that runs with this exchange. `options` are those of `varlen_attention`.
 
     Attributes:
-        overlaps: whether whole sequences run while rows travel, in a call of their own. If not, all pieces run in one
+        slopes: (H,) or (B, H), or None.
+        overlaps: whether whole sequences run during the exchange, in a call of their own. If not, all pieces run in one
             call, which copies fewer bytes.
         saved: what the backward needs of the call of whole sequences, and of that of the other pieces or of all. None
             for calls without queries.
@@ -220,15 +221,15 @@ class KeysExchange:
             return found
         if not (self.overlaps and whole):
             wait()
-            return self._run(1, query, *self._seen(plan.seen, received, key, value))
+            return self._run(1, query, *self._visible_rows(plan.visible, received, key, value))
         first = self._run(0, query[:whole], key[:whole], value[:whole])
         wait()
-        second = self._run(1, query[whole:], *self._seen(plan.seen_by_cut, received, key, value))
+        second = self._run(1, query[whole:], *self._visible_rows(plan.visible_to_cut, received, key, value))
         out, lse = (torch.cat(each) for each in zip(first, second, strict=True))
         return out, lse
 
-    def _seen(self, table: RowTable, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, from those of this rank and the received ones."""
+    def _visible_rows(self, table: RowTable, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a table, from those of this rank and the received rows."""
         found = [x.new_empty(len(table), *x.shape[1:]) for x in (key, value)]
         table.gather(Pair.of(*found), Pair.of(key, value), received)
         return found[0], found[1]
@@ -279,15 +280,15 @@ class KeysExchange:
         else:
             of_lse = None if grad_lse is None else grad_lse[alone:]
             dq, dk, dv = of_pieces.backward(tensors[1], grad[alone:], of_lse)
-            dk, dv = dk.contiguous(), dv.contiguous()  # written to below
+            dk, dv = dk.contiguous(), dv.contiguous()  # `sums` is written to them
         first = plan.whole - alone  # of the rows of cut sequences
-        of_seen = Pair.of(dk[first:], dv[first:])
+        of_visible = Pair.of(dk[first:], dv[first:])
         sent = torch.empty(len(plan.uses_of_received), key.width + value.width, dtype=key.dtype, device=key.device)
-        plan.uses_of_received.gather(Pair.columns(sent, key.width), of_seen)
+        plan.uses_of_received.gather(Pair.columns(sent, key.width), of_visible)
         returned = sent.new_empty(len(plan.sent), sent.shape[1])
         wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
         own = sent.new_empty(len(plan.uses), sent.shape[1], dtype=accumulation_dtype(key.dtype))
-        plan.uses.gather(Pair.columns(own, key.width), of_seen)
+        plan.uses.gather(Pair.columns(own, key.width), of_visible)
         if of_whole is not None:
             of_lse = None if grad_lse is None else grad_lse[:alone]
             of_whole_sequences = of_whole.backward(tensors[0], grad[:alone], of_lse)
@@ -304,8 +305,8 @@ class KeysExchange:
     def _start(
         self, output: Tensor, given: Tensor, output_splits: list[int], given_splits: list[int]
     ) -> Callable[[], object]:
-        """Start to exchange rows, the first dimension. Call the result before `output` is read."""
-        if not self.plan.is_needed:
+        """Start to exchange rows, which are the first dimension. Returns a function that waits for `output`."""
+        if not self.plan.has_transfers:
             return _nothing
         work = dist.all_to_all_single(
             output, given, output_splits, given_splits, group=self.sharded.group, async_op=self.overlaps

@@ -1,4 +1,4 @@
-"""Runs attention on one rank inside of an autograd function: a forward, and a backward that is called by hand.
+"""Runs attention on one rank inside of an autograd function, which calls its forward and its backward.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
@@ -82,25 +82,35 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, x: Tensor) -> TensorInfo:
+        return cls(x.shape, x.dtype, x.device)
+
     @property
     def width(self) -> int:
         """The number of elements of a row."""
         return math.prod(self.shape[1:])
 
     def empty(self, rows: int) -> Tensor:
+        """An uninitialized tensor with this number of rows."""
         return torch.empty(rows, *self.shape[1:], dtype=self.dtype, device=self.device)
 
 
 class Saved:
-    """What a backward needs, besides tensors that belong into `ctx.save_for_backward`."""
+    """What the backward of a call needs. Its tensors belong into `ctx.save_for_backward`."""
 
     def take_tensors(self) -> list[Tensor | None]:
-        """These tensors, which are kept here no longer. They are the argument `tensors` of `backward`."""
+        """Return the tensors, and drop them here. `backward` gets them as `tensors`."""
         return []
 
     def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value."""
+        """The gradients of query (T, H, D), key (S, G, D) and value (S, G, Dv)."""
         raise NotImplementedError
+
+
+def take_tensors(saved: Sequence[Saved | None]) -> list[list[Tensor | None]]:
+    """`Saved.take_tensors` of several calls. Calls that did not run have none."""
+    return [[] if each is None else each.take_tensors() for each in saved]
 
 
 @dataclass

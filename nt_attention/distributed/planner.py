@@ -32,9 +32,9 @@ from ..kernels.masks import Window
 # dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s, and a row is sent twice with
 # 2 · 8 · 128 elements of 2 bytes at 200 GB/s.
 PAIRS_PER_ROW = 300
-GOOD = 1.06  # a plan that costs at most this much more than perfectly divided work is not improved
-BALANCED = 1.1  # plans with at most this much work over the mean are preferred, whatever rows they need
-_BUNDLES = 48  # short sequences are placed in groups, about this many for each rank
+GOOD = 1.06  # a plan whose cost is at most this factor of the mean work is taken at once
+BALANCED = 1.1  # plans whose largest work is at most this factor of the mean are preferred, whatever rows they need
+_BUNDLES = 48  # short sequences are placed in groups, about this number of groups for each rank
 # Sequences are cut whose work exceeds this part of the mean work of a rank. If no plan is balanced, the next attempt is
 # made. The last one cuts them for all ranks.
 _ATTEMPTS = (((1.0, 0.5, 0.12), False), ((0.03, 0.0), False), ((0.5, 0.12, 0.03, 0.0), True))
@@ -157,7 +157,17 @@ def make_plan(lengths: Iterable[int], ranks: int, mask: Mask) -> ShardPlan:
 
 
 class _Batch:
-    """A batch, with its sequences by descending length."""
+    """A batch, with its sequences by descending length.
+
+    Attributes:
+        ranks, mask: as in `make_plan`.
+        order: the sequences with tokens, by descending length.
+        sorted_sizes, sorted_work: their lengths and visible pairs, in this order.
+        lengths, work: the length and the visible pairs of each sequence of the batch.
+        rooms: the number of tokens that each rank gets.
+        capacity: the largest of these.
+        mean_work: the visible pairs of all sequences over the number of ranks.
+    """
 
     def __init__(self, sizes: NDArray[np.int64], ranks: int, mask: Mask) -> None:
         self.ranks, self.mask = ranks, mask
@@ -209,16 +219,25 @@ class _Batch:
 
 
 class _Draft:
-    """A plan while it is made: the room of each rank in tokens, its work, and its sequences and pieces."""
+    """A plan while it is made.
+
+    Attributes:
+        batch: the batch.
+        rooms: how many more tokens each rank needs.
+        work: the visible pairs of each rank so far.
+        whole, pieces: the whole sequences and the other pieces of each rank so far.
+        heap: (work, rank), while whole sequences are placed.
+    """
 
     def __init__(self, batch: _Batch) -> None:
         self.batch, self.rooms = batch, list(batch.rooms)
         self.work = [0] * batch.ranks
         self.whole: list[list[int]] = [[] for _ in self.rooms]
         self.pieces: list[list[Piece]] = [[] for _ in self.rooms]
-        self.heap: list[tuple[int, int]] = []  # (work, rank), while whole sequences are placed
+        self.heap: list[tuple[int, int]] = []
 
     def add(self, rank: int, piece: Piece) -> None:
+        """Place a piece, unless it is empty."""
         if piece.start < piece.stop:
             self.pieces[rank].append(piece)
             self.rooms[rank] -= piece.stop - piece.start
@@ -227,7 +246,7 @@ class _Draft:
     def cut(self, sequence: int, for_all: bool) -> None:
         """Divide a sequence among the ranks with the least work, or among all of them.
 
-        There are so many of them that it is at most half of the work of each, and that no rank has more than the mean.
+        It is divided among so many ranks that it is at most half of the work of each, and none has more than the mean.
         """
         batch, mask, length = self.batch, self.batch.mask, self.batch.lengths[sequence]
         count = batch.ranks if for_all else max(2, int(2 * batch.work[sequence] / batch.mean_work) + 1)
@@ -298,6 +317,7 @@ class _Draft:
         return max(self.work) <= BALANCED * self.batch.mean_work
 
     def finish(self) -> ShardPlan:
+        """The plan, when all tokens are placed. Pieces that follow each other are joined."""
         lengths, all_whole, all_cut = self.batch.lengths, [], []
         for whole, pieces in zip(self.whole, self.pieces, strict=True):
             merged = _merge(sorted(pieces))
@@ -334,7 +354,7 @@ def _shares(length: int, rooms: Sequence[int]) -> list[int]:
 
 
 def _merge(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, of which neighbors in a sequence are joined."""
+    """Join pieces that follow each other in a sequence."""
     merged: list[Piece] = []
     for piece in pieces:
         if merged and merged[-1].sequence == piece.sequence and merged[-1].stop == piece.start:
@@ -345,7 +365,7 @@ def _merge(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def needed_keys(pieces: Iterable[Piece], lengths: Sequence[int], mask: Mask) -> dict[int, list[tuple[int, int]]]:
-    """Sequence → the intervals of keys that the queries of these pieces see, and that are in none of them, in order."""
+    """The keys that a rank with these pieces needs from others: sequence → intervals [first, last), in order."""
     own: dict[int, list[Piece]] = {}
     for piece in pieces:
         own.setdefault(piece.sequence, []).append(piece)
@@ -364,6 +384,7 @@ def needed_keys(pieces: Iterable[Piece], lengths: Sequence[int], mask: Mask) -> 
 
 
 def _without(interval: tuple[int, int], part: Piece) -> list[tuple[int, int]]:
+    """The non-empty parts of an interval before and after a piece."""
     first, last = interval
     before, after = (first, min(last, part.start)), (max(first, part.stop), last)
     return [one for one in (before, after) if one[0] < one[1]]

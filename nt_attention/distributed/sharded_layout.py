@@ -22,9 +22,9 @@ from .._tracing import outside_of_graphs
 from ..functional import format_lengths
 from ..kernels.call import OPTIONS
 from ..layout import SequenceLayout
+from .dtensor import check_in_backward, from_local
 from .local_attention import accumulation_dtype
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
-from .versions import check_in_backward
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,8 +44,11 @@ class ShardedLayout:
     Attributes:
         layout: the sequences of the whole batch.
         mesh: the mesh, with one dimension.
-        rank: the index of this rank in the mesh.
+        mask: the mask for which work is balanced.
+        ranks, rank: P, and the index of this rank in the mesh.
+        lengths: the B lengths.
         plan: the pieces of sequences of each rank.
+        sizes: for each rank, its number of tokens.
         total: N.
         rows: (N,) int64, the row of the packed tensor that is in each row of this rank.
         handle: a tensor () that stands for the layout in code that passes tensors only, such as compiled graphs.
@@ -260,6 +263,7 @@ class ShardedLayout:
     def _pack_nested(
         self, query: Tensor, key: Tensor, value: Tensor, keys: ShardedLayout
     ) -> tuple[_Tensors, Callable[..., Tensor]]:
+        """`unwrap` for NestedTensors."""
         q, k, v = nested.unwrap_each(query=query, key=key, value=value)
         for name, x, layout in (("query", q, self), ("key", k, keys), ("value", v, keys)):
             _check_lengths(name, x.layout, layout.local_layout, layout._pieces_of_rank)
@@ -268,7 +272,7 @@ class ShardedLayout:
     def _pack_dtensors(
         self, query: Tensor, key: Tensor, value: Tensor, _: ShardedLayout
     ) -> tuple[_Tensors, Callable[..., Tensor]]:
-        """Tensors that are no DTensors stay as they are."""
+        """`unwrap` for DTensors. Packed tensors stay as they are."""
         different = {id(x): self._rows_of_dtensor(x) for x in (query, key, value)}
 
         def restore(x: Tensor, tokens_first: bool = False) -> Tensor:
@@ -291,9 +295,7 @@ class ShardedLayout:
         return x.to_local()
 
     def _as_dtensor(self, x: Tensor) -> Tensor:
-        shape = torch.Size([self.layout.total, *x.shape[1:]])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return from_local(x, self.mesh, Shard(0), (self.layout.total, *x.shape[1:]))
 
     def check_rows(self, name: str, x: Tensor) -> None:
         """Check that a tensor has the rows of this rank.
@@ -308,7 +310,7 @@ class ShardedLayout:
             )
 
     def found(self, key: Any) -> Any:
-        """What `cached` has computed for a key, or None."""
+        """The result that `cached` keeps for a key, or None."""
         return self._cache.get(key)
 
     @outside_of_graphs
@@ -326,12 +328,15 @@ class ShardedLayout:
         )
 
     def _rows_of(self, rank: int) -> NDArray[np.int64]:
+        """The rows of the packed tensor that a rank has, in its order."""
         begins = self.layout.host_offsets.numpy()
         pieces = (*self.plan.whole[rank], *self.plan.cut[rank])
         return concatenate([np.arange(begins[p.sequence] + p.start, begins[p.sequence] + p.stop) for p in pieces])
 
 
 class _Gather(torch.autograd.Function):
+    """(N, …) on each rank → (T, …) on all ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharded: ShardedLayout, sum_gradients: bool) -> Tensor:
         ctx.sharded, ctx.sum_gradients = sharded, sum_gradients

@@ -33,7 +33,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..modules.config import AttentionConfig
 from ..modules.inputs import Inputs, Masks
 from ..modules.multihead import VarlenMultiheadAttention
-from .versions import check_in_backward
+from .dtensor import check_in_backward, from_local
+from .mods import shift_heads
 
 _WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _BIASES = ("q_proj_bias", "k_proj_bias", "v_proj_bias")
@@ -94,7 +95,8 @@ class HeadParallel(ParallelStyle):
         attention = _check_module(module)
         _check_division(attention, device_mesh)
         place = functools.partial(_place, mesh=device_mesh, source=self.src_data_rank)
-        widths = [n * attention.head_dim for n in _head_counts(attention)]
+        counts = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+        widths = [count * attention.head_dim for count in counts]
         for name, parts in _PARTS.items():
             fused = getattr(attention, name)
             if fused is None:
@@ -165,8 +167,7 @@ class HeadParallelAttention(VarlenMultiheadAttention):
             layout = Shard(layout.dim % out.dim())
             out = _SumAndDivide.apply(out, mesh, layout)
         if not self.use_local_output:
-            stride = torch.empty(shape, device="meta").stride()
-            out = DTensor.from_local(out, mesh, (layout,), run_check=False, shape=shape, stride=stride)
+            out = from_local(out, mesh, layout, shape)
         return out, weights
 
     @property
@@ -254,8 +255,8 @@ class HeadParallelAttention(VarlenMultiheadAttention):
         return masks._replace(
             attn_mask=attn_mask,
             key_padding_mask=None if padding is None else sum_gradients(padding),
-            mask_mod=None if masks.mask_mod is None else _with_global_heads(masks.mask_mod, 1, own.start),
-            score_mod=None if masks.score_mod is None else _with_global_heads(masks.score_mod, 2, own.start),
+            mask_mod=None if masks.mask_mod is None else _with_global_heads(masks.mask_mod, True, own.start),
+            score_mod=None if masks.score_mod is None else _with_global_heads(masks.score_mod, False, own.start),
         )
 
     def _run_as_graph(self, captured: Any, inputs: Inputs) -> None:
@@ -356,6 +357,7 @@ class _SummedLinear(NonDynamicallyQuantizableLinear):
 
 
 def _check_module(module: nn.Module) -> VarlenMultiheadAttention:
+    """Return `module` if its heads can be divided, or raise a ValueError or TypeError."""
     kind = type(module).__name__
     if isinstance(module, HeadParallelAttention):
         raise ValueError("the heads of this module are already divided: apply HeadParallel once.")
@@ -373,6 +375,7 @@ def _check_module(module: nn.Module) -> VarlenMultiheadAttention:
 
 
 def _check_division(attention: VarlenMultiheadAttention, mesh: DeviceMesh) -> None:
+    """Raise a ValueError if the heads can't be divided over this mesh."""
     if mesh.ndim != 1:
         raise ValueError(f'the mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["tp"].')
     ranks = mesh.size()
@@ -397,10 +400,6 @@ def _check_division(attention: VarlenMultiheadAttention, mesh: DeviceMesh) -> No
         )
     if any(isinstance(x, DTensor) for x in attention.parameters()):
         raise ValueError("the parameters are DTensors already: apply HeadParallel before fully_shard.")
-
-
-def _head_counts(attention: VarlenMultiheadAttention) -> tuple[int, int, int]:
-    return attention.num_heads, attention.num_kv_heads, attention.num_kv_heads
 
 
 def _place(owner: nn.Module, name: str, placement: Placement, *, mesh: DeviceMesh, source: int | None) -> None:
@@ -448,36 +447,28 @@ def _to_local(arguments: tuple[tuple[Any, ...], dict[str, Any]], mesh: DeviceMes
     return tuple(convert(x) for x in args), {name: convert(x) for name, x in kwargs.items()}
 
 
-def _with_global_heads(mod: Callable[..., Tensor], position: int, first: int) -> Callable[..., Tensor]:
-    """`mod` for the heads of a rank: its argument number `position` is a head, and is increased by `first`."""
+def _with_global_heads(mod: Callable[..., Tensor], is_mask: bool, first: int) -> Callable[..., Tensor]:
+    """`shift_heads`, with one function for all layers where possible.
+
+    Raises:
+        ValueError: the closure of `mod` has a tensor that needs a gradient.
+    """
     cells = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or ()]
     if any(isinstance(x, Tensor) and x.requires_grad for x in cells):
         raise ValueError(
             "a score_mod or mask_mod uses a tensor that needs a gradient, which would be that of this rank's heads "
             "only: pass a tensor that needs none, or a float attn_mask."
         )
-    shift = _shift_heads if isinstance(mod, Hashable) else _shift_heads.__wrapped__
-    return shift(mod, position, first)
+    shift = _shift_heads_cached if isinstance(mod, Hashable) else shift_heads
+    return shift(mod, is_mask, first)
 
 
-@functools.lru_cache(maxsize=16)  # one function for all layers, because flex compiles each one
-def _shift_heads(mod: Callable[..., Tensor], position: int, first: int) -> Callable[..., Tensor]:
-    if position == 1:
-
-        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return mod(b, h + first, i, j)
-
-        return mask_mod
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mod(score, b, h + first, i, j)
-
-    return score_mod
+_shift_heads_cached = functools.lru_cache(maxsize=16)(shift_heads)  # flex compiles each function
 
 
 @contextlib.contextmanager
 def _own_random_numbers(device: torch.device, mesh: DeviceMesh) -> Iterator[None]:
-    """Draw other random numbers on each rank, for dropout of its heads. Afterwards generators are equal on all ranks.
+    """A context in which each rank draws its own random numbers. Afterwards all generators are equal again.
 
     The seed is drawn from the CPU's generator.
     """
@@ -573,10 +564,7 @@ class _SumAndDivide(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        stride = torch.empty(ctx.shape, device="meta").stride()
-        placed = DTensor.from_local(
-            gradient.contiguous(), ctx.mesh, (ctx.part,), run_check=False, shape=ctx.shape, stride=stride
-        )
+        placed = from_local(gradient.contiguous(), ctx.mesh, ctx.part, ctx.shape)
         return _wait(placed.redistribute(ctx.mesh, (Replicate(),)).to_local()), None, None
 
 

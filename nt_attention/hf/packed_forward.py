@@ -8,7 +8,7 @@ Liger, prefix tuning of PEFT, and `model.model(...)`. A call takes one of these 
 - The head runs the original forward, and its base model packs.
 - The head is not called, and the base model packs.
 
-Dimensions: B rows of a padded batch, L positions in a row, T tokens.
+Dimensions: B rows of a padded batch, L positions in a row, T tokens. With a mesh, each rank has N of them.
 """
 
 from __future__ import annotations
@@ -202,14 +202,9 @@ class PackedCall:
             if self.head == "next token" and "labels" in given:
                 return self._fall_back("its rows have padding between tokens, and labels are shifted over it")
         if packing is not None and self.handle.mesh is not None and packing.layout.total:
-            if (reason := why_call_not_sharded(model, self.head, given)) is not None:
-                return self._fall_back(reason)
-            packing = ShardedPacking.of_mesh(packing, self.handle.mesh, self.is_causal)
-            if model not in _checked:
-                check_batches(packing, given["input_ids"] if "input_ids" in given else given["inputs_embeds"])
-                _checked.add(model)
-            if 0 in packing.sharded.sizes:
-                return self._fall_back("it has too few tokens for the ranks of the mesh")
+            if isinstance(sharded := self._shard(model, packing, given), str):
+                return self._fall_back(sharded)
+            packing = sharded
         if packing is None or packing.saves_nothing:
             return self._count("there is no padding to skip")
         if self.head == "span" and _points_at_padding(given, packing):
@@ -219,6 +214,16 @@ class PackedCall:
         make_cached_tensors(model, packing.layout.device)
         extend_tables(model, packing.length)
         return packing
+
+    def _shard(self, model: PreTrainedModel, packing: Packing, given: dict[str, Any]) -> ShardedPacking | str:
+        """Divide the tokens of a packing over the mesh, or return why the call falls back."""
+        if (reason := why_call_not_sharded(model, self.head, given)) is not None:
+            return reason
+        divided = ShardedPacking.of_mesh(packing, self.handle.mesh, self.is_causal)
+        if model not in _checked:
+            check_batches(divided, given["input_ids"] if "input_ids" in given else given["inputs_embeds"])
+            _checked.add(model)
+        return "it has too few tokens for the ranks of the mesh" if 0 in divided.sharded.sizes else divided
 
     def _run_graph(
         self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]
@@ -461,7 +466,7 @@ def _has_axes(position_ids: Tensor, mask: Tensor | None) -> bool:
 
 
 def _read_packing(given: dict[str, Any], always: bool) -> Packing | None:
-    """The packing of a call. If not `always`, it is None for a call that has neither a mask nor positions."""
+    """The packing of a call. Unless `always`, it is None for a call that has neither a mask nor positions."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if position_ids is not None and _has_axes(position_ids, mask):

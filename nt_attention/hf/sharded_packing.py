@@ -26,15 +26,15 @@ from . import families
 from .packing import Packing
 from .proof import Head, Proof
 
-# What a call with a mesh does not take, and why. It then runs padded on each rank.
+# Argument → why a call with it and a mesh falls back to the padded forward.
 _NOT_SUPPORTED = {
-    "logits_to_keep": "it asks for some logits only, and ranks have other tokens",
+    "logits_to_keep": "it asks for the logits of some tokens, and each rank has other tokens",
     "next_sentence_label": "it asks for a loss of whole sequences, which is added to that of tokens",
 }
 
 
 def why_not_sharded(proof: Proof, needs_row: bool, is_routed: bool) -> str | None:
-    """Why the tokens of a model can't be divided over ranks, or None."""
+    """Why the tokens of a model can't be divided over ranks, or None. The arguments are those of `PackedCall`."""
     if proof.mask is not None or not is_routed:
         return "its own attention code needs all tokens of a sequence on one rank"
     if proof.extra == "seq_idx":
@@ -56,10 +56,10 @@ def why_call_not_sharded(model: nn.Module, head: Head | None, given: dict[str, A
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedPacking(Packing):
-    """The packing of a batch, and the tokens of this rank. Packed rows have N rows.
+    """The packing of a batch, and the tokens of this rank. Packed rows are (1, N, …).
 
     Attributes:
-        whole: the same packing, without the division.
+        whole: the packing of all tokens. Its packed rows are (1, T, …).
         sharded: the `ShardedLayout`.
     """
 
@@ -68,7 +68,7 @@ class ShardedPacking(Packing):
 
     @classmethod
     def of_mesh(cls, packing: Packing, mesh: Any, is_causal: bool) -> ShardedPacking:
-        """Divide the tokens of a packing. `is_causal` is the mask for which work is balanced."""
+        """Divide the tokens of a packing over a mesh. With `is_causal`, work is balanced for a causal mask."""
         sharded = packing.layout.shard(mesh, is_causal=is_causal)
         fields = {name: getattr(packing, name) for name in Packing.__dataclass_fields__}
         return cls(**fields, whole=packing, sharded=sharded)
@@ -79,6 +79,7 @@ class ShardedPacking(Packing):
 
     @property
     def saves_nothing(self) -> bool:
+        """False: each rank runs fewer tokens than the batch has, also without padding."""
         return False
 
     def first_tokens(self, packed: Tensor) -> Tensor:
@@ -111,10 +112,10 @@ class ShardedPacking(Packing):
     def _cut_labels(self, model: nn.Module, head: Head, given: dict[str, Any]) -> Tensor:
         """Replace labels by those of this rank, and return the share of this rank in the loss.
 
-        A loss of the model is the mean over the labels of this rank. The whole loss is the sum of these, times the
-        share: the number of labels of this rank over the number that the caller passes, or over all labels. A rank
-        without labels gets one that does not count, because the mean of nothing is NaN. The share is NaN if no rank has
-        labels.
+        The loss of a rank is the mean over its labels. The loss of the batch is the sum over the ranks of loss · share.
+        The share is the number of labels of the rank over the number of all labels, or over `num_items_in_batch`. A
+        rank without labels has the share 0. It gets one label, because the mean over no labels is NaN. The share is NaN
+        if no rank has labels.
         """
         takes_arguments = _passes_arguments_to_loss(cast(Any, type(model)))
         ignored = given.get("ignore_index", -100) if takes_arguments else -100
@@ -166,13 +167,13 @@ def check_batches(packing: ShardedPacking, tokens: Tensor) -> None:
     order = torch.arange(1, len(lengths) + 1)
     numbers = [packing.rows, packing.length, len(lengths), int(lengths.sum()), int((lengths * order).sum())]
     values = tokens.detach().flatten().double()
-    here = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
+    own = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=tokens.device)
-    here = torch.cat([here, (values * weights).sum()[None]])
+    own = torch.cat([own, (values * weights).sum()[None]])
     sharded = packing.sharded
-    found = [torch.empty_like(here) for _ in range(sharded.ranks)]
-    dist.all_gather(found, here, group=sharded.group)
-    if any(not torch.equal(each, here) for each in found):
+    found = [torch.empty_like(own) for _ in range(sharded.ranks)]
+    dist.all_gather(found, own, group=sharded.group)
+    if any(not torch.equal(each, own) for each in found):
         raise ValueError(
             "the ranks of mesh= have different batches: pass the same batch on all of them. A sampler must divide the "
             "data over the other dimensions of the mesh only."

@@ -4,7 +4,7 @@ Trainer's own context parallelism cuts the batch before the model sees it, and t
 the batch: all ranks of a context parallel group pass the same batch and get the same loss. So Trainer has to treat
 these ranks as it treats those of tensor parallelism, which pass the same batch too.
 
-Dimensions: P ranks of a context parallel group, B rows of a batch.
+Dimensions: P ranks of a context parallel group, W ranks of all groups, B rows of a batch.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ShardedTrainerMixin(_Base):
         rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         size = self.context_mesh.size()
 
-        def once(x: Tensor) -> Tensor:
+        def once(x: Tensor) -> Tensor:  # (W · B, …) → (W / P · B, …)
             return x.unflatten(0, (-1, size, x.shape[0] // dist.get_world_size()))[:, 0].flatten(0, 1)[:rows]
 
         return recursively_apply(once, self.accelerator.gather(values))
@@ -209,8 +209,8 @@ def _check_same_batch(inputs: dict[str, Any], mesh: DeviceMesh) -> None:
         if isinstance(x := inputs[name], Tensor):
             values = x.double().view(torch.int64) if x.is_floating_point() else x.long()
             values = values.flatten()
-            places = torch.arange(1, values.numel() + 1, device=x.device)
-            content = (values * places).sum() + sum(n * (i + 1) for i, n in enumerate(x.shape))
+            positions = torch.arange(1, values.numel() + 1, device=x.device)
+            content = (values * positions).sum() + sum(n * (i + 1) for i, n in enumerate(x.shape))
             digest = digest * 1_000_003 + content
     both = torch.stack([digest, -digest])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())

@@ -75,11 +75,11 @@ def patch(
             Hugging Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls`
             counts them with the reason.
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
-            parallelism). All ranks pass the same batch, which is checked for the first one, and get the same outputs
-            and the same loss. In training with labels, packed logits are those of a rank's own tokens, in an order of
+            parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
+            batch is checked. In training with labels, packed logits are those of a rank's own tokens, in an order of
             its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
             call that falls back runs padded on every rank. For the modules of `torch.nn` that pack, and for Hugging
-            Face models whose attention can be divided, without attention dropout in training. Others are not changed.
+            Face models whose attention can be divided. Attention dropout in training raises an error.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -89,7 +89,7 @@ def patch(
         ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
             The model is then not changed. Or `mesh` has several dimensions, or is passed with `cuda_graphs=True` or
             `padding_free=False`.
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `mesh` is not a `DeviceMesh`.
 
     Example:
         >>> import torch, nt_attention as nta

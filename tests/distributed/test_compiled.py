@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from test_patched_models import average, batch_of, in_one_process, infer, make, step
+from ranks import average, mesh_of_all
+from test_patched_models import batch_of, in_one_process, infer, make, step
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import nt_attention as nta
 
@@ -53,7 +53,7 @@ OPTIONS = {
 
 def compiled_block(name):
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     block, graphs = Block(OPTIONS[name]), Graphs()
     compiled = torch.compile(block, backend=graphs, dynamic=True, fullgraph=True)
     for lengths in BATCHES:
@@ -82,7 +82,7 @@ def test_one_graph_for_all_batches(name):
 
 def compiled_model(name, lengths):
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     model, graphs = make(name), Graphs()
     handle = nta.patch(model, mesh=mesh, on_fallback="raise")
     compiled = torch.compile(model, backend=graphs, dynamic=True)

@@ -8,6 +8,7 @@ import tiny
 import torch
 import transformers
 from processes import run_in_processes
+from ranks import whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -68,10 +69,6 @@ def make_batch():
     mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
     ids = torch.randint(4, tiny.VOCABULARY, mask.shape).masked_fill(~mask, tiny.PAD)
     return {"input_ids": ids, "attention_mask": mask.long()}
-
-
-def whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def results(model, batch=None):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
+from ranks import DECODER, NO_DROPOUT, SMALL, average, mesh_of_all, padded_batch, run_in_float64
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     BertConfig,
@@ -27,12 +28,6 @@ from transformers import (
 
 import nt_attention as nta
 
-SMALL = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
-    "pad_token_id": 0,
-}  # fmt: skip
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DECODER = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**SMALL, **NO_DROPOUT)),
     "bert dropout": lambda: BertForMaskedLM(BertConfig(**SMALL)),
@@ -47,38 +42,23 @@ MODELS = {
 }
 
 
-def batch_of(lengths):
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    ids = torch.randint(5, 61, mask.shape, generator=torch.Generator().manual_seed(5)) * mask
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def compare(name, batch):
     """The loss (or logits) and mean gradients with a mesh, and those in one process."""
-    world = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = mesh_of_all()
     torch.manual_seed(3)
     model = MODELS[name]().double()
     sharded = copy.deepcopy(model)
     nta.patch(model)
     nta.patch(sharded, mesh=mesh)
     found = []
-    real = torch.Tensor.float
-    torch.Tensor.float = lambda x: x if x.is_floating_point() else real(x)
-    try:
-        for each in (model, sharded):
-            out = each(**batch)
-            value = out.loss if "labels" in batch else out.logits
-            (value if "labels" in batch else value.square().mean()).backward()
-            grads = {n: p.grad.clone() for n, p in each.named_parameters() if p.grad is not None}
-            found.append({"value": value.detach(), **grads})
-    finally:
-        torch.Tensor.float = real
-    for n, x in found[1].items():
-        if n != "value":
-            torch.distributed.all_reduce(x)
-            x /= world
-    return found
+    for each in (model, sharded):
+        out = run_in_float64(each, batch)
+        value = out.loss if "labels" in batch else out.logits
+        (value if "labels" in batch else value.square().mean()).backward()
+        grads = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        found.append({"value": value.detach(), **grads})
+    want, divided = found
+    return want, {name: x if name == "value" else average(x) for name, x in divided.items()}
 
 
 def check(name, batch, world=2):
@@ -91,40 +71,40 @@ def check(name, batch, world=2):
 @pytest.mark.parametrize("name", ["bert sequences", "llama sequences"])
 @pytest.mark.parametrize("lengths", [[9, 9], [7]])
 def test_sequence_head_without_padding(name, lengths):
-    check(name, batch_of(lengths) | {"labels": torch.arange(len(lengths)) % 2})
+    check(name, padded_batch(lengths) | {"labels": torch.arange(len(lengths)) % 2})
 
 
 def test_window_of_one_token():
     """No rank receives keys, though sequences are cut."""
-    check("window of 1", batch_of([23, 1, 5, 12, 40]))
+    check("window of 1", padded_batch([23, 1, 5, 12, 40]))
 
 
 def test_all_labels_ignored():
     """The loss is NaN and the gradients are 0, as in one process."""
-    batch = batch_of([23, 1, 5, 12, 40])
+    batch = padded_batch([23, 1, 5, 12, 40])
     check("llama", batch | {"labels": torch.full_like(batch["input_ids"], -100)})
 
 
 def test_rows_of_one_token_have_no_labels():
-    batch = batch_of([1, 1, 1, 1])
+    batch = padded_batch([1, 1, 1, 1])
     check("llama", batch | {"labels": batch["input_ids"]})
 
 
 def test_items_of_a_token_head_that_ignores_them():
-    batch = batch_of([23, 1, 5, 12, 40])
+    batch = padded_batch([23, 1, 5, 12, 40])
     check("llama tokens", batch | {"labels": batch["input_ids"] % 5, "num_items_in_batch": torch.tensor(11)})
 
 
 def test_ignore_index_that_the_loss_ignores():
     """BERT's loss ignores the argument, so tokens with this label count."""
-    batch = batch_of([23, 1, 5, 12, 40])
+    batch = padded_batch([23, 1, 5, 12, 40])
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     check("bert", batch | {"labels": labels, "ignore_index": 9})
 
 
 def test_ignore_index_of_zero_and_a_rank_without_labels():
     """The label that replaces those of a rank without labels must not be 0 then."""
-    batch = batch_of([23, 1, 5, 12, 40])
+    batch = padded_batch([23, 1, 5, 12, 40])
     labels = torch.zeros_like(batch["input_ids"])
     labels[0, 3] = 7
     check("llama", batch | {"labels": labels, "ignore_index": 0})
@@ -132,13 +112,13 @@ def test_ignore_index_of_zero_and_a_rank_without_labels():
 
 def test_esm():
     """Its base model gets no mask."""
-    check("esm", batch_of([23, 1, 5, 12, 40]))
+    check("esm", padded_batch([23, 1, 5, 12, 40]))
 
 
 def train_with_dropout():
     model = MODELS["bert dropout"]()
-    nta.patch(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    batch = batch_of([9, 4])
+    nta.patch(model, mesh=mesh_of_all())
+    batch = padded_batch([9, 4])
     try:
         loss = model.train()(**batch, labels=batch["input_ids"]).loss
     except ValueError as error:
@@ -152,8 +132,8 @@ def test_attention_dropout_of_a_model():
 
 
 def shift_labels_alone():
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    batch, found = batch_of([9, 4]), []
+    mesh = mesh_of_all()
+    batch, found = padded_batch([9, 4]), []
     for more in ({}, {"mesh": mesh}):
         model = MODELS["llama"]()
         nta.patch(model, **more)
@@ -168,7 +148,7 @@ def test_shift_labels_without_labels():
 
 
 def attend(lengths, window, slopes, exchange):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     layout = nta.SequenceLayout.from_lengths(lengths)
     sharded = layout.shard(mesh)
     x = torch.randn(layout.total, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -191,8 +171,8 @@ def test_slopes_of_each_sequence_on_a_rank_without_tokens():
 
 
 def different_batches(what):
-    mesh, rank = init_device_mesh("cpu", (torch.distributed.get_world_size(),)), torch.distributed.get_rank()
-    model, batch = MODELS["llama"](), batch_of([9, 4] if what == "ids" or not rank else [8, 5])
+    mesh, rank = mesh_of_all(), torch.distributed.get_rank()
+    model, batch = MODELS["llama"](), padded_batch([9, 4] if what == "ids" or not rank else [8, 5])
     if what == "ids" and rank:
         batch["input_ids"][0, 1] += 1
     nta.patch(model, mesh=mesh)
@@ -206,7 +186,7 @@ def test_ranks_with_different_batches(what):
 
 
 def arguments_of_patch():
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     for error, match, model, more in (
         (TypeError, "must be a DeviceMesh", "llama", {"mesh": 2}),
         (ValueError, "must have one dimension, got 2", "llama", {"mesh": init_device_mesh("cpu", (1, 2))}),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from torch.distributed.device_mesh import init_device_mesh
+from ranks import DECODER, NO_DROPOUT, SMALL, average, mesh_of_all, padded_batch, run_in_float64, whole
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
@@ -26,12 +26,6 @@ from transformers import (
 
 import nt_attention as nta
 
-SMALL = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
-    "pad_token_id": 0,
-}  # fmt: skip
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DECODER = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
 LENGTHS = [23, 1, 5, 12, 40]
 
 
@@ -65,29 +59,20 @@ def make(name):
 
 
 def batch_of(name, lengths=LENGTHS):
-    generator = torch.Generator().manual_seed(5)
-    rows, length = len(lengths), max(lengths)
-    mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
-    ids = torch.randint(3, 61, (rows, length), generator=generator) * mask
-    batch = {"input_ids": ids, "attention_mask": mask}
-    if name in ("bert",):
+    batch, rows = padded_batch(lengths), len(lengths)
+    ids, mask = batch.values()
+    if name == "bert":
         return batch
     if name == "bert answers":
         return batch | {"start_positions": torch.zeros(rows).long(), "end_positions": torch.tensor(lengths) // 2}
     if "sequences" in name:
         return batch | {"labels": torch.arange(rows) % 3}
     labels = ids % 5 if name == "bert tokens" else ids.clone()
-    labels[1:] = torch.where(torch.rand(rows - 1, length, generator=generator) < 0.6, labels[1:], -100)
+    kept = torch.rand(ids[1:].shape, generator=torch.Generator().manual_seed(6)) < 0.6
+    labels[1:] = labels[1:].where(kept, -100)
     labels[mask == 0] = -100
     labels[-1] = -100  # most tokens of some ranks have no labels
     return batch | {"labels": labels}
-
-
-def run_in_float64(model, batch, **more):
-    """Call a model whose loss casts logits to float32, without that cast."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", lambda x: x)
-        return model(**batch, **more)
 
 
 def step(model, batch, mean=None):
@@ -115,14 +100,8 @@ def in_one_process(name, lengths=LENGTHS, **more):
     return infer(model.eval(), batch), step(model.train(), batch | more)
 
 
-def average(x):
-    total = x.clone()
-    torch.distributed.all_reduce(total)
-    return total / torch.distributed.get_world_size()
-
-
 def on_each_rank(name, engine, more):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     model, batch = make(name), batch_of(name)
     if engine == "checkpointed":
         model.gradient_checkpointing_enable()
@@ -132,7 +111,7 @@ def on_each_rank(name, engine, more):
         fully_shard(model, mesh=mesh)
     handle = nta.patch(model, mesh=mesh, on_fallback="raise")
     inferred = infer(model.eval(), batch)
-    stepped = step(model.train(), batch | more, average if engine != "fsdp" else lambda x: x.full_tensor())
+    stepped = step(model.train(), batch | more, whole if engine == "fsdp" else average)
     assert handle.calls == {None: 2}, handle.calls
     return inferred, stepped
 

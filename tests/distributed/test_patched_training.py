@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
+from ranks import DECODER, padded_batch, run_in_float64, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,26 +26,17 @@ LENGTHS = [[23, 1, 5, 12, 40], [7, 31, 11], [2, 2, 2, 3], [53], [19, 17, 3], [5,
 
 def make():
     torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=61, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double().train()
+    return LlamaForCausalLM(LlamaConfig(**DECODER)).double().train()
 
 
 def batch_of(number):
-    lengths = torch.tensor(LENGTHS[number % len(LENGTHS)])
-    generator = torch.Generator().manual_seed(number)
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-    ids = torch.randint(3, 61, mask.shape, generator=generator) * mask
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    batch = padded_batch(LENGTHS[number % len(LENGTHS)], number)
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def loss_of(model, batch, reads_logits):
     """The loss of a call in float64. With `reads_logits`, another loss of the padded logits is added."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", lambda x: x)  # the loss of a model casts logits to float32
-        out = model(**batch)
+    out = run_in_float64(model, batch)
     if not reads_logits:
         return out.loss
     mask = batch["attention_mask"][..., None]
@@ -99,7 +91,7 @@ def on_each_rank(engine, way):
         no_sync = wrapped.no_sync
     losses = train(wrapped, lambda i: [batch_of(i * 2 + rank)], way, no_sync)
     assert handle.calls == {None: len(losses)}, handle.calls
-    return losses, {n: x.full_tensor() if engine == "fsdp" else x for n, x in model.named_parameters()}
+    return losses, {n: whole(x) for n, x in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nt_attention as nta
+from nt_attention._bounded import BoundedLayout
 from nt_attention.distributed.planner import GOOD, Mask, Piece, chunk_sizes, make_plan, needed_keys
 from nt_attention.kernels.masks import Window
 
@@ -100,10 +101,8 @@ def test_needed_keys_are_those_of_other_ranks():
 
 
 def test_layouts_that_only_know_bounds_are_refused():
+    class Mesh:
+        ndim = 1
+
     with pytest.raises(ValueError, match="must be known on the host"):
-        from nt_attention._bounded import BoundedLayout
-
-        class Mesh:
-            ndim = 1
-
         nta.SequenceLayout.shard(BoundedLayout(torch.tensor([0, 3]), 3, 3), Mesh())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
+from ranks import mesh_of_all
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -71,7 +72,7 @@ def in_one_process(lengths, heads, kv_heads, kind, sinks, key_lengths):
 
 
 def on_each_rank(lengths, heads, kv_heads, kind, exchange, sinks, key_lengths, backend):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     *leaves, grad, grad_lse = inputs_of(lengths, heads, kv_heads, key_lengths)
     sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh)
     keys = sharded if key_lengths is None else nta.SequenceLayout.from_lengths(key_lengths).shard(mesh)
@@ -158,7 +159,7 @@ def test_a_backend_with_a_backward(exchange):
 
 
 def local_rows_and_dtensor(lengths):
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of_all()
     layout = nta.SequenceLayout.from_lengths(lengths)
     sharded = layout.shard(mesh)
     x = torch.arange(2.0 * layout.total).view(-1, 2).requires_grad_()

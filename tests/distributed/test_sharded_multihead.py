@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_in_processes
+from ranks import mesh_of_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,11 +29,6 @@ OPTIONS = {
     "rotary": {"rotary": nta.Rotary(), "qk_norm": "rms", "num_kv_heads": 3},
     "rotary_and_alibi": {"rotary": nta.Rotary(dims=2, interleaved=True), "alibi": True},
 }
-
-
-@functools.cache
-def mesh_of_all():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 @functools.cache

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_in_processes
+from ranks import mesh_of_all
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +20,7 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
 def shard(lengths):
     layout = nta.SequenceLayout.from_lengths(lengths)
-    return layout, layout.shard(init_device_mesh("cpu", (dist.get_world_size(),)))
+    return layout, layout.shard(mesh_of_all())
 
 
 def rows_of(layout, *shape):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_in_processes
+from ranks import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -86,7 +87,7 @@ def check(options, exchange, fsdp):
     torch.testing.assert_close(sharded.gather(out.detach()), want.detach(), **close)
     torch.testing.assert_close(sharded.gather(local.grad) / factor, given.grad, **close)
     for (name, found), expected in zip(model.named_parameters(), one.parameters(), strict=True):
-        gradient = found.grad.full_tensor() if hasattr(found.grad, "full_tensor") else found.grad.clone()
+        gradient = whole(found.grad)
         if not fsdp:
             dist.all_reduce(gradient, group=mesh["cp"].get_group())
         torch.testing.assert_close(gradient, expected.grad, **close, msg=lambda text, name=name: f"{name}: {text}")

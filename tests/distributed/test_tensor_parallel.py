@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import run_in_processes
+from ranks import whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -80,10 +81,6 @@ def inputs_of(attention, *, is_cross=False):
     if attention.kdim == attention.vdim == E and not is_cross:
         return q, q, q
     return q, packed(attention.kdim, 1).requires_grad_(), packed(attention.vdim, 2).requires_grad_()
-
-
-def whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def stock_gradients(module):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from processes import run_on_gpus
-from test_patched_models import average, batch_of, make, step
+from ranks import average
+from test_patched_models import batch_of, make, step
 from torch.distributed.device_mesh import init_device_mesh
 
 import nt_attention as nta

@@ -42,8 +42,8 @@ second, it was patched afterwards. The numbers in brackets are the [reasons](#re
 
 SHARDED = """## Over several ranks
 
-A model that is patched with `mesh=` divides its batch over several ranks. These run so, and are compared with one
-process: losses, gradient norms, evaluation, saved models and parameters after some steps. The tests use CPUs and gloo.
+A model that is patched with `mesh=` divides its batch over several ranks. Tests compare the following with one
+process: losses, gradient norms, evaluation, saved models and parameters after some steps. They use CPUs and gloo.
 
 | | engine | how |
 |---|---|---|
