@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..functional import autocast, check_sinks, check_tensors, varlen_attention
 from ..kernels.autograd import with_sinks
-from ..kernels.call import AttentionSpec, all_options, check_slopes
+from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes
 from .exchange_heads import Heads, HeadsExchange
 from .exchange_keys import KeysExchange, KeysPlan
 from .local_attention import TensorInfo, take_tensors
@@ -142,8 +141,12 @@ class _Sharded(torch.autograd.Function):
         return out, None if lse is None else lse.detach()  # a view that is made here can't be changed in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "attention with a ShardedLayout has no second derivatives: call backward or grad without "
+                "create_graph=True."
+            )
         query, _, value = ctx.inputs
         if grad is None:
             grad = torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
@@ -255,29 +258,32 @@ def prepare(
     A call with the same shapes and options as one before, as in other layers of a model, is not checked again.
     """
     inputs = (query, key, value)
-    is_plain = {type(x) for x in inputs} <= _PLAIN and not torch._C._is_any_autocast_enabled()
-    if not is_plain or key_sharded is not None or slopes is not None or relative is not None:
-        return _prepare(*inputs, sharded, key_sharded, slopes, relative, options, exchange)
-    given = options.values()
-    cache_key = (
-        "prepared",
-        exchange,
-        *[(x.shape, x.dtype, x.device) for x in inputs],
-        *options,
-        *given,
-        *map(type, given),
-    )
+    cache_key = None
+    if key_sharded is None and slopes is None and relative is None:
+        cache_key = _key_of(inputs, exchange, options)
+    found = None if cache_key is None else sharded.found(cache_key)
+    if found is not None:
+        checked_options, plan = found
+        return Request(*inputs, sharded, sharded, None, checked_options, _unchanged), plan
+    request, plan = _prepare(*inputs, sharded, key_sharded, slopes, relative, options, exchange)
+    if cache_key is not None and not has_mods(request.options):  # the cache would keep them alive
+        sharded.cached(cache_key, lambda: (request.options, plan))
+    return request, plan
+
+
+def _key_of(inputs: tuple[Tensor, ...], exchange: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
+    """A cache key for a call on plain packed tensors without autocast. None for other calls."""
+    is_plain = {type(x) for x in inputs} <= _PLAIN and not any(x.is_nested for x in inputs)
+    if not is_plain or torch._C._is_any_autocast_enabled():
+        return None
+    values = options.values()
+    types = [(type(x), *map(type, x)) if isinstance(x, tuple) else type(x) for x in values]  # True == 1 == 1.0
+    found = ("prepared", exchange, *[(x.shape, x.dtype, x.device) for x in inputs], *options, *values, *types)
     try:
-        found = sharded.found(cache_key)
+        hash(found)
     except TypeError:  # window_size as a list
-        found = None
-    if found is None:
-        request, plan = _prepare(*inputs, sharded, None, None, None, options, exchange)
-        if not has_mods(request.options):  # the cache would keep them alive
-            sharded.cached(cache_key, lambda: (request.options, plan))
-        return request, plan
-    checked_options, plan = found
-    return Request(*inputs, sharded, sharded, None, checked_options, _unchanged), plan
+        return None
+    return found
 
 
 def _unchanged(x: Tensor, tokens_first: bool = False) -> Tensor:
@@ -362,6 +368,7 @@ def _check(
 ) -> Request:
     """Check a call. Raises a ValueError or TypeError if it can't run."""
     options = all_options(given)
+    options["window_size"] = OPTIONS["window_size"].parse("window_size", options["window_size"])
     if not isinstance(sharded, ShardedLayout):
         raise TypeError(f"layout must be a ShardedLayout, got {type(sharded).__name__}: pass layout.shard(mesh).")
     if relative is not None:

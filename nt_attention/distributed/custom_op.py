@@ -23,7 +23,7 @@ from .._operators import LIBRARY, define
 from .._tracing import TracedShardedLayout, is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
-from ..kernels.call import OPTIONS, SCHEMA, all_options, from_schema, values_in_schema
+from ..kernels.call import OPTIONS, SCHEMA, all_options, check_options, from_schema, values_in_schema
 from .attention import exchange_of, has_mods, prepare, sharded_attention
 from .local_attention import TensorInfo, accumulation_dtype, take_tensors
 from .sharded_layout import ShardedLayout
@@ -57,6 +57,7 @@ def attention(
         named: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative}
         named |= {"return_lse": return_lse, "backend": backend, "exchange": exchange, "options": options}
         return _run_outside_of_graphs(query, key, value, *layouts, **named)
+    check_options(**options)
     query, key, value = (x.view_as(x) for x in autocast(query, key, value))  # a graph can't take one tensor twice
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     handles = (sharded.handle, (sharded if key_sharded is None else key_sharded).handle)
@@ -101,11 +102,23 @@ def _recording() -> Iterator[None]:
 
 @dataclass
 class _State:
-    """What the backward needs: the exchange, the tensors that it saved, and the shapes of query, key and value."""
+    """What the backward needs besides tensors of the graph.
+
+    The compiler may write to a tensor of the graph that it does not need later, such as `out`. So the backward gets
+    `out` as an argument, and nothing here is an alias of it.
+
+    Attributes:
+        run: the exchange.
+        tensors: what it saved. `_OUT` stands for `out`.
+        inputs: the shapes of query, key and value.
+    """
 
     run: Any
-    tensors: list[list[Tensor | None]]
+    tensors: list[list[Any]]
     inputs: list[TensorInfo]
+
+
+_OUT = object()
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_handle: Tensor, *arguments: Any) -> Any:
@@ -120,10 +133,13 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_hand
     run = exchange_of(request, plan, backend, bool(needs_grad), wants_lse)
     with _recording():
         out, lse = run.forward(*request[:3])
-    if lse is None or not wants_lse:
-        lse = query.new_empty(0, dtype=accumulation_dtype(query.dtype))
-    inputs = [TensorInfo.of(x) for x in (query, key, value)]
-    return out, lse.clone(), tensor_of(_State(run, take_tensors(run.saved), inputs), query.device)
+    if any(saved is not None and saved.is_graph for saved in run.saved):  # it may need the tensors that it has made
+        out = out.clone(memory_format=torch.contiguous_format)
+    tensors = [[_OUT if x is out else x for x in each] for each in take_tensors(run.saved)]
+    lse = query.new_empty(0, dtype=accumulation_dtype(query.dtype)) if lse is None or not wants_lse else lse
+    lse = lse.clone(memory_format=torch.contiguous_format)
+    state = _State(run, tensors, [TensorInfo.of(x) for x in (query, key, value)])
+    return out.contiguous(), lse, tensor_of(state, query.device)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, *arguments: Any) -> Any:
@@ -133,32 +149,39 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, *ar
 
 
 def _backward(
-    grad: Tensor, grad_lse: Tensor | None, state: Tensor, query: Tensor, key: Tensor, value: Tensor
+    grad: Tensor, grad_lse: Tensor | None, state: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    saved: _State = owner_of(state)
+    saved = owner_of(state)
+    if not isinstance(saved, _State):
+        raise RuntimeError(
+            "sharded attention in a graph can't have its saved tensors copied, as saved_tensors_hooks and save_on_cpu "
+            "do: leave them out, or do not compile it."
+        )
+    tensors = [[out if x is _OUT else x for x in each] for each in saved.tensors]
     with _recording():
-        dq, dk, dv = saved.run.backward(saved.tensors, saved.inputs, grad, grad_lse)
-    return dq, dk, dv
+        dq, dk, dv = saved.run.backward(tensors, saved.inputs, grad, grad_lse)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _fake_backward(
-    grad: Tensor, grad_lse: Tensor | None, state: Tensor, query: Tensor, key: Tensor, value: Tensor
+    grad: Tensor, grad_lse: Tensor | None, state: Tensor, out: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wants_lse, ctx.others = inputs[-3], len(inputs) - 3
-    ctx.save_for_backward(*inputs[:3], output[2])
+    out, _, state = output
+    ctx.save_for_backward(*inputs[:3], out, state)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    query, key, value, state = ctx.saved_tensors
+    query, key, value, out, state = ctx.saved_tensors
     if grad is None:
         grad = query.new_zeros(*query.shape[:2], value.shape[2])
     operator = torch.ops.nt_attention.sharded_backward.default
-    grads: Sequence[Tensor] = operator(grad, grad_lse if ctx.wants_lse else None, state, query, key, value)
+    grads: Sequence[Tensor] = operator(grad, grad_lse if ctx.wants_lse else None, state, out, query, key, value)
     return (*grads, *[None] * ctx.others)
 
 
@@ -168,8 +191,8 @@ define(
     _fake_forward,
 )
 define(
-    "sharded_backward(Tensor grad, Tensor? grad_lse, Tensor state, Tensor query, Tensor key, Tensor value) -> "
-    "(Tensor, Tensor, Tensor)",
+    "sharded_backward(Tensor grad, Tensor? grad_lse, Tensor state, Tensor out, Tensor query, Tensor key, "
+    "Tensor value) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

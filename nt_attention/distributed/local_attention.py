@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,7 +97,13 @@ class TensorInfo(NamedTuple):
 
 
 class Saved:
-    """What the backward of a call needs. Its tensors belong into `ctx.save_for_backward`."""
+    """What the backward of a call needs. Its tensors belong into `ctx.save_for_backward`.
+
+    Attributes:
+        is_graph: whether it is a graph of autograd, which keeps tensors by itself.
+    """
+
+    is_graph: ClassVar[bool] = False
 
     def take_tensors(self) -> list[Tensor | None]:
         """Return the tensors, and drop them here. `backward` gets them as `tensors`."""
@@ -135,6 +141,8 @@ class _SavedTensors(Saved):
 @dataclass
 class _SavedGraph(Saved):
     """Of a backend whose forward consists of differentiable operations, such as the reference and flex."""
+
+    is_graph: ClassVar[bool] = True
 
     inputs: Inputs
     out: Tensor

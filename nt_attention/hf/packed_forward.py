@@ -95,8 +95,8 @@ def is_planned_by_head(model: Any) -> bool:
     return any(other is model for other in _planned_by_head.get())
 
 
-# Models whose first batch was found to be the same on all ranks of their mesh.
-_checked: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+# Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, Handle] = weakref.WeakKeyDictionary()
 
 # Models that were called with graphs → whether they return a cache.
 _returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
@@ -220,9 +220,9 @@ class PackedCall:
         if (reason := why_call_not_sharded(model, self.head, given)) is not None:
             return reason
         divided = ShardedPacking.of_mesh(packing, self.handle.mesh, self.is_causal)
-        if model not in _checked:
+        if _checked.get(model) is not self.handle:
             check_batches(divided, given["input_ids"] if "input_ids" in given else given["inputs_embeds"])
-            _checked.add(model)
+            _checked[model] = self.handle
         return "it has too few tokens for the ranks of the mesh" if 0 in divided.sharded.sizes else divided
 
     def _run_graph(
