@@ -96,7 +96,7 @@ def is_planned_by_head(model: Any) -> bool:
 
 
 # Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
-_checked: weakref.WeakKeyDictionary[PreTrainedModel, Handle] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
 # Models that were called with graphs → whether they return a cache.
 _returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
@@ -220,9 +220,9 @@ class PackedCall:
         if (reason := why_call_not_sharded(model, self.head, given)) is not None:
             return reason
         divided = ShardedPacking.of_mesh(packing, self.handle.mesh, self.is_causal)
-        if _checked.get(model) is not self.handle:
+        if (checked := _checked.get(model)) is None or checked() is not self.handle:
             check_batches(divided, given["input_ids"] if "input_ids" in given else given["inputs_embeds"])
-            _checked[model] = self.handle
+            _checked[model] = weakref.ref(self.handle)
         return "it has too few tokens for the ranks of the mesh" if 0 in divided.sharded.sizes else divided
 
     def _run_graph(
