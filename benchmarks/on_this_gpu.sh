@@ -52,6 +52,11 @@ done
 stage small_batches python -W ignore benchmarks/small_batches.py
 stage sentence_embeddings python -W ignore benchmarks/sentence_embeddings.py --paragraphs 0
 stage decoding python -W ignore benchmarks/decoding.py
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
+  for name in context_parallel context_parallel_training; do
+    stage "$name" python -W ignore -m torch.distributed.run --nproc-per-node 2 "benchmarks/$name.py"
+  done
+fi
 stage pytest_gpu python -W ignore -m pytest -m gpu -v -n "$jobs" -p no:cacheprovider tests
 echo "failed: ${failed[*]:-nothing}"
 [ ${#failed[@]} -eq 0 ]
