@@ -18,6 +18,7 @@ from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes
 from .exchange_heads import Heads, HeadsExchange
 from .exchange_keys import KeysExchange, KeysPlan
 from .local_attention import TensorInfo, take_tensors
+from .mods import has_mods
 from .planner import Mask
 from .sharded_layout import ShardedLayout
 
@@ -289,11 +290,6 @@ def _key_of(inputs: tuple[Tensor, ...], exchange: str, options: dict[str, Any]) 
 def _unchanged(x: Tensor, tokens_first: bool = False) -> Tensor:
     """`Request.restore` for packed tensors."""
     return x
-
-
-def has_mods(options: dict[str, Any]) -> bool:
-    """Whether a call has `score_mod` or `mask_mod`."""
-    return options["score_mod"] is not None or options["mask_mod"] is not None
 
 
 def _prepare(

@@ -24,8 +24,9 @@ from .._tracing import TracedShardedLayout, is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, SCHEMA, all_options, check_options, from_schema, values_in_schema
-from .attention import exchange_of, has_mods, prepare, sharded_attention
+from .attention import exchange_of, prepare, sharded_attention
 from .local_attention import TensorInfo, accumulation_dtype, take_tensors
+from .mods import has_mods
 from .sharded_layout import ShardedLayout
 
 _FORWARD = f"Tensor query, Tensor key, Tensor value, Tensor handle, Tensor key_handle, Tensor? alibi_slopes, {SCHEMA}"

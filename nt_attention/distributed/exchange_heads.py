@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
-from .mods import shift_heads
+from .mods import has_mods, shift_heads
 from .sharded_layout import ShardedLayout
 
 
@@ -142,15 +142,18 @@ class HeadsExchange:
         """`options` are those of `varlen_attention`. Without `returns_lse`, lse is not exchanged, and it is None."""
         self.queries, self.keys, self.own = queries, keys, own
         self.needs_grad, self.returns_lse = needs_grad, returns_lse
-        self.attention = LocalAttention(
-            queries.sharded.layout,
-            keys.sharded.layout,
-            None if slopes is None else slopes[..., own.queries].contiguous(),
-            backend,
-            _with_first_head(options, own.first),
-            needs_grad,
-        )
         self.saved: list[Saved | None] = [None]
+
+        def make() -> LocalAttention:
+            of_heads = None if slopes is None else slopes[..., own.queries].contiguous()
+            layouts = queries.sharded.layout, keys.sharded.layout
+            return LocalAttention(*layouts, of_heads, backend, _with_first_head(options, own.first), needs_grad)
+
+        if slopes is None and keys.sharded is queries.sharded and not has_mods(options):
+            cache_key = ("heads", own.first, own.last, backend, needs_grad, *options.values())
+            self.attention = queries.sharded.cached(cache_key, make)  # for other layers with this layout
+        else:
+            self.attention = make()
 
     @classmethod
     def of(cls, sharded: ShardedLayout, key_sharded: ShardedLayout, heads: int, kv_heads: int, *more: Any) -> Self:
@@ -159,12 +162,16 @@ class HeadsExchange:
         queries = Side(sharded, [one.queries for one in each], heads)
         return cls(queries, Side(key_sharded, [one.keys for one in each], kv_heads), each[sharded.rank], *more)
 
+    def _repeated_heads(self) -> Tensor:
+        """(h,) the key head of each query head of this rank."""
+        return torch.tensor(self.own.repeated, device=self.keys.sharded.device)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """out (N, H, Dv), and lse (N, H) or None."""
         (q,), (k, v), own = self.queries.to_heads(query), self.keys.to_heads(key, value), self.own
         if own.count:
             if own.repeated is not None:
-                index = torch.tensor(own.repeated, device=k.device)
+                index = self.keys.sharded.cached(("repeated", *own.repeated), self._repeated_heads)
                 k, v = k.index_select(1, index), v.index_select(1, index)
             out, lse, self.saved[0] = self.attention.forward(q, k, v)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -26,3 +27,8 @@ def shift_heads(mod: Callable[..., Tensor], is_mask: bool, first: int) -> Callab
         return mod(score, b, h + first, q_idx, kv_idx)
 
     return score_mod
+
+
+def has_mods(options: dict[str, Any]) -> bool:
+    """Whether a call has `score_mod` or `mask_mod`."""
+    return options["score_mod"] is not None or options["mask_mod"] is not None
