@@ -16,7 +16,7 @@ from ..functional import autocast, check_sinks, check_tensors, varlen_attention
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes
 from .exchange_heads import Heads, HeadsExchange
-from .exchange_keys import KeysExchange, KeysPlan
+from .exchange_keys import KeysExchange, KeysPlan, slopes_of
 from .local_attention import TensorInfo, take_tensors
 from .mods import has_mods
 from .planner import Mask
@@ -110,9 +110,7 @@ def sharded_attention(
     if sinks is not None:
         check_sinks(sinks, request.query)
     if plan is not None and not plan.is_cut:
-        slopes = request.slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[torch.tensor(plan.whole_sequences, dtype=torch.int64, device=slopes.device)]
+        slopes = slopes_of(plan.whole_sequences, request.slopes)
         out, lse = varlen_attention(
             *request[:3], plan.whole_layout, alibi_slopes=slopes, return_lse=True, backend=backend, **request.options
         )
@@ -266,7 +264,9 @@ def prepare(
     if found is not None:
         checked_options, plan = found
         return Request(*inputs, sharded, sharded, None, checked_options, _unchanged), plan
-    request, plan = _prepare(*inputs, sharded, key_sharded, slopes, relative, options, exchange)
+    request = _check(*inputs, sharded, key_sharded, slopes, relative, options)
+    is_keys = choose_exchange(request, exchange).chosen == "keys"
+    plan = _keys_plan(sharded, _mask(request.options)) if is_keys else None
     if cache_key is not None and not has_mods(request.options):  # the cache would keep them alive
         sharded.cached(cache_key, lambda: (request.options, plan))
     return request, plan
@@ -290,24 +290,6 @@ def _key_of(inputs: tuple[Tensor, ...], exchange: str, options: dict[str, Any]) 
 def _unchanged(x: Tensor, tokens_first: bool = False) -> Tensor:
     """`Request.restore` for packed tensors."""
     return x
-
-
-def _prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sharded: ShardedLayout,
-    key_sharded: ShardedLayout | None,
-    slopes: Tensor | None,
-    relative: object,
-    options: dict[str, Any],
-    exchange: str,
-) -> tuple[Request, KeysPlan | None]:
-    """`prepare` without its cache."""
-    request = _check(query, key, value, sharded, key_sharded, slopes, relative, options)
-    is_keys = choose_exchange(request, exchange).chosen == "keys"
-    plan = _keys_plan(sharded, _mask(request.options)) if is_keys else None
-    return request, plan
 
 
 def exchange_of(

@@ -52,13 +52,14 @@ def attention(
 
     In a graph, calls with `score_mod`, `mask_mod`, NestedTensors or DTensors run outside of it.
     """
-    given = all_options(options)
-    if not is_traced(query) or has_mods(given) or relative is not None or not _are_plain(query, key, value):
+    is_in_graph = is_traced(query) and relative is None and _are_plain(query, key, value)
+    if not is_in_graph or has_mods(options):
         layouts = _layout_of(sharded), None if key_sharded is None else _layout_of(key_sharded)
         named: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative}
         named |= {"return_lse": return_lse, "backend": backend, "exchange": exchange, "options": options}
         return _run_outside_of_graphs(query, key, value, *layouts, **named)
     check_options(**options)
+    given = all_options(options)
     query, key, value = (x.view_as(x) for x in autocast(query, key, value))  # a graph can't take one tensor twice
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     handles = (sharded.handle, (sharded if key_sharded is None else key_sharded).handle)

@@ -183,6 +183,13 @@ def _sums(rows: int, sent: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.stack(columns, 1)
 
 
+def slopes_of(sequences: Sequence[int], slopes: Tensor | None) -> Tensor | None:
+    """The ALiBi slopes of some sequences: those of all sequences (H,) stay as they are, and (B, H) are selected."""
+    if slopes is None or slopes.dim() == 1:
+        return slopes
+    return slopes[torch.tensor(sequences, dtype=torch.int64, device=slopes.device)]
+
+
 @dataclass
 class KeysExchange:
     """A call that runs with this exchange. `options` are those of `varlen_attention`.
@@ -246,10 +253,7 @@ class KeysExchange:
             layouts = plan.all_layouts if is_all else (plan.layout, plan.key_layout)
             sequences = [*sequences, *plan.cut_sequences] if is_all else plan.cut_sequences
             options = {**options, "causal_alignment": "lower_right"}
-        slopes = self.slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[torch.tensor(sequences, dtype=torch.int64, device=slopes.device)]
-        attention = self._attention(layouts, slopes, options)
+        attention = self._attention(layouts, slopes_of(sequences, self.slopes), options)
         out, lse, self.saved[which] = attention.forward(query, key, value)
         return out, lse
 

@@ -31,4 +31,4 @@ def shift_heads(mod: Callable[..., Tensor], is_mask: bool, first: int) -> Callab
 
 def has_mods(options: dict[str, Any]) -> bool:
     """Whether a call has `score_mod` or `mask_mod`."""
-    return options["score_mod"] is not None or options["mask_mod"] is not None
+    return options.get("score_mod") is not None or options.get("mask_mod") is not None

@@ -24,6 +24,7 @@ from ..kernels.call import OPTIONS
 from ..layout import SequenceLayout
 from .dtensor import check_in_backward, from_local
 from .local_attention import accumulation_dtype
+from .mesh import check_mesh
 from .planner import Mask, Piece, ShardPlan, chunk_sizes, make_plan
 
 if TYPE_CHECKING:
@@ -70,14 +71,8 @@ class ShardedLayout:
     def __init__(
         self, layout: SequenceLayout, mesh: DeviceMesh, *, is_causal: bool, window_size: tuple[int, int]
     ) -> None:
-        if getattr(mesh, "ndim", None) is None:
-            raise TypeError(
-                f"mesh must be a DeviceMesh with one dimension, got {type(mesh).__name__}: pass "
-                'init_device_mesh("cuda", (ranks,)).'
-            )
+        check_mesh(mesh, "cp")
         OPTIONS["window_size"].parse("window_size", window_size)
-        if mesh.ndim != 1:
-            raise ValueError(f'mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["cp"].')
         if not getattr(layout, "knows_lengths", False):
             raise ValueError(
                 "the lengths must be known on the host to divide a batch: make the layout outside of a compiled graph, "

@@ -34,6 +34,7 @@ from ..modules.config import AttentionConfig
 from ..modules.inputs import Inputs, Masks
 from ..modules.multihead import VarlenMultiheadAttention
 from .dtensor import check_in_backward, from_local
+from .mesh import check_mesh
 from .mods import shift_heads
 
 _WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -376,8 +377,7 @@ def _check_module(module: nn.Module) -> VarlenMultiheadAttention:
 
 def _check_division(attention: VarlenMultiheadAttention, mesh: DeviceMesh) -> None:
     """Raise a ValueError if the heads can't be divided over this mesh."""
-    if mesh.ndim != 1:
-        raise ValueError(f'the mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["tp"].')
+    check_mesh(mesh, "tp")
     ranks = mesh.size()
     for name in ("num_heads", "num_kv_heads"):
         if (count := getattr(attention, name)) % ranks:

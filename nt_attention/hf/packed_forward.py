@@ -41,7 +41,7 @@ from .packed_mask import PackedMask
 from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
-from .sharded_packing import ShardedPacking, add_losses, check_batches, why_call_not_sharded
+from .sharded_packing import ShardedPacking, add_losses, check_same_batch, why_call_not_sharded
 from .small_batches import PaddedRows, Size, costs_of, may_run_padded
 from .tensor_parallel import divides_tokens, is_distributed
 
@@ -221,7 +221,7 @@ class PackedCall:
             return reason
         divided = ShardedPacking.of_mesh(packing, self.handle.mesh, self.is_causal)
         if (checked := _checked.get(model)) is None or checked() is not self.handle:
-            check_batches(divided, given["input_ids"] if "input_ids" in given else given["inputs_embeds"])
+            check_same_batch(given, self.handle.mesh)
             _checked[model] = weakref.ref(self.handle)
         return "it has too few tokens for the ranks of the mesh" if 0 in divided.sharded.sizes else divided
 

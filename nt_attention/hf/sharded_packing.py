@@ -13,8 +13,9 @@ import ast
 import functools
 import inspect
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from .._tracing import outside_of_graphs
 from . import families
 from .packing import Packing
 from .proof import Head, Proof
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Argument → why a call with it and a mesh falls back to the padded forward.
 _NOT_SUPPORTED = {
@@ -153,30 +157,27 @@ def add_losses(loss: Tensor, share: Tensor, sharded: Any) -> Tensor:
     return added.masked_fill(share.isnan(), torch.nan)
 
 
-def check_batches(packing: ShardedPacking, tokens: Tensor) -> None:
-    """Check that all ranks have the same batch. A collective, and a sync.
-
-    Args:
-        packing: the packing of this rank.
-        tokens: the ids of tokens (B, L), or their embeddings.
+def check_same_batch(inputs: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Check that all ranks of a mesh have the same tensors, of any shapes and dtypes. A collective, and a sync.
 
     Raises:
-        ValueError: a rank has another batch.
+        ValueError: a rank has other tensors. All ranks raise it.
     """
-    lengths = packing.layout.host_offsets.diff()
-    order = torch.arange(1, len(lengths) + 1)
-    numbers = [packing.rows, packing.length, len(lengths), int(lengths.sum()), int((lengths * order).sum())]
-    values = tokens.detach().flatten().double()
-    own = torch.tensor(numbers, dtype=torch.float64, device=tokens.device)
-    weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=tokens.device)
-    own = torch.cat([own, (values * weights).sum()[None]])
-    sharded = packing.sharded
-    found = [torch.empty_like(own) for _ in range(sharded.ranks)]
-    dist.all_gather(found, own, group=sharded.group)
-    if any(not torch.equal(each, own) for each in found):
+    digest = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
+    for name in sorted(inputs):
+        if isinstance(x := inputs[name], Tensor):
+            values = x.detach().double().view(torch.int64) if x.is_floating_point() else x.long()
+            values = values.flatten()
+            positions = torch.arange(1, values.numel() + 1, device=x.device)
+            content = (values * positions).sum() + sum(n * (i + 1) for i, n in enumerate(x.shape))
+            digest = digest * 1_000_003 + content
+    both = torch.stack([digest, -digest])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())
+    if both.sum().item() != 0:
         raise ValueError(
-            "the ranks of mesh= have different batches: pass the same batch on all of them. A sampler must divide the "
-            "data over the other dimensions of the mesh only."
+            "the ranks of mesh= have different batches, but must have the same: check that the data set and its order "
+            "do not depend on the rank, and that a sampler divides the data over the other dimensions of the mesh "
+            'only. With accelerate, pass {"dispatch_batches": False} for an IterableDataset.'
         )
 
 

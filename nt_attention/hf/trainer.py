@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, recursively_apply  # type: ignore[import-untyped]
@@ -24,6 +23,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from .._forwards import active_handles
+from .sharded_packing import check_same_batch
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin"]
 
@@ -93,7 +93,7 @@ class ShardedTrainerMixin(_Base):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move the inputs to the device, and compare them with those of the other ranks. Syncs with the device."""
         inputs = super()._prepare_inputs(inputs)
-        _check_same_batch(inputs, self.context_mesh)
+        check_same_batch(inputs, self.context_mesh)
         return inputs
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -199,24 +199,4 @@ def _check_arguments(trainer: Any, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"the mesh of the patch has the ranks {ranks}, but must have neighbours, such as "
             f"{list(range(first, first + size))}: make the context parallel dimension the last of the mesh."
-        )
-
-
-def _check_same_batch(inputs: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise an error if the ranks of a mesh have different batches, on all of them. A collective."""
-    digest = torch.zeros((), dtype=torch.int64, device=mesh.device_type)
-    for name in sorted(inputs):
-        if isinstance(x := inputs[name], Tensor):
-            values = x.double().view(torch.int64) if x.is_floating_point() else x.long()
-            values = values.flatten()
-            positions = torch.arange(1, values.numel() + 1, device=x.device)
-            content = (values * positions).sum() + sum(n * (i + 1) for i, n in enumerate(x.shape))
-            digest = digest * 1_000_003 + content
-    both = torch.stack([digest, -digest])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())
-    if both.sum().item() != 0:
-        raise ValueError(
-            "the ranks of the mesh have different batches, but must have the same: check that the data set and its "
-            'order do not depend on the rank, and pass accelerator_config={"dispatch_batches": False} if it is an '
-            "IterableDataset."
         )

@@ -129,12 +129,9 @@ def patch(
 
 
 def _check_mesh(mesh: Any, cuda_graphs: bool, padding_free: bool) -> None:
-    if getattr(mesh, "ndim", None) is None:
-        raise TypeError(
-            f'mesh must be a DeviceMesh with one dimension, got {type(mesh).__name__}: pass one, such as mesh["cp"].'
-        )
-    if mesh.ndim != 1:
-        raise ValueError(f'mesh must have one dimension, got {mesh.ndim}: pass one of them, such as mesh["cp"].')
+    from ..distributed.mesh import check_mesh  # imports torch.distributed, so only if there is a mesh
+
+    check_mesh(mesh, "cp")
     if cuda_graphs:
         raise ValueError("CUDA graphs can't have the exchanges of a mesh: leave out cuda_graphs or mesh.")
     if not padding_free:
