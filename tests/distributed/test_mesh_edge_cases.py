@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from ranks import DECODER, NO_DROPOUT, SMALL, average, mesh_of_all, padded_batch, run_in_float64
+from ranks import DECODER, NO_DROPOUT, SMALL, average, check_same, mesh_of_all, padded_batch, run_in_float64
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     BertConfig,
@@ -63,9 +63,7 @@ def compare(name, batch):
 
 def check(name, batch, world=2):
     for want, found in run_in_processes(world, compare, name, batch):
-        assert want.keys() == found.keys()
-        for key in want:
-            np.testing.assert_allclose(found[key], want[key], rtol=1e-9, atol=1e-9, err_msg=key)
+        check_same(found, want)
 
 
 @pytest.mark.parametrize("name", ["bert sequences", "llama sequences"])

@@ -1,10 +1,9 @@
 """`patch(model, mesh=...)`: a padded batch over several ranks, against the model in one process."""
 
-import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from ranks import DECODER, NO_DROPOUT, SMALL, average, mesh_of_all, padded_batch, run_in_float64, whole
+from ranks import DECODER, NO_DROPOUT, SMALL, average, check_same, mesh_of_all, padded_batch, run_in_float64, whole
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
@@ -120,9 +119,7 @@ def check(world, name, engine="plain", **more):
     wants = in_one_process(name, **more)
     for founds in run_in_processes(world, on_each_rank, name, engine, more):
         for want, found in zip(wants, founds, strict=True):
-            assert want.keys() == found.keys()
-            for key in want:
-                np.testing.assert_allclose(found[key], want[key].numpy(), rtol=1e-9, atol=1e-9, err_msg=key)
+            check_same(found, want)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,10 +1,10 @@
 """`patch(model, mesh=...)` for the modules of torch.nn, and models that consist of several patched parts."""
 
-import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from test_patched_models import average, batch_of, make
+from ranks import average, check_same
+from test_patched_models import batch_of, make
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -109,9 +109,7 @@ def check(world, kind, divides_loss=False):
     patch = nta.patch if kind == "nested" else lambda model: None
     want = step(kind, patch, lambda x: x)
     for found in run_in_processes(world, on_each_rank, kind, divides_loss):
-        assert want.keys() == found.keys()
-        for key in want:
-            np.testing.assert_allclose(found[key], want[key].numpy(), rtol=1e-9, atol=1e-9, err_msg=key)
+        check_same(found, want)
 
 
 @pytest.mark.parametrize("kind", KINDS)

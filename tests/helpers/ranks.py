@@ -1,5 +1,6 @@
 """Shared by the tests that run a model on several ranks: configs, padded batches, and results of all ranks."""
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,3 +43,10 @@ def average(x):
     total = x.clone()
     torch.distributed.all_reduce(total)
     return total / torch.distributed.get_world_size()
+
+
+def check_same(found, want):
+    """Compare results by name: those of a rank, and those of one process. In float64."""
+    assert found.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-9, err_msg=name)
