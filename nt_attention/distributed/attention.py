@@ -116,8 +116,8 @@ def sharded_attention(
         )
     else:
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in request[:3])
-        run = exchange_of(request, plan, backend, needs_grad, return_lse or sinks is not None)
-        out, lse = _Sharded.apply(*request[:3], run) if needs_grad else run.forward(*request[:3])
+        selected = exchange_of(request, plan, backend, needs_grad, return_lse or sinks is not None)
+        out, lse = _Sharded.apply(*request[:3], selected) if needs_grad else selected.forward(*request[:3])
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     out = request.restore(out)
@@ -129,12 +129,12 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, run: KeysExchange | HeadsExchange
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, selected: KeysExchange | HeadsExchange
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        out, lse = run.forward(query, key, value)
-        tensors = take_tensors(run.saved)
-        ctx.run, ctx.counts = run, [len(each) for each in tensors]
+        out, lse = selected.forward(query, key, value)
+        tensors = take_tensors(selected.saved)
+        ctx.selected, ctx.counts = selected, [len(each) for each in tensors]
         ctx.inputs = [TensorInfo.of(x) for x in (query, key, value)]
         ctx.save_for_backward(*[x for each in tensors for x in each])
         return out, None if lse is None else lse.detach()  # a view that is made here can't be changed in place
@@ -151,7 +151,7 @@ class _Sharded(torch.autograd.Function):
             grad = torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
         rest = iter(ctx.saved_tensors)
         tensors = [[next(rest) for _ in range(count)] for count in ctx.counts]
-        return (*ctx.run.backward(tensors, ctx.inputs, grad, grad_lse), None)
+        return (*ctx.selected.backward(tensors, ctx.inputs, grad, grad_lse), None)
 
 
 def explain_exchange(

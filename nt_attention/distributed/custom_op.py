@@ -110,12 +110,12 @@ class _State:
     `out` as an argument, and nothing here is an alias of it.
 
     Attributes:
-        run: the exchange.
+        selected: the exchange of the call.
         tensors: what it saved. `_OUT` stands for `out`.
         inputs: the shapes of query, key and value.
     """
 
-    run: Any
+    selected: Any
     tensors: list[list[Any]]
     inputs: list[TensorInfo]
 
@@ -132,15 +132,17 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_hand
     sharded, keys = _from_handle(handle), _from_handle(key_handle)
     key_sharded = None if keys is sharded else keys
     request, plan = prepare(query, key, value, sharded, key_sharded, slopes, None, options, exchange)
-    run = exchange_of(request, plan, backend, bool(needs_grad), wants_lse)
+    selected = exchange_of(request, plan, backend, bool(needs_grad), wants_lse)
     with _recording():
-        out, lse = run.forward(*request[:3])
-    if any(saved is not None and saved.is_graph for saved in run.saved):  # it may need the tensors that it has made
+        out, lse = selected.forward(*request[:3])
+    if any(
+        saved is not None and saved.is_graph for saved in selected.saved
+    ):  # it may need the tensors that it has made
         out = out.clone(memory_format=torch.contiguous_format)
-    tensors = [[_OUT if x is out else x for x in each] for each in take_tensors(run.saved)]
+    tensors = [[_OUT if x is out else x for x in each] for each in take_tensors(selected.saved)]
     lse = query.new_empty(0, dtype=accumulation_dtype(query.dtype)) if lse is None or not wants_lse else lse
     lse = lse.clone(memory_format=torch.contiguous_format)
-    state = _State(run, tensors, [TensorInfo.of(x) for x in (query, key, value)])
+    state = _State(selected, tensors, [TensorInfo.of(x) for x in (query, key, value)])
     return out.contiguous(), lse, tensor_of(state, query.device)
 
 
@@ -161,7 +163,7 @@ def _backward(
         )
     tensors = [[out if x is _OUT else x for x in each] for each in saved.tensors]
     with _recording():
-        dq, dk, dv = saved.run.backward(tensors, saved.inputs, grad, grad_lse)
+        dq, dk, dv = saved.selected.backward(tensors, saved.inputs, grad, grad_lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
