@@ -18,7 +18,7 @@ Rows, bytes and visible pairs are exact: they are counted from the library's pla
   Messages of any size get the full bandwidth.
 - Copies: what is exchanged is read and written 3 times. Of keys, these are all that the queries of a GPU see.
 - Latency: a fixed time for each collective, with the host time around it. It is chosen to fit `MEASURED`.
-- Nothing overlaps. In the library, whole sequences can run during the exchange of keys, which can then be faster.
+- Nothing overlaps. In the library, other heads or whole sequences can run during the exchange of keys.
 
 The network is an assumption: one NIC of 400 Gb/s for each GPU, without congestion. NVLink has the rate that was
 measured between two GPUs. The plan for all GPUs does not know which of them share a host. The share of linear is the

@@ -15,9 +15,10 @@ from torch import Tensor
 from ..functional import autocast, check_sinks, check_tensors, varlen_attention
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes
+from .exchange import Exchange
 from .exchange_heads import Heads, HeadsExchange
-from .exchange_keys import KeysExchange, KeysPlan, slopes_of
-from .local_attention import TensorInfo, take_tensors
+from .exchange_keys import KeysExchange, KeysPlan, Schedule, slopes_of
+from .local_attention import TensorInfo
 from .mods import has_mods
 from .planner import Mask
 from .sharded_layout import ShardedLayout
@@ -27,6 +28,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}  # not DTensors or NestedTensors
 # Rates of one GPU, for the choice: FLOPs in a µs, received bytes in a µs, and bytes read and written in a µs.
 FLOPS_PER_US, BYTES_PER_US, COPIED_BYTES_PER_US = 4e8, 2e5, 2e6
 SECOND_CALL_US = 300.0  # the host time of another call, forward and backward
+SMALL_PART = 0.02  # if the exchange takes less than this part of the work, it may be hidden by half
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,18 @@ def sharded_attention(
     Returns:
         out (N, H, Dv), and with `return_lse` also lse (N, H), in the form of the query.
     """
-    request, plan = prepare(query, key, value, sharded, key_sharded, alibi_slopes, relative, options, exchange)
+    request, schedule = prepare(query, key, value, sharded, key_sharded, alibi_slopes, relative, options, exchange)
     if sinks is not None:
         check_sinks(sinks, request.query)
-    if plan is not None and not plan.is_cut:
+    if schedule is not None and not schedule.plan.is_cut:
+        plan = schedule.plan
         slopes = slopes_of(plan.whole_sequences, request.slopes)
         out, lse = varlen_attention(
             *request[:3], plan.whole_layout, alibi_slopes=slopes, return_lse=True, backend=backend, **request.options
         )
     else:
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in request[:3])
-        selected = exchange_of(request, plan, backend, needs_grad, return_lse or sinks is not None)
+        selected = exchange_of(request, schedule, backend, needs_grad, return_lse or sinks is not None)
         out, lse = _Sharded.apply(*request[:3], selected) if needs_grad else selected.forward(*request[:3])
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -129,14 +132,12 @@ class _Sharded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, selected: KeysExchange | HeadsExchange
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, selected: Exchange
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         out, lse = selected.forward(query, key, value)
-        tensors = take_tensors(selected.saved)
-        ctx.selected, ctx.counts = selected, [len(each) for each in tensors]
-        ctx.inputs = [TensorInfo.of(x) for x in (query, key, value)]
-        ctx.save_for_backward(*[x for each in tensors for x in each])
+        ctx.selected, ctx.inputs = selected, [TensorInfo.of(x) for x in (query, key, value)]
+        ctx.save_for_backward(out if selected.reads_out else None, *selected.take_tensors())
         return out, None if lse is None else lse.detach()  # a view that is made here can't be changed in place
 
     @staticmethod
@@ -149,9 +150,8 @@ class _Sharded(torch.autograd.Function):
         query, _, value = ctx.inputs
         if grad is None:
             grad = torch.zeros(*query.shape[:2], value.shape[2], dtype=query.dtype, device=query.device)
-        rest = iter(ctx.saved_tensors)
-        tensors = [[next(rest) for _ in range(count)] for count in ctx.counts]
-        return (*ctx.selected.backward(tensors, ctx.inputs, grad, grad_lse), None)
+        out, *tensors = ctx.saved_tensors
+        return (*ctx.selected.backward(tensors, ctx.inputs, out, grad, grad_lse), None)
 
 
 def explain_exchange(
@@ -210,7 +210,7 @@ def choose_exchange(request: Request, exchange: str) -> ExchangeChoice:
     reasons: dict[str, str | None] = {"keys": _why_not_keys(request), "heads": None}
     if reasons.get(exchange) is not None:
         raise ValueError(f'the exchange of {exchange} can\'t run this call: {reasons[exchange]} Pass exchange="heads".')
-    flops = 7 * heads * (dim + value_dim)  # of a pair, forward and backward
+    flops = _flops_of_pair(request)
     received, us = {}, {}
     if reasons["keys"] is None:
         plan = _keys_plan(sharded, mask)
@@ -251,8 +251,8 @@ def prepare(
     relative: object,
     options: dict[str, Any],
     exchange: str,
-) -> tuple[Request, KeysPlan | None]:
-    """Check a call and select its exchange. Returns the checked call, and the plan of the exchange of keys or None.
+) -> tuple[Request, Schedule | None]:
+    """Check a call and select its exchange. Returns the checked call, and the calls of the exchange of keys or None.
 
     A call with the same shapes and options as one before, as in other layers of a model, is not checked again.
     """
@@ -262,14 +262,14 @@ def prepare(
         cache_key = _key_of(inputs, exchange, options)
     found = None if cache_key is None else sharded.found(cache_key)
     if found is not None:
-        checked_options, plan = found
-        return Request(*inputs, sharded, sharded, None, checked_options, _unchanged), plan
+        checked_options, schedule = found
+        return Request(*inputs, sharded, sharded, None, checked_options, _unchanged), schedule
     request = _check(*inputs, sharded, key_sharded, slopes, relative, options)
     is_keys = choose_exchange(request, exchange).chosen == "keys"
-    plan = _keys_plan(sharded, _mask(request.options)) if is_keys else None
+    schedule = schedule_of(request) if is_keys else None
     if cache_key is not None and not has_mods(request.options):  # the cache would keep them alive
-        sharded.cached(cache_key, lambda: (request.options, plan))
-    return request, plan
+        sharded.cached(cache_key, lambda: (request.options, schedule))
+    return request, schedule
 
 
 def _key_of(inputs: tuple[Tensor, ...], exchange: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -293,29 +293,46 @@ def _unchanged(x: Tensor, tokens_first: bool = False) -> Tensor:
 
 
 def exchange_of(
-    request: Request, plan: KeysPlan | None, backend: str, needs_grad: bool, wants_lse: bool
-) -> KeysExchange | HeadsExchange:
-    """The exchange of keys with this plan, or that of heads if it is None."""
+    request: Request, schedule: Schedule | None, backend: str, needs_grad: bool, wants_lse: bool
+) -> Exchange:
+    """The exchange of keys with these calls, or that of heads if they are None."""
     query, key, _, sharded, key_sharded, slopes, options, _ = request
-    if plan is not None:
-        return KeysExchange(sharded, plan, slopes, backend, options, needs_grad, _is_overlap_faster(request, plan))
+    if schedule is not None:
+        return KeysExchange(sharded, schedule, slopes, backend, options, needs_grad)
     heads = (query.shape[1], key.shape[1])
     return HeadsExchange.of(sharded, key_sharded, *heads, slopes, backend, options, needs_grad, wants_lse)
 
 
-def _is_overlap_faster(request: Request, plan: KeysPlan) -> bool:
-    """Whether receiving rows takes longer than a second call and joining the results of both."""
-    query, key, value, sharded, *_ = request
-    of_keys, of_queries = (heads * (query.shape[2] + value.shape[2]) for heads in (key.shape[1], query.shape[1]))
-    received = 2 * plan.received[sharded.rank] * of_keys
-    # Two calls copy out and all gradients to join them. One call copies the keys and values of whole sequences.
-    copied = 2 * (sharded.total * (of_queries + of_keys) - plan.whole * of_keys)
-    return received / BYTES_PER_US > copied / COPIED_BYTES_PER_US + SECOND_CALL_US
+def schedule_of(request: Request) -> Schedule:
+    """The calls of the exchange of keys: one, or two if that hides more of the exchange than the second one costs."""
+    query, key, value, sharded, _, _, options, _ = request
+    mask, kv_heads = _mask(options), key.shape[1]
+    plan = _keys_plan(sharded, mask)
+    of_queries, of_keys = (x.shape[1] * (query.shape[2] + value.shape[2]) * x.dtype.itemsize for x in (query, key))
+    work_us = _flops_of_pair(request) * max(_work(sharded, mask)) / FLOPS_PER_US
+    received_us = 2 * max(plan.received) * of_keys / BYTES_PER_US
+    # A second call takes host time, for which a GPU with enough work does not wait. It joins out and all gradients.
+    call_us = SECOND_CALL_US if work_us < 10 * SECOND_CALL_US else 0.0
+    # Only a part of the first group is not hidden. With two halves, kernels need the least memory for sums.
+    first = kv_heads // 2 if received_us < SMALL_PART * work_us else max(1, kv_heads // 4)
+    join_us = 2 * sharded.sizes[0] * of_queries / COPIED_BYTES_PER_US
+    if plan.has_transfers and kv_heads > 1 and received_us * (1 - first / kv_heads) > join_us + call_us:
+        return Schedule.of(plan, query.shape[1], (first, kv_heads - first), False)
+    # One call for all copies the keys and values of whole sequences.
+    copied_us = 2 * (sharded.total * (of_queries + of_keys) - plan.whole * of_keys) / COPIED_BYTES_PER_US
+    received_us = 2 * plan.received[sharded.rank] * of_keys / BYTES_PER_US
+    return Schedule.of(plan, query.shape[1], (kv_heads,), received_us > copied_us + call_us)
 
 
 def _mask(options: dict[str, Any]) -> Mask:
     """The mask that causality and window make."""
     return Mask.of(options["is_causal"], tuple(options["window_size"]))
+
+
+def _flops_of_pair(request: Request) -> int:
+    """The FLOPs of a visible pair, forward and backward."""
+    query, _, value, *_ = request
+    return 7 * query.shape[1] * (query.shape[2] + value.shape[2])
 
 
 def _keys_plan(sharded: ShardedLayout, mask: Mask) -> KeysPlan:

@@ -25,7 +25,8 @@ from ..functional import autocast
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, SCHEMA, all_options, check_options, from_schema, values_in_schema
 from .attention import exchange_of, prepare, sharded_attention
-from .local_attention import TensorInfo, accumulation_dtype, take_tensors
+from .exchange import Exchange
+from .local_attention import TensorInfo, accumulation_dtype
 from .mods import has_mods
 from .sharded_layout import ShardedLayout
 
@@ -111,16 +112,13 @@ class _State:
 
     Attributes:
         selected: the exchange of the call.
-        tensors: what it saved. `_OUT` stands for `out`.
+        tensors: what it saved.
         inputs: the shapes of query, key and value.
     """
 
-    selected: Any
-    tensors: list[list[Any]]
+    selected: Exchange
+    tensors: list[Tensor | None]
     inputs: list[TensorInfo]
-
-
-_OUT = object()
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_handle: Tensor, *arguments: Any) -> Any:
@@ -131,18 +129,15 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_hand
     options = {name: x for name, x in options.items() if name in OPTIONS}
     sharded, keys = _from_handle(handle), _from_handle(key_handle)
     key_sharded = None if keys is sharded else keys
-    request, plan = prepare(query, key, value, sharded, key_sharded, slopes, None, options, exchange)
-    selected = exchange_of(request, plan, backend, bool(needs_grad), wants_lse)
+    request, schedule = prepare(query, key, value, sharded, key_sharded, slopes, None, options, exchange)
+    selected = exchange_of(request, schedule, backend, bool(needs_grad), wants_lse)
     with _recording():
         out, lse = selected.forward(*request[:3])
-    if any(
-        saved is not None and saved.is_graph for saved in selected.saved
-    ):  # it may need the tensors that it has made
+    if any(saved is not None and saved.is_graph for saved in selected.saved):  # it needs the tensors that it has made
         out = out.clone(memory_format=torch.contiguous_format)
-    tensors = [[_OUT if x is out else x for x in each] for each in take_tensors(selected.saved)]
     lse = query.new_empty(0, dtype=accumulation_dtype(query.dtype)) if lse is None or not wants_lse else lse
     lse = lse.clone(memory_format=torch.contiguous_format)
-    state = _State(selected, tensors, [TensorInfo.of(x) for x in (query, key, value)])
+    state = _State(selected, selected.take_tensors(), [TensorInfo.of(x) for x in (query, key, value)])
     return out.contiguous(), lse, tensor_of(state, query.device)
 
 
@@ -161,9 +156,8 @@ def _backward(
             "sharded attention in a graph can't have its saved tensors copied, as saved_tensors_hooks and save_on_cpu "
             "do: leave them out, or do not compile it."
         )
-    tensors = [[out if x is _OUT else x for x in each] for each in saved.tensors]
     with _recording():
-        dq, dk, dv = saved.selected.backward(tensors, saved.inputs, grad, grad_lse)
+        dq, dk, dv = saved.selected.backward(saved.tensors, saved.inputs, out, grad, grad_lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

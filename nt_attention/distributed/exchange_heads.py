@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
+from .exchange import Exchange
+from .local_attention import LocalAttention, TensorInfo, accumulation_dtype
 from .mods import has_mods, shift_heads
 from .sharded_layout import ShardedLayout
 
@@ -119,14 +120,16 @@ class Side:
         return [x.to(rows.dtype) for x in found]
 
 
-class HeadsExchange:
+class HeadsExchange(Exchange):
     """A call that runs with this exchange.
 
     Attributes:
         own: the heads of this rank.
         queries, keys: the two sides of the call.
-        saved: what the backward needs; None if this rank has no heads.
+        out: (T, h, Dv) the output of the heads of this rank, until `take_tensors`.
     """
+
+    reads_out: ClassVar[bool] = False  # its `out` has other rows and heads
 
     def __init__(
         self,
@@ -142,7 +145,8 @@ class HeadsExchange:
         """`options` are those of `varlen_attention`. Without `returns_lse`, lse is not exchanged, and it is None."""
         self.queries, self.keys, self.own = queries, keys, own
         self.needs_grad, self.returns_lse = needs_grad, returns_lse
-        self.saved: list[Saved | None] = [None]
+        self.saved = [None]
+        self.out: Tensor | None = None
 
         def make() -> LocalAttention:
             of_heads = None if slopes is None else slopes[..., own.queries].contiguous()
@@ -174,6 +178,7 @@ class HeadsExchange:
                 index = self.keys.sharded.cached(("repeated", *own.repeated), self._repeated_heads)
                 k, v = k.index_select(1, index), v.index_select(1, index)
             out, lse, self.saved[0] = self.attention.forward(q, k, v)
+            self.out = out
         else:
             out = q.new_empty(q.shape[0], 0, value.shape[2])
             lse = q.new_empty(q.shape[0], 0, dtype=accumulation_dtype(q.dtype))
@@ -182,11 +187,20 @@ class HeadsExchange:
             return out, None
         return out, self.queries.to_tokens(lse.unsqueeze(2))[0].squeeze(2)
 
+    def take_tensors(self) -> list[Tensor | None]:
+        out, self.out = self.out, None
+        return [out, *super().take_tensors()]
+
     def backward(
-        self, tensors: Sequence[Sequence[Any]], inputs: Sequence[TensorInfo], grad: Tensor, grad_lse: Tensor | None
+        self,
+        tensors: Sequence[Any],
+        inputs: Sequence[TensorInfo],
+        out: Tensor | None,
+        grad: Tensor,
+        grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value. `tensors` are those of `saved`."""
         query, key, value = inputs
+        own_out, *rest = tensors
         (grad,) = self.queries.to_heads(grad)
         if self.returns_lse:
             if grad_lse is None:
@@ -197,7 +211,7 @@ class HeadsExchange:
             dq = grad.new_empty(len(grad), 0, query.shape[2])
             dk, dv = (grad.new_empty(keys, 0, x.shape[2]) for x in (key, value))
         else:
-            dq, dk, dv = saved.backward(tensors[0], grad, grad_lse if self.returns_lse else None)
+            dq, dk, dv = saved.backward(rest, own_out, grad, grad_lse if self.returns_lse else None)
             if self.own.repeated is not None:
                 dk, dv = (_add_heads(x, self.own) for x in (dk, dv))
         return *self.queries.to_tokens(dq), *self.keys.to_tokens(dk, dv)  # type: ignore[return-value]

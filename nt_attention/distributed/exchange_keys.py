@@ -1,12 +1,17 @@
 """The exchange of keys: each rank gets the keys and values that its queries see, and runs its own queries.
 
-Sequences that are whole on a rank need no exchange. They run during the exchange of keys of cut sequences, or in one
-call with the pieces of cut sequences: that copies fewer bytes, and is faster if few keys are exchanged. In the
-backward, the gradients of received keys are sent back while the whole sequences run. Their owner adds them in float32,
-in the order of the ranks.
-
 The keys of a piece are those that its queries see. So its last query is aligned with its last key if the mask is
-causal.
+causal. In the backward, the gradients of received keys are sent back. Their owner adds them in float32, in the order of
+the ranks.
+
+What can run while keys travel (`Schedule`):
+
+- Half or less of the heads. Two exchanges take some of the key heads each, and the heads of the first one run during
+  the second one. In the backward, the gradients of the second group travel while the first one runs. This also halves
+  the memory that kernels need for sums.
+- Whole sequences, which need no exchange, in a call of their own.
+
+Both take another call and copies that join the results. Small calls wait for the host, and run in one call.
 
 Dimensions: N tokens of this rank, W of them in whole sequences, C = N − W in cut ones, R received rows, S keys of all
 pieces, H query heads, G key heads, D and Dv head dims.
@@ -14,9 +19,11 @@ pieces, H query heads, G key heads, D and Dv head dims.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +32,7 @@ from torch import Tensor
 
 from .._offsets import to_device
 from ..layout import SequenceLayout
+from .exchange import Exchange
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .planner import Mask, Piece, needed_keys
 from .rows import Pair, RowTable
@@ -32,6 +40,20 @@ from .sharded_layout import ShardedLayout, concatenate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+class Tables(NamedTuple):
+    """The rows that a call on this rank copies and adds. Its keys are K = S, or K = W + S with whole sequences.
+
+    Attributes:
+        visible: (K, 1), the keys of the call, from the N own rows and the R received ones.
+        uses_of_received: (R, ·), where each received row is among the K keys.
+        sums: (C or N, ·), the gradients of each own row: those of its uses among the K keys, and those that return.
+    """
+
+    visible: RowTable
+    uses_of_received: RowTable
+    sums: RowTable
 
 
 @dataclass(frozen=True)
@@ -50,11 +72,8 @@ class KeysPlan:
         has_transfers: whether any rank receives a row.
         received: for each rank, the number of received rows.
         sent: (rows to send, 1), by rank, from the N own rows.
-        visible: (W + S, 1), the keys of `all_layouts`, from the N own rows and the R received ones.
-        visible_to_cut: (S, 1), those of `key_layout`.
-        uses: (C, ·), where each own row of a cut sequence is in the S keys of pieces.
-        uses_of_received: (R, ·), the same of each received row.
-        sums: (C, ·), the gradients of each own row of a cut sequence: of its own uses, and those that are returned.
+        sources: (S,) each key of `key_layout`, as the index of one of the C own rows, or C plus that of a received row.
+        returned: (C, ·) the indices of each own row among the sent rows, and −1.
     """
 
     mask: Mask
@@ -71,11 +90,8 @@ class KeysPlan:
     has_transfers: bool
     received: list[int]
     sent: RowTable
-    visible: RowTable
-    visible_to_cut: RowTable
-    uses: RowTable
-    uses_of_received: RowTable
-    sums: RowTable
+    sources: NDArray[np.int64]
+    returned: NDArray[np.int64]
 
     @classmethod
     def make(cls, sharded: ShardedLayout, mask: Mask) -> KeysPlan:
@@ -84,7 +100,7 @@ class KeysPlan:
         whole, cut = sharded.plan.whole[rank], sharded.plan.cut
         needed = [needed_keys(pieces, lengths, mask) for pieces in cut]
         transfers = [_transfers(need, cut) for need in needed]  # of each receiver: (sender, sequence, first, last)
-        of_whole, of_pieces = [p.stop for p in whole], [p.stop - p.start for p in cut[rank]]
+        of_whole, of_pieces = [lengths[b] for b in whole], [p.stop - p.start for p in cut[rank]]
         num_whole, num_cut = sum(of_whole), sum(of_pieces)
 
         # the row of each position of a cut sequence: first the C own rows, then the R received ones
@@ -102,16 +118,10 @@ class KeysPlan:
 
         keys = [(p.sequence, *mask.keys(p, lengths[p.sequence])) for p in cut[rank]]
         of_keys = [last - first for _, first, last in keys]
-        sources = [known[s][first:last] for s, first, last in keys]
-        uses = _uses([p.sequence for p in cut[rank]], sources, at)
-
-        def table(rows: NDArray[np.int64]) -> RowTable:
-            return RowTable(to_device(rows.astype(np.int32).reshape(len(rows), -1 if len(rows) else 1), device))
-
         return cls(
             mask=mask,
             whole=num_whole,
-            whole_sequences=[p.sequence for p in whole],
+            whole_sequences=list(whole),
             cut_sequences=[p.sequence for p in cut[rank]],
             whole_layout=SequenceLayout.from_lengths(of_whole, device=device),
             layout=SequenceLayout.from_lengths(of_pieces, device=device),
@@ -125,13 +135,47 @@ class KeysPlan:
             is_cut=any(cut),
             has_transfers=any(transfers),
             received=[sum([last - first for *_, first, last in each]) for each in transfers],
-            sent=table(num_whole + concatenate(sent)),
-            visible=table(concatenate([np.arange(num_whole), num_whole + concatenate(sources)])),
-            visible_to_cut=table(num_whole + concatenate(sources)),
-            uses=table(uses[:num_cut]),
-            uses_of_received=table(uses[num_cut:]),
-            sums=table(_sums(num_cut, sent)),
+            sent=_table(num_whole + concatenate(sent), device),
+            sources=concatenate([known[s][first:last] for s, first, last in keys]),
+            returned=_returned(num_cut, sent),
         )
+
+    def tables(self, has_whole: bool) -> Tables:
+        """The tables of a call, with or without the whole sequences."""
+        return self._tables_of_all if has_whole else self._tables_of_cut
+
+    @functools.cached_property
+    def _tables_of_all(self) -> Tables:
+        return self._make_tables(self.whole)
+
+    @functools.cached_property
+    def _tables_of_cut(self) -> Tables:
+        return self._make_tables(0)
+
+    def _make_tables(self, whole: int) -> Tables:
+        """The tables of a call whose first `whole` queries and keys are whole sequences."""
+        own, device = np.arange(whole), self.sent.index.device
+        keys, rows = whole + len(self.sources), len(self.returned)
+        uses = _uses(self.sources, rows + self.received_here)
+        uses[uses >= 0] += whole
+        returned = np.where(self.returned < 0, -1, keys + self.returned)
+        sums = np.full((whole + rows, uses.shape[1] + returned.shape[1]), -1)
+        sums[:whole, 0] = own
+        sums[whole:] = np.concatenate([uses[:rows], returned], 1)
+        return Tables(
+            visible=_table(np.concatenate([own, self.whole + self.sources]), device),
+            uses_of_received=_table(uses[rows:], device),
+            sums=_table(sums, device),
+        )
+
+    @property
+    def received_here(self) -> int:
+        """R."""
+        return sum(self.receive_splits)
+
+
+def _table(rows: NDArray[np.int64], device: torch.device) -> RowTable:
+    return RowTable(to_device(rows.astype(np.int32).reshape(len(rows), -1 if len(rows) else 1), device))
 
 
 def _own_rows(pieces: Sequence[Piece], lengths: Sequence[int]) -> dict[int, NDArray[np.int64]]:
@@ -159,28 +203,25 @@ def _transfers(
     return found
 
 
-def _uses(sequences: Sequence[int], sources: Sequence[NDArray[np.int64]], rows: int) -> NDArray[np.int64]:
-    """(rows, ·) the indices of keys of pieces that each row is, and −1. A row is in each piece of a sequence once."""
-    counts = {sequence: list(sequences).count(sequence) for sequence in sequences}
-    found = np.full((rows, max(counts.values(), default=1)), -1)
-    at = 0
-    for sequence, source in zip(sequences, sources, strict=True):
-        counts[sequence] -= 1
-        found[source, counts[sequence]] = np.arange(at, at + len(source))
-        at += len(source)
+def _uses(sources: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """(rows, ·) the indices in `sources` that have each row, in order, and −1."""
+    counts = np.bincount(sources, minlength=rows)
+    order = np.argsort(sources, kind="stable")
+    number = np.arange(len(sources)) - np.repeat(counts.cumsum() - counts, counts)  # of a use among those of its row
+    found = np.full((rows, max(1, counts.max(initial=0))), -1)
+    found[sources[order], number] = order
     return found
 
 
-def _sums(rows: int, sent: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """(rows, ·) the row itself, and where it is among the rows that were sent to each rank, counted from `rows`."""
-    columns = [np.arange(rows)]
-    at = rows
+def _returned(rows: int, sent: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """(rows, ·) where each row is among the rows that were sent to all ranks, with a column for each receiver."""
+    columns, at = [np.empty((rows, 0), np.int64)], 0
     for each in sent:
         if len(each):
-            columns.append(np.full(rows, -1))
-            columns[-1][each] = np.arange(at, at + len(each))
+            columns.append(np.full((rows, 1), -1))
+            columns[-1][each, 0] = np.arange(at, at + len(each))
             at += len(each)
-    return np.stack(columns, 1)
+    return np.concatenate(columns, 1)
 
 
 def slopes_of(sequences: Sequence[int], slopes: Tensor | None) -> Tensor | None:
@@ -190,121 +231,244 @@ def slopes_of(sequences: Sequence[int], slopes: Tensor | None) -> Tensor | None:
     return slopes[torch.tensor(sequences, dtype=torch.int64, device=slopes.device)]
 
 
-@dataclass
-class KeysExchange:
-    """A call that runs with this exchange. `options` are those of `varlen_attention`.
+_ALL = slice(None)
+
+
+class Part(NamedTuple):
+    """One call on this rank: some rows and heads of the queries, and the key heads of these.
 
     Attributes:
-        slopes: (H,) or (B, H), or None.
-        overlaps: whether whole sequences run during the exchange, in a call of their own. If not, all pieces run in one
-            call, which copies fewer bytes.
-        saved: what the backward needs of the call of whole sequences, and of that of the other pieces or of all. None
-            for calls without queries.
+        rows, heads, key_heads: the slices.
+        has_whole, has_cut: whether the rows are whole sequences, pieces of cut ones, or both.
     """
 
-    sharded: ShardedLayout
+    rows: slice
+    heads: slice
+    key_heads: slice
+    has_whole: bool
+    has_cut: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        """The rows and heads of a tensor (N, H, …)."""
+        return x if self.rows is _ALL and self.heads is _ALL else x[self.rows, self.heads]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The rows and key heads of a tensor (N, G, …)."""
+        return x if self.rows is _ALL and self.key_heads is _ALL else x[self.rows, self.key_heads]
+
+
+class Schedule(NamedTuple):
+    """The exchanges and the calls of a rank.
+
+    Attributes:
+        plan: the rows that are exchanged.
+        groups: the key heads of each exchange, the same on all ranks; empty if no sequence is cut.
+        parts: the calls of this rank. The whole sequences are the first one if they run alone.
+        is_async: whether something runs during an exchange.
+    """
+
     plan: KeysPlan
-    slopes: Tensor | None
-    backend: str
-    options: dict[str, Any]
-    needs_grad: bool
-    overlaps: bool
-    saved: list[Saved | None] = field(default_factory=lambda: [None, None])
+    groups: list[slice]
+    parts: list[Part]
+    is_async: bool
+
+    @classmethod
+    def of(cls, plan: KeysPlan, heads: int, groups: Sequence[int], runs_whole_alone: bool) -> Schedule:
+        """The schedule for H query heads, the number of key heads of each exchange, and this choice."""
+        is_async = len(groups) > 1 or runs_whole_alone
+        of_keys = _slices(groups, 1) if plan.is_cut else []
+        if not plan.layout.total:  # nothing is cut on this rank
+            return cls(plan, of_keys, [Part(_ALL, _ALL, _ALL, True, False)], is_async)
+        parts, rows, has_whole = [], _ALL, plan.whole > 0
+        if has_whole and runs_whole_alone:
+            parts = [Part(slice(plan.whole), _ALL, _ALL, True, False)]
+            rows, has_whole = slice(plan.whole, None), False
+        of_queries = _slices(groups, heads // sum(groups))
+        parts += [Part(rows, *each, has_whole, True) for each in zip(of_queries, of_keys, strict=True)]
+        return cls(plan, of_keys, parts, is_async)
+
+
+def _slices(counts: Sequence[int], factor: int) -> list[slice]:
+    """Consecutive slices of `factor` times these sizes. One is `slice(None)`."""
+    if len(counts) == 1:
+        return [_ALL]
+    ends = list(accumulate(counts, initial=0))
+    return [slice(factor * a, factor * b) for a, b in pairwise(ends)]
+
+
+class KeysExchange(Exchange):
+    """A call that runs with this exchange.
+
+    Attributes:
+        plan, parts: those of the schedule.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedLayout,
+        schedule: Schedule,
+        slopes: Tensor | None,
+        backend: str,
+        options: dict[str, Any],
+        needs_grad: bool,
+    ) -> None:
+        """`slopes` are (H,) or (B, H) or None, and `options` are those of `varlen_attention`."""
+        self.sharded, self.schedule, self.slopes, self.backend = sharded, schedule, slopes, backend
+        self.options, self.needs_grad = options, needs_grad
+        self.plan, self.parts = schedule.plan, schedule.parts
+        self.saved = [None] * len(self.parts)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """out (N, H, Dv) and lse (N, H)."""
-        plan, whole = self.plan, self.plan.whole
-        if not plan.is_cut:
-            return self._run(0, query, key, value)
-        own = Pair.of(key, value)
-        width, value_width = own.key.shape[1], own.value.shape[1]
-        sent = key.new_empty(len(plan.sent), width + value_width)
-        plan.sent.gather(Pair.columns(sent, width), own)
-        received = key.new_empty(len(plan.uses_of_received), width + value_width)
-        wait = self._start(received, sent, plan.receive_splits, plan.send_splits)
-        if whole == len(query):  # nothing is cut on this rank
-            found = self._run(0, query, key, value)
+        travelling = [self._send(key[:, group], value[:, group]) for group in self.schedule.groups]
+        joined: tuple[Tensor, Tensor] | None = None
+        for index, part in enumerate(self.parts):
+            if part.has_cut:
+                received, wait = travelling.pop(0)
+                wait()
+                keys = self._visible(part, received, key[:, part.key_heads], value[:, part.key_heads])
+            else:
+                keys = part.of_keys(key), part.of_keys(value)
+            found = self._run(index, part.of(query), *keys)
+            if len(self.parts) == 1:
+                joined = found
+                break
+            if joined is None:
+                lse = found[1].new_empty(query.shape[1::-1]).T
+                joined = query.new_empty(*query.shape[:2], value.shape[2]), lse
+            for x, result in zip(joined, found, strict=True):
+                part.of(x).copy_(result)
+        for _, wait in travelling:  # nothing is cut on this rank
             wait()
-            return found
-        if not (self.overlaps and whole):
-            wait()
-            return self._run(1, query, *self._visible_rows(plan.visible, received, key, value))
-        first = self._run(0, query[:whole], key[:whole], value[:whole])
-        wait()
-        second = self._run(1, query[whole:], *self._visible_rows(plan.visible_to_cut, received, key, value))
-        out, lse = (torch.cat(each) for each in zip(first, second, strict=True))
-        return out, lse
+        assert joined is not None
+        return joined
 
-    def _visible_rows(self, table: RowTable, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a table, from those of this rank and the received rows."""
+    def _send(self, key: Tensor, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        """Start to exchange some heads. Returns the received rows, and a function that waits for them."""
+        plan, own = self.plan, Pair.of(key, value)
+        width = own.key.shape[1]
+        sent = key.new_empty(len(plan.sent), width + own.value.shape[1])
+        plan.sent.gather(Pair.columns(sent, width), own)
+        received = sent.new_empty(plan.received_here, sent.shape[1])
+        return received, self._start(received, sent, plan.receive_splits, plan.send_splits)
+
+    def _visible(self, part: Part, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a part, from those of this rank and the received rows."""
+        table = self.plan.tables(part.has_whole).visible
         found = [x.new_empty(len(table), *x.shape[1:]) for x in (key, value)]
         table.gather(Pair.of(*found), Pair.of(key, value), received)
         return found[0], found[1]
 
-    def _run(self, which: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the whole sequences (0), or the other pieces (1), which may come after the whole sequences."""
-        plan = self.plan
+    def _run(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a part, and keep what its backward needs."""
         if not len(query):
             lse = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
             return query.new_empty(*query.shape[:2], value.shape[2]), lse
-        layouts, sequences, options = (plan.whole_layout, plan.whole_layout), plan.whole_sequences, self.options
-        if which:
-            is_all = len(query) != plan.layout.total
-            layouts = plan.all_layouts if is_all else (plan.layout, plan.key_layout)
-            sequences = [*sequences, *plan.cut_sequences] if is_all else plan.cut_sequences
-            options = {**options, "causal_alignment": "lower_right"}
-        attention = self._attention(layouts, slopes_of(sequences, self.slopes), options)
-        out, lse, self.saved[which] = attention.forward(query, key, value)
+        out, lse, self.saved[index] = self._attention(self.parts[index]).forward(query, key, value)
         return out, lse
 
-    def _attention(
-        self, layouts: tuple[SequenceLayout, SequenceLayout], slopes: Tensor | None, options: dict[str, Any]
-    ) -> LocalAttention:
-        """A call on this rank. Without slopes it is kept for other layers and batches with this layout."""
+    def _attention(self, part: Part) -> LocalAttention:
+        """The call of a part. Without slopes it is kept for other layers and batches with this layout."""
 
         def make() -> LocalAttention:
+            plan, options = self.plan, self.options
+            layouts, sequences = (plan.whole_layout, plan.whole_layout), plan.whole_sequences
+            if part.has_cut:
+                layouts, sequences = (plan.layout, plan.key_layout), plan.cut_sequences
+                options = {**options, "causal_alignment": "lower_right"}
+            if part.has_cut and part.has_whole:
+                layouts, sequences = plan.all_layouts, [*plan.whole_sequences, *plan.cut_sequences]
+            slopes = slopes_of(sequences, self.slopes)
+            slopes = None if slopes is None else slopes[..., part.heads].contiguous()
             return LocalAttention(*layouts, slopes, self.backend, options, self.needs_grad)
 
-        if slopes is not None:
+        if self.slopes is not None:
             return make()
-        which = [layout is layouts[1] for layout in (self.plan.whole_layout, self.plan.key_layout)]
-        cache_key = ("attention", self.plan.mask, *which, self.backend, self.needs_grad, *options.values())
-        return self.sharded.cached(cache_key, make)
+        which = ("attention", self.plan.mask, part.has_whole, part.has_cut, self.backend, self.needs_grad)
+        return self.sharded.cached((*which, *self.options.values()), make)
 
     def backward(
-        self, tensors: Sequence[Sequence[Any]], inputs: Sequence[TensorInfo], grad: Tensor, grad_lse: Tensor | None
+        self,
+        tensors: Sequence[Any],
+        inputs: Sequence[TensorInfo],
+        out: Tensor | None,
+        grad: Tensor,
+        grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value. `tensors` are those of `saved`."""
-        (_, key, value), (of_whole, of_pieces), plan = inputs, self.saved, self.plan
-        if not plan.is_cut and of_whole is not None:
-            return of_whole.backward(tensors[0], grad, grad_lse)
-        count, alone = len(grad), 0 if of_whole is None else plan.whole  # the rows that ran in a call of their own
-        if of_pieces is None:
-            dq, dk, dv = (x.empty(0) for x in inputs)
-        else:
-            of_lse = None if grad_lse is None else grad_lse[alone:]
-            dq, dk, dv = of_pieces.backward(tensors[1], grad[alone:], of_lse)
-            dk, dv = dk.contiguous(), dv.contiguous()  # `sums` is written to them
-        first = plan.whole - alone  # of the rows of cut sequences
-        of_visible = Pair.of(dk[first:], dv[first:])
-        sent = torch.empty(len(plan.uses_of_received), key.width + value.width, dtype=key.dtype, device=key.device)
-        plan.uses_of_received.gather(Pair.columns(sent, key.width), of_visible)
-        returned = sent.new_empty(len(plan.sent), sent.shape[1])
-        wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
-        own = sent.new_empty(len(plan.uses), sent.shape[1], dtype=accumulation_dtype(key.dtype))
-        plan.uses.gather(Pair.columns(own, key.width), of_visible)
-        if of_whole is not None:
-            of_lse = None if grad_lse is None else grad_lse[:alone]
-            of_whole_sequences = of_whole.backward(tensors[0], grad[:alone], of_lse)
-        wait()
-        dk, dv = dk[: count - alone], dv[: count - alone]  # there are as many keys as queries, and more
-        plan.sums.gather(Pair.of(dk[first:], dv[first:]), Pair.columns(own, key.width), returned)
-        if of_whole is None:
-            return dq, dk, dv
-        if of_pieces is None:
-            return of_whole_sequences
-        dq, dk, dv = (torch.cat(each) for each in zip(of_whole_sequences, (dq, dk, dv), strict=True))
+        assert out is not None
+        of_parts = list(zip(self.parts, self.saved, self.split(tensors), strict=True))
+        if not self.parts[0].has_cut and len(of_parts) == 1:
+            return self._backward_of_whole(of_parts[0], inputs, out, grad, grad_lse)
+        query, key, value = inputs
+        dq: Tensor | None = None
+        dk, dv = key.empty(self.sharded.total), value.empty(self.sharded.total)
+        finish = []
+        for part, saved, own in reversed(of_parts):  # whole sequences run last, while gradients travel
+            assert saved is not None
+            of_lse = None if grad_lse is None else part.of(grad_lse)
+            of_query, of_key, of_value = saved.backward(own, part.of(out), part.of(grad), of_lse)
+            if part.has_cut:
+                finish.append(self._return(part, of_key, of_value, part.of_keys(dk), part.of_keys(dv)))
+            else:
+                part.of_keys(dk).copy_(of_key)
+                part.of_keys(dv).copy_(of_value)
+            if len(of_parts) == 1:
+                dq = of_query
+                break
+            if dq is None:
+                dq = query.empty(self.sharded.total)
+            part.of(dq).copy_(of_query)
+        for each in finish:
+            each()
+        assert dq is not None
         return dq, dk, dv
+
+    def _backward_of_whole(
+        self,
+        of_part: tuple[Part, Saved | None, Sequence[Any]],
+        inputs: Sequence[TensorInfo],
+        out: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`backward` on a rank where nothing is cut."""
+        _, saved, tensors = of_part
+        query, key, value = (x.empty(0) for x in inputs)
+        finish = []
+        for group in reversed(self.schedule.groups):
+            none = key[:, group], value[:, group]
+            finish.append(self._return(self.parts[0], *none, *none))
+        if saved is not None:
+            query, key, value = saved.backward(tensors, out, grad, grad_lse)
+        for each in finish:
+            each()
+        return query, key, value
+
+    def _return(self, part: Part, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor) -> Callable[[], object]:
+        """Start to return the gradients of received keys.
+
+        Args:
+            part: the part.
+            key, value: (K, g, D) and (K, g, Dv), the gradients of the keys and values that it saw.
+            dk, dv: (C or N, g, ·), the gradients of the rows of this rank, not written yet.
+
+        Returns:
+            A function that waits for the returned gradients, and writes the sums to dk and dv.
+        """
+        plan, seen = self.plan, Pair.of(key, value)
+        width = seen.key.shape[1]
+        sent = key.new_empty(plan.received_here, width + seen.value.shape[1])
+        returned = sent.new_empty(len(plan.sent), sent.shape[1])
+        tables = plan.tables(part.has_whole)
+        if part.has_cut:
+            tables.uses_of_received.gather(Pair.columns(sent, width), seen)
+        wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
+
+        def finish() -> None:
+            wait()
+            if part.has_cut:
+                tables.sums.gather(Pair.of(dk, dv), seen, returned)
+
+        return finish
 
     def _start(
         self, output: Tensor, given: Tensor, output_splits: list[int], given_splits: list[int]
@@ -313,7 +477,7 @@ class KeysExchange:
         if not self.plan.has_transfers:
             return _nothing
         work = dist.all_to_all_single(
-            output, given, output_splits, given_splits, group=self.sharded.group, async_op=self.overlaps
+            output, given, output_splits, given_splits, group=self.sharded.group, async_op=self.schedule.is_async
         )
         return _nothing if work is None else work.wait
 

@@ -67,7 +67,7 @@ class LocalAttention:
 
     def _run(self, kernel: Kernel, call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         out, lse, *rest = kernel.forward(inputs, call)
-        return out, lse, _SavedTensors(kernel, call, [*inputs, self.slopes, out, lse, *rest])
+        return out, lse, _SavedTensors(kernel, call, [*inputs, self.slopes, lse, *rest])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -97,7 +97,7 @@ class TensorInfo(NamedTuple):
 
 
 class Saved:
-    """What the backward of a call needs. Its tensors belong into `ctx.save_for_backward`.
+    """What the backward of a call needs besides out. Its tensors belong into `ctx.save_for_backward`.
 
     Attributes:
         is_graph: whether it is a graph of autograd, which keeps tensors by itself.
@@ -109,14 +109,11 @@ class Saved:
         """Return the tensors, and drop them here. `backward` gets them as `tensors`."""
         return []
 
-    def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query (T, H, D), key (S, G, D) and value (S, G, Dv)."""
         raise NotImplementedError
-
-
-def take_tensors(saved: Sequence[Saved | None]) -> list[list[Tensor | None]]:
-    """`Saved.take_tensors` of several calls. Calls that did not run have none."""
-    return [[] if each is None else each.take_tensors() for each in saved]
 
 
 @dataclass
@@ -131,8 +128,10 @@ class _SavedTensors(Saved):
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, slopes, out, lse, state, *more = tensors
+    def backward(
+        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, slopes, lse, state, *more = tensors
         saved = BackwardInputs(grad, grad_lse, out, lse, state)
         grads = self.kernel.backward(saved, tuple(more), Inputs(query, key, value), as_in_forward(self.call, slopes))
         return grads[0], grads[1], grads[2]
@@ -148,7 +147,9 @@ class _SavedGraph(Saved):
     out: Tensor
     lse: Tensor
 
-    def backward(self, tensors: Sequence[Any], grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         outputs, given = [self.out], [grad]
         if grad_lse is not None:
             outputs, given = [self.out, self.lse], [grad, grad_lse]

@@ -19,7 +19,6 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -91,21 +90,27 @@ class ShardPlan:
     """The pieces of each rank.
 
     Attributes:
+        lengths: (B,) the lengths of the sequences.
         whole: for each rank, the sequences that are whole there, in order.
         cut: for each rank, its pieces of the other sequences, ordered by sequence and start.
         work: for each rank, the number of visible pairs of one head.
         received: for each rank, the number of rows of keys that it needs from others.
     """
 
-    whole: tuple[tuple[Piece, ...], ...]
+    lengths: Sequence[int]
+    whole: tuple[tuple[int, ...], ...]
     cut: tuple[tuple[Piece, ...], ...]
     work: tuple[int, ...]
     received: tuple[int, ...]
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """For each rank, all pieces in the order of its rows: those of `whole`, then those of `cut`."""
-        return tuple([(*whole, *cut) for whole, cut in zip(self.whole, self.cut, strict=True)])
+        """For each rank, its pieces."""
+        return tuple([self.pieces_of(rank) for rank in range(len(self.whole))])
+
+    def pieces_of(self, rank: int) -> tuple[Piece, ...]:
+        """All pieces of a rank in the order of its rows: those of `whole`, then those of `cut`."""
+        return (*[Piece(b, 0, self.lengths[b]) for b in self.whole[rank]], *self.cut[rank])
 
     @property
     def imbalance(self) -> float:
@@ -324,9 +329,9 @@ class _Draft:
             cut = [piece for piece in merged if piece.stop - piece.start < lengths[piece.sequence]]
             # all parts of a sequence may be on one rank
             whole = sorted([*whole, *{piece.sequence for piece in merged} - {piece.sequence for piece in cut}])
-            all_whole.append(tuple(map(Piece, whole, repeat(0), [lengths[b] for b in whole])))
+            all_whole.append(tuple(whole))
             all_cut.append(tuple(cut))
-        return ShardPlan(tuple(all_whole), tuple(all_cut), tuple(self.work), tuple(self.received))
+        return ShardPlan(lengths, tuple(all_whole), tuple(all_cut), tuple(self.work), tuple(self.received))
 
 
 def _parts(ranks: Sequence[int], shares: Sequence[int], mask: Mask) -> list[tuple[int, int]]:

@@ -102,7 +102,7 @@ class ShardedLayout:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of this rank, in the order of its rows."""
-        return (*self.plan.whole[self.rank], *self.plan.cut[self.rank])
+        return self.plan.pieces_of(self.rank)
 
     @property
     def rows(self) -> Tensor:
@@ -325,7 +325,7 @@ class ShardedLayout:
     def _rows_of(self, rank: int) -> NDArray[np.int64]:
         """The rows of the packed tensor that a rank has, in its order."""
         begins = self.layout.host_offsets.numpy()
-        pieces = (*self.plan.whole[rank], *self.plan.cut[rank])
+        pieces = self.plan.pieces_of(rank)
         return concatenate([np.arange(begins[p.sequence] + p.start, begins[p.sequence] + p.stop) for p in pieces])
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from ranks import average, mesh_of_all
+from ranks import average, mesh_of_all, use_two_calls
 from test_patched_models import batch_of, in_one_process, infer, make, step
 from torch import nn
 
@@ -78,6 +78,17 @@ def compiled_block(name):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_graph_for_all_batches(name):
     run_in_processes(2, compiled_block, name)
+
+
+def compiled_block_in_two_calls():
+    with pytest.MonkeyPatch.context() as patch:
+        use_two_calls(patch, splits_heads=True)
+        compiled_block("causal")
+        compiled_block("reference")
+
+
+def test_two_groups_of_heads():
+    run_in_processes(2, compiled_block_in_two_calls)
 
 
 def compiled_model(name, lengths):

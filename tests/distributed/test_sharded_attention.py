@@ -1,15 +1,18 @@
 """`varlen_attention` with a `ShardedLayout`, in several processes, against one process."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from processes import run_in_processes
-from ranks import mesh_of_all
+from ranks import mesh_of_all, use_two_calls
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import nt_attention as nta
-from nt_attention.distributed import attention, explain_exchange
+from nt_attention.distributed import explain_exchange
+from nt_attention.distributed.attention import prepare
 
 BATCHES = {
     "mixed": [40, 1, 0, 7, 13, 3, 90],
@@ -114,17 +117,44 @@ def test_batches(world, which, exchange):
     check(world, BATCHES[which], (4, 2), "causal", exchange, sinks=True)
 
 
-def while_rows_travel(*arguments):
+def in_two_calls(splits_heads, *arguments):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "SECOND_CALL_US", -1e9)
+        use_two_calls(patch, splits_heads)
         return on_each_rank(*arguments)
 
 
+def schedule_of(lengths, kv_heads=8):
+    """The groups of key heads, and whether whole sequences run alone, for 32 heads of 128 in bfloat16."""
+    sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh_of_all())
+    row = torch.empty(1, 1, 128, dtype=torch.bfloat16)
+    query, key = (row.expand(sharded.total, heads, 128) for heads in (32, kv_heads))
+    request, schedule = prepare(query, key, key, sharded, None, None, None, {"is_causal": True}, "keys")
+    return [x.stop for x in schedule.groups], schedule.is_async
+
+
+def selected_calls():
+    assert schedule_of([16384]) == ([2, 8], True)  # the first group is small, because its keys travel alone
+    assert schedule_of([131072]) == ([4, 8], True)  # halves need less memory
+    assert schedule_of([16384], kv_heads=1) == ([None], False)
+    assert schedule_of([200, 30]) == ([None], False)  # waits for the host
+    assert schedule_of([64] * 10) == ([], False)  # nothing is cut
+
+
+def test_selected_calls():
+    run_in_processes(2, selected_calls)
+
+
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("which", ["mixed", "fewer tokens than ranks"])
+@pytest.mark.parametrize("which", ["mixed", "fewer tokens than ranks", "one"])
 @pytest.mark.parametrize("kind", ["causal", "alibi of each sequence"])
-def test_whole_sequences_run_while_rows_travel(world, which, kind):
-    check(world, BATCHES[which], (4, 2), kind, "keys", sinks=True, function=while_rows_travel)
+@pytest.mark.parametrize("splits_heads", [True, False], ids=["heads", "whole sequences"])
+def test_calls_run_while_rows_travel(world, which, kind, splits_heads):
+    heads = (6, 3)  # groups of 1 and 2 key heads
+    check(world, BATCHES[which], heads, kind, "keys", sinks=True, function=partial(in_two_calls, splits_heads))
+
+
+def test_two_calls_of_a_backend_with_a_backward():
+    check(2, BATCHES["mixed"], (4, 2), "causal", "keys", backend="cpu", function=partial(in_two_calls, True))
 
 
 @pytest.mark.parametrize("exchange", ["keys", "heads"])

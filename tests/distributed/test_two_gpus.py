@@ -3,12 +3,11 @@
 import pytest
 import torch
 from processes import run_on_gpus
-from ranks import average
+from ranks import average, use_two_calls
 from test_patched_models import batch_of, make, step
 from torch.distributed.device_mesh import init_device_mesh
 
 import nt_attention as nta
-from nt_attention.distributed import attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,14 +49,15 @@ def all_masks(dtype, tolerance):
             for exchange in ("keys", "heads", "auto"):
                 if exchange == "keys" and name == "two-sided window" and any(sharded.plan.cut):
                     continue
-                for cost in (300.0, -1e9):  # of a second call: all pieces in one, or whole sequences while rows travel
+                for calls in ("one", "groups of heads", "whole sequences alone") if exchange == "keys" else ("one",):
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(attention, "SECOND_CALL_US", cost)
+                        if calls != "one":
+                            use_two_calls(patch, calls == "groups of heads")
                         local = [sharded.local(x) for x in inputs]
                         found = results_of(local, sharded.local(grad), sharded, exchange=exchange, **options)
                     for x, want in zip(found, wants, strict=True):
                         error = (x - want).detach().float().norm() / want.detach().float().norm().clamp(min=1e-9)
-                        assert error < tolerance, (lengths, name, exchange, cost, float(error))
+                        assert error < tolerance, (lengths, name, exchange, calls, float(error))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1.5e-2)])

@@ -6,6 +6,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from nt_attention.distributed import attention
+from nt_attention.distributed.exchange_keys import Schedule
+
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
     "pad_token_id": 0,
@@ -50,3 +53,16 @@ def check_same(found, want):
     assert found.keys() == want.keys()
     for name, x in want.items():
         np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def use_two_calls(patch, splits_heads):
+    """Let the exchange of keys run two groups of heads, or whole sequences and then the others."""
+    real = attention.schedule_of
+
+    def schedule_of(request):
+        plan = real(request).plan
+        heads, count = request.query.shape[1], request.key.shape[1]
+        first = max(1, count // 3)
+        return Schedule.of(plan, heads, (first, count - first) if splits_heads else (count,), not splits_heads)
+
+    patch.setattr(attention, "schedule_of", schedule_of)
