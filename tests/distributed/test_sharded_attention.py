@@ -128,7 +128,7 @@ def schedule_of(lengths, kv_heads=8):
     sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh_of_all())
     row = torch.empty(1, 1, 128, dtype=torch.bfloat16)
     query, key = (row.expand(sharded.total, heads, 128) for heads in (32, kv_heads))
-    request, schedule = prepare(query, key, key, sharded, None, None, None, {"is_causal": True}, "keys")
+    _, schedule = prepare(query, key, key, sharded, None, None, None, {"is_causal": True}, "keys")
     return [x.stop for x in schedule.groups], schedule.is_async
 
 
