@@ -119,3 +119,17 @@ def compiled():
 
 def test_compiled_by_inductor():
     run_on_gpus(2, compiled)
+
+
+def losses_of_example(options):
+    import long_context
+
+    return long_context.train(long_context.options_of(options))["losses"]
+
+
+@pytest.mark.parametrize("more", [[], ["--bf16"]], ids=["float32", "bf16"])
+def test_long_context_example(more):
+    options = ["--hidden-size", "256", "--rows", "3", *more]
+    found = [run_on_gpus(world, losses_of_example, options) for world in (1, 2)]
+    for losses in found[1]:
+        assert losses == pytest.approx(found[0][0], rel=3e-2 if more else 1e-4)

@@ -97,11 +97,11 @@ def _run(world: int, backend: str, function: Callable[..., Any], arguments: tupl
 
 
 @contextlib.contextmanager
-def under_torchrun(fsdp: bool = False) -> Iterator[None]:
+def under_torchrun(fsdp: bool = False, gpus: bool = False) -> Iterator[None]:
     """A context for code with accelerate: it has the variables that torchrun sets, and resets accelerate's state.
 
-    Accelerate has FSDP2 and `ParallelismConfig` for several GPUs, and not for several CPUs. With `fsdp`, it takes the
-    processes for those of GPUs. Its device is still the CPU, and the process group is gloo.
+    Accelerate has FSDP2 and `ParallelismConfig` for several GPUs, and not for several CPUs. With `fsdp` on CPUs, it
+    takes the processes for those of GPUs. Its device is still the CPU, and the process group is gloo.
     """
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -113,8 +113,8 @@ def under_torchrun(fsdp: bool = False) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in names.items()})
     try:
-        state = PartialState(cpu=True, backend="gloo")
-        if fsdp:
+        state = PartialState() if gpus else PartialState(cpu=True, backend="gloo")
+        if fsdp and not gpus:
             state.distributed_type = DistributedType.MULTI_GPU
             assert PartialState().distributed_type == DistributedType.MULTI_GPU
         yield
