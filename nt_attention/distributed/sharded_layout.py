@@ -45,6 +45,7 @@ class ShardedLayout:
     Attributes:
         layout: the sequences of the whole batch.
         mesh: the mesh, with one dimension.
+        group: the process group of the mesh.
         mask: the mask for which work is balanced.
         ranks, rank: P, and the index of this rank in the mesh.
         lengths: the B lengths.
@@ -80,6 +81,7 @@ class ShardedLayout:
             )
         mask = Mask.of(is_causal, window_size)
         self.layout, self.mesh, self.mask = layout, mesh, mask
+        self.group: dist.ProcessGroup = mesh.get_group()
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.lengths: list[int] = layout.host_offsets.diff().tolist()
         self.plan: ShardPlan = make_plan(self.lengths, self.ranks, mask)
@@ -88,11 +90,6 @@ class ShardedLayout:
         self._cache: dict[Any, Any] = {}
         # a copy without a handle, because the tensor and its owner would not be freed if they referred to each other
         self.handle = tensor_of(copy.copy(self), self.device)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group of the mesh."""
-        return self.mesh.get_group()
 
     @property
     def device(self) -> torch.device:
