@@ -35,7 +35,7 @@ from ..layout import SequenceLayout
 from .exchange import Exchange
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .planner import Mask, Piece, needed_keys
-from .rows import Pair, RowTable
+from .rows import KeyRows, RowTable
 from .sharded_layout import ShardedLayout, concatenate
 
 if TYPE_CHECKING:
@@ -344,10 +344,9 @@ class KeysExchange(Exchange):
 
     def _send(self, key: Tensor, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
         """Start to exchange some heads. Returns the received rows, and a function that waits for them."""
-        plan, own = self.plan, Pair.of(key, value)
-        width = own.key.shape[1]
-        sent = key.new_empty(len(plan.sent), width + own.value.shape[1])
-        plan.sent.gather(Pair.columns(sent, width), own)
+        plan, own = self.plan, KeyRows.of(key, value)
+        sent = key.new_empty(len(plan.sent), sum(own.widths))
+        plan.sent.gather(KeyRows.joined(sent, own.widths), own)
         received = sent.new_empty(plan.received_here, sent.shape[1])
         return received, self._start(received, sent, plan.receive_splits, plan.send_splits)
 
@@ -355,7 +354,7 @@ class KeysExchange(Exchange):
         """The keys and values of a part, from those of this rank and the received rows."""
         table = self.plan.tables(part.has_whole).visible
         found = [x.new_empty(len(table), *x.shape[1:]) for x in (key, value)]
-        table.gather(Pair.of(*found), Pair.of(key, value), received)
+        table.gather(KeyRows.of(*found), KeyRows.of(key, value), received)
         return found[0], found[1]
 
     def _run(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -454,19 +453,18 @@ class KeysExchange(Exchange):
         Returns:
             A function that waits for the returned gradients, and writes the sums to dk and dv.
         """
-        plan, seen = self.plan, Pair.of(key, value)
-        width = seen.key.shape[1]
-        sent = key.new_empty(plan.received_here, width + seen.value.shape[1])
+        plan, seen = self.plan, KeyRows.of(key, value)
+        sent = key.new_empty(plan.received_here, sum(seen.widths))
         returned = sent.new_empty(len(plan.sent), sent.shape[1])
         tables = plan.tables(part.has_whole)
         if part.has_cut:
-            tables.uses_of_received.gather(Pair.columns(sent, width), seen)
+            tables.uses_of_received.gather(KeyRows.joined(sent, seen.widths), seen)
         wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
 
         def finish() -> None:
             wait()
             if part.has_cut:
-                tables.sums.gather(Pair.of(dk, dv), seen, returned)
+                tables.sums.gather(KeyRows.of(dk, dv), seen, returned)
 
         return finish
 

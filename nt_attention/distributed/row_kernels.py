@@ -33,7 +33,7 @@ def _gather_columns(
 
 @triton.jit(do_not_specialize=["num_rows", "num_first"])
 def gather_kernel(
-    OutKey, OutValue, FirstKey, FirstValue, Second, Table, num_rows, num_first, key_width, value_width,
+    OutKey, OutValue, FirstKey, FirstValue, Second, Table, num_rows, num_first, key_width, value_width, value_start,
     out_key_stride, out_value_stride, first_key_stride, first_value_stride, second_stride,
     TERMS: tl.constexpr, HAS_SECOND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -43,6 +43,6 @@ def gather_kernel(
         key_width, TERMS, HAS_SECOND, ROWS, COLUMNS,
     )  # fmt: skip
     _gather_columns(
-        OutValue, out_value_stride, Table, FirstValue, first_value_stride, Second + key_width, second_stride, num_rows,
-        num_first, value_width, TERMS, HAS_SECOND, ROWS, COLUMNS,
+        OutValue + value_start, out_value_stride, Table, FirstValue, first_value_stride, Second + key_width,
+        second_stride, num_rows, num_first, value_width, TERMS, HAS_SECOND, ROWS, COLUMNS,
     )  # fmt: skip

@@ -17,22 +17,41 @@ from ..kernels.triton_support import block_size, missing
 _TILE = 4096  # elements of a program
 
 
-class Pair(NamedTuple):
-    """Keys (S, ·) and values (S, ·), or their gradients. Rows may be apart, and elements of a row may not."""
+class KeyRows(NamedTuple):
+    """Rows of keys and values, or of their gradients. Rows may be apart, and elements of a row may not.
+
+    Attributes:
+        key, value: (S, …) each. They may be one tensor, whose rows have a key and then a value.
+        widths: the numbers of elements of a key and of a value.
+        value_start: the element of a row of `value` at which the value begins.
+    """
 
     key: Tensor
     value: Tensor
+    widths: tuple[int, int]
+    value_start: int
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> Pair:
-        """From (S, G, D) and (S, G, Dv), as views if possible."""
-        rows = (key.flatten(1), value.flatten(1))
-        return cls(*[x if x.stride(1) == 1 else x.contiguous() for x in rows])
+    def of(cls, key: Tensor, value: Tensor) -> KeyRows:
+        """From (S, G, D) and (S, G, Dv)."""
+        widths = (key.shape[1] * key.shape[2], value.shape[1] * value.shape[2])
+        return cls(_with_contiguous_rows(key), _with_contiguous_rows(value), widths, 0)
 
     @classmethod
-    def columns(cls, rows: Tensor, width: int) -> Pair:
-        """Views of rows (S, ·), whose first `width` elements are a key."""
-        return cls(rows[:, :width], rows[:, width:])
+    def joined(cls, rows: Tensor, widths: tuple[int, int]) -> KeyRows:
+        """From (S, ·), of which each row has a key and then a value, with these numbers of elements."""
+        return cls(rows, rows, widths, widths[0])
+
+    @property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values as (S, ·) each."""
+        of_value = slice(self.value_start, self.value_start + self.widths[1])
+        return self.key.flatten(1)[:, : self.widths[0]], self.value.flatten(1)[:, of_value]
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    _, heads, dim = x.shape
+    return x if x.stride(2) == 1 and (heads == 1 or x.stride(1) == dim) else x.contiguous()
 
 
 class RowTable:
@@ -52,14 +71,14 @@ class RowTable:
     def __len__(self) -> int:
         return self._rows
 
-    def gather(self, out: Pair, first: Pair, second: Tensor | None = None) -> None:
+    def gather(self, out: KeyRows, first: KeyRows, second: Tensor | None = None) -> None:
         """Write to each row of `out` the sum of the rows in `index`.
 
         Rows are added in the order of the table, in float32 or float64.
 
         Args:
-            out: (R, ·) each.
-            first: (S, ·) each, the rows 0 to S − 1.
+            out: R rows.
+            first: the rows 0 to S − 1. They are not joined.
             second: (M, ·) the rows from S on, a key and its value in each. Its dtype may be another.
         """
         if self._is_empty:
@@ -69,13 +88,13 @@ class RowTable:
         else:
             self._gather_on_cpu(out, first, second)
 
-    def launch(self, out: Pair, first: Pair, second: Tensor | None = None) -> None:
+    def launch(self, out: KeyRows, first: KeyRows, second: Tensor | None = None) -> None:
         """`gather` by the Triton kernel."""
-        (out_key, out_value), (key, value) = out, first
-        widths = key.shape[1], value.shape[1]
+        out_key, out_value, widths, value_start = out
+        key, value, *_ = first
         second_stride = 0 if second is None else second.stride(0)
         strides = (out_key.stride(0), out_value.stride(0), key.stride(0), value.stride(0), second_stride)
-        integers = (self._rows, key.shape[0], *widths, *strides)
+        integers = (self._rows, key.shape[0], *widths, value_start, *strides)
 
         def make() -> Launch:
             from . import row_kernels
@@ -87,16 +106,16 @@ class RowTable:
             return Launch(row_kernels.gather_kernel, grid, (self.index,), integers, (), constants, 4, 1)
 
         with device.current(self.index.device):
-            launch_cached(self._launches, (integers, second is None), (*out, *first, second), make)
+            launch_cached(self._launches, (integers, second is None), (out_key, out_value, key, value, second), make)
 
-    def _gather_on_cpu(self, out: Pair, first: Pair, second: Tensor | None) -> None:
+    def _gather_on_cpu(self, out: KeyRows, first: KeyRows, second: Tensor | None) -> None:
         dtype = torch.promote_types(first.key.dtype, torch.float32)
-        rows = torch.cat(first, 1)
+        rows = torch.cat(first.flat, 1)
         if second is not None:
             rows = torch.cat([rows.to(dtype), second.to(dtype)])
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # row −1
         total = rows[self.index[:, 0]]
         for column in self.index[:, 1:].unbind(1):
             total = total.to(dtype) + rows[column].to(dtype)
-        for x, part in zip(out, total.split([x.shape[1] for x in first], 1), strict=True):
+        for x, part in zip(out.flat, total.split(first.widths, 1), strict=True):
             x.copy_(part)
