@@ -320,7 +320,10 @@ class KeysExchange(Exchange):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         travelling = [self._send(key[:, group], value[:, group]) for group in self.schedule.groups]
-        joined: tuple[Tensor, Tensor] | None = None
+        is_one = len(self.parts) == 1
+        if not is_one:
+            out = query.new_empty(*query.shape[:2], value.shape[2])
+            lse = query.new_empty(query.shape[1::-1], dtype=accumulation_dtype(query.dtype)).T
         for index, part in enumerate(self.parts):
             if part.has_cut:
                 received, wait = travelling.pop(0)
@@ -328,19 +331,17 @@ class KeysExchange(Exchange):
                 keys = self._visible(part, received, key[:, part.key_heads], value[:, part.key_heads])
             else:
                 keys = part.of_keys(key), part.of_keys(value)
-            found = self._run(index, part.of(query), *keys)
-            if len(self.parts) == 1:
-                joined = found
-                break
-            if joined is None:
-                lse = found[1].new_empty(query.shape[1::-1]).T
-                joined = query.new_empty(*query.shape[:2], value.shape[2]), lse
-            for x, result in zip(joined, found, strict=True):
-                part.of(x).copy_(result)
+            if is_one:
+                out, lse = self._run(index, query, *keys)
+            else:
+                own = part.of(out)
+                found, of_lse = self._run(index, part.of(query), *keys, own)
+                part.of(lse).copy_(of_lse)
+                if found is not own:
+                    own.copy_(found)
         for _, wait in travelling:  # nothing is cut on this rank
             wait()
-        assert joined is not None
-        return joined
+        return out, lse
 
     def _send(self, key: Tensor, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
         """Start to exchange some heads. Returns the received rows, and a function that waits for them."""
@@ -357,12 +358,14 @@ class KeysExchange(Exchange):
         table.gather(KeyRows.of(*found), KeyRows.of(key, value), received)
         return found[0], found[1]
 
-    def _run(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a part, and keep what its backward needs."""
+    def _run(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a part, and keep what its backward needs. If the backend can write to `given`, that is out."""
         if not len(query):
             lse = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
             return query.new_empty(*query.shape[:2], value.shape[2]), lse
-        out, lse, self.saved[index] = self._attention(self.parts[index]).forward(query, key, value)
+        out, lse, self.saved[index] = self._attention(self.parts[index]).forward(query, key, value, given)
         return out, lse
 
     def _attention(self, part: Part) -> LocalAttention:
@@ -398,24 +401,24 @@ class KeysExchange(Exchange):
         if not self.parts[0].has_cut and len(of_parts) == 1:
             return self._backward_of_whole(of_parts[0], inputs, out, grad, grad_lse)
         query, key, value = inputs
-        dq: Tensor | None = None
         dk, dv = key.empty(self.sharded.total), value.empty(self.sharded.total)
+        is_one = len(of_parts) == 1
+        dq = None if is_one else query.empty(self.sharded.total)
         finish = []
         for part, saved, own in reversed(of_parts):  # whole sequences run last, while gradients travel
             assert saved is not None
             of_lse = None if grad_lse is None else part.of(grad_lse)
-            of_query, of_key, of_value = saved.backward(own, part.of(out), part.of(grad), of_lse)
+            given = None if dq is None else part.of(dq)
+            of_query, of_key, of_value = saved.backward(own, part.of(out), part.of(grad), of_lse, given)
+            if given is None:
+                dq = of_query
+            elif of_query is not given:
+                given.copy_(of_query)
             if part.has_cut:
                 finish.append(self._return(part, of_key, of_value, part.of_keys(dk), part.of_keys(dv)))
             else:
                 part.of_keys(dk).copy_(of_key)
                 part.of_keys(dv).copy_(of_value)
-            if len(of_parts) == 1:
-                dq = of_query
-                break
-            if dq is None:
-                dq = query.empty(self.sharded.total)
-            part.of(dq).copy_(of_query)
         for each in finish:
             each()
         assert dq is not None

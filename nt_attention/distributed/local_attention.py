@@ -43,12 +43,17 @@ class LocalAttention:
     needs_grad: bool
     planned: dict[Any, tuple[Kernel, Call]] = field(default_factory=dict)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Saved]:
-        """out (T, H, Dv), lse (T, H), and what the backward needs."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, given: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Saved]:
+        """out (T, H, Dv), lse (T, H), and what the backward needs.
+
+        If the backend can write to `given` (T, H, Dv), that is `out`.
+        """
         of_tensors = [(x.shape[1:], x.dtype) for x in (query, key, value)]
         plan_key = (*of_tensors, *selection_key(self.backend))
         if self.slopes is None and (found := self.planned.get(plan_key)) is not None:
-            return self._run(*found, Inputs(query.detach(), key.detach(), value.detach()))
+            return self._run(*found, Inputs(query.detach(), key.detach(), value.detach()), given)
         with torch.set_grad_enabled(self.needs_grad):
             inputs = Inputs(*[x.detach().requires_grad_(self.needs_grad) for x in (query, key, value)])
             more = {"alibi_slopes": self.slopes, "backend": self.backend, **self.options}
@@ -63,10 +68,10 @@ class LocalAttention:
         kernel = Kernel(backend)
         if not backend.is_reference:  # it may be slow, and then warns
             self.planned[plan_key] = kernel, planned.call
-        return self._run(kernel, planned.call, Inputs(*[x.detach() for x in inputs]))
+        return self._run(kernel, planned.call, Inputs(*[x.detach() for x in inputs]), given)
 
-    def _run(self, kernel: Kernel, call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
-        out, lse, *rest = kernel.forward(inputs, call)
+    def _run(self, kernel: Kernel, call: Call, inputs: Inputs, given: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
+        out, lse, *rest = kernel.forward(inputs, call, given)
         return out, lse, _SavedTensors(kernel, call, [*inputs, self.slopes, lse, *rest])
 
 
@@ -110,9 +115,17 @@ class Saved:
         return []
 
     def backward(
-        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None
+        self,
+        tensors: Sequence[Any],
+        out: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query (T, H, D), key (S, G, D) and value (S, G, Dv)."""
+        """The gradients of query (T, H, D), key (S, G, D) and value (S, G, Dv).
+
+        If the backend can write to `dq` (T, H, D), that is the gradient of the query.
+        """
         raise NotImplementedError
 
 
@@ -129,11 +142,16 @@ class _SavedTensors(Saved):
         return tensors
 
     def backward(
-        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None
+        self,
+        tensors: Sequence[Any],
+        out: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, slopes, lse, state, *more = tensors
-        saved = BackwardInputs(grad, grad_lse, out, lse, state)
-        grads = self.kernel.backward(saved, tuple(more), Inputs(query, key, value), as_in_forward(self.call, slopes))
+        saved, inputs = BackwardInputs(grad, grad_lse, out, lse, state), Inputs(query, key, value)
+        grads = self.kernel.backward(saved, tuple(more), inputs, as_in_forward(self.call, slopes), dq)
         return grads[0], grads[1], grads[2]
 
 
@@ -148,7 +166,12 @@ class _SavedGraph(Saved):
     lse: Tensor
 
     def backward(
-        self, tensors: Sequence[Any], out: Tensor, grad: Tensor, grad_lse: Tensor | None
+        self,
+        tensors: Sequence[Any],
+        out: Tensor,
+        grad: Tensor,
+        grad_lse: Tensor | None,
+        dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         outputs, given = [self.out], [grad]
         if grad_lse is not None:

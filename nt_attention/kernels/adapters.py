@@ -33,10 +33,12 @@ class Inputs(NamedTuple):
     value: Tensor
 
 
-def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(
+    backend: Backend, inputs: Inputs, call: Call, given: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """out (T, H, Dv), lse (T, H), and the random state, None without dropout.
 
-    Rows past the layout's total are 0 and −inf.
+    Rows past the layout's total are 0 and −inf. If the backend can write to `given` (T, H, Dv), that is `out`.
     """
     query, key, value = inputs
     if call.prepared and (run := call.prepared.get(geometry(*inputs))) is not None:
@@ -64,9 +66,12 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         if len(call.prepared) < MOST_PREPARED:
             call.prepared[geometry(*inputs)] = run
         out, lse, *states = run(query, key, value)
+    elif given is not None and backend.takes_outputs and not is_adapted:
+        out, lse, *states = backend.forward(query, key, value, call, out=given)
     else:
         out, lse, *states = backend.forward(query, key, value, call)
-    out = (out if out.shape[2] == spec.value_dim else out[..., : spec.value_dim]).contiguous()
+    if out is not given:
+        out = (out if out.shape[2] == spec.value_dim else out[..., : spec.value_dim]).contiguous()
     lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
     if rows > layout.total:  # kernels do not write these rows
         out[layout.total :] = 0
@@ -75,11 +80,13 @@ def forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     return out, lse, states[0] if states else None
 
 
-def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
+def backward(
+    backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call, dq: Tensor | None = None
+) -> Gradients:
     """The gradients, 0 in rows past the layouts' totals.
 
     Those of query, key and value have the strides of `empty_like`. Those of a relative bias are contiguous, and in its
-    dtype.
+    dtype. If the backend can write to `dq` (T, H, D), that is the gradient of the query.
     """
     if call.prepared and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
         return run(saved, *inputs)
@@ -106,8 +113,12 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call
             if len(call.prepared) < MOST_PREPARED:
                 call.prepared[geometry(*given)] = run
             return run(saved, *inputs)
-    query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call)
-    grads = list(map(_without_padding, (query, key, value), totals, inputs))
+    dq = dq if len(inputs.query) == layout.total else None
+    query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call, dq)
+    grads = [
+        grad if grad is dq else _without_padding(grad, total, x)
+        for grad, total, x in zip((query, key, value), totals, inputs, strict=True)
+    ]
     _fill_if_bounded(call, *[x[total:] for x, total in zip(grads, totals, strict=True) if len(x) > total])
     return (*grads, *[grad.to(x.dtype).contiguous() for grad, x in zip(of_biases, biases, strict=True)])
 
@@ -141,13 +152,17 @@ def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs,
     return (*restored, *of_biases)
 
 
-def _kernel_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> Gradients:
+def _kernel_backward(
+    backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call, dq: Tensor | None
+) -> Gradients:
     """The backward of the kernel, and the gradient of lse: by the kernel, by added columns, or by a second call."""
     assert backend.backward is not None
     dims = _head_dims(backend, call)
     grad_lse = saved.grad_lse
     if grad_lse is None or backend.lse_gradient:
-        return backend.backward(_pad_saved(saved, dims), *_pad_all(inputs, dims), call)
+        takes_dq = dq is not None and backend.takes_outputs and dq.shape[2] == dims[0]
+        more = {"dq": dq} if takes_dq else {}
+        return backend.backward(_pad_saved(saved, dims), *_pad_all(inputs, dims), call, **more)
     if (with_columns := _with_lse_columns(backend, saved, grad_lse, inputs, call.spec)) is not None:
         saved, wide = with_columns
         return backend.backward(saved, *wide, call)

@@ -61,19 +61,32 @@ class Kernel:
     backend: Backend | None
     name: str = "auto"
 
-    def forward(self, inputs: Inputs, call: Call) -> tuple[Any, ...]:
-        """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward."""
+    def forward(self, inputs: Inputs, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
+        """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward.
+
+        If the backend can write to `given` (T, H, Dv), that is `out`.
+        """
         if self.backend is not None and not is_observed(*inputs, *_relative_tensors(call)):
-            return adapters.forward(self.backend, inputs, call)
+            return adapters.forward(self.backend, inputs, call, given)
         more = self._bounds(call)
         if self.backend is None and not more:
             more = (self.name,)
         return self._operator("forward", call)(*inputs, *arguments_of(call), *more)
 
-    def backward(self, saved: BackwardInputs, more: tuple[Any, ...], inputs: Inputs, call: Call) -> Gradients:
-        """The gradients, see `Gradients`. `more` are the further results of the forward."""
+    def backward(
+        self,
+        saved: BackwardInputs,
+        more: tuple[Any, ...],
+        inputs: Inputs,
+        call: Call,
+        dq: Tensor | None = None,
+    ) -> Gradients:
+        """The gradients, see `Gradients`. `more` are the further results of the forward.
+
+        If the backend can write to `dq` (T, H, D), that is the gradient of the query.
+        """
         if self.backend is not None and not is_observed(saved.grad, *inputs, *_relative_tensors(call)):
-            return adapters.backward(self.backend, saved, inputs, call)
+            return adapters.backward(self.backend, saved, inputs, call, dq)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
         more = self._bounds(call) or more

@@ -22,7 +22,7 @@ COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys",
 
 # (query (T, H, D), key (S, G, D), value (S, G, Dv), call) → out (T, H, Dv), lse (T, H) in at least float32, and with
 # dropout the state of the random number generator (2,) int64
-Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, ...]]
+Forward = Callable[..., tuple[Tensor, ...]]
 
 
 class BackwardInputs(NamedTuple):
@@ -46,7 +46,7 @@ class BackwardInputs(NamedTuple):
 # Of query, key and value. If `call.spec.relative_grad`, then also of `call.relative.tensors`: in the dtype of the
 # tensor or a more precise one, 0 in rows past the totals.
 Gradients = tuple[Tensor, ...]
-Backward = Callable[[BackwardInputs, Tensor, Tensor, Tensor, Call], Gradients]
+Backward = Callable[..., Gradients]
 # They return a forward, or a backward, without the argument `call`.
 PrepareForward = Callable[[Tensor, Tensor, Tensor, Call], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]]
 PrepareBackward = Callable[
@@ -127,6 +127,8 @@ class Backend:
         takes_fully_masked_rows: Whether the kernel supports queries that see no key. If not, the kernel is called
             without these queries, and `features` must not have "window".
         reads_past_end: Whether the kernel reads rows past the last offset. If so, it is called without these rows.
+        takes_outputs: Whether `forward` takes `out=` (T, H, Dv) and `backward` takes `dq=` (T, H, D), and writes its
+            result to this tensor, whatever the strides of rows and heads are.
         lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it. This needs
             a backward that computes with `saved.out` and `saved.lse`.
         rng_on_host: Whether `forward` returns the random state on the CPU.
@@ -167,6 +169,7 @@ class Backend:
     lower_right_only: bool = False
     takes_fully_masked_rows: bool = True
     reads_past_end: bool = False
+    takes_outputs: bool = False
     lse_gradient: bool = False
     rng_on_host: bool = False
     is_reference: bool = False

@@ -1,5 +1,6 @@
 """`varlen_attention` with a `ShardedLayout`, in several processes, against one process."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import nt_attention as nta
 from nt_attention.distributed import explain_exchange
 from nt_attention.distributed.attention import prepare
+from nt_attention.kernels.backends import cpu
 
 BATCHES = {
     "mixed": [40, 1, 0, 7, 13, 3, 90],
@@ -121,6 +123,45 @@ def in_two_calls(splits_heads, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         use_two_calls(patch, splits_heads)
         return on_each_rank(*arguments)
+
+
+def writes_to_given_tensors():
+    calls = []
+
+    def forward(query, key, value, call, out=None):
+        result, lse = cpu.BACKEND.forward(query, key, value, call)
+        calls.append(out is not None)
+        return (result if out is None else out.copy_(result)), lse
+
+    def backward(saved, query, key, value, call, dq=None):
+        result, *others = cpu.BACKEND.backward(saved, query, key, value, call)
+        calls.append(dq is not None)
+        return (result if dq is None else dq.copy_(result)), *others
+
+    backend = replace(cpu.BACKEND, name="writes", forward=forward, backward=backward, takes_outputs=True)
+    backend = replace(backend, prepare_forward=None, prepare_backward=None)
+    handle = nta.register_backend(backend)
+    try:
+        sharded = nta.SequenceLayout.from_lengths([300, 5, 40]).shard(mesh_of_all())
+        inputs = [torch.randn(sharded.total, heads, 8, requires_grad=True) for heads in (6, 3, 3)]
+        results = []
+        for name in ("writes", "cpu"):
+            out = nta.varlen_attention(*inputs, sharded, is_causal=True, exchange="keys", backend=name)
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    finally:
+        handle.remove()
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+    assert calls == [True] * 4
+
+
+def test_two_calls_write_to_the_joined_tensors():
+    run_in_processes(2, partial(in_two_calls_of, writes_to_given_tensors))
+
+
+def in_two_calls_of(function):
+    with pytest.MonkeyPatch.context() as patch:
+        use_two_calls(patch, splits_heads=True)
+        function()
 
 
 def schedule_of(lengths, kv_heads=8):

@@ -51,15 +51,17 @@ def _options(call: Call) -> dict[str, Any]:
     }
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, ...]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     with device.current(query.device):
-        out, lse, *_ = _flash_attn_fwd(query, key, value, **_options(call), return_lse=True)
+        out, lse, *_ = _flash_attn_fwd(query, key, value, **_options(call), return_lse=True, out=out)
     return out, lse.transpose(0, 1)
 
 
-def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
+def backward(
+    saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call, dq: Tensor | None = None
+) -> Gradients:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     grad, grad_lse, out, lse, _ = saved
@@ -72,6 +74,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             **_options(call),
             deterministic=call.spec.deterministic,
             dlse=grad_lse,
+            dq=dq,
         )
     return grads[0], grads[1], grads[2]
 
@@ -89,5 +92,6 @@ BACKEND = Backend(
     head_dims=HeadDims(256, only=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
     lower_right_only=True,
     reads_past_end=True,
+    takes_outputs=True,
     lse_gradient=True,
 )
