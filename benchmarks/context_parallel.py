@@ -10,11 +10,16 @@
 - all-gather: each GPU gets the keys and values of all others.
 - context_parallel: PyTorch's ring attention with `scaled_dot_product_attention`. It takes one sequence.
 
-Times are medians of wall-clock times in ms, by turns, from a barrier to the device sync of the slowest GPU. The share
-of linear is the time on one GPU over that of all GPUs together. "host" is the time until the calls return. "device" is
-the time on the GPU if all kernels are launched before, with its share of linear. Errors are relative to the result on
-one GPU, by norm, the largest of output and gradients. Memory is the peak of one GPU in GB, with the inputs of this way
-alone.
+Times are medians in ms for a call, by turns, of the slowest GPU. Behind each is its share of linear: the time on one
+GPU over that of all GPUs together.
+
+- in a row: wall-clock time of calls one after the other, as in the layers of a model, from a barrier to a device sync.
+- alone: the same for a single call. The GPU waits at first until the host has launched something.
+- host: the part of "in a row" until the calls return.
+- device: the time on the GPU if all kernels of a call are launched before it starts.
+
+Errors are relative to the result on one GPU, by norm, the largest of output and gradients. Memory is the peak of one
+GPU in GB, with the inputs of this way alone.
 """
 
 from __future__ import annotations
@@ -56,6 +61,7 @@ def workloads(scale: int) -> dict[str, Any]:
 
 
 WORKLOADS = workloads(1 if GPU else 64)  # a trial run has fewer tokens
+CALLS = 6  # in a row
 Grads = tuple[Tensor, ...]
 
 
@@ -142,16 +148,17 @@ class Case:
             yield
 
 
-def measure(case: Case, way: str) -> tuple[float, float]:
-    """The time of a call on the slowest GPU in ms, and the time until the call returns."""
+def measure(case: Case, way: str, calls: int) -> tuple[float, float]:
+    """The time of a call on the slowest GPU in ms, if several follow each other, and the time until it returns."""
     synchronize()
     dist.barrier()
     began = time.perf_counter()
-    case.run(way)
+    for _ in range(calls):
+        case.run(way)
     returned = time.perf_counter()
     synchronize()
     ended, device = time.perf_counter(), case.mesh.device_type
-    return slowest(1e3 * (ended - began), device), slowest(1e3 * (returned - began), device)
+    return slowest(1e3 * (ended - began) / calls, device), slowest(1e3 * (returned - began) / calls, device)
 
 
 def device_time(case: Case, way: str) -> float:
@@ -187,8 +194,9 @@ def peak(lengths: Any, mesh: DeviceMesh, way: str) -> float:
     return slowest(torch.cuda.max_memory_allocated() / 1e9, mesh.device_type)
 
 
-def run(name: str, lengths: Any, mesh: DeviceMesh, rounds: int, shows_memory: bool) -> list[str]:
+def run(name: str, lengths: Any, mesh: DeviceMesh, rounds: int, is_long: bool) -> list[str]:
     """The table of a workload, with a row for each way."""
+    calls = 2 if is_long else CALLS
     case = Case(lengths, mesh)
     ways = ["one GPU", "keys", "heads", "no exchange", "all-gather"]
     errors = {way: error(case.run(way), case) for way in ("keys", "heads", "all-gather")}
@@ -200,22 +208,22 @@ def run(name: str, lengths: Any, mesh: DeviceMesh, rounds: int, shows_memory: bo
     with ring:
         for _ in range(3 + rounds):
             for way in ways:
-                times[way].append((*measure(case, way), device_time(case, way) if GPU else 0.0))
+                in_a_row, host = measure(case, way, calls)
+                alone, _ = measure(case, way, 1)
+                times[way].append((in_a_row, alone, device_time(case, way) if GPU else 0.0, host))
     median = {way: [statistics.median(x) for x in zip(*each[3:], strict=True)] for way, each in times.items()}
-    plan, (one, _, alone), size = case.sharded.plan, median["one GPU"], mesh.size()
+    plan, one, size = case.sharded.plan, median["one GPU"], mesh.size()
     del case
     about = f"{len(lengths)} sequences; work over the mean {plan.imbalance:.3f}; rows received {plan.received}"
-    header = "| way | ms | share of linear | host | device | share | error | memory |"
-    lines = [f"**{name}** ({about})", "", header, "|---|" + 7 * "---|"]
+    header = "| way | in a row | share | alone | share | device | share | host | error | memory |"
+    lines = [f"**{name}** ({about})", "", header, "|---|" + 9 * "---|"]
     for way in ways:
-        ms, host, device = median[way]
-        share, of_device = (
-            f"{a / b / size:.0%}" if way != "one GPU" and b else "" for a, b in ((one, ms), (alone, device))
-        )
+        *found, host = median[way]
+        shares = [f"{a / b / size:.0%}" if way != "one GPU" and b else "" for a, b in zip(one, found, strict=False)]
+        numbers = " | ".join(f"{ms:.2f} | {share}" for ms, share in zip(found, shares, strict=True))
         wrong = f"{errors[way]:.1e}" if way in errors else ""
-        memory = f"{peak(lengths, mesh, way):.2f}" if shows_memory and way != "context_parallel" else ""
-        numbers = f"{ms:.2f} | {share} | {host:.2f} | {device:.2f} | {of_device}"
-        lines.append(f"| {way} | {numbers} | {wrong} | {memory} |")
+        memory = f"{peak(lengths, mesh, way):.2f}" if is_long and GPU and way != "context_parallel" else ""
+        lines.append(f"| {way} | {numbers} | {host:.2f} | {wrong} | {memory} |")
     return [*lines, ""]
 
 
@@ -235,7 +243,7 @@ def main() -> None:
     lines = [f"{mesh.size()} × {where}, torch {torch.__version__}, {args.rounds} rounds", ""]
     for name in args.workloads:
         is_long = name == "one of 131k"
-        lines += run(name, WORKLOADS[name], mesh, min(args.rounds, 4) if is_long else args.rounds, GPU and is_long)
+        lines += run(name, WORKLOADS[name], mesh, min(args.rounds, 4) if is_long else args.rounds, is_long)
     if dist.get_rank() == 0:
         show(lines, args.save)
     dist.destroy_process_group()
