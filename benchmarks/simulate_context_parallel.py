@@ -12,12 +12,13 @@ hosts of 8, with NVLink inside of a host and a network between hosts. Each GPU h
 
 Rows, bytes and visible pairs are exact: they are counted from the library's plans. The times are a model:
 
-- Kernels: FLOPs at a fixed rate, and a time for each token and each call, which matter for short sequences. The three
-  are fitted to the times of one GPU and of "no exchange" in `MEASURED`.
+- Kernels: FLOPs at a fixed rate, and a time for each token, which matters for short sequences. The two are fitted to the
+  times of one GPU and of "no exchange" in `MEASURED`.
 - Exchange: a collective takes as long as its slowest GPU. A GPU sends and receives at once, over both links at once.
   Messages of any size get the full bandwidth.
 - Copies: what is exchanged is read and written 3 times. Of keys, these are all that the queries of a GPU see.
-- Latency: a fixed time for each collective, with the host time around it. It is chosen to fit `MEASURED`.
+- Latency: a fixed time for each collective. It is chosen to fit `MEASURED`.
+- Host: not modelled. Its time matters for few tokens.
 - Nothing overlaps. In the library, other heads or whole sequences can run during the exchange of keys.
 
 The network is an assumption: one NIC of 400 Gb/s for each GPU, without congestion. NVLink has the rate that was
@@ -43,13 +44,13 @@ from nt_attention.cli.workloads import draw_lengths
 from nt_attention.distributed.exchange_heads import Heads
 from nt_attention.distributed.planner import Mask, ShardPlan, chunk_sizes, make_plan, needed_keys
 
-# torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100. ms on one GPU, and on two with the
-# exchange of keys, with that of heads, and with no exchange.
+# torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100. ms of calls in a row, on one GPU, and on
+# two with the exchange of keys, with that of heads, and with no exchange.
 MEASURED = {
-    "160 short, 64k": (6.99, 3.83, 9.93, 3.71),
-    "11 with a long tail, 16k": (4.52, 3.45, 4.53, 2.67),
-    "one of 16k": (12.55, 7.68, 8.94, 6.85),
-    "one of 131k": (791.6, 406.0, 409.2, 400.7),
+    "160 short, 64k": (6.64, 3.37, 9.65, 3.38),
+    "11 with a long tail, 16k": (4.24, 2.85, 4.19, 2.42),
+    "one of 16k": (12.67, 7.00, 8.09, 6.49),
+    "one of 131k": (818.4, 413.5, 419.6, 412.5),
 }
 HOST = 8  # GPUs
 TOKENS = 8192  # of a GPU
@@ -125,15 +126,14 @@ class Model:
 
     tflops: float  # of one GPU, forward and backward
     token: float  # ns
-    call: float  # µs
     nvlink: float = 255  # GB/s of a GPU, in each direction
     network: float = 50
     memory: float = 2000  # GB/s that a copy reads and writes
-    latency: float = 150  # µs of a collective
+    latency: float = 100  # µs of a collective
 
     def kernels(self, pairs: Array, tokens: Array) -> Array:
         """The time of the kernels of each GPU, in ms."""
-        return FLOPS * pairs / self.tflops / 1e9 + self.token * tokens / 1e6 + self.call / 1e3
+        return FLOPS * pairs / self.tflops / 1e9 + self.token * tokens / 1e6
 
     def exchange(self, collectives: Sequence[Array]) -> float:
         """The time to send bytes, in ms."""
@@ -154,14 +154,14 @@ def by_link(received: Array) -> tuple[Array, Array]:
 
 
 def fit_kernels() -> list[float]:
-    """`tflops`, `token` and `call`, with the least squares of relative errors."""
+    """`tflops` and `token`, with the least squares of relative errors."""
     rows, times = [], []
     for name, (one, *_, no_exchange) in MEASURED.items():
         plan, tokens = make_plan(workloads(1)[name], 2, MASK), sum(workloads(1)[name])
-        rows += [(FLOPS * sum(plan.work) / 1e15, tokens / 1e6, 1), (FLOPS * max(plan.work) / 1e15, tokens / 2e6, 1)]
+        rows += [(FLOPS * sum(plan.work) / 1e15, tokens / 1e6), (FLOPS * max(plan.work) / 1e15, tokens / 2e6)]
         times += [one, no_exchange]
-    flops, token, call = np.linalg.lstsq(np.array(rows) / np.array(times)[:, None], np.ones(len(times)))[0]
-    return [round(1e6 / flops), round(token), round(1e3 * call)]
+    flops, token = np.linalg.lstsq(np.array(rows) / np.array(times)[:, None], np.ones(len(times)))[0]
+    return [round(1e6 / flops), round(token)]
 
 
 def compare(model: Model) -> list[str]:
@@ -227,7 +227,7 @@ def main() -> None:
     args = parser.parse_args()
     model = Model(**{name: getattr(args, name) for name in defaults})
     lines = ['A simulation. Only the columns "measured" were measured, on two NVIDIA H100.', "",
-             f"{model.tflops:g} TFLOP/s, {model.token:g} ns for each token, {model.call:g} µs for each call. NVLink "
+             f"{model.tflops:g} TFLOP/s, {model.token:g} ns for each token. NVLink "
              f"{model.nvlink:g} GB/s, copies {model.memory:g} GB/s, {model.latency:g} µs for each collective. An "
              f"assumption: the network, {model.network:g} GB/s.", "",
              *compare(model),
