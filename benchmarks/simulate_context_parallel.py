@@ -12,7 +12,7 @@ hosts of 8, with NVLink inside of a host and a network between hosts. Each GPU h
 
 Rows, bytes and visible pairs are exact: they are counted from the library's plans. The times are a model:
 
-- Kernels: FLOPs at a fixed rate, and a time for each token, which matters for short sequences. The two are fitted to the
+- Kernels: FLOPs at a fixed rate, and a time for each token, which matters for short sequences. Both are fitted to the
   times of one GPU and of "no exchange" in `MEASURED`.
 - Exchange: a collective takes as long as its slowest GPU. A GPU sends and receives at once, over both links at once.
   Messages of any size get the full bandwidth.
@@ -44,8 +44,8 @@ from nt_attention.cli.workloads import draw_lengths
 from nt_attention.distributed.exchange_heads import Heads
 from nt_attention.distributed.planner import Mask, ShardPlan, chunk_sizes, make_plan, needed_keys
 
-# torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100. ms of calls in a row, on one GPU, and on
-# two with the exchange of keys, with that of heads, and with no exchange.
+# torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100. ms of calls in a row: on one GPU, and
+# on two with the exchange of keys, with that of heads, and with no exchange.
 MEASURED = {
     "160 short, 64k": (6.64, 3.37, 9.65, 3.38),
     "11 with a long tail, 16k": (4.24, 2.85, 4.19, 2.42),
