@@ -1,6 +1,6 @@
 """Hugging Face models on this GPU: ``nta.patch`` and transformers on padded batches, and rows packed by hand.
 
-    python benchmarks/hugging_face.py [--models bert llama t5 …] [--save FILE]
+    python benchmarks/hugging_face.py [--models bert llama t5 …] [--without-attention] [--save FILE]
 
 - Base models, whose loss is the mean of their output: BERT-base, MPNet-base, DeBERTa-v3-base.
 - Encoder-decoders with labels: T5-base, BART-base. Targets are a quarter as long as their sources.
@@ -9,7 +9,8 @@
 
 Random weights, bf16, 16384 tokens of lognormal lengths, no dropout. Times are wall-clock times, medians over rounds in
 which all alternate. Padded batches run with each implementation of transformers; those that do not run are named on
-stderr. Packed by hand is one row with ``cu_seq_lens`` and ``position_ids``, without a mask.
+stderr. Packed by hand is one row with ``cu_seq_lens`` and ``position_ids``, without a mask. Without attention is the
+stock BART on as many tokens, whose attention returns the query. No attention can make the step faster than that.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import transformers
 from by_turns import show, wall_clock_ms
 from torch import Tensor
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -106,6 +109,23 @@ MODELS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 LEFT_OUT = {("t5", "flex_attention"): "accesses invalid memory, with torch 2.11 and transformers 5.17"}
 # Rates of dropout, which are set to 0.
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "dropout_rate", "attention_dropout")
+
+
+class _QueryAsOutput(torch.autograd.Function):
+    """An attention that computes nothing. Its gradients reach query, key and value, so all projections are trained."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.inputs = key, value
+        return query.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.transpose(1, 2), *map(torch.zeros_like, ctx.inputs)
+
+
+def query_as_output(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+    return _QueryAsOutput.apply(query, key, value), None
 
 
 @dataclass
@@ -189,6 +209,14 @@ def ways(name: str) -> dict[str, Way]:
     return found
 
 
+def without_attention(name: str) -> Way:
+    """The stock model with `query_as_output`, on 32 rows of equal length with as many tokens, without a mask."""
+    kind, config, lengths = MODELS[name]
+    totals = {"input_ids": sum(lengths), "labels": sum(max(1, length // 4) for length in lengths)}
+    batch = {x: torch.randint(5, config.vocab_size, (32, total // 32), device="cuda") for x, total in totals.items()}
+    return Way(make(kind, config, "query_as_output"), batch, torch.ones_like(batch["labels"]))
+
+
 def packed_by_hand(kind: Any, config: Any, layout: nta.SequenceLayout, ids: Tensor) -> dict[str, Any] | None:
     """The batch as one row, or None for models that can't run it."""
     if config.is_encoder_decoder or not kind._supports_flash_attn:
@@ -237,9 +265,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--without-attention", action="store_true", help="BART only")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    AttentionInterface.register("query_as_output", query_as_output)
+    AttentionMaskInterface.register("query_as_output", lambda *_, **__: None)
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, bf16; "
         "ms of wall-clock time; × is over that of nta.patch",
@@ -259,6 +290,8 @@ def main() -> None:
             if not error < 0.03:
                 raise SystemExit(f"{name}, {way_name}: tokens differ from {stock} by {error:.3f} of their norm")
         del want
+        if options.without_attention and name == "bart":
+            found["without attention"] = without_attention(name)
         measure(found, options.rounds)
         lengths = MODELS[name][2]
         ratio = len(lengths) * max(lengths) / sum(lengths)
