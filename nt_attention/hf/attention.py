@@ -30,7 +30,7 @@ from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
 from . import masks, positions
 from .packed_mask import PackedMask
-from .packed_row import is_running_padded
+from .packed_row import is_context_parallel, is_running_padded
 
 Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -152,7 +152,7 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
-    padded = cu_seq_lens_q is None and is_running_padded(module)
+    padded = cu_seq_lens_q is None and (is_running_padded(module) or is_context_parallel())
     if padded and over == "sdpa" and softcap is None and s_aux is None:
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     if attention_mask is None and _is_sharded(cu_seq_lens_q):

@@ -27,6 +27,7 @@ from .._tracing import inline_only, outside_of_graphs
 from . import families
 from .own_attention import make_cached_tensors
 from .packed_forward import (
+    CONTEXT_PARALLEL,
     Logits,
     default_position_ids,
     given_arguments,
@@ -35,7 +36,7 @@ from .packed_forward import (
     planned_by_head,
 )
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, extend_tables, running_row
+from .packed_row import PackedRow, extend_tables, is_context_parallel, running_row
 from .packing import Packing
 from .proof import Proof
 
@@ -97,6 +98,7 @@ class EncoderDecoderCall:
             return "head"
         _add_target(model, given)
         reason = replacement_of(original, type(model)) or _not_supported(given, model, self.is_routed)
+        reason = CONTEXT_PARALLEL if is_context_parallel() else reason
         if reason is not None:
             self.handle.fall_back(reason)
             return "padded"

@@ -38,7 +38,7 @@ from .families import Family
 from .graphs import run_as_graph
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
+from .packed_row import PackedRow, current_row, extend_tables, is_context_parallel, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch, why_call_not_sharded
@@ -95,6 +95,7 @@ def is_planned_by_head(model: Any) -> bool:
     return any(other is model for other in _planned_by_head.get())
 
 
+CONTEXT_PARALLEL = "PyTorch's context_parallel has divided its rows over ranks: patch the model with mesh= instead"
 # Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
 _checked: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
@@ -176,6 +177,8 @@ class PackedCall:
         if "cu_seq_lens_q" in given and self.handle.mesh is None:
             return self._count("it was packed already")
         base = families.base_model(model)
+        if self.handle.mesh is None and is_context_parallel():
+            return self._fall_back(CONTEXT_PARALLEL)
         if (reason := replacement_of(original, type(model))) is not None:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
