@@ -9,6 +9,7 @@ block.
 """
 
 import doctest
+import gc
 import importlib.metadata
 import os
 import shlex
@@ -84,8 +85,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no page downloads weights
     torch.set_num_threads(1)  # small operations on many threads wait longer for each other than they compute
+    # A million objects of torch, transformers and the tests stay. By default, Python looks at all of them very often.
+    gc.set_threshold(10_000, 20, 50)
     for expected in config.getoption("--expect"):
         name, _, version = expected.partition("==")
         installed = importlib.metadata.version(name).partition("+")[0]
         if installed != version:
             raise pytest.UsageError(f"{name} {installed} is installed, and {version} was asked for.")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what exists now is never garbage
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules say at the exit what is not freed

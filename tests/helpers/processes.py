@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
@@ -133,6 +134,8 @@ def _end_all() -> None:
 def _work(rank: int, world: int, backend: str, store: str, path: list[str], tasks: Any, results: Any) -> None:
     """What a process does."""
     sys.path[:] = path
+    gc.freeze()  # the objects of the imported packages
+    gc.set_threshold(10_000, 20, 50)
     torch.set_num_threads(1)
     if backend == "gloo":
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -368,12 +368,11 @@ class TestCopies:
 class TestLifetimes:
     """Nothing is kept for longer than the layout, and `cu_seqlens` leads to its layout."""
 
-    @pytest.fixture(autouse=True)
+    @pytest.fixture(autouse=True, scope="class")
     def _collect_new_objects_only(self):
-        """gc.collect() takes a second if it looks at all objects of other tests."""
+        """gc.collect() takes long if it looks at all objects of other tests."""
+        gc.collect()
         gc.freeze()
-        yield
-        gc.unfreeze()
 
     @both_dtypes
     def test_cu_seqlens_find_the_layout(self, dtype):

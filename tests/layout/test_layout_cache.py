@@ -15,12 +15,11 @@ from nt_attention._offsets import _facts_of, read_offsets
 class TestCachedOffsets:
     """What offsets say is read once. It is read again if they change, and freed with them."""
 
-    @pytest.fixture(autouse=True)
+    @pytest.fixture(autouse=True, scope="class")
     def _collect_new_objects_only(self):
-        """gc.collect() takes a second if it looks at all objects of other tests."""
+        """gc.collect() takes long if it looks at all objects of other tests."""
+        gc.collect()
         gc.freeze()
-        yield
-        gc.unfreeze()
 
     @pytest.fixture
     def reads(self, monkeypatch):
