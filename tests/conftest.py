@@ -8,6 +8,7 @@ import tempfile
 
 import pytest
 import torch
+from seeds import seed
 from torch.utils._device import _device_constructors
 
 # torch keeps a list of the functions that `torch.device("meta")` applies to, made at its first use. A fixture below
@@ -28,7 +29,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    seed(0)
 
 
 @pytest.fixture
