@@ -84,7 +84,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no page downloads weights
-    torch.set_num_threads(1)  # small operations on many threads wait longer for each other than they compute
+    # Small operations on many threads wait longer for each other than they compute. The variables are for processes
+    # that tests start. With more threads, Inductor starts a process that compiles.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # A million objects of torch, transformers and the tests stay. By default, Python looks at all of them very often.
     gc.set_threshold(10_000, 20, 50)
     for expected in config.getoption("--expect"):
