@@ -3,11 +3,13 @@
 import dataclasses
 import getpass
 import itertools
+import logging
 import os
 import tempfile
 
 import pytest
 import torch
+from interpreter import make_faster
 from seeds import seed
 from torch.utils._device import _device_constructors
 
@@ -17,11 +19,15 @@ _device_constructors()
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+    make_faster()
 
 # Proofs of Hugging Face models are kept from run to run, but not in the user's cache.
 os.environ.setdefault(
     "NT_ATTENTION_CACHE", os.path.join(tempfile.gettempdir(), f"nt_attention_tests_{getpass.getuser()}")
 )
+
+# pytest adds its handler to loggers that do not propagate. With a handler, torch.compile prints all graphs to this one.
+logging.getLogger("torch.__trace").propagate = True
 
 # With small tensors, threads wait for each other longer than they compute.
 torch.set_num_threads(1)
