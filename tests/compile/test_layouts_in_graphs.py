@@ -62,7 +62,7 @@ def like_a_gpu(monkeypatch):
 
 def without_vectors():
     """Inductor without vectorization, which compiles faster."""
-    options = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    options = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True}
     return torch._inductor.config.patch(options)
 
 

@@ -118,7 +118,7 @@ def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
         reads.append(position_ids)
         return read(position_ids)
 
-    model = tiny.make("llama", "LlamaForCausalLM", nta.hf.register(), num_hidden_layers=3)
+    model = tiny.make("llama", "LlamaForCausalLM", nta.hf.register())
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     rows = [packed_row(lengths) for lengths in ([11, 4, 7], [3, 30])]
     monkeypatch.setattr(positions.SequenceLayout, "from_position_ids", counting)
@@ -214,7 +214,7 @@ def test_two_packings_that_one_graph_computes(like_a_gpu, mode, monkeypatch):
         return torch.zeros(1, 8, dtype=torch.long).index_fill(1, torch.tensor([0, *lengths[:-1]]).cumsum(0), 1)
 
     ids = torch.randint(5, tiny.VOCABULARY, (1, 8))
-    plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True}
     with mode(), torch._inductor.config.patch(plainest):
         call = ids, begins_of([3, 5]), begins_of([1, 7])
         torch.testing.assert_close(torch.compile(two)(*call), two(*call), rtol=0, atol=5e-5)

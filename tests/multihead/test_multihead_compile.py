@@ -92,7 +92,7 @@ def test_inductor_trains_on_nested_tensors():
     """Without vectorization, which compiles faster."""
     model, batch = Residual(make(torch.float32, rotary=Rotary()), causal=True), Batch(LENGTHS, dtype=torch.float32)
     want = batch.results(model, "nested", model.parameters())
-    plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True}
     with torch._inductor.config.patch(plainest):
         got = batch.results(compiled(model, "inductor"), "nested", model.parameters())
     close(got, want, 1e-4)
