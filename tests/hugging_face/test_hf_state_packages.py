@@ -5,6 +5,7 @@ The packages run on GPUs only. Here, functions in plain PyTorch with the same na
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -84,39 +85,47 @@ FILES = {
     "fla/ops/gated_delta_rule.py": FLA,
 }
 PROGRAM = """
+    import json
     import sys
+    import traceback
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     import nt_attention as nta
     from nt_attention.hf.text_models import on_meta_device
     from nt_attention.hf.twin import build_twin, isolated
 
-    model_type, class_name = sys.argv[1:]
-    with isolated():
-        model = build_twin(on_meta_device(model_type, class_name))
-    lengths = torch.tensor([7, 1, 23, 12])
-    mask = (torch.arange(23) >= 23 - lengths[:, None]).long()
-    ids = torch.randint(6, 20, (4, 23)) * mask
-    model.train()
-    alone = [model(input_ids=ids[n : n + 1, 23 - length :]).logits[0] for n, length in enumerate(lengths)]
-    try:
-        handle = nta.patch(model, on_fallback="raise", logits="padded")
-    except ValueError as error:
-        print(error)
-        sys.exit()
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    assert handle.calls == {None: 1}, handle
-    for n, length in enumerate(lengths):
-        torch.testing.assert_close(logits[n, 23 - length :], alone[n], rtol=1e-4, atol=1e-4)
-    grads = [
-        torch.autograd.grad(out.square().sum(), list(model.parameters()), materialize_grads=True, allow_unused=True)
-        for out in (logits[mask.bool()], torch.cat(alone))
-    ]
-    for x, y in zip(*grads, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 * float(y.abs().max()) + 1e-9)
-    print("packed")
+    def check(model_type, class_name):
+        with isolated():
+            model = build_twin(on_meta_device(model_type, class_name))
+        lengths = torch.tensor([7, 1, 23, 12])
+        mask = (torch.arange(23) >= 23 - lengths[:, None]).long()
+        ids = torch.randint(6, 20, (4, 23)) * mask
+        model.train()
+        alone = [model(input_ids=ids[n : n + 1, 23 - length :]).logits[0] for n, length in enumerate(lengths)]
+        try:
+            handle = nta.patch(model, on_fallback="raise", logits="padded")
+        except ValueError as error:
+            return str(error)
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        assert handle.calls == {None: 1}, handle
+        for n, length in enumerate(lengths):
+            torch.testing.assert_close(logits[n, 23 - length :], alone[n], rtol=1e-4, atol=1e-4)
+        grads = [
+            torch.autograd.grad(out.square().sum(), list(model.parameters()), materialize_grads=True, allow_unused=True)
+            for out in (logits[mask.bool()], torch.cat(alone))
+        ]
+        for x, y in zip(*grads, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 * float(y.abs().max()) + 1e-9)
+        return "packed"
+
+    found = {}
+    for model_type, class_name in zip(sys.argv[1::2], sys.argv[2::2]):
+        try:
+            found[model_type] = check(model_type, class_name)
+        except Exception:
+            found[model_type] = traceback.format_exc()
+    print(json.dumps(found))
 """
 MODELS = [
     ("bamba", "BambaForCausalLM"),
@@ -127,8 +136,8 @@ MODELS = [
 ]
 
 
-def run(directory: Path, files: dict[str, str], model: tuple[str, str]) -> str:
-    """What PROGRAM prints for a model if the packages in `files` are installed."""
+def run(directory: Path, files: dict[str, str], *models: tuple[str, str]) -> dict[str, str]:
+    """What PROGRAM finds for each model if the packages in `files` are installed. One process runs all of them."""
     for name, text in files.items():
         file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -137,18 +146,18 @@ def run(directory: Path, files: dict[str, str], model: tuple[str, str]) -> str:
     program.write_text(textwrap.dedent(PROGRAM))
     path = f"{directory}:{Path(__file__).parents[2]}"
     environment = {"PYTHONPATH": path, "NT_ATTENTION_CACHE": str(directory / "cache"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(program), *(part for model in models for part in model)]
     done = subprocess.run(
-        [sys.executable, str(program), *model], capture_output=True, text=True, env=environment, check=False
+        command, capture_output=True, text=True, env={**environment, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
-def test_state_models_are_packed_with_their_packages(tmp_path: Path, model: tuple[str, str]) -> None:
-    assert run(tmp_path, FILES, model) == "packed\n"
+def test_state_models_are_packed_with_their_packages(tmp_path: Path) -> None:
+    assert run(tmp_path, FILES, *MODELS) == {model_type: "packed" for model_type, _ in MODELS}
 
 
 def test_state_models_name_the_missing_package(tmp_path: Path) -> None:
     missing = "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`. Install `causal_conv1d`"
-    assert missing in run(tmp_path, {}, ("bamba", "BambaForCausalLM"))
+    assert missing in run(tmp_path, {}, ("bamba", "BambaForCausalLM"))["bamba"]
