@@ -1,10 +1,10 @@
 """VarlenMultiheadAttention inside of DDP and FSDP2: two processes on ragged batches find the gradients of one."""
 
 import itertools
-import socket
 
 import pytest
 import torch
+from processes import run_in_processes
 from torch import nn
 
 import nt_attention as nta
@@ -59,13 +59,10 @@ class Chain(nn.Module):
         return rows
 
 
-def worker(rank, port, folder, run):
-    import torch.distributed as dist
+def worker(run):
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     found = {}
     for way in WAYS:
         wrapper, form = way
@@ -80,22 +77,15 @@ def worker(rank, port, folder, run):
             for block in inner.blocks:
                 fully_shard(block)
             model = fully_shard(inner)
-        loss(model, rank, form).backward()
+        loss(model, torch.distributed.get_rank(), form).backward()
         grads = [parameter.grad for parameter in inner.parameters()]
         found[way] = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
-    dist.barrier()
-    if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.parametrize("run", ["eager", pytest.param("compiled", marks=pytest.mark.sweep)])
-def test_ddp_and_fsdp_find_the_gradients_of_one_process(run, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, tmp_path, run), nprocs=2)
-    found = torch.load(tmp_path / "found.pt")
+def test_ddp_and_fsdp_find_the_gradients_of_one_process(run):
+    found, _ = run_in_processes(2, worker, run)
     model = Chain()
     for rank in (0, 1):
         (loss(model, rank, "packed") / 2).backward()
@@ -103,4 +93,5 @@ def test_ddp_and_fsdp_find_the_gradients_of_one_process(run, tmp_path):
     assert all(x.any() for x in want)
     assert list(found) == WAYS
     for way in WAYS:
-        torch.testing.assert_close(found[way], want, rtol=1e-9, atol=1e-10, msg=lambda text, way=way: f"{way}: {text}")
+        got = [torch.from_numpy(x) for x in found[way]]
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10, msg=lambda text, way=way: f"{way}: {text}")
