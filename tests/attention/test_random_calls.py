@@ -14,7 +14,7 @@ window_side = st.one_of(st.just(-1), st.integers(0, 12), st.sampled_from([64, 12
 
 
 @st.composite
-def problems(draw):
+def problems(draw, lengths=lengths):
     pairs = draw(st.lists(st.tuples(lengths, lengths), max_size=5))
     same = draw(st.booleans())
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
