@@ -206,7 +206,7 @@ def end_process(case, device):
 
 def test_kernel_that_ends_its_process_fails_one_case_only(monkeypatch):
     monkeypatch.setattr(check, "run_case", end_process)
-    names = ["8", "16", "24", "32"]
+    names = ["8", "16", "24"]
     found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)
     results = {each.case.which: (each.result, each.details) for each in found}
     assert results == dict.fromkeys(names, ("both", "…")) | {"16": ("no", "it ended its process")}
@@ -222,7 +222,7 @@ def break_device(case, device):
 
 def test_kernel_that_breaks_the_device_in_its_process_fails_one_case_only(monkeypatch):
     monkeypatch.setattr(check, "run_case", break_device)
-    names = ["16", *map(str, range(24, 40))]
-    found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 2)
+    names = ["16", "24", "32"]
+    found = check.run_in_processes([case(name, "cpu") for name in names], CPU, 1)  # all of them, after 16, at first
     results = {each.case.which: each.result for each in found}
     assert results == dict.fromkeys(names, "both") | {"16": "no"}
