@@ -13,6 +13,8 @@ def make_faster() -> None:
         from triton.runtime import interpreter
     except ImportError:  # no Triton for this system
         return
+    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "GridExecutor"):
+        return  # another Triton, which does this in another way
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     modules = (interpreter.tl, interpreter.tl.core)
     replaced: set[tuple[int, ...]] = set()  # in this launch
