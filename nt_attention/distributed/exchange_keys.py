@@ -6,12 +6,13 @@ the ranks.
 
 What can run while keys travel (`Schedule`):
 
-- Half or less of the heads. Two exchanges take some of the key heads each, and the heads of the first one run during
-  the second one. In the backward, the gradients of the second group travel while the first one runs. This also halves
-  the memory that kernels need for sums.
+- Other heads. The key heads are divided into two groups, each with an exchange of its own, and the first group runs
+  while the keys of the second one travel. In the backward, the gradients of the second group travel while the first one
+  runs. Kernels then also need less memory for sums of gradients.
 - Whole sequences, which need no exchange, in a call of their own.
 
-Both take another call and copies that join the results. Small calls wait for the host, and run in one call.
+Both take another call. Its results are copied to those of the first one, unless the backend can write there itself.
+Small calls wait for the host, and run all at once.
 
 Dimensions: N tokens of this rank, W of them in whole sequences, C = N − W in cut ones, R received rows, S keys of all
 pieces, H query heads, G key heads, D and Dv head dims.
