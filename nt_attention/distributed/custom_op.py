@@ -107,8 +107,8 @@ def _recording() -> Iterator[None]:
 class _State:
     """What the backward needs besides tensors of the graph.
 
-    The compiler may write to a tensor of the graph that it does not need later, such as `out`. So the backward gets
-    `out` as an argument, and nothing here is an alias of it.
+    The compiler may write to a tensor of the graph that it does not need later. So the backward also gets `out`, query,
+    key and value as arguments, and nothing else here is an alias of a tensor of the graph.
 
     Attributes:
         selected: the exchange of the call.
@@ -123,6 +123,7 @@ class _State:
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_handle: Tensor, *arguments: Any) -> Any:
     slopes, values = arguments[0], arguments[1:-3]
+    slopes = None if slopes is None else slopes.clone()  # the backward does not get them, see `_State`
     wants_lse, backend, exchange = arguments[-3:]
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in from_schema(values).items()}
     needs_grad = options["needs_grad"]

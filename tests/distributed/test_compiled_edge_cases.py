@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from processes import run_in_processes
+from ranks import mesh_of_all
 from torch.distributed.device_mesh import init_device_mesh
 
 import nt_attention as nta
@@ -93,6 +94,30 @@ def memory_without_backward(lengths):
         del x, out
     gc.collect()
     assert sum(each() is not None for each in inputs_of_calls) == 0
+
+
+def slopes_of_the_graph():
+    torch._dynamo.reset()
+    sharded = nta.SequenceLayout.from_lengths([23, 1, 40]).shard(mesh_of_all())
+    inputs = [torch.randn(sharded.total, h, 8, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3)]
+    log_slopes = torch.linspace(-1, 1, 6, dtype=torch.float64)
+
+    def run(q, k, v, log_slopes, exchange):
+        slopes = log_slopes.exp()
+        out = nta.varlen_attention(q, k, v, sharded, is_causal=True, alibi_slopes=slopes, exchange=exchange)
+        later = out.sum((0, 2)).sin() * 1000  # as large as the slopes, so Inductor writes it to their memory
+        return out * later.cumsum(0)[None, :, None]
+
+    for exchange in ("keys", "heads"):
+        want, found = (
+            torch.autograd.grad(call(*inputs, log_slopes, exchange).sum(), inputs)
+            for call in (run, torch.compile(run, fullgraph=True))
+        )
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+def test_slopes_of_the_graph():
+    run_in_processes(2, slopes_of_the_graph)
 
 
 def test_memory_is_freed_without_backward():
