@@ -137,7 +137,8 @@ class _Sharded(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         out, lse = selected.forward(query, key, value)
         ctx.selected, ctx.inputs = selected, [TensorInfo.of(x) for x in (query, key, value)]
-        ctx.save_for_backward(out if selected.reads_out else None, *selected.take_tensors())
+        # All ranks save a tensor, so that a checkpoint computes the forward again on all of them.
+        ctx.save_for_backward(out if selected.reads_out else out.new_empty(0), *selected.take_tensors())
         return out, None if lse is None else lse.detach()  # a view that is made here can't be changed in place
 
     @staticmethod

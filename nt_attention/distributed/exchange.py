@@ -47,7 +47,7 @@ class Exchange:
         self,
         tensors: Sequence[Any],
         inputs: Sequence[TensorInfo],
-        out: Tensor | None,
+        out: Tensor,
         grad: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,7 @@ class Exchange:
         Args:
             tensors: those of `take_tensors`.
             inputs: the shapes of query, key and value.
-            out: the result of the forward; None unless `reads_out`.
+            out: the result of the forward if `reads_out`, else any tensor.
             grad: (N, H, Dv) the gradient of `out`.
             grad_lse: (N, H) the gradient of lse, or None.
         """

@@ -195,7 +195,7 @@ class HeadsExchange(Exchange):
         self,
         tensors: Sequence[Any],
         inputs: Sequence[TensorInfo],
-        out: Tensor | None,
+        out: Tensor,
         grad: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -393,11 +393,10 @@ class KeysExchange(Exchange):
         self,
         tensors: Sequence[Any],
         inputs: Sequence[TensorInfo],
-        out: Tensor | None,
+        out: Tensor,
         grad: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert out is not None
         of_parts = list(zip(self.parts, self.saved, self.split(tensors), strict=True))
         if not self.parts[0].has_cut and len(of_parts) == 1:
             return self._backward_of_whole(of_parts[0], inputs, out, grad, grad_lse)

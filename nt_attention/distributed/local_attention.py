@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..functional import plan
 from ..kernels.adapters import Inputs
@@ -63,7 +64,8 @@ class LocalAttention:
             if backend.is_reference:
                 warn_if_slow(planned.call, self.backend, stacklevel=6)
             if backend.differentiable:
-                out, lse = backend.forward(inputs.query, inputs.key, inputs.value, planned.call)[:2]
+                with saved_tensors_hooks(_keep, _kept):
+                    out, lse = backend.forward(inputs.query, inputs.key, inputs.value, planned.call)[:2]
                 return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
         kernel = Kernel(backend)
         if not backend.is_reference:  # it may be slow, and then warns
@@ -153,6 +155,22 @@ class _SavedTensors(Saved):
         saved, inputs = BackwardInputs(grad, grad_lse, out, lse, state), Inputs(query, key, value)
         grads = self.kernel.backward(saved, tuple(more), inputs, as_in_forward(self.call, slopes), dq)
         return grads[0], grads[1], grads[2]
+
+
+# The graph of a `_SavedGraph` keeps its tensors itself. With the hooks of a checkpoint, each backward of such a graph
+# would compute the forward of the checkpoint again, with its collectives, and not all ranks have as many.
+def _keep(x: Tensor) -> tuple[Tensor, int]:
+    return x, x._version
+
+
+def _kept(saved: tuple[Tensor, int]) -> Tensor:
+    x, version = saved
+    if x._version != version:  # PyTorch does not compare them if there are hooks
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: query, "
+            "key or value of attention with a ShardedLayout."
+        )
+    return x
 
 
 @dataclass

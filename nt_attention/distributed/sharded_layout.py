@@ -6,6 +6,7 @@ Dimensions: B sequences, T tokens of the batch, N tokens of this rank, P ranks.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -45,7 +46,6 @@ class ShardedLayout:
     Attributes:
         layout: the sequences of the whole batch.
         mesh: the mesh, with one dimension.
-        group: the process group of the mesh.
         mask: the mask for which work is balanced.
         ranks, rank: P, and the index of this rank in the mesh.
         lengths: the B lengths.
@@ -81,7 +81,6 @@ class ShardedLayout:
             )
         mask = Mask.of(is_causal, window_size)
         self.layout, self.mesh, self.mask = layout, mesh, mask
-        self.group: dist.ProcessGroup = mesh.get_group()
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
         self.lengths: list[int] = layout.host_offsets.diff().tolist()
         self.plan: ShardPlan = make_plan(self.lengths, self.ranks, mask)
@@ -90,6 +89,15 @@ class ShardedLayout:
         self._cache: dict[Any, Any] = {}
         # a copy without a handle, because the tensor and its owner would not be freed if they referred to each other
         self.handle = tensor_of(copy.copy(self), self.device)
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the mesh."""
+        return self.mesh.get_group()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`, which can't copy a process group."""
+        return {name: x for name, x in vars(self).items() if name != "group"}
 
     @property
     def device(self) -> torch.device:

@@ -131,6 +131,7 @@ def counts_positions(module: nn.Module) -> bool:
     return "past_key_values_length" in names and names[1] != "position_ids"
 
 
+@inline_only  # a graph that starts here would be compiled for each row
 def embed_positions(module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The `forward` of such a module: in a packed row, with the positions of the row."""
     row = current_row()

@@ -311,6 +311,8 @@ def _replaced_functions(classes: set[type]) -> Iterator[str]:
             if not inspect.isfunction(value):
                 continue
             function = inspect.unwrap(value)
+            if not inspect.isfunction(function):
+                continue  # what torch.compile has compiled, which it puts into the namespace of the file
             module = str(function.__globals__.get("__name__"))
             if module.partition(".")[0] not in _KNOWN | {name.partition(".")[0]}:
                 yield f"{name} {attribute} = {module} {_code_of(function)}"

@@ -1,5 +1,7 @@
 """`varlen_attention` with a `ShardedLayout`, in several processes, against one process."""
 
+import copy
+import pickle
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +12,7 @@ from processes import run_in_processes
 from ranks import mesh_of_all, use_two_calls
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
 from nt_attention.distributed import explain_exchange
@@ -158,10 +161,74 @@ def test_two_calls_write_to_the_joined_tensors():
     run_in_processes(2, partial(in_two_calls_of, writes_to_given_tensors))
 
 
-def in_two_calls_of(function):
+def in_two_calls_of(function, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         use_two_calls(patch, splits_heads=True)
-        function()
+        function(*arguments)
+
+
+def with_checkpoint(lengths, heads, kv_heads, exchange, backend, use_reentrant):
+    sharded = nta.SequenceLayout.from_lengths(lengths).shard(mesh_of_all())
+    shapes = [(sharded.total, count, 8) for count in (heads, kv_heads, kv_heads)]
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def run(*tensors):
+        return nta.varlen_attention(*tensors, sharded, is_causal=True, exchange=exchange, backend=backend)
+
+    want, found = (
+        torch.autograd.grad(out.square().sum(), inputs) if not use_reentrant else backward(out, inputs)
+        for out in (run(*inputs), checkpoint(run, *inputs, use_reentrant=use_reentrant))
+    )
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+def backward(out, inputs):
+    """A reentrant checkpoint needs `backward`."""
+    out.square().sum().backward()
+    grads = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    return grads
+
+
+# ranks, lengths, heads, exchange: with a rank that has no token, and one without heads
+CHECKPOINTED = [(3, [2, 1], (6, 3), "keys"), (4, [5], (6, 3), "keys"), (4, [30, 5], (3, 3), "heads")]
+
+
+@pytest.mark.parametrize("which", range(len(CHECKPOINTED)))
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(which, backend, use_reentrant):
+    """All ranks compute the forward again as often as the others, or they would wait forever."""
+    world, lengths, heads, exchange = CHECKPOINTED[which]
+    run_in_processes(world, with_checkpoint, lengths, *heads, exchange, backend, use_reentrant)
+    if exchange == "keys":
+        arguments = (lengths, *heads, exchange, backend, use_reentrant)
+        run_in_processes(world, partial(in_two_calls_of, with_checkpoint), *arguments)
+
+
+def in_place_before_backward():
+    sharded = nta.SequenceLayout.from_lengths([30, 5]).shard(mesh_of_all())
+    inputs = [torch.randn(sharded.total, 2, 8, requires_grad=True) for _ in range(3)]
+    query, key, value = (x * 1 for x in inputs)
+    out = nta.varlen_attention(query, key, value, sharded, exchange="keys", backend="reference")
+    query.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), inputs)
+
+
+def test_reference_finds_in_place_changes():
+    run_in_processes(2, in_place_before_backward)
+
+
+def copies():
+    sharded = nta.SequenceLayout.from_lengths([9, 4]).shard(mesh_of_all())
+    assert sharded.group is not None
+    assert copy.deepcopy(sharded).sizes == pickle.loads(pickle.dumps(sharded)).sizes == sharded.sizes
+
+
+def test_copy_and_pickle():
+    run_in_processes(2, copies)
 
 
 def schedule_of(lengths, kv_heads=8):

@@ -1,5 +1,6 @@
 """What a proof once did not compare, and what its key once did not hold: found by trying to break it."""
 
+import functools
 import os
 from contextlib import nullcontext
 
@@ -180,6 +181,25 @@ def test_variables_and_defaults_of_replaced_functions_are_in_the_key(monkeypatch
     nta.patch(BertModel(BertConfig(**SIZES))).remove()
     monkeypatch.setattr(with_default, "__kwdefaults__", {"is_mixed": True})
     refused(BertModel(BertConfig(**SIZES)), "depend on sequence 1")
+
+
+class Compiled:
+    """Like a graph that torch.compile has compiled: it can be called, and is no function."""
+
+    def __call__(self, *args):
+        return args
+
+
+def test_compiled_graphs_in_the_file_of_a_class(monkeypatch):
+    """torch.compile puts a function that wraps a graph into the namespace of the file."""
+
+    @functools.wraps(mixing)
+    def graph(*args):
+        return args
+
+    graph.__wrapped__ = Compiled()
+    monkeypatch.setattr(transformers.models.bert.modeling_bert, "compiled_graph", graph, raising=False)
+    nta.patch(BertModel(BertConfig(**SIZES))).remove()
 
 
 OPTIONS = {"is_mixed": False}
