@@ -5,6 +5,7 @@ import getpass
 import itertools
 import logging
 import os
+import sys
 import tempfile
 
 import pytest
@@ -31,6 +32,11 @@ logging.getLogger("torch.__trace").propagate = True
 
 # With small tensors, threads wait for each other longer than they compute.
 torch.set_num_threads(1)
+
+
+def pytest_sessionfinish() -> None:
+    if (processes := sys.modules.get("processes")) is not None:
+        processes.end_all()
 
 
 @pytest.fixture(autouse=True)

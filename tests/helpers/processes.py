@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -126,9 +127,11 @@ def under_torchrun(fsdp: bool = False, gpus: bool = False) -> Iterator[None]:
 
 
 @atexit.register
-def _end_all() -> None:
+def end_all() -> None:
+    """End all processes. tests/conftest.py calls it too, because workers of pytest-xdist run nothing at their exit."""
     for pool in _pools.values():
         pool.end()
+    _pools.clear()
 
 
 def _work(rank: int, world: int, backend: str, store: str, path: list[str], tasks: Any, results: Any) -> None:
@@ -144,6 +147,9 @@ def _work(rank: int, world: int, backend: str, store: str, path: list[str], task
     torch.distributed.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
     )
+    # The tests of a process share meshes: each group of gloo has a thread that polls as long as the process lives.
+    meshes = torch.distributed.device_mesh
+    meshes.init_device_mesh = torch.distributed.init_device_mesh = functools.cache(meshes.init_device_mesh)
     while True:
         function, arguments = tasks.get()
         torch.manual_seed(0)
