@@ -309,6 +309,7 @@ def schedule_of(request: Request) -> Schedule:
     query, key, value, sharded, _, _, options, _ = request
     mask, kv_heads = _mask(options), key.shape[1]
     plan = _keys_plan(sharded, mask)
+    # the bytes of a row: of a query and its output, and of a key and its value
     of_queries, of_keys = (x.shape[1] * (query.shape[2] + value.shape[2]) * x.dtype.itemsize for x in (query, key))
     work_us = _flops_of_pair(request) * max(_work(sharded, mask)) / FLOPS_PER_US
     received_us = 2 * max(plan.received) * of_keys / BYTES_PER_US

@@ -20,7 +20,6 @@ pieces, H query heads, G key heads, D and Dv head dims.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -141,21 +140,10 @@ class KeysPlan:
             returned=_returned(num_cut, sent),
         )
 
-    def tables(self, has_whole: bool) -> Tables:
-        """The tables of a call, with or without the whole sequences."""
-        return self._tables_of_all if has_whole else self._tables_of_cut
-
-    @functools.cached_property
-    def _tables_of_all(self) -> Tables:
-        return self._make_tables(self.whole)
-
-    @functools.cached_property
-    def _tables_of_cut(self) -> Tables:
-        return self._make_tables(0)
-
-    def _make_tables(self, whole: int) -> Tables:
-        """The tables of a call whose first `whole` queries and keys are whole sequences."""
-        own, device = np.arange(whole), self.sent.index.device
+    def make_tables(self, has_whole: bool) -> Tables:
+        """The tables of a call on the pieces of cut sequences, with or without the whole sequences before them."""
+        whole, device = self.whole if has_whole else 0, self.sent.index.device
+        own = np.arange(whole)
         keys, rows = whole + len(self.sources), len(self.returned)
         uses = _uses(self.sources, rows + self.received_here)
         uses[uses >= 0] += whole
@@ -352,9 +340,14 @@ class KeysExchange(Exchange):
         received = sent.new_empty(plan.received_here, sent.shape[1])
         return received, self._start(received, sent, plan.receive_splits, plan.send_splits)
 
+    def _tables(self, part: Part) -> Tables:
+        """The tables of a part, which other layers with this layout share."""
+        key = ("tables", self.plan.mask, part.has_whole)
+        return self.sharded.cached(key, lambda: self.plan.make_tables(part.has_whole))
+
     def _visible(self, part: Part, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a part, from those of this rank and the received rows."""
-        table = self.plan.tables(part.has_whole).visible
+        table = self._tables(part).visible
         found = [x.new_empty(len(table), *x.shape[1:]) for x in (key, value)]
         table.gather(KeyRows.of(*found), KeyRows.of(key, value), received)
         return found[0], found[1]
@@ -459,15 +452,14 @@ class KeysExchange(Exchange):
         plan, seen = self.plan, KeyRows.of(key, value)
         sent = key.new_empty(plan.received_here, sum(seen.widths))
         returned = sent.new_empty(len(plan.sent), sent.shape[1])
-        tables = plan.tables(part.has_whole)
         if part.has_cut:
-            tables.uses_of_received.gather(KeyRows.joined(sent, seen.widths), seen)
+            self._tables(part).uses_of_received.gather(KeyRows.joined(sent, seen.widths), seen)
         wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
 
         def finish() -> None:
             wait()
             if part.has_cut:
-                tables.sums.gather(KeyRows.of(dk, dv), seen, returned)
+                self._tables(part).sums.gather(KeyRows.of(dk, dv), seen, returned)
 
         return finish
 

@@ -97,8 +97,8 @@ class EncoderDecoderCall:
         if is_planned_by_head(model):
             return "head"
         _add_target(model, given)
-        reason = replacement_of(original, type(model)) or _not_supported(given, model, self.is_routed)
-        reason = CONTEXT_PARALLEL if is_context_parallel() else reason
+        reason = CONTEXT_PARALLEL if is_context_parallel() else replacement_of(original, type(model))
+        reason = reason or _not_supported(given, model, self.is_routed)
         if reason is not None:
             self.handle.fall_back(reason)
             return "padded"
