@@ -145,7 +145,7 @@ class KeysPlan:
         whole, device = self.whole if has_whole else 0, self.sent.index.device
         own = np.arange(whole)
         keys, rows = whole + len(self.sources), len(self.returned)
-        uses = _uses(self.sources, rows + self.received_here)
+        uses = _uses(self.sources, rows + self.num_received)
         uses[uses >= 0] += whole
         returned = np.where(self.returned < 0, -1, keys + self.returned)
         sums = np.full((whole + rows, uses.shape[1] + returned.shape[1]), -1)
@@ -158,7 +158,7 @@ class KeysPlan:
         )
 
     @property
-    def received_here(self) -> int:
+    def num_received(self) -> int:
         """R."""
         return sum(self.receive_splits)
 
@@ -337,7 +337,7 @@ class KeysExchange(Exchange):
         plan, own = self.plan, KeyRows.of(key, value)
         sent = key.new_empty(len(plan.sent), sum(own.widths))
         plan.sent.gather(KeyRows.joined(sent, own.widths), own)
-        received = sent.new_empty(plan.received_here, sent.shape[1])
+        received = sent.new_empty(plan.num_received, sent.shape[1])
         return received, self._start(received, sent, plan.receive_splits, plan.send_splits)
 
     def _tables(self, part: Part) -> Tables:
@@ -443,23 +443,23 @@ class KeysExchange(Exchange):
 
         Args:
             part: the part.
-            key, value: (K, g, D) and (K, g, Dv), the gradients of the keys and values that it saw.
+            key, value: (K, g, D) and (K, g, Dv), the gradients of its visible keys and values.
             dk, dv: (C or N, g, ·), the gradients of the rows of this rank, not written yet.
 
         Returns:
             A function that waits for the returned gradients, and writes the sums to dk and dv.
         """
-        plan, seen = self.plan, KeyRows.of(key, value)
-        sent = key.new_empty(plan.received_here, sum(seen.widths))
+        plan, visible = self.plan, KeyRows.of(key, value)
+        sent = key.new_empty(plan.num_received, sum(visible.widths))
         returned = sent.new_empty(len(plan.sent), sent.shape[1])
         if part.has_cut:
-            self._tables(part).uses_of_received.gather(KeyRows.joined(sent, seen.widths), seen)
+            self._tables(part).uses_of_received.gather(KeyRows.joined(sent, visible.widths), visible)
         wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
 
         def finish() -> None:
             wait()
             if part.has_cut:
-                self._tables(part).sums.gather(KeyRows.of(dk, dv), seen, returned)
+                self._tables(part).sums.gather(KeyRows.of(dk, dv), visible, returned)
 
         return finish
 
