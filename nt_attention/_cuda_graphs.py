@@ -397,11 +397,10 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
             graph = _Graph(bucket, state, lambda: None, given, None)
             graph.fill(work.inputs, work.zeroed)
             with device.on_stream():
+                work.function(dict(given), bucket)  # compiles what can't be compiled in a mode
+                first = ModuleState(work.module)
                 with _NoHostReads():
                     work.function(dict(given), bucket)
-                # The second run compiles and caches what the operators of the mode did not.
-                first = ModuleState(work.module)
-                work.function(dict(given), bucket)
                 if not first.is_unchanged:  # replays do not run Python code
                     raise _ChangesItselfError("its forward changes attributes or buffers of a module")
             replay, outputs = device.capture(lambda: work.function(dict(given), bucket))
@@ -420,6 +419,11 @@ _READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 class _NoHostReads(TorchDispatchMode):
     """Raises a `NotCapturedError` if the host reads values of a tensor on a GPU, or shapes depend on them."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that are compiled already run so in this mode."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     get_eval_frame_callback,
     set_code_exec_strategy,
+    set_eval_frame,
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
@@ -54,9 +55,22 @@ def is_compiling() -> bool:
 
 
 @inline_only
-def is_compiled() -> bool:
-    """Whether torch.compile compiles the functions that the caller calls, or is tracing the caller."""
-    return torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+def active_compiler() -> Any:
+    """What torch.compile runs for the functions that the caller calls, for `compiled_by`; None without torch.compile.
+
+    False if they are compiled, but can't be given to `compiled_by`: torch.compile is tracing the caller.
+    """
+    return False if torch.compiler.is_dynamo_compiling() else get_eval_frame_callback()
+
+
+@outside_of_graphs
+def compiled_by(compiler: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function`, which `outside_of_graphs` would not compile. `compiler` is that of the code around it."""
+    before = set_eval_frame(compiler)
+    try:
+        return function(*args)
+    finally:
+        set_eval_frame(before)
 
 
 @inline_only  # in a graph that starts here, the answer would always be yes

@@ -163,6 +163,8 @@ class SequenceLayout:
     @classmethod
     def in_operator(cls, offsets: Tensor) -> SequenceLayout:
         """The layout of the offsets that an operator in a graph gets, from `in_graph` or from outside."""
+        if (bounded := cls._find_bounded(offsets)) is not None:
+            return bounded
         return cls.from_facts(*_offsets.read_in_operator(offsets, None, is_copy=True))
 
     @classmethod

@@ -30,7 +30,7 @@ from transformers.utils import ModelOutput
 
 from .._cuda_graphs import NotCapturedError, is_part_of_a_graph
 from .._forwards import Handle, refuse_export, replacement_of
-from .._tracing import inline_only, is_compiled, outside_of_graphs
+from .._tracing import active_compiler, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
@@ -152,7 +152,7 @@ class PackedCall:
         mask = given.get("attention_mask")
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in given and is_bypass_mask(mask)):
             return self._run_row(original, given)  # the head has packed the batch
-        plan = self._plan(model, original, given, is_compiled())
+        plan = self._plan(model, original, given, active_compiler())
         if isinstance(plan, Finished):
             return plan.out
         if plan == "small":
@@ -169,9 +169,12 @@ class PackedCall:
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs
     def _plan(
-        self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any], is_compiled: bool
+        self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any], compiler: Any
     ) -> Packing | Unpacked | Finished:
-        """Return the packing of a call, or what runs the original forward, or the result. Counts the call."""
+        """Return the packing of a call, or what runs the original forward, or the result. Counts the call.
+
+        `compiler`: see `active_compiler`.
+        """
         if is_planned_by_head(model):
             return "all"
         if "cu_seq_lens_q" in given and self.handle.mesh is None:
@@ -193,9 +196,9 @@ class PackedCall:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
-        if not is_compiled and (done := self._run_graph(model, original, given)) is not None:
+        if compiler is not False and (done := self._run_graph(model, original, given, compiler)) is not None:
             return done
-        if not is_compiled and self._is_small(base, given):
+        if compiler is None and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
             return "small"
         packing = _read_packing(given, self.handle.mesh is not None)
@@ -229,21 +232,22 @@ class PackedCall:
         return "it has too few tokens for the ranks of the mesh" if 0 in divided.sharded.sizes else divided
 
     def _run_graph(
-        self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]
+        self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any], compiler: Any
     ) -> Finished | None:
-        """Run a call as a CUDA graph, or return None, and count why it did not."""
+        """Run a call as a CUDA graph, or return None, and count why it did not. `compiler` compiles the model."""
         if self.handle.graphs is None or is_part_of_a_graph():
             return None
 
         def run(packing: Packing, arguments: dict[str, Any]) -> ModelOutput | tuple[Any, ...]:
             try:
-                return self._run_packed(model, original, packing, arguments)
+                return compiled_by(compiler, self._run_packed, model, original, packing, arguments)
             except _UnknownOutput as unknown:
                 raise NotCapturedError(str(unknown)) from unknown
 
         returns_cache = functools.partial(self._returns_cache, model, original, given)
         try:
-            out = run_as_graph(self.handle.graphs, model, given, self.proof.holes, returns_cache, run)
+            options = (compiler, self.proof.holes)
+            out = run_as_graph(self.handle.graphs, model, given, *options, returns_cache, run)
         except NotCapturedError as error:
             self.handle.graphs.count(str(error))
             return None

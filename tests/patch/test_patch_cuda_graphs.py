@@ -22,6 +22,8 @@ from cuda_graphs import DEVICE, GPU, assert_same, cuda_graphs, leaves  # noqa: F
 from sweeps import sweep
 from token_tiled_cases import IGNORED_WARNINGS
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor.compile_fx import compile_fx
 
 import nt_attention as nta
 from nt_attention import _cuda_graphs
@@ -338,7 +340,7 @@ class TestReasons:
         batch = batch_of([5, 2, 9])
         if where == "config":
             for each in (model, other):
-                each.config.output_hidden_states = value
+                vars(each.config)["output_hidden_states"] = value  # some versions of transformers check assignments
         more = {"output_hidden_states": value} if where == "argument" else {}
         assert_same(run(model, batch, **more), run(other, batch, **more), TOLERANCE)
         assert "output_hidden_states is neither True nor False" in str(handle.graphs.calls)
@@ -785,3 +787,57 @@ class TestOnAGpu:
             run(model, batches[i % len(batches)])
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before * 1.01
+
+
+class Compiles:
+    """A backend of torch.compile.
+
+    Attributes:
+        graphs: the number of graphs with attention.
+        captured: how often one of them ran while a CUDA graph was captured, or before that.
+    """
+
+    def __init__(self):
+        self.graphs = self.captured = 0
+
+    def __call__(self, graph, inputs):
+        compiled = (compile_fx if GPU else aot_eager)(graph, inputs)
+        if not any(str(node.target).startswith("nt_attention.auto_forward") for node in graph.graph.nodes):
+            return compiled
+        self.graphs += 1
+
+        def run(*arguments):
+            self.captured += _cuda_graphs._thread.is_capturing
+            return compiled(*arguments)
+
+        return run
+
+
+@pytest.mark.filterwarnings("ignore:.*logging.getLogger")
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def reset(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("kind", ["layers", "model", "in place"])
+    @pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
+    def test_batches_of_other_lengths(self, model_type, kind):
+        model, handle, other = pair(make(model_type, tiny.classes(model_type)[0]))
+        backend = Compiles()
+        called = model
+        if kind == "layers":
+            base = getattr(model, model.base_model_prefix, model)
+            for layer in base.encoder.layer if model_type == "bert" else base.layers:
+                layer.compile(backend=backend, dynamic=True)
+        elif kind == "model":
+            called = torch.compile(model, backend=backend, dynamic=True)
+        else:
+            model.compile(backend=backend, dynamic=True)
+        for lengths in BATCHES:
+            batch = batch_of(lengths)
+            assert_same(run(called, batch, use_cache=False), run(other, batch, use_cache=False), TOLERANCE)
+        assert handle.graphs.calls == {None: len(BATCHES)}
+        assert 1 <= backend.graphs <= 6  # ModernBERT has three kinds of layers
+        assert backend.captured >= 3 * handle.graphs.captured

@@ -57,6 +57,20 @@ def test_encoder(causal, more):
     assert handle.graphs.captured < len(BATCHES)
 
 
+def test_encoder_with_compiled_layers():
+    torch._dynamo.reset()
+    model, handle, other = pair(encoder())
+    for layer in model.layers:
+        layer.compile(backend="inductor" if GPU else "aot_eager", dynamic=True)
+    with torch.no_grad():
+        for lengths in (*BATCHES, [40, 2], [70, 60, 4], [100] * 5, [9] * 20, [200, 100, 7]):
+            padding = padding_of(lengths)
+            x = rows_of(padding)
+            assert_same(model(x, src_key_padding_mask=padding), other(x, src_key_padding_mask=padding), TOLERANCE)
+    assert handle.graphs.calls == {None: 10}
+    torch._dynamo.reset()
+
+
 def test_encoder_with_rows_first_and_nested():
     layer = nn.TransformerEncoderLayer(32, 2, 48)
     model, handle, other = pair(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval().to(DEVICE))
