@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ._cuda_graphs import CapturedCalls
 from ._tracing import inline_only, is_compiling, is_in_jit_trace
@@ -22,6 +23,7 @@ CANNOT_EXPORT = (
     "torch.export and torch.jit.trace can't record a patched model, because its call depends on the lengths of the "
     "batch: call remove() on the handle of the patch first."
 )
+CONTEXT_PARALLEL = "PyTorch's context_parallel has divided its rows over ranks: patch the model with mesh= instead"
 
 
 class Handle(Protocol):
@@ -112,6 +114,17 @@ def refuse_export() -> None:
     """
     if (is_compiling() and torch.compiler.is_exporting()) or is_in_jit_trace():
         raise RuntimeError(CANNOT_EXPORT)
+
+
+def is_context_parallel() -> bool:
+    """Whether PyTorch's `context_parallel` is on: each rank has some positions of each row. False in a graph.
+
+    It replaces `scaled_dot_product_attention`, and no other attention sees the keys of other ranks.
+    """
+    if is_compiling():
+        return False
+    module = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
+    return module.startswith("torch.distributed.tensor.experimental")
 
 
 def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> None:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._forwards import is_context_parallel
 from .._offsets import owner_of
 from .._tracing import TracedLayout, TracedShardedLayout, is_traced
 from ..functional import varlen_attention
@@ -30,7 +31,7 @@ from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
 from . import masks, positions
 from .packed_mask import PackedMask
-from .packed_row import is_context_parallel, is_running_padded
+from .packed_row import is_running_padded
 
 Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
 

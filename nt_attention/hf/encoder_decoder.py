@@ -22,12 +22,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from .._forwards import Handle, refuse_export, replacement_of
+from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
 from .._tracing import inline_only, outside_of_graphs
 from . import families
 from .own_attention import make_cached_tensors
 from .packed_forward import (
-    CONTEXT_PARALLEL,
     Logits,
     default_position_ids,
     given_arguments,
@@ -36,7 +35,7 @@ from .packed_forward import (
     planned_by_head,
 )
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, extend_tables, is_context_parallel, running_row
+from .packed_row import PackedRow, extend_tables, running_row
 from .packing import Packing
 from .proof import Proof
 

@@ -29,7 +29,7 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
 from .._cuda_graphs import NotCapturedError, is_part_of_a_graph
-from .._forwards import Handle, refuse_export, replacement_of
+from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
 from .._tracing import active_compiler, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
@@ -38,7 +38,7 @@ from .families import Family
 from .graphs import run_as_graph
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, current_row, extend_tables, is_context_parallel, running_padded, running_row
+from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
 from .packing import Packing
 from .proof import Head, Proof
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch, why_call_not_sharded
@@ -95,7 +95,6 @@ def is_planned_by_head(model: Any) -> bool:
     return any(other is model for other in _planned_by_head.get())
 
 
-CONTEXT_PARALLEL = "PyTorch's context_parallel has divided its rows over ranks: patch the model with mesh= instead"
 # Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
 _checked: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 

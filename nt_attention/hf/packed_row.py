@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .._tracing import inline_only, is_compiling, outside_of_graphs
 from ..layout import SequenceLayout
@@ -94,17 +93,6 @@ def is_running_padded(module: nn.Module) -> bool:
     A graph that read the set would take weights from the modules in it, and use those of one layer in all layers.
     """
     return not is_compiling() and module in _thread.padded_modules
-
-
-def is_context_parallel() -> bool:
-    """Whether PyTorch's `context_parallel` is on: each rank has some positions of each row. False in a graph.
-
-    It replaces `scaled_dot_product_attention`, and no other attention sees the keys of other ranks.
-    """
-    if is_compiling():
-        return False
-    module = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
-    return module.startswith("torch.distributed.tensor.experimental")
 
 
 def config_running_padded() -> Any:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._cuda_graphs import CapturedCalls
+from .._forwards import CONTEXT_PARALLEL, is_context_parallel
 from .._tracing import can_be_read, is_compiling
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
@@ -412,6 +413,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             return "kernels do not support a dropout of 1"
         if inputs.layouts is not None:
             return None
+        if is_context_parallel():
+            return CONTEXT_PARALLEL
         if not can_be_read(inputs.query):
             return "its values can't be read here"
         padding = inputs.masks.key_padding_mask

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import Tensor, nn
 
 from .. import nested
-from .._forwards import PatchedForward, override_forward
+from .._forwards import CONTEXT_PARALLEL, PatchedForward, is_context_parallel, override_forward
 from .._tracing import is_compiling, outside_of_graphs
 from ..modules.graphs import Packed, run_as_graph
 from .handle import PatchHandle
@@ -280,6 +280,8 @@ def _plan_transformer(
     handle: PatchHandle, model: nn.Transformer, call: _TransformerCall, padding: Tensor
 ) -> tuple[PackedInput, ...] | Literal["padded encoder", "one by one"]:
     """Pack and count the call, or say how encoder and decoder are called."""
+    if handle.mesh is None and is_context_parallel():
+        return "one by one"  # they say why they do not pack
     in_memory = padding_of_memory(padding, call.memory_key_padding_mask)
     if in_memory == "visible":
         handle.fall_back("memory_key_padding_mask does not hide the padding of src", "the encoder of this call")
@@ -333,6 +335,8 @@ def _pack(
 def _pack_and_count(
     handle: PatchHandle, batch_first: bool, inputs: tuple[PaddedInput, ...], reason: str | None
 ) -> tuple[PackedInput, ...] | None:
+    if handle.mesh is None and is_context_parallel():
+        reason = CONTEXT_PARALLEL
     packed = pack_inputs(*inputs, batch_first=batch_first, reason=reason, always=handle.mesh is not None)
     if isinstance(packed, str):
         handle.fall_back(packed)

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
-from nt_attention.hf.packed_row import is_context_parallel
+from nt_attention._forwards import is_context_parallel
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 BART = {
@@ -71,3 +72,39 @@ def test_positions_of_a_part_of_a_row(ring_calls):
     model.set_attn_implementation(nta.hf.register())
     model(**inputs, use_cache=False)
     assert len(ring_calls) == 2
+
+
+MODULES = {
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, batch_first=True), 2),
+    "decoder": lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 24, batch_first=True), 2),
+    "transformer": lambda: nn.Transformer(16, 2, 2, 2, 24, batch_first=True),
+    "attention": lambda: nn.Sequential(nn.MultiheadAttention(16, 2, batch_first=True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested")
+@pytest.mark.parametrize("which", MODULES)
+def test_modules_of_torch_leave_attention_to_it(which, ring_calls):
+    model, x, padding = MODULES[which]().train(), torch.randn(2, 4, 16), MASK == 0
+    for module in model.modules():
+        if "dropout" in vars(module) or isinstance(module, nn.Dropout):
+            setattr(module, "p" if isinstance(module, nn.Dropout) else "dropout", 0.0)
+    masks = {
+        "encoder": {"src_key_padding_mask": padding},
+        "decoder": {"tgt_key_padding_mask": padding, "memory_key_padding_mask": padding},
+        "transformer": {f"{name}_key_padding_mask": padding for name in ("src", "tgt", "memory")},
+    }
+
+    def run():
+        if which == "attention":
+            return model[0](x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return model(*([x] if which == "encoder" else [x, x]), **masks[which])
+
+    want = run()
+    stock = len(ring_calls)
+    handle = nta.patch(model)
+    with pytest.warns(match="context_parallel has divided its rows over ranks: patch the model with mesh="):
+        found = run()
+    torch.testing.assert_close(found, want)
+    assert len(ring_calls) == 2 * stock > 0
+    assert all("context_parallel" in reason for reason in handle.calls)
