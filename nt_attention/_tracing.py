@@ -27,6 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+TRACING = "tracing"  # see `active_compiler`
 
 
 def outside_of_graphs(function: _F) -> _F:
@@ -56,11 +57,11 @@ def is_compiling() -> bool:
 
 @inline_only
 def active_compiler() -> Any:
-    """What torch.compile runs for the functions that the caller calls, for `compiled_by`; None without torch.compile.
+    """What torch.compile runs for each function that the caller calls, for `compiled_by`. It may differ in each call.
 
-    False if they are compiled, but can't be given to `compiled_by`: torch.compile is tracing the caller.
+    None without torch.compile. `TRACING` if torch.compile is tracing the caller: then it can't be used.
     """
-    return False if torch.compiler.is_dynamo_compiling() else get_eval_frame_callback()
+    return TRACING if torch.compiler.is_dynamo_compiling() else get_eval_frame_callback()
 
 
 @outside_of_graphs

@@ -8,7 +8,7 @@ Dimensions: B rows of a padded batch and L positions in a row, as in the bucket;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,7 @@ def run_as_graph(
     graphs: CapturedCalls,
     model: PreTrainedModel,
     given: dict[str, Any],
-    compiler: Hashable,
+    is_compiled: bool,
     holes: bool,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
@@ -118,7 +118,7 @@ def run_as_graph(
         graphs: the graphs of the model.
         model: the model whose call it is.
         given: the arguments that are not their defaults.
-        compiler: what compiles the model, or None.
+        is_compiled: whether `run` runs a compiled model.
         holes: whether rows may have padding between tokens.
         returns_cache: whether the model returns a cache for a batch without padding.
         run: runs the call for a packing and these arguments.
@@ -153,7 +153,7 @@ def run_as_graph(
 
     work = Work(
         module=model,
-        key=(id(model), compiler, _settings(model, tokens.device), tuple(sorted(numbers.items())), _kinds(inputs)),
+        key=(id(model), is_compiled, _settings(model, tokens.device), tuple(sorted(numbers.items())), _kinds(inputs)),
         inputs=inputs,
         shapes=shapes,
         zeroed=frozenset({"attention_mask"}),

@@ -30,7 +30,7 @@ from transformers.utils import ModelOutput
 
 from .._cuda_graphs import NotCapturedError, is_part_of_a_graph
 from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
-from .._tracing import active_compiler, compiled_by, inline_only, outside_of_graphs
+from .._tracing import TRACING, active_compiler, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
 from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
@@ -195,7 +195,7 @@ class PackedCall:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
-        if compiler is not False and (done := self._run_graph(model, original, given, compiler)) is not None:
+        if compiler != TRACING and (done := self._run_graph(model, original, given, compiler)) is not None:
             return done
         if compiler is None and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
@@ -245,7 +245,7 @@ class PackedCall:
 
         returns_cache = functools.partial(self._returns_cache, model, original, given)
         try:
-            options = (compiler, self.proof.holes)
+            options = (compiler is not None, self.proof.holes)
             out = run_as_graph(self.handle.graphs, model, given, *options, returns_cache, run)
         except NotCapturedError as error:
             self.handle.graphs.count(str(error))

@@ -19,6 +19,7 @@ import pytest
 import tiny
 import torch
 from cuda_graphs import DEVICE, GPU, assert_same, cuda_graphs, leaves  # noqa: F401
+from graphs import with_two_layers
 from sweeps import sweep
 from token_tiled_cases import IGNORED_WARNINGS
 from torch import nn
@@ -821,15 +822,16 @@ class TestCompiled:
         yield
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("kind", ["layers", "model", "in place"])
-    @pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
+    CASES = (("bert", "model"), ("llama", "in place"), ("modernbert", "layers"))
+
+    @pytest.mark.parametrize(("model_type", "kind"), CASES)
     def test_batches_of_other_lengths(self, model_type, kind):
-        model, handle, other = pair(make(model_type, tiny.classes(model_type)[0]))
+        model, handle, other = pair(with_two_layers(make(model_type, tiny.classes(model_type)[0])))
         backend = Compiles()
         called = model
         if kind == "layers":
             base = getattr(model, model.base_model_prefix, model)
-            for layer in base.encoder.layer if model_type == "bert" else base.layers:
+            for layer in base.layers:
                 layer.compile(backend=backend, dynamic=True)
         elif kind == "model":
             called = torch.compile(model, backend=backend, dynamic=True)
@@ -841,3 +843,38 @@ class TestCompiled:
         assert handle.graphs.calls == {None: len(BATCHES)}
         assert 1 <= backend.graphs <= 6  # ModernBERT has three kinds of layers
         assert backend.captured >= 3 * handle.graphs.captured
+
+    def test_a_graph_is_captured_once(self):
+        """Whatever compiles the model may be another object in each call."""
+        model, handle, other = pair(with_two_layers(make()))
+        batch = batch_of([5, 2, 9])
+        want = run(other, batch)
+
+        def compiled():
+            return torch.compile(model, backend="inductor" if GPU else "aot_eager", dynamic=True)
+
+        first = compiled()
+        assert_same(run(first, batch), want, TOLERANCE)
+        for stance in ("fail_on_recompile", "eager_then_compile", "eager_on_recompile"):
+            with torch.compiler.set_stance(stance):
+                for _ in range(2):
+                    assert_same(run(first, batch), want, TOLERANCE)
+        assert_same(run(compiled(), batch), want, TOLERANCE)
+        assert handle.graphs.captured == 1
+        with torch.compiler.set_stance("force_eager"):
+            assert_same(run(first, batch), want, TOLERANCE)
+        assert handle.graphs.captured == 2
+        torch._dynamo.reset()
+        gc.collect()  # the compiled program is freed
+        assert_same(run(first, batch), want, TOLERANCE)
+        assert handle.graphs.calls == {None: 10}
+        assert handle.graphs.captured == 2
+
+    @pytest.mark.skipif(not GPU, reason="CUDA graphs of torch.compile need a GPU")
+    def test_with_cuda_graphs_of_torch_compile(self):
+        model, handle, other = pair(with_two_layers(make()))
+        compiled = torch.compile(model, mode="reduce-overhead", dynamic=True)
+        for lengths in (*BATCHES, *BATCHES):
+            batch = batch_of(lengths)
+            assert_same(run(compiled, batch), run(other, batch), TOLERANCE)
+        assert handle.calls == {None: 2 * len(BATCHES)}
