@@ -826,7 +826,7 @@ class TestCompiled:
 
     @pytest.mark.parametrize(("model_type", "kind"), CASES)
     def test_batches_of_other_lengths(self, model_type, kind):
-        model, handle, other = pair(with_two_layers(make(model_type, tiny.classes(model_type)[0])))
+        model, handle, other = pair(with_two_layers(make(model_type, tiny.classes(model_type)[0])).to(DEVICE))
         backend = Compiles()
         called = model
         if kind == "layers":
@@ -846,7 +846,7 @@ class TestCompiled:
 
     def test_a_graph_is_captured_once(self):
         """Whatever compiles the model may be another object in each call."""
-        model, handle, other = pair(with_two_layers(make()))
+        model, handle, other = pair(with_two_layers(make()).to(DEVICE))
         batch = batch_of([5, 2, 9])
         want = run(other, batch)
 
@@ -872,7 +872,7 @@ class TestCompiled:
 
     @pytest.mark.skipif(not GPU, reason="CUDA graphs of torch.compile need a GPU")
     def test_with_cuda_graphs_of_torch_compile(self):
-        model, handle, other = pair(with_two_layers(make()))
+        model, handle, other = pair(with_two_layers(make()).to(DEVICE))
         compiled = torch.compile(model, mode="reduce-overhead", dynamic=True)
         for lengths in (*BATCHES, *BATCHES):
             batch = batch_of(lengths)
