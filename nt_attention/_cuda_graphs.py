@@ -20,11 +20,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GRAPHS, MEMORY = 128, 8 * 2**30  # the most graphs of a handle, and bytes of their inputs and outputs
+LARGEST = 2**30  # bytes of the inputs and outputs of a graph: with larger ones, few graphs would fit into `MEMORY`
 _capturing = threading.Lock()  # only one thread captures at a time
 
 
 class NotCapturedError(Exception):
     """A call can't run as a CUDA graph. The message says why."""
+
+
+class _TooLargeError(NotCapturedError):
+    """A graph of this bucket would take too much memory. Graphs of smaller ones may not."""
 
 
 class _ChangesItselfError(NotCapturedError):
@@ -167,7 +172,7 @@ class _Graph:
 
     @property
     def memory(self) -> int:
-        return sum(x.nbytes for x in (*self.inputs.values(), *_tensors(self.outputs)))
+        return _nbytes(self.inputs, self.outputs)
 
 
 class Device:
@@ -358,11 +363,9 @@ class CapturedCalls:
                 raise NotCapturedError(refusal[1])
         try:
             graph = _capture(work, bucket, device, state)
-        except torch.OutOfMemoryError as error:
-            self._refused[work.key, bucket] = state, "there was no memory to capture it"
-            raise NotCapturedError("there was no memory to capture it") from error
         except NotCapturedError as error:
-            self._refused[work.key, None] = None if isinstance(error, _ChangesItselfError) else state, str(error)
+            for_all = None if isinstance(error, _ChangesItselfError) else state
+            self._refused[work.key, bucket if isinstance(error, _TooLargeError) else None] = for_all, str(error)
             raise
         if not state.is_current:  # the first call of a module may set attributes
             state = self._renew_state(work.module)
@@ -397,21 +400,26 @@ def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> 
             graph = _Graph(bucket, state, lambda: None, given, None)
             graph.fill(work.inputs, work.zeroed)
             with device.on_stream():
-                work.function(dict(given), bucket)  # compiles what can't be compiled in a mode
+                outputs = work.function(dict(given), bucket)  # compiles what can't be compiled in a mode
+                if _nbytes(given, outputs) > LARGEST:
+                    raise _TooLargeError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
+                del outputs
                 first = ModuleState(work.module)
                 with _NoHostReads():
                     work.function(dict(given), bucket)
                 if not first.is_unchanged:  # replays do not run Python code
                     raise _ChangesItselfError("its forward changes attributes or buffers of a module")
             replay, outputs = device.capture(lambda: work.function(dict(given), bucket))
+    except torch.OutOfMemoryError as error:
+        raise _TooLargeError("there was no memory to capture it") from error
     finally:
         torch.set_autocast_cache_enabled(cached)
         _thread.is_capturing = False
     return replace(graph, replay=replay, outputs=outputs)
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+def _nbytes(inputs: Mapping[str, Tensor], outputs: Any) -> int:
+    return sum(x.nbytes for x in (*inputs.values(), *pytree.tree_leaves(outputs)) if isinstance(x, Tensor))
 
 
 _READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -67,7 +67,8 @@ def patch(
             is captured when a bucket of sizes is first met. The number of sequences is rounded up to a power of two,
             and so is the longest length, to 16 or more. The number of tokens is rounded up to one of eight numbers
             between two powers of two, in steps of 64 or more. A graph is replayed for every batch that fits. A handle
-            keeps at most 128 graphs, with at most 8 GiB of inputs and outputs, and frees the least recently used first.
+            keeps at most 128 graphs, with at most 8 GiB of inputs and outputs (1 GiB each), and frees the least
+            recently used first.
             Results are copies, and stay valid. A graph is captured again after parameters, modules or attributes of a
             module were replaced, and for another dtype, device, autocast, adapter, backend or attention implementation.
             Changes inside of other objects, such as a field of the config, need `handle.graphs.clear()`. Calls that

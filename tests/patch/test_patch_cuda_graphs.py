@@ -394,6 +394,14 @@ class TestReasons:
         assert_same(run(model, batch), run(other, batch), TOLERANCE)
         assert handle.graphs.calls == {"there was no memory to capture it": 2, None: 1}
 
+    def test_a_graph_with_large_outputs(self, monkeypatch):
+        model, handle, other = pair(make())
+        monkeypatch.setattr(_cuda_graphs, "LARGEST", 10_000)
+        small, large = batch_of([5, 2]), batch_of([30, 30])
+        for batch in (large, small, large):
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 1, f"its inputs and outputs take more than {1e4 / 2**30:g} GiB": 2}
+
     def test_float64(self):
         model = make().double()
         with nta.use_backend("auto") if GPU else nullcontext():
