@@ -4,7 +4,9 @@
 
 For each backend: a direct call of its kernel, ``varlen_attention`` on packed tensors, and on NestedTensors that are
 leaves or the results of a projection; then NestedTensor SDPA. A second table has forward and backward, also of
-PyTorch's own ``varlen_attn``. Times are in µs, medians over bursts of calls in one run.
+PyTorch's own ``varlen_attn``, and of an autograd function without any attention: the difference between packed tensors
+and NestedTensors is then PyTorch's own. It wraps values as PyTorch's operators do, or by its public function. Times are
+in µs, medians over bursts of calls in one run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 from by_turns import show
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
@@ -65,6 +69,11 @@ def main() -> None:
     packed = [torch.randn(layout.total, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     stock = _with_backward(varlen_attn, packed, offsets, offsets, length, length)
     lines += [*both, f"| PyTorch's varlen_attn | {step(stock):.0f} | – | – |"]
+    nested = [layout.to_nested(x.detach()).requires_grad_() for x in packed]
+    a = step(_with_backward(_NoAttention.apply, packed, lambda values, offsets: values))
+    for name, wrap in (("as operators do", _wrap_directly), ("by the public function", nested_tensor_from_jagged)):
+        b = step(_with_backward(_NoAttention.apply, nested, wrap))
+        lines.append(f"| no attention, wrapped {name} | {a:.0f} | {b:.0f} | {b - a:.0f} |")
     lines += ["", f"NestedTensor SDPA: {host_us(_nested_sdpa(layout), 20):.0f} µs."]
     show(lines, options.save)
 
@@ -72,6 +81,31 @@ def main() -> None:
 def _with_backward(attend: Callable[..., Any], inputs: list[Tensor], *arguments: Any) -> Callable[[], object]:
     grad = attend(*inputs, *arguments).detach()
     return lambda: torch.autograd.grad(attend(*inputs, *arguments), inputs, grad)
+
+
+class _NoAttention(torch.autograd.Function):
+    """Returns the first input, and its gradient for each of three inputs. They are packed, or all NestedTensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, *_, ctx.wrap = inputs
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.offsets = query._offsets if query.is_nested else None
+            return ctx.wrap(_values(query).clone(), ctx.offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        with torch._C.DisableTorchFunctionSubclass():
+            values = _values(grad)
+            return (*(ctx.wrap(values.clone(), ctx.offsets) for _ in range(3)), None)
+
+
+def _values(x: Any) -> Tensor:
+    return x._values if x.is_nested else x
+
+
+def _wrap_directly(values: Tensor, offsets: Tensor) -> Tensor:
+    return NestedTensor(values, offsets)
 
 
 def _nested_sdpa(layout: nta.SequenceLayout) -> Callable[[], torch.Tensor]:
