@@ -364,8 +364,9 @@ class CapturedCalls:
         try:
             graph = _capture(work, bucket, device, state)
         except NotCapturedError as error:
-            for_all = None if isinstance(error, _ChangesItselfError) else state
-            self._refused[work.key, bucket if isinstance(error, _TooLargeError) else None] = for_all, str(error)
+            what = bucket if isinstance(error, _TooLargeError) else None
+            in_state = None if isinstance(error, _ChangesItselfError) else state
+            self._refused[work.key, what] = in_state, str(error)
             raise
         if not state.is_current:  # the first call of a module may set attributes
             state = self._renew_state(work.module)
