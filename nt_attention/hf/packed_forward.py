@@ -195,7 +195,7 @@ class PackedCall:
             return self._fall_back("its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
-        if compiler != TRACING and (done := self._run_graph(model, original, given, compiler)) is not None:
+        if compiler is not TRACING and (done := self._run_graph(model, original, given, compiler)) is not None:
             return done
         if compiler is None and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
@@ -245,8 +245,9 @@ class PackedCall:
 
         returns_cache = functools.partial(self._returns_cache, model, original, given)
         try:
-            options = (compiler is not None, self.proof.holes)
-            out = run_as_graph(self.handle.graphs, model, given, *options, returns_cache, run)
+            out = run_as_graph(
+                self.handle.graphs, model, given, compiler is not None, self.proof.holes, returns_cache, run
+            )
         except NotCapturedError as error:
             self.handle.graphs.count(str(error))
             return None

@@ -70,7 +70,7 @@ def patch(
             keeps at most 128 graphs, with at most 8 GiB of inputs and outputs (1 GiB each), and frees the least
             recently used first. Results are copies, and stay valid. A graph is captured again after parameters, modules
             or attributes of a module were replaced, and for another dtype, device, autocast, adapter, backend or
-            attention implementation. With torch.compile, the graphs hold the compiled model.
+            attention implementation. If the model or its layers are compiled, so is what the graphs hold.
             Changes inside of other objects, such as a field of the config, need `handle.graphs.clear()`. Calls that
             can't run as graphs run as without this option: in training, with labels, with hooks, in encoder-decoders of
             Hugging Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls`
