@@ -15,7 +15,7 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from .packed_row import config_running_padded
+from .packed_row import PaddedRun, padded_run_with
 from .positions import new_marker
 
 MaskFunction = Callable[..., Any]
@@ -61,23 +61,40 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     """
     token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
     whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
-    config = config_running_padded()
-    padded = config is not None and config is given.get("config")
-    if padded and token_mask is not None and len(token_mask) > 1:  # without a sync that looks for padding
-        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    run = padded_run_with(given.get("config"))
+    if run is not None:
+        return _mask_of_padded_rows(over, given, run, whole)
     if (
         whole
-        and not padded
         and not given.get("use_vmap")  # set if the caller combined another mask with the model's
         and _passes_geometry(given.get("config"))
         and is_plain(given.get("mask_function", stock.causal_mask_function))
         and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
-        and (token_mask is None or _is_all_true(token_mask))
+        and (token_mask is None or is_all_true(token_mask))
     ):
         return new_marker(given.get("device") or torch.device("cpu")) if is_tracing() else None
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor):
         setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, Source(token_mask))
+    return made
+
+
+def _mask_of_padded_rows(over: str, given: dict[str, Any], run: PaddedRun, whole: bool) -> Tensor | None:
+    """The mask in `running_padded`. Does not sync with the device if there are several rows.
+
+    transformers evaluates a mask function at each index, with a dozen kernels. Two masks need one kernel each.
+    """
+    token_mask = given.get("attention_mask")
+    if not run.has_padding:
+        given["attention_mask"] = None
+    elif token_mask is not None and len(token_mask) > 1:
+        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # they look for padding
+        plain = over == "sdpa" and whole and token_mask.shape[1] == given["kv_length"] and not given.get("use_vmap")
+        function = given.get("mask_function") if plain else None
+        if function is stock.bidirectional_mask_function or function is stock.causal_mask_function:
+            visible = token_mask.bool()[:, None, None, :].expand(-1, -1, given["q_length"], -1)
+            return visible.tril() if function is stock.causal_mask_function else visible.contiguous()
+    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     return made
 
 
@@ -118,6 +135,6 @@ def _passes_geometry(config: Any) -> bool:
     return getattr(config, "model_type", None) in _PASS_GEOMETRY and not bidirectional
 
 
-def _is_all_true(token_mask: Tensor) -> bool:
+def is_all_true(token_mask: Tensor) -> bool:
     """Whether there is no padding. False if the host can't read the mask, in a graph or the capture of a CUDA graph."""
     return can_be_read(token_mask) and not is_captured(token_mask) and bool(token_mask.all())

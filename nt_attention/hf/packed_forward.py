@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -33,9 +33,10 @@ from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_ex
 from .._tracing import TRACING, active_compiler, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
-from .attention import NAME_OVER, bypass_mask, is_bypass_mask, register
+from .attention import NAME_OVER, NAMES, bypass_mask, is_bypass_mask, register
 from .families import Family
 from .graphs import run_as_graph
+from .masks import is_all_true
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
 from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
@@ -65,8 +66,8 @@ class Finished(NamedTuple):
 
 
 # What runs the original forward: the whole call, or only the head, so that the base model makes its own plan.
-# "small": the whole call, and callers get what a packed call returns.
-Unpacked = Literal["all", "head", "small"]
+# "small": the whole call, and callers get what a packed call returns. "full": the same for a row without padding.
+Unpacked = Literal["all", "head", "small", "full"]
 
 # The parts of a model, such as its base model, that do not pack because the whole call runs the original forward.
 _planned_by_head: ContextVar[tuple[Any, ...]] = ContextVar("models planned by their head", default=())
@@ -92,7 +93,8 @@ class planned_by_head:
 
 def is_planned_by_head(model: Any) -> bool:
     """Whether the head of this model has decided that it runs padded."""
-    return any(other is model for other in _planned_by_head.get())
+    models = _planned_by_head.get()
+    return bool(models) and any(other is model for other in models)
 
 
 # Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
@@ -132,6 +134,7 @@ class PackedCall:
     needs_row: bool
     is_causal: bool
     size: Size | None
+    _is_small_shape: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
     @property
     def pool(self) -> families.Pool | None:
@@ -156,6 +159,9 @@ class PackedCall:
             return plan.out
         if plan == "small":
             return self._run_small(model, original, given)
+        if plan == "full":
+            with running_padded(model, has_padding=False):
+                return self._run_unpacked(model, original, args, kwargs)
         if isinstance(plan, Packing):
             try:
                 return self._run_packed(model, original, plan, given)
@@ -178,7 +184,7 @@ class PackedCall:
             return "all"
         if "cu_seq_lens_q" in given and self.handle.mesh is None:
             return self._count("it was packed already")
-        base = families.base_model(model)
+        base = model if self.is_base else families.base_model(model)
         if self.handle.mesh is None and is_context_parallel():
             return self._fall_back(CONTEXT_PARALLEL)
         if (reason := replacement_of(original, type(model))) is not None:
@@ -199,7 +205,8 @@ class PackedCall:
             return done
         if compiler is None and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
-            return "small"
+            mask = given["attention_mask"]
+            return "full" if len(mask) == 1 and is_all_true(mask) else "small"
         packing = _read_packing(given, self.handle.mesh is not None)
         if packing is not None and packing.has_holes:
             if not self.proof.holes:
@@ -265,17 +272,25 @@ class PackedCall:
         return _returns_cache[model]
 
     def _is_small(self, base: PreTrainedModel, given: dict[str, Any]) -> bool:
-        if self.size is None or not may_run_padded(given):
-            return False
         tokens = given.get("inputs_embeds", given.get("input_ids"))
-        costs = None if tokens is None else costs_of(tokens.device)
-        if tokens is None or costs is None:
+        if self.size is None or tokens is None or not may_run_padded(given):
             return False
-        if torch.is_autocast_enabled(tokens.device.type):
-            dtype = torch.get_autocast_dtype(tokens.device.type)
-        elif (parameter := next(base.parameters(), None)) is not None:
-            dtype = parameter.dtype
-        else:  # a replica of DataParallel
+        kind = tokens.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = tokens.shape, tokens.device, autocast, torch.is_grad_enabled()
+        found = self._is_small_shape.get(key)
+        if found is None:
+            parameter = next(base.parameters(), None)
+            if parameter is None:  # a replica of DataParallel
+                return False
+            if len(self._is_small_shape) >= 4096:
+                self._is_small_shape.clear()
+            found = self._is_small_shape[key] = self._decide_if_small(base, tokens, autocast or parameter.dtype)
+        return found
+
+    def _decide_if_small(self, base: PreTrainedModel, tokens: Tensor, dtype: torch.dtype) -> bool:
+        assert self.size is not None
+        if (costs := costs_of(tokens.device)) is None:
             return False
         rows, length = tokens.shape[:2]
         first = (_padding_id(base) or 0) + 1 if self.proof.positions == "ids" else 0
@@ -301,11 +316,10 @@ class PackedCall:
         self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the original forward, in which the base model does not pack or count."""
-        base = families.base_model(model)
         with running_row(None) if self.needs_row else nullcontext():
-            if base is model:
+            if self.is_base:
                 return original(*args, **kwargs)
-            with planned_by_head(base):
+            with planned_by_head(families.base_model(model)):
                 return original(*args, **kwargs)
 
     @inline_only
@@ -395,22 +409,28 @@ class PackedCall:
 @inline_only
 def given_arguments(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The arguments of a call that are not their defaults, by name; None if the call has an argument twice."""
-    positional = dict(zip(defaults, args, strict=False))
-    if len(args) > len(defaults) or positional.keys() & kwargs.keys():
-        return None
-    given = {**positional, **kwargs}
-    is_default = {name: x is defaults.get(name) or (x is None and name in families.INPUTS) for name, x in given.items()}
-    return {name: x for name, x in given.items() if not is_default[name]}
+    given = kwargs
+    if args:
+        positional = dict(zip(defaults, args, strict=False))
+        if len(args) > len(defaults) or positional.keys() & kwargs.keys():
+            return None
+        given = {**positional, **kwargs}
+    inputs = families.INPUTS
+    return {
+        name: x for name, x in given.items() if x is not defaults.get(name) and (x is not None or name not in inputs)
+    }
 
 
 def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool) -> str | None:
     """Why a call of the head or of the base model can't be packed, or None."""
     config = model.config
-    if config.output_attentions:
+    of_config = vars(config)  # the __getattribute__ of a config is a Python function, which takes µs
+    is_ours = of_config.get("_attn_implementation_internal") in NAMES
+    if not (is_routed and is_ours) and config.output_attentions:  # transformers allows it with its eager attention only
         return "the config asks for attention weights"
     if model.training and _has_noise(model):
         return "NEFTune scales its noise by the length of a row"
-    if getattr(config, "output_router_logits", False):
+    if of_config.get("output_router_logits"):
         return _NOT_SUPPORTED["output_router_logits"]
     for name, x in given.items():
         if name in _NOT_SUPPORTED and x is not False:  # not its truth value: an empty cache is falsy
@@ -422,7 +442,7 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool
         return "its attention_mask is not (batch, length)"
     if position_ids is not None and position_ids.dim() != 2 and not _has_axes(position_ids, mask):
         return "its position_ids are not (batch, length)"
-    if is_routed and config._attn_implementation not in NAME_OVER.values():
+    if is_routed and not is_ours:
         return f"its attention was set to {config._attn_implementation!r} after the patch"
     if divides_tokens(model):
         return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"

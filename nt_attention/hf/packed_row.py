@@ -11,10 +11,10 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .._tracing import inline_only, is_compiling, outside_of_graphs
@@ -29,15 +29,43 @@ class PackedRow(NamedTuple):
     length: int
 
 
+class PaddedRun:
+    """A call of a model whose rows are not packed, so it runs transformers' own attention. See `running_padded`.
+
+    Attributes:
+        modules: the modules of the model.
+        config: its config.
+        has_padding: False if it is known that the rows have no padding.
+    """
+
+    def __init__(self, modules: weakref.WeakSet[nn.Module], config: Any, has_padding: bool) -> None:
+        self.modules, self.config, self.has_padding = modules, config, has_padding
+        self._additive: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+    def additive(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """A bool mask (B, 1, L, L) as numbers to add to the scores, 0 or −inf, which the layers share.
+
+        `scaled_dot_product_attention` would convert a bool mask in each layer, and copy it in each layer if a row does
+        not begin at a multiple of 16 numbers.
+        """
+        version = None if mask.is_inference() else mask._version
+        key = mask.data_ptr(), mask.shape, mask.stride(), version, dtype  # checkpoints detach the mask
+        found = self._additive.get(key)
+        if found is None:
+            *sizes, length = mask.shape
+            numbers = torch.zeros((*sizes, -(-length // 16) * 16), dtype=dtype, device=mask.device)[..., :length]
+            found = self._additive[key] = mask, numbers.masked_fill_(mask.logical_not(), -torch.inf)
+        return found[1]  # the mask is kept, so no other one gets its memory
+
+
 class _Thread(threading.local):
-    """The row of each thread, and the modules and the config of the model of `running_padded`.
+    """The row of each thread, and the call of `running_padded`.
 
     Graphs of torch.compile can read them; they can't read a context variable.
     """
 
     row: PackedRow | None = None
-    padded_modules: weakref.WeakSet[nn.Module] | tuple[()] = ()
-    padded_config: Any = None
+    padded: PaddedRun | None = None
 
 
 _thread = _Thread()
@@ -73,31 +101,39 @@ class running_row:
         _replace_row(self.before)
 
 
-@contextmanager
-def running_padded(model: Any) -> Iterator[None]:
+class running_padded:
     """A context in which this model runs transformers' own attention, because it gets no packed rows.
 
     Layers that are compiled on their own run our attention, which gives the same.
     """
-    before = _thread.padded_modules, _thread.padded_config
-    _thread.padded_modules, _thread.padded_config = _modules_of(model), model.config
-    try:
-        yield
-    finally:
-        _thread.padded_modules, _thread.padded_config = before
+
+    def __init__(self, model: Any, has_padding: bool = True) -> None:
+        self.run = PaddedRun(_modules_of(model), model.config, has_padding)
+
+    def __enter__(self) -> None:
+        self.before, _thread.padded = _thread.padded, self.run
+
+    def __exit__(self, *error: object) -> None:
+        _thread.padded = self.before
 
 
-def is_running_padded(module: nn.Module) -> bool:
-    """Whether `running_padded` is on in this thread for the model of an attention module. Not known in a graph.
+def padded_run_of(module: nn.Module) -> PaddedRun | None:
+    """The call in this thread that `running_padded` runs, if this attention module is a part of it. None in a graph.
 
     A graph that read the set would take weights from the modules in it, and use those of one layer in all layers.
     """
-    return not is_compiling() and module in _thread.padded_modules
+    if is_compiling():
+        return None
+    run = _thread.padded
+    return run if run is not None and module in run.modules else None
 
 
-def config_running_padded() -> Any:
-    """The config of the model for which `running_padded` is on in this thread, or None. Not known in a graph."""
-    return None if is_compiling() else _thread.padded_config
+def padded_run_with(config: Any) -> PaddedRun | None:
+    """The same for a model with this config."""
+    if is_compiling():
+        return None
+    run = _thread.padded
+    return run if run is not None and run.config is config else None
 
 
 _modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()

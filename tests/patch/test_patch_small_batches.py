@@ -7,10 +7,14 @@ import pytest
 import tiny
 import torch
 from sweeps import sweep_except
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils as stock
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import nt_attention as nta
-from nt_attention.hf import masks, packed_forward, positions, small_batches
+from nt_attention.hf import masks, packed_forward, packed_row, positions, small_batches
+from nt_attention.hf.change_model import attention_modules
 from nt_attention.hf.small_batches import Costs, PaddedRows, Size
 from nt_attention.patching.patch import NotPackedWarning
 
@@ -21,9 +25,22 @@ ENTRIES = [(model_type, name) for model_type in TYPES for name in tiny.classes(m
 
 @pytest.fixture
 def everything_is_small(monkeypatch):
-    """As on a GPU whose host needs a second for each module."""
+    """As on a GPU whose host needs a second for each kernel."""
     for module in (small_batches, packed_forward):
         monkeypatch.setattr(module, "costs_of", lambda device: Costs(1e6, 1e6, 1.0, 1.0))
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operations that launch a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        no_kernel = func.is_view or str(func).startswith(("aten.empty", "aten._unsafe_view", "aten.detach"))
+        self.count += not no_kernel
+        return func(*args, **(kwargs or {}))
 
 
 def batch_of(model, side, *, empty_row=False):
@@ -103,9 +120,102 @@ def test_neither_the_mask_nor_positions_are_read(everything_is_small, monkeypatc
     with nta.patch(model) as handle:
         monkeypatch.setattr(positions.SequenceLayout, "from_attention_mask", refuse)
         monkeypatch.setattr(positions, "read_layout", refuse)
-        monkeypatch.setattr(masks, "_is_all_true", refuse)
+        monkeypatch.setattr(masks, "is_all_true", refuse)
         with torch.set_grad_enabled(training):
             model(**batch)
+    assert handle.calls == {SMALL: 1}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
+def test_no_more_operations_than_without_the_patch(everything_is_small, model_type, rows, training):
+    """But for the pooled output, which is computed again."""
+    options = {"add_pooling_layer": False} if model_type == "bert" else {}
+    kind, config = type(tiny.make(model_type, tiny.classes(model_type)[0])), tiny.config_of(model_type)
+    model = kind._from_config(config, attn_implementation="sdpa", **options).train(training)
+    batch = {name: x[-rows:] for name, x in batch_of(model, "right").items()}
+    if rows == 1:
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    counts = []
+    for patched in (False, True):
+        handle = nta.patch(model) if patched else None
+        model.zero_grad()
+        with torch.set_grad_enabled(training), _Launches() as launches:
+            out = model(**batch).last_hidden_state
+            if training:
+                out.mean().backward()
+        counts.append(launches.count)
+    assert handle.calls == {SMALL: 1}
+    assert counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["causal_mask_function", "bidirectional_mask_function", "sliding window"])
+def test_masks_are_those_of_transformers(name, side):
+    window = name == "sliding window"
+    function = stock.sliding_window_causal_mask_function(3) if window else getattr(stock, name)
+    model = tiny.make("llama", "LlamaModel", "sdpa")
+    token_mask = batch_of(model, side, empty_row=True)["attention_mask"].bool()
+    given = {"batch_size": 4, "q_length": 15, "kv_length": 15, "mask_function": function, "attention_mask": token_mask}
+    want = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given, allow_is_causal_skip=False)
+    with packed_row.running_padded(model):
+        mask = masks.mask(over="sdpa", **given, config=model.config)
+        torch.testing.assert_close(mask, want)
+        assert masks.mask(over="sdpa", **given, config=tiny.config_of("llama")) is not mask  # of another model
+    with packed_row.running_padded(model, has_padding=False):
+        assert masks.mask(over="sdpa", **given, config=model.config, local_size=3 if window else None) is None or window
+
+
+def test_layers_share_a_mask(everything_is_small):
+    """With checkpoints, each layer gets a mask of its own, with the same memory."""
+    model = tiny.make("bert", "BertModel", "sdpa").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    inverted = []
+
+    class Inversions(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            inverted.extend([args] if func is torch.ops.aten.logical_not.default else [])
+            return func(*args, **(kwargs or {}))
+
+    with nta.patch(model), Inversions():
+        model(**batch_of(model, "right"))
+    assert len(inverted) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_mask_that_changes_between_layers(everything_is_small, mode):
+    model = tiny.make("bert", "BertModel", "sdpa")
+    batch, found = batch_of(model, "right"), []
+
+    def hide_first(module, args, kwargs):
+        mask = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 4)
+        mask[..., 0] = False
+
+    model.encoder.layer[1].register_forward_pre_hook(hide_first, with_kwargs=True)
+    for patched in (False, True):
+        handle = nta.patch(model) if patched else None
+        with mode():
+            found.append(model(**batch).last_hidden_state)
+    assert handle.calls == {SMALL: 1}
+    tokens = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[1][tokens], found[0][tokens], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertModel"])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_one_row(everything_is_small, name, padding):
+    """Without padding it runs as without the patch; the mask is read once, as transformers does."""
+    model = tiny.make(name[: -len("ForCausalLM") if "For" in name else -len("Model")].lower(), name, "sdpa")
+    ids = torch.randint(5, tiny.VOCABULARY, (1, 9))
+    mask = torch.ones_like(ids)
+    mask[:, 9 - padding :] = 0
+    other = copy.deepcopy(model)
+    with nta.patch(model, packing="always"), nta.patch(other) as handle, torch.no_grad():
+        want, got = (dict(x(ids, attention_mask=mask)) for x in (model, other))
+    want.pop("past_key_values", None), got.pop("past_key_values", None)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
     assert handle.calls == {SMALL: 1}
 
 
@@ -264,24 +374,34 @@ def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):
 
 
 def test_which_batches_are_small():
-    """On a device with 100 teraflops, whose host needs 10 µs for each module."""
+    """On a device with 100 teraflops, whose host needs 10 µs for each kernel."""
     costs = Costs(host_us=10, host_us_training=30, tflops=100, tflops_float32=10)
-    size = Size(weights=10**8, attention=0, modules=100)  # 2e8 operations a token, 1 ms
+    size = Size(weights=10**8, attention=0, launches=100)  # 2e8 operations a token, 1 ms
     with torch.no_grad():
         assert size.is_too_small(1, 499, torch.bfloat16, costs)
         assert not size.is_too_small(1, 501, torch.bfloat16, costs)
         assert not size.is_too_small(1, 51, torch.float32, costs)
-        scores = Size(weights=0, attention=10**5, modules=100)  # 4e5 · L² operations a row
+        scores = Size(weights=0, attention=10**5, launches=100)  # 4e5 · L² operations a row
         assert scores.is_too_small(1, 499, torch.bfloat16, costs)
         assert not scores.is_too_small(1, 501, torch.bfloat16, costs)
     assert size.is_too_small(1, 499, torch.bfloat16, costs)
     assert not size.is_too_small(1, 501, torch.bfloat16, costs)
 
 
-def test_size_of_a_model():
-    model = tiny.make("bert", "BertModel", "sdpa")
+@pytest.mark.parametrize("model_type", ["albert", "bert", "llama", "modernbert", "opt", "qwen3"])
+def test_size_of_a_model(model_type):
+    model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa")
+    config = model.config
+    size = Size.of(model, len(attention_modules(model)))
+    times = config.num_hidden_layers if model_type == "albert" else 1  # its layers share their weights
     linear = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
-    assert Size.of(model, 2) == Size(linear, 2 * 48, sum(not list(x.children()) for x in model.modules()))
+    assert size.weights == times * linear
+    assert size.attention == config.num_hidden_layers * config.hidden_size
+    with nta.patch(model, packing="always"), torch.no_grad():
+        model(**batch_of(model, "right"))
+        with _Launches() as launches:
+            model(**batch_of(model, "right"))
+    assert 0.5 < size.launches / launches.count < 1.5
 
 
 def test_cpus_pack_every_batch():
