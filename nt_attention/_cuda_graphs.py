@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks_of_all_modules
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._graph_gradients import (
+    SLOTS,
+    Backward,
+    Gradients,
+    Slot,
+    backward_of,
+    connect,
+    depends_on_others,
+    why_not_differentiable,
+)
+from ._module_state import ModuleState
+
 GRAPHS, MEMORY = 128, 8 * 2**30  # the most graphs of a handle, and bytes of their inputs and outputs
 LARGEST = 2**30  # bytes of the inputs and outputs of a graph: with larger ones, few graphs would fit into `MEMORY`
+CudaGraphs = bool | Literal["training"]  # an option of `patch`: for calls without gradients, or for all
 _capturing = threading.Lock()  # only one thread captures at a time
 
 
@@ -50,28 +62,36 @@ def is_part_of_a_graph() -> bool:
     return _thread.is_capturing or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def check_call(module: nn.Module, tensor: Tensor) -> None:
+def check_call(module: nn.Module, tensor: Tensor, training: bool) -> None:
     """Check what does not depend on the values of a call.
 
     Args:
         module: the module that is called.
         tensor: its input.
+        training: whether calls with gradients can run as graphs.
 
     Raises:
         NotCapturedError: the call can't run as a graph.
     """
     if not supports(tensor):
         raise NotCapturedError("the inputs are not on a CUDA device")
-    if torch.is_grad_enabled():
-        raise NotCapturedError("gradients are enabled: use torch.no_grad() or torch.inference_mode()")
-    if module.training:
-        raise NotCapturedError("the module is in training mode")
+    if torch.is_grad_enabled() and not training:
+        raise NotCapturedError(
+            'gradients are enabled: use torch.no_grad() or torch.inference_mode(), or pass cuda_graphs="training"'
+        )
+    if torch.is_grad_enabled() and (reason := why_not_differentiable()) is not None:
+        raise NotCapturedError(reason)
+    if module.training and not torch.is_grad_enabled():
+        raise NotCapturedError("the module is in training mode, without gradients")
     if getattr(module, "_is_replica", False):  # a new module in each call
         raise NotCapturedError("the module is a replica of DataParallel")
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         raise NotCapturedError("a dispatch mode or a transform is active")
-    if hooks_of_all_modules._global_forward_hooks or hooks_of_all_modules._global_forward_pre_hooks:
-        raise NotCapturedError("there are global forward hooks")
+    if any(getattr(hooks_of_all_modules, f"_global_{name}_hooks") for name in _GLOBAL_HOOKS):
+        raise NotCapturedError("there are global hooks of modules")
+
+
+_GLOBAL_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 def process_settings(device: torch.device) -> tuple[object, ...]:
@@ -121,6 +141,25 @@ def _power(size: int, least: int) -> int:
 Bucket = tuple[Sizes, ...]  # one for each side
 
 
+class Computed(NamedTuple):
+    """What the function of a `Work` computed.
+
+    Attributes:
+        value: tensors in a structure.
+        notes: something about each tensor in `value`, for `Work.part`.
+        layouts: what has to exist until the backward has run: operators of compiled models find layouts by offsets.
+    """
+
+    value: Any
+    notes: Sequence[Any]
+    layouts: object
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors in `value`."""
+        return [x for x in pytree.tree_leaves(self.value) if isinstance(x, Tensor)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What a graph computes.
@@ -132,6 +171,9 @@ class Work:
         shapes: bucket → the shapes of `inputs` in the graph, which are not smaller.
         zeroed: the names of inputs that are 0 where the call's own tensor is smaller. The others are undefined there.
         function: computes the outputs of the tensors in the graph, for a bucket.
+        part: the first part of an output of the graph in each dimension, which is the output of the call. It gets the
+            output and the note about it.
+        rebuild: the outputs of `function` with other tensors.
         prepare: changes the module before a graph of a bucket is captured.
     """
 
@@ -140,39 +182,57 @@ class Work:
     inputs: Mapping[str, Tensor]
     shapes: Callable[[Bucket], Mapping[str, tuple[int, ...]]]
     zeroed: frozenset[str]
-    function: Callable[[dict[str, Tensor], Bucket], Any]
+    function: Callable[[dict[str, Tensor], Bucket], Computed]
+    part: Callable[[Tensor, Any], Tensor]
+    rebuild: Callable[[Any, list[Tensor]], Any]
     prepare: Callable[[Bucket], None] = lambda bucket: None
+
+    def differentiable(self) -> tuple[str, ...]:
+        """The names of inputs that require a gradient."""
+        return tuple([name for name, x in self.inputs.items() if x.requires_grad])
 
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """A captured graph, and the tensors that it reads and writes."""
+    """A captured graph, and the tensors that it reads and writes. `backward` is None for calls without gradients."""
 
     bucket: Bucket
     state: ModuleState
     replay: Callable[[], None]
     inputs: dict[str, Tensor]
-    outputs: Any
+    value: Any
+    outputs: list[Tensor]
+    notes: Sequence[Any]
+    backward: Backward | None
     _parts: dict[tuple[torch.Size, ...], list[Tensor]] = field(default_factory=dict)
 
-    def fill(self, given: Mapping[str, Tensor], zeroed: frozenset[str]) -> None:
-        """Copy the tensors of a call to those of the graph, which are not smaller. For `zeroed` see `Work`."""
-        tensors = [given[name] for name in self.inputs]  # a call may have them in another order
-        shapes = tuple([x.shape for x in tensors])
-        parts = self._parts.get(shapes)
-        if parts is None:
-            if len(self._parts) >= 64:
-                self._parts.clear()
-            parts = [x[tuple(map(slice, shape))] for x, shape in zip(self.inputs.values(), shapes, strict=True)]
-            self._parts[shapes] = parts
-        for name in zeroed:
-            if self.inputs[name].shape != given[name].shape:
-                self.inputs[name].zero_()
-        torch._foreach_copy_(parts, tensors)
+    def run(self, work: Work) -> list[Tensor]:
+        """The results of a call: copies of the first parts of the outputs."""
+        fill(self.inputs, work, self._parts)
+        self.replay()
+        parts = [work.part(x, note) for x, note in zip(self.outputs, self.notes, strict=True)]
+        return [x.clone(memory_format=torch.contiguous_format) for x in parts]
 
     @property
     def memory(self) -> int:
-        return _nbytes(self.inputs, self.outputs)
+        grads = [] if self.backward is None else [x for x in self.backward.grads if x is not None]
+        return _nbytes(*self.inputs.values(), *self.outputs, *grads)
+
+
+def fill(inputs: dict[str, Tensor], work: Work, cached: dict[tuple[torch.Size, ...], list[Tensor]]) -> None:
+    """Copy the tensors of a call to those of a graph, which are not smaller. `cached`: the parts that were written."""
+    tensors = [work.inputs[name] for name in inputs]  # a call may have them in another order
+    shapes = tuple([x.shape for x in tensors])
+    parts = cached.get(shapes)
+    if parts is None:
+        if len(cached) >= 64:
+            cached.clear()
+        parts = [x.detach()[tuple(map(slice, shape))] for x, shape in zip(inputs.values(), shapes, strict=True)]
+        cached[shapes] = parts
+    for name in work.zeroed:
+        if inputs[name].shape != work.inputs[name].shape:
+            inputs[name].zero_()
+    torch._foreach_copy_(parts, tensors)
 
 
 class Device:
@@ -227,6 +287,13 @@ class Device:
             raise NotCapturedError(f"a CUDA graph can't be captured: {str(cause).splitlines()[0]}") from error
         return graph.replay, outputs
 
+    def capture_both(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any]
+    ) -> tuple[Callable[[], None], Any, Callable[[], None], Any]:
+        """`capture` of a forward, and of a backward that gets its outputs."""
+        replay, outputs = self.capture(forward)
+        return replay, outputs, *self.capture(lambda: backward(outputs))
+
 
 def supports(tensor: Tensor) -> bool:
     """Whether calls with tensors on this device can run as graphs."""
@@ -236,26 +303,39 @@ def supports(tensor: Tensor) -> bool:
 class CapturedCalls:
     """The CUDA graphs of a patched model or a module, the least recently used first.
 
+    Args:
+        training: whether calls with gradients run as graphs too.
+
     Attributes:
         calls: reason → the number of packed calls that did not run as a graph for this reason. The key None counts
             those that did.
-        captured: the number of captures.
+        captured: the number of captures. A graph with its backward counts once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, training: bool = False) -> None:
+        self.training = training
         self.calls: Counter[str | None] = Counter()
         self.captured = 0
         self._graphs: OrderedDict[tuple[Hashable, Bucket], _Graph] = OrderedDict()
-        # key of the work, and the bucket if there was no memory for it → the state of the module, None for any state,
+        # what is computed, and the bucket if there was no memory for it → the state of the module, None for any state,
         # and the reason
         self._refused: dict[tuple[Hashable, Bucket | None], tuple[ModuleState | None, str]] = {}
-        # id of a module → the module and its state; not a global table, in which no module would be freed
-        self._states: dict[int, tuple[weakref.ref[nn.Module], ModuleState]] = {}
-        self._devices: dict[torch.device, Device] = {}
+        # id of a module, and if gradients are computed → the module and its state; not a global table, in which no
+        # module would be freed
+        self._states: dict[tuple[int, bool], tuple[weakref.ref[nn.Module], ModuleState]] = {}
+        # device, and id of the module for slots with gradients
+        self._slots: dict[tuple[torch.device, int | None], list[Slot]] = {}
         self._lock = threading.RLock()
 
+    @classmethod
+    def of_option(cls, cuda_graphs: CudaGraphs) -> CapturedCalls | None:
+        """The graphs for this value of the option `cuda_graphs`, or None for False."""
+        if not isinstance(cuda_graphs, bool) and cuda_graphs != "training":
+            raise ValueError(f'cuda_graphs must be True, False or "training", got {cuda_graphs!r}.')
+        return cls(cuda_graphs == "training") if cuda_graphs else None
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return CapturedCalls, ()  # graphs can't be copied
+        return CapturedCalls, (self.training,)  # graphs can't be copied
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -283,49 +363,75 @@ class CapturedCalls:
         with self._lock:
             self.calls[reason] += 1
 
-    def run(self, work: Work, sizes: Bucket, finish: Callable[[Any, Bucket], Any]) -> Any:
+    def run(self, work: Work, sizes: Bucket) -> Any:
         """Replay the graph of a call, which is captured first if there is none or it is stale.
 
         Args:
             work: what is computed.
             sizes: the sizes of the call.
-            finish: makes the call's results of the outputs. They must not share memory with the outputs.
 
         Raises:
             NotCapturedError: this work can't be captured.
         """
         tensor = next(iter(work.inputs.values()))
-        with self._lock, torch.inference_mode(False), torch.no_grad(), _current(tensor.device):
-            device = self._devices.get(tensor.device)
-            if device is None:
-                device = self._devices[tensor.device] = Device(tensor.device)
-            state = self._state_of(work.module)
-            graph = None if state is None or not state.has_its_tensors else self._find(work, sizes, state)
+        guard = functools.partial(self._guard, tensor.device)
+        differentiates = torch.is_grad_enabled() and self._is_differentiable(work)
+        with guard():
+            kind = _Kind(work, differentiates, self._slot(tensor.device, work.module, differentiates))
+            state = self._state_of(work.module, differentiates)
+            graph = None if state is None or not state.has_its_tensors else self._find(kind, sizes, state)
             if graph is not None and state is not None:
                 # The rest of the state is compared while the device computes: a stale graph changes nothing.
-                out = _replay(graph, work, device, finish)
-                if state.is_current and state.reason is None:
-                    return out
-            return _replay(self._find_or_add(work, sizes, device), work, device, finish)
+                results = _replay(graph, kind)
+                if not (state.is_current and state.why_not_captured(differentiates) is None):
+                    graph = None
+            if graph is None:
+                graph = self._find_or_add(kind, sizes)
+                results = _replay(graph, kind)
+        if graph.backward is not None:
+            results = connect(graph.backward, kind.slot, guard, results, _differentiable(work, graph.state))
+        return work.rebuild(graph.value, results)
 
-    def _state_of(self, module: nn.Module) -> ModuleState | None:
+    @contextmanager
+    def _guard(self, device: torch.device) -> Iterator[None]:
+        """A context in which one thread at a time uses the graphs of a device."""
+        with self._lock, torch.inference_mode(False), torch.no_grad(), _current(device):
+            yield
+
+    def _is_differentiable(self, work: Work) -> bool:
+        """Whether an input or a parameter requires a gradient."""
+        return bool(work.differentiable()) or any(x.requires_grad for x in work.module.parameters())
+
+    def _slot(self, device: torch.device, module: nn.Module, differentiates: bool) -> Slot:
+        """A slot that is free. Without gradients, all modules share one."""
+        slots = self._slots.setdefault((device, id(module) if differentiates else None), [])
+        free = next((slot for slot in slots if slot.is_free), None)
+        if free is None:
+            if len(slots) == SLOTS:
+                raise NotCapturedError(f"{SLOTS} earlier calls wait for their backward")
+            free = Slot(len(slots), Device(device))
+            slots.append(free)
+        return free
+
+    def _state_of(self, module: nn.Module, differentiates: bool) -> ModuleState | None:
         """The state of a module in the last capture."""
-        reference, state = self._states.get(id(module), (lambda: None, None))
+        reference, state = self._states.get((id(module), differentiates), (lambda: None, None))
         return state if reference() is module else None
 
-    def _find_or_add(self, work: Work, sizes: Bucket, device: Device) -> _Graph:
+    def _find_or_add(self, kind: _Kind, sizes: Bucket) -> _Graph:
         bucket = tuple([one.bucket for one in sizes])
+        work, differentiates = kind.work, kind.differentiates
         work.prepare(bucket)
-        state = self._state_of(work.module)
+        state = self._state_of(work.module, differentiates)
         if state is None or not state.is_current:
-            state = self._renew_state(work.module)
-        if (reason := state.reason) is not None:
+            state = self._renew_state(work.module, differentiates)
+        if (reason := state.why_not_captured(differentiates)) is not None:
             raise NotCapturedError(reason)
-        return self._find(work, sizes, state) or self._add(work, bucket, device, state)
+        return self._find(kind, sizes, state) or self._add(kind, bucket, state)
 
-    def _renew_state(self, module: nn.Module) -> ModuleState:
+    def _renew_state(self, module: nn.Module, differentiates: bool) -> ModuleState:
         """The state of a module as it is now. What was kept for an older state is dropped."""
-        old = self._state_of(module)
+        old = self._state_of(module, differentiates)
         if stale := [key for key, graph in self._graphs.items() if graph.state is old]:
             self._wait()
             for key in stale:
@@ -333,94 +439,163 @@ class CapturedCalls:
         if old is not None:
             self._refused = {key: refusal for key, refusal in self._refused.items() if refusal[0] is not old}
         state = ModuleState(module)
-        self._states[id(module)] = weakref.ref(module), state
+        self._states[id(module), differentiates] = weakref.ref(module), state
         return state
 
     def _wait(self) -> None:
-        for device in self._devices.values():
-            device.wait()
+        for slot in chain.from_iterable(self._slots.values()):
+            slot.device.wait()
 
-    def _find(self, work: Work, sizes: Bucket, state: ModuleState) -> _Graph | None:
+    def _find(self, kind: _Kind, sizes: Bucket, state: ModuleState) -> _Graph | None:
         """The graph of the bucket of these sizes, or else the smallest other one that fits."""
-        graph = self._graphs.get((work.key, tuple([one.bucket for one in sizes])))
+        graph = self._graphs.get((kind.of_graph, tuple([one.bucket for one in sizes])))
         if graph is None or graph.state is not state:
             others = [
                 other
                 for (key, bucket), other in self._graphs.items()
                 if other.state is state
-                and key == work.key
+                and key == kind.of_graph
                 and all(one.fit(its) for one, its in zip(sizes, bucket, strict=True))
             ]
             graph = min(others, key=lambda other: [one.tokens for one in other.bucket], default=None)
         if graph is not None:
-            self._graphs.move_to_end((work.key, graph.bucket))
+            self._graphs.move_to_end((kind.of_graph, graph.bucket))
         return graph
 
-    def _add(self, work: Work, bucket: Bucket, device: Device, state: ModuleState) -> _Graph:
+    def _add(self, kind: _Kind, bucket: Bucket, state: ModuleState) -> _Graph:
         for what in (None, bucket):
-            refusal = self._refused.get((work.key, what))
+            refusal = self._refused.get((kind.of_work, what))
             if refusal is not None and refusal[0] in (None, state):
                 raise NotCapturedError(refusal[1])
         try:
-            graph = _capture(work, bucket, device, state)
+            graph = _capture(kind, bucket, state)
         except NotCapturedError as error:
             what = bucket if isinstance(error, _TooLargeError) else None
             in_state = None if isinstance(error, _ChangesItselfError) else state
-            self._refused[work.key, what] = in_state, str(error)
+            self._refused[kind.of_work, what] = in_state, str(error)
             raise
         if not state.is_current:  # the first call of a module may set attributes
-            state = self._renew_state(work.module)
+            state = self._renew_state(kind.work.module, kind.differentiates)
             graph = replace(graph, state=state)
         self.captured += 1
-        self._graphs[work.key, bucket] = graph
+        self._graphs[kind.of_graph, bucket] = graph
         while len(self._graphs) > 1 and (len(self._graphs) > GRAPHS or self.memory > MEMORY):
             self._wait()
             self._graphs.popitem(last=False)
         return graph
 
 
-def _replay(graph: _Graph, work: Work, device: Device, finish: Callable[[Any, Bucket], Any]) -> Any:
-    with device.in_order():
-        graph.fill(work.inputs, work.zeroed)
-        graph.replay()
-        return finish(graph.outputs, graph.bucket)
+class _Kind:
+    """What is computed, with or without gradients, in which slot, and two keys: of this, and of its graphs."""
+
+    def __init__(self, work: Work, differentiates: bool, slot: Slot) -> None:
+        self.work, self.differentiates, self.slot = work, differentiates, slot
+        self.of_work = (work.key, work.differentiable() if differentiates else None)
+        self.of_graph = (*self.of_work, slot.number)
+
+
+def _differentiable(work: Work, state: ModuleState) -> list[Tensor]:
+    """The inputs and parameters that require a gradient."""
+    return [*(work.inputs[name] for name in work.differentiable()), *state.differentiable]
+
+
+def _replay(graph: _Graph, kind: _Kind) -> list[Tensor]:
+    with kind.slot.device.in_order():
+        return graph.run(kind.work)
 
 
 def _current(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
-def _capture(work: Work, bucket: Bucket, device: Device, state: ModuleState) -> _Graph:
+def _capture(kind: _Kind, bucket: Bucket, state: ModuleState) -> _Graph:
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # cached casts would belong to the graph
     _thread.is_capturing = True
     try:
-        with _capturing:
-            shapes = work.shapes(bucket)
-            given = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
-            graph = _Graph(bucket, state, lambda: None, given, None)
-            graph.fill(work.inputs, work.zeroed)
-            with device.on_stream():
-                outputs = work.function(dict(given), bucket)  # compiles what can't be compiled in a mode
-                if _nbytes(given, outputs) > LARGEST:
-                    raise _TooLargeError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
-                del outputs
-                first = ModuleState(work.module)
-                with _NoHostReads():
-                    work.function(dict(given), bucket)
-                if not first.is_unchanged:  # replays do not run Python code
-                    raise _ChangesItselfError("its forward changes attributes or buffers of a module")
-            replay, outputs = device.capture(lambda: work.function(dict(given), bucket))
+        with _capturing, torch.set_grad_enabled(kind.differentiates):
+            return _Program(kind, bucket, state).capture()
     except torch.OutOfMemoryError as error:
         raise _TooLargeError("there was no memory to capture it") from error
     finally:
         torch.set_autocast_cache_enabled(cached)
         _thread.is_capturing = False
-    return replace(graph, replay=replay, outputs=outputs)
 
 
-def _nbytes(inputs: Mapping[str, Tensor], outputs: Any) -> int:
-    return sum(x.nbytes for x in (*inputs.values(), *pytree.tree_leaves(outputs)) if isinstance(x, Tensor))
+class _Program:
+    """What is captured: the work of a call on the tensors of a graph, and its backward.
+
+    Attributes:
+        inputs: the inputs of the graph.
+        tensors: the inputs and parameters that require a gradient.
+        grads: the gradients of the outputs, which the backward reads; None for an output without gradient.
+    """
+
+    def __init__(self, kind: _Kind, bucket: Bucket, state: ModuleState) -> None:
+        self.kind, self.bucket, self.state = kind, bucket, state
+        shapes = kind.work.shapes(bucket)
+        self.inputs = {name: x.new_zeros(shapes[name]) for name, x in kind.work.inputs.items()}
+        with torch.no_grad():
+            fill(self.inputs, kind.work, {})
+        names = kind.work.differentiable() if kind.differentiates else ()
+        self.own = [self.inputs[name].requires_grad_() for name in names]
+        self.parameters = state.differentiable if kind.differentiates else []
+        self.grads: Gradients | None = None
+
+    def forward(self) -> Computed:
+        return self.kind.work.function(dict(self.inputs), self.bucket)
+
+    def backward(self, computed: Computed) -> Gradients:
+        """The gradients of the inputs, and those of the parameters, which are in the memory of the slot."""
+        outputs = computed.tensors
+        if self.grads is None:
+            self.grads = self._new_grads(outputs)
+        found = backward_of(outputs, self.grads, [*self.own, *self.parameters])
+        of_inputs, of_parameters = found[: len(self.own)], found[len(self.own) :]
+        shared = self.kind.slot.gradients_like(self.parameters)
+        pairs = [(x, y) for x, y in zip(shared, of_parameters, strict=True) if y is not None]
+        if pairs:
+            torch._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])
+        return [*of_inputs, *(None if y is None else x for x, y in zip(shared, of_parameters, strict=True))]
+
+    def _new_grads(self, outputs: list[Tensor]) -> Gradients:
+        if depends_on_others(outputs, [*self.own, *self.parameters]):
+            raise NotCapturedError("its outputs have gradients of tensors that are no parameters of the module")
+        if not any(x.requires_grad for x in outputs):
+            raise NotCapturedError("its outputs have no gradients")
+        return [torch.zeros_like(x, requires_grad=False) if x.requires_grad else None for x in outputs]
+
+    def run(self) -> list[Tensor]:
+        """Run the forward and the backward. Returns the tensors that a graph would keep."""
+        computed = self.forward()
+        if self.kind.differentiates:
+            self.backward(computed)
+        return [*self.inputs.values(), *computed.tensors, *(x for x in self.grads or () if x is not None)]
+
+    def capture(self) -> _Graph:
+        """Run the program, run it again in a mode that finds reads of the host, and capture it."""
+        work, device = self.kind.work, self.kind.slot.device
+        with device.on_stream():
+            if _nbytes(*self.run()) > LARGEST:  # compiles what can't be compiled in a mode
+                raise _TooLargeError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
+            first = ModuleState(work.module)
+            with _NoHostReads():
+                self.run()
+            if not first.is_unchanged:  # replays do not run Python code
+                raise _ChangesItselfError("its forward changes attributes or buffers of a module")
+        backward = None
+        if self.kind.differentiates:
+            replay, computed, replay_backward, gradients = device.capture_both(self.forward, self.backward)
+            backward = Backward(replay_backward, cast(Gradients, self.grads), gradients)
+        else:
+            replay, computed = device.capture(self.forward)
+        value = pytree.tree_map_only(Tensor, Tensor.detach, computed.value)
+        outputs = computed._replace(value=value).tensors
+        return _Graph(self.bucket, self.state, replay, self.inputs, value, outputs, computed.notes, backward)
+
+
+def _nbytes(*tensors: Tensor) -> int:
+    return sum(x.nbytes for x in tensors)
 
 
 _READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -447,94 +622,3 @@ class _NoHostReads(TorchDispatchMode):
         if on_gpu and isinstance(out, Tensor) and not supports(out) and out.device.type != "meta":
             raise NotCapturedError(f"its forward copies values to the host ({func})")
         return out
-
-
-# Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
-_HOOKS = {"transformers.utils.output_capturing"}
-
-
-class ModuleState:
-    """What a captured graph of a module depends on, compared in about 0.3 µs for each module and parameter.
-
-    This is every attribute of every module in it, by identity: parameters, buffers, child modules, hooks, options, the
-    training mode and replaced forwards. Changes inside of other objects, such as a config, are not noticed.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        self._attributes = [vars(x) for x in modules]
-        self._children = [x._modules for x in modules]
-        self._tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
-        self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
-        self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
-        # tensors that are neither parameters nor buffers
-        self._others = [(own, name) for own in self._attributes for name, x in own.items() if isinstance(x, Tensor)]
-        tensors = self._tensors()
-        self._objects, self._values = list(self._read_objects()), self._read_values()
-        # what is compared before a replay, without empty dictionaries, which take half of the time
-        self._parents = [x for x in self._children if x]
-        self._owners = [x for x in self._tables if x]
-        self._before_replay = self._read_before_replay()
-        self._versions = [None if x.is_inference() else x._version for x in tensors]
-        kinds = set(map(type, tensors))
-        other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
-        self._kind = None if other is None else f"its parameters are {other.__name__}s"
-        if len({x.device for x in tensors if x.is_cuda}) > 1:
-            self._kind = "its parameters are on several devices"
-        self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in tensors]
-        self._addresses = [x.cdata for x in self._storages]  # of the weak references
-
-    def _tensors(self) -> list[Tensor]:
-        registered = [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
-        return registered + [x for own, name in self._others if isinstance(x := own.get(name), Tensor)]
-
-    def _read_before_replay(self) -> tuple[list[Any], list[int]]:
-        addresses = [x.data_ptr() for owner in self._owners for x in owner.values() if x is not None]
-        return list(map(id, chain(*map(dict.values, self._parents)))), addresses
-
-    def _read_objects(self) -> Iterator[Any]:
-        """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
-        return chain(*map(dict.values, self._attributes), *map(dict.values, self._children), (_END,))
-
-    def _read_values(self) -> tuple[list[Any], ...]:
-        """What is compared by value."""
-        tensors = self._tensors()
-        return (
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(Tensor.stride, tensors)),
-            [(x.dtype, x.shape) for x in tensors],
-            [[getattr(x, name, None) for name in _OF_ADAPTERS] for x in self._adapters],
-            [dict(getattr(x, "scaling", {})) for x in self._adapters],
-        )
-
-    @property
-    def has_its_tensors(self) -> bool:
-        """Whether the module has the same parts, and its tensors are in the same memory.
-
-        If not, no graph may run: the memory may have been freed, or a table may have too few rows for the inputs. Takes
-        about 0.1 µs for each module and tensor. Children are kept by `_objects`, so their ids stay unique.
-        """
-        was_freed = any(map(torch.UntypedStorage._expired, self._addresses))
-        return not was_freed and self._read_before_replay() == self._before_replay
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the module is as it was. The values of tensors may be others."""
-        return all(map(is_, self._read_objects(), self._objects)) and self._read_values() == self._values
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the module is as it was, with the same values of tensors."""
-        return self.is_current and self._versions == [None if x.is_inference() else x._version for x in self._tensors()]
-
-    @property
-    def reason(self) -> str | None:
-        """Why the module can't be captured, or None."""
-        hooks = chain.from_iterable(table.values() for table in self._hooks if table)
-        if any(getattr(hook, "__module__", "") not in _HOOKS for hook in hooks):
-            return "a module has forward hooks"
-        return self._kind
-
-
-_END = object()
-_OF_ADAPTERS = ("merged", "disable_adapters", "active_adapters")  # of PEFT, computed from other objects

@@ -39,7 +39,8 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
     in_sequence = layout.fill_past_end(masked[0].float(), 0.0)
     count = torch.zeros(layout.batch_size, device=input_ids.device).index_add_(0, layout.sequence_ids, in_sequence)
     in_training = 1 - 0.15 * 0.8  # the share of tokens that were not masked when ESM-2 was trained
-    scale = (in_training / (1 - count / layout.lengths))[layout.sequence_ids]
+    lengths = layout.lengths.clamp(min=1)  # rows past the last token must be finite, or their gradients are NaN
+    scale = (in_training / (1 - count / lengths))[layout.sequence_ids]
     embeds = embeddings.word_embeddings(input_ids).masked_fill(masked.unsqueeze(2), 0.0)
     return embeddings(inputs_embeds=(embeds * scale[:, None]).to(embeds.dtype), position_ids=position_ids)
 

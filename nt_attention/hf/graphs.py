@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from .._bounded import BoundedLayout, LengthsUnknownError
 from .._cuda_graphs import (
     Bucket,
     CapturedCalls,
+    Computed,
     NotCapturedError,
     Sizes,
     Work,
@@ -38,8 +39,9 @@ from .packed_row import extend_tables
 from .packing import Packing
 
 # The arguments that a graph can take.
-_TENSORS = {"input_ids", "inputs_embeds", "token_type_ids", "attention_mask"}
+_TENSORS = {"input_ids", "inputs_embeds", "token_type_ids", "attention_mask", "labels", "shift_labels"}
 _OTHERS = {"output_hidden_states", "return_dict", "use_cache"}
+_NUMBER = "num_items_in_batch"  # another number in each batch, so it is an input of the graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +52,13 @@ class BoundedPacking(Packing):
         mask: (B, L) bool, True at tokens.
         token: (B·L,) int64, the number of tokens up to each position, minus 1.
         padded: the tensors (B, L, …) that were made.
+        packed: outputs (1, N, …) that callers get packed.
     """
 
     mask: Tensor
     token: Tensor
     padded: list[Tensor] = field(default_factory=list)
+    packed: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of_mask(cls, mask: Tensor, tokens: int) -> BoundedPacking:
@@ -129,27 +133,36 @@ def run_as_graph(
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if not isinstance(tokens, Tensor):
         raise NotCapturedError("it has no input_ids and no inputs_embeds")
-    _check(model, given, tokens)
+    _check(model, given, tokens, graphs.training)
     rows, length = tokens.shape[:2]
     mask = given.get("attention_mask")
     read = None if mask is None else _start_reading(mask)
-    inputs = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor)}
+    number = given.get(_NUMBER)
+    inputs = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor) and name != _NUMBER}
     if mask is None:
         ones = torch.ones((rows, length), dtype=torch.bool, device=tokens.device)
         inputs = {"attention_mask": ones, **inputs}
-    numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
+    numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor) and name != _NUMBER}
+    if isinstance(number, Tensor):
+        inputs[_NUMBER] = number.detach().to(tokens.device)
+    elif number is not None:
+        inputs[_NUMBER] = torch.full((), number, device=tokens.device)
 
     def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
-        return {name: (bucket[0].sequences, bucket[0].longest, *x.shape[2:]) for name, x in inputs.items()}
+        first = bucket[0].sequences, bucket[0].longest
+        return {name: x.shape if name == _NUMBER else (*first, *x.shape[2:]) for name, x in inputs.items()}
 
-    def function(static: dict[str, Tensor], bucket: Bucket) -> tuple[Any, set[int]]:
+    def function(static: dict[str, Tensor], bucket: Bucket) -> Computed:
         make_cached_tensors(model, tokens.device)
         packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
         try:
             out = run(packing, {**numbers, **static})
         except LengthsUnknownError as error:
             raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
-        return out, {id(x) for x in packing.padded}
+        padded, packed = ({id(x) for x in each} for each in (packing.padded, packing.packed))
+        tensors = Computed(out, (), None).tensors
+        forms = [_form_of(x, id(x) in padded, id(x) in packed, bucket[0]) for x in tensors]
+        return Computed(out, forms, packing.layout)
 
     work = Work(
         module=model,
@@ -158,6 +171,8 @@ def run_as_graph(
         shapes=shapes,
         zeroed=frozenset({"attention_mask"}),
         function=function,
+        part=lambda x, form: _part(x, form, sizes),
+        rebuild=_rebuild,
         prepare=lambda bucket: extend_tables(model, bucket[0].longest),
     )
     sizes = Sizes(rows, length, rows * length if read is None else _count_tokens(read(), holes))
@@ -165,16 +180,17 @@ def run_as_graph(
         raise NotCapturedError("the batch has no tokens")
     if sizes.tokens == rows * length and returns_cache():
         raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
+    return graphs.run(work, (sizes,))
 
-    def finish(outputs: tuple[Any, set[int]], bucket: Bucket) -> Any:
-        out, padded = outputs
-        return _map(out, lambda x: _copy_for_caller(x, sizes, bucket[0], id(x) in padded))
 
-    return graphs.run(work, (sizes,), finish)
+def _rebuild(out: Any, tensors: list[Tensor]) -> Any:
+    """Outputs of a model, with these tensors in the place of its own."""
+    rest = iter(tensors)
+    return _map(out, lambda _: next(rest))
 
 
 def _map(out: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Outputs of a model, with other tensors. Faster than `pytree.tree_map`."""
+    """Outputs of a model, with other tensors. Faster than `pytree.tree_map`, and in the same order."""
     if isinstance(out, Tensor):
         return function(out)
     if type(out) is tuple:
@@ -184,13 +200,25 @@ def _map(out: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, function, out)
 
 
-def _copy_for_caller(x: Tensor, sizes: Sizes, bucket: Sizes, is_padded: bool) -> Tensor:
-    """The part of an output of a graph that belongs to the batch, in memory of its own."""
+# What the first dimensions of an output are, in a graph and for callers.
+_Form = Literal["padded", "packed", "rows", "other"]
+
+
+def _form_of(x: Tensor, is_padded: bool, is_packed: bool, bucket: Sizes) -> _Form:
     if is_padded:
-        x = x[: sizes.sequences, : sizes.longest]
-    elif x.dim() and x.shape[0] == bucket.sequences:
-        x = x[: sizes.sequences]
-    return x.clone(memory_format=torch.contiguous_format)
+        return "padded"
+    if is_packed:
+        return "packed"
+    return "rows" if x.dim() and x.shape[0] == bucket.sequences else "other"
+
+
+def _part(x: Tensor, form: _Form, sizes: Sizes) -> Tensor:
+    """The part of an output of a graph that belongs to the batch."""
+    if form == "padded":  # (B, L, …)
+        return x[: sizes.sequences, : sizes.longest]
+    if form == "packed":  # (1, T, …)
+        return x[:, : sizes.tokens]
+    return x[: sizes.sequences] if form == "rows" else x
 
 
 def _start_reading(mask: Tensor) -> Callable[[], NDArray[Any]]:
@@ -219,10 +247,10 @@ def _count_tokens(mask: NDArray[Any], holes: bool) -> int:
     return int(is_token.sum())
 
 
-def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor) -> None:
+def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor, training: bool) -> None:
     """Raise a NotCapturedError if a call can't run as a graph, for a reason that depends on no values."""
-    check_call(model, tokens)
-    if unknown := given.keys() - _TENSORS - _OTHERS:
+    check_call(model, tokens, training)
+    if unknown := given.keys() - _TENSORS - _OTHERS - {_NUMBER}:
         raise NotCapturedError(f"a graph can't take {', '.join(sorted(unknown))}")
     config: Any = model.config
     values = [("config.output_hidden_states", config.output_hidden_states)]
@@ -231,6 +259,9 @@ def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor) -> Non
             raise NotCapturedError(f"{name} is neither True nor False")
     if tokens.dim() != (2 if "input_ids" in given else 3):
         raise NotCapturedError("its inputs have another number of dimensions")
+    number = given.get(_NUMBER, 0)
+    if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
+        raise NotCapturedError(f"{_NUMBER} is no number")
     given_tensors = [given[name] for name in _TENSORS & given.keys()]
     if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in given_tensors):
         raise NotCapturedError("its inputs differ in their device or in their first two dimensions")
@@ -250,4 +281,4 @@ def _settings(model: PreTrainedModel, device: torch.device) -> tuple[object, ...
 
 
 def _kinds(inputs: dict[str, Tensor]) -> tuple[object, ...]:
-    return tuple([(name, x.dtype, x.shape[2:], x.device) for name, x in inputs.items()])
+    return tuple([(name, x.dtype, x.dim(), x.shape[2:], x.device) for name, x in inputs.items()])

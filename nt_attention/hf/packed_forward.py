@@ -35,7 +35,7 @@ from ..layout import SequenceLayout
 from . import families
 from .attention import NAME_OVER, NAMES, bypass_mask, is_bypass_mask, register
 from .families import Family
-from .graphs import run_as_graph
+from .graphs import BoundedPacking, run_as_graph
 from .masks import is_all_true
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
@@ -387,6 +387,8 @@ class PackedCall:
             out = self._run_row(original, packed)
         if share is not None:
             out["loss"] = add_losses(out["loss"], share, cast(ShardedPacking, packing).sharded)
+        if done and isinstance(packing, BoundedPacking) and "logits" in out:
+            packing.packed.append(out["logits"])
         self._restore(model, out, packing, kept, done)
         if len(spans) == 2:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
@@ -546,6 +548,9 @@ def _pack_inputs(
     if head == "next token" and "labels" in given:  # the first token is not predicted
         ignored = given.get("ignore_index", -100)
         given["labels"] = given["labels"].masked_fill(layout.position_ids == 0, ignored)
+    if not layout.knows_lengths:  # rows past the last token have no labels
+        for key in {"labels", "shift_labels"} & given.keys():
+            given[key] = layout.fill_past_end(given[key].squeeze(0), -100).unsqueeze(0)
     own: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if proof.mask is not None:
         mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)

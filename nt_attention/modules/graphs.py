@@ -6,7 +6,7 @@ Dimensions: B sequences, T rows of packed values, E embed dim; in a graph B and 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from .._bounded import BoundedLayout, LengthsUnknownError
 from .._cuda_graphs import (
     Bucket,
     CapturedCalls,
+    Computed,
     NotCapturedError,
     Sizes,
     Work,
@@ -70,7 +71,7 @@ def _run(
     inputs: Sequence[Packed],
     function: Callable[[list[Packed]], Tensor],
 ) -> Tensor:
-    check_call(module, inputs[0].values)
+    check_call(module, inputs[0].values, graphs.training)
     layouts = list({id(x.layout): x.layout for x in inputs}.values())
     side = [next(i for i, layout in enumerate(layouts) if x.layout is layout) for x in inputs]
     if not all(layout.knows_lengths and layout.batch_size for layout in layouts):
@@ -88,14 +89,16 @@ def _run(
         of_values = {name: (bucket[i].tokens, *x.shape[1:]) for (name, x), i in zip(values.items(), side, strict=True)}
         return of_values | {name: (its.sequences,) for name, its in zip(lengths, bucket, strict=True)}
 
-    def run(static: dict[str, Tensor], bucket: Bucket) -> Tensor:
+    def run(static: dict[str, Tensor], bucket: Bucket) -> Computed:
         bounded = [_layout(static[name], its) for name, its in zip(lengths, bucket, strict=True)]
         try:
-            return function([Packed(static[name], bounded[i]) for name, i in zip(values, side, strict=True)])
+            out = function([Packed(static[name], bounded[i]) for name, i in zip(values, side, strict=True)])
         except LengthsUnknownError as error:
             raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
+        return Computed(out, (None,), bounded)
 
     kinds = tuple([(x.dtype, x.shape[1:], x.device, i) for x, i in zip(values.values(), side, strict=True)])
+    own = len(inputs[0].values)
     work = Work(
         module=module,
         key=(id(module), options, kinds, *process_settings(inputs[0].values.device), *selection_key("auto")),
@@ -103,9 +106,10 @@ def _run(
         shapes=shapes,
         zeroed=frozenset(lengths),
         function=run,
+        part=lambda out, note: out[:own],
+        rebuild=lambda out, results: results[0],
     )
-    own = len(inputs[0].values)
-    return graphs.run(work, sizes, lambda out, _: out[:own].clone())
+    return cast(Tensor, graphs.run(work, sizes))
 
 
 def _layout(lengths: Tensor, bucket: Sizes) -> BoundedLayout:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._cuda_graphs import CapturedCalls
+from .._cuda_graphs import CapturedCalls, CudaGraphs
 from .._forwards import CONTEXT_PARALLEL, is_context_parallel
 from .._tracing import can_be_read, is_compiling
 from ..kernels.alibi import alibi_slopes
@@ -56,8 +56,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             `k_norm`.
         rotary: a `Rotary`, to rotate queries and keys by their positions.
         backend: "auto", or a name from `available_backends()`.
-        cuda_graphs: run packed calls on a GPU without gradients, in evaluation mode, as CUDA graphs. See `patch`, which
-            has the same option. `graphs.calls` counts the calls.
+        cuda_graphs: run packed calls on a GPU as CUDA graphs: True for those without gradients in evaluation mode,
+            "training" also for those with gradients. See `patch`, which has the same option. `graphs.calls` counts the
+            calls.
 
     Raises:
         ValueError: an option has an invalid value, or `add_bias_kv` or `add_zero_attn` is used with a window or ALiBi.
@@ -76,7 +77,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     sinks: nn.Parameter | None
     # Called for each padded batch with a key_padding_mask: with the reason why it runs padded, or None. Set by `patch`.
     report: Callable[[str | None], None] | None = None
-    # The CUDA graphs of packed calls without gradients; None without them. Set by `patch` and by `cuda_graphs=True`.
+    # The CUDA graphs of packed calls; None without them. Set by `patch` and by `cuda_graphs=`.
     graphs: CapturedCalls | None = None
 
     def __init__(
@@ -103,7 +104,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         qk_norm: QkNorm | None = None,
         rotary: Rotary | None = None,
         backend: str = "auto",
-        cuda_graphs: bool = False,
+        cuda_graphs: CudaGraphs = False,
     ) -> None:
         # Not the parent's __init__, because shapes are more general here. The order of the parameters is the same.
         nn.Module.__init__(self)
@@ -125,9 +126,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         self.scale = scale
         self.alibi = alibi
         self.backend = backend
-        if not isinstance(cuda_graphs, bool):
-            raise ValueError(f"cuda_graphs must be True or False, got {cuda_graphs!r}.")
-        self.graphs = CapturedCalls() if cuda_graphs else None
+        self.graphs = CapturedCalls.of_option(cuda_graphs)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._create_parameters(bias, add_bias_kv, sinks, factory)
         self.q_norm, self.k_norm = (_norm(qk_norm, self.head_dim, factory) for _ in range(2))

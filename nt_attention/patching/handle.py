@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from .._cuda_graphs import CapturedCalls
+from .._cuda_graphs import CapturedCalls, CudaGraphs
 from .._tracing import is_compiling
 from ..modules.multihead import VarlenMultiheadAttention
 
@@ -63,7 +63,7 @@ class PatchHandle:
         left: module name → why the module was not changed.
         calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
         active: False after `remove()`.
-        graphs: the CUDA graphs, or None without `cuda_graphs=True`. `graphs.calls` counts the calls that could run as
+        graphs: the CUDA graphs, or None without `cuda_graphs`. `graphs.calls` counts the calls that could run as
             graphs: those that did under None, and others under the reason. `len(graphs)` is the number of graphs,
             `graphs.captured` the number of captures, and `graphs.memory` the bytes of their inputs and outputs.
         mesh: the mesh over whose ranks the tokens are divided, or None.
@@ -83,7 +83,7 @@ class PatchHandle:
     """
 
     def __init__(
-        self, model: str, on_fallback: OnFallback = "warn", cuda_graphs: bool = False, mesh: Any = None
+        self, model: str, on_fallback: OnFallback = "warn", cuda_graphs: CudaGraphs = False, mesh: Any = None
     ) -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
@@ -91,7 +91,7 @@ class PatchHandle:
         self.calls: Counter[str | None] = Counter()
         self.active = True
         self.on_fallback = on_fallback
-        self.graphs = CapturedCalls() if cuda_graphs else None
+        self.graphs = CapturedCalls.of_option(cuda_graphs)
         self.mesh = mesh
         self.replacements: dict[nn.Module, VarlenMultiheadAttention] = {}  # only used by patch()
         self._model = model

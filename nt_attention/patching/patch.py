@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
+from .._cuda_graphs import CudaGraphs
 from ..modules.multihead import VarlenMultiheadAttention
 from . import attention_modules, torch_modules
 from .handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
@@ -24,7 +25,7 @@ def patch(
     logits: Literal["padded"] | None = None,
     packing: Literal["auto", "always"] = "auto",
     on_fallback: OnFallback = "warn",
-    cuda_graphs: bool = False,
+    cuda_graphs: CudaGraphs = False,
     mesh: DeviceMesh | None = None,
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
@@ -109,10 +110,8 @@ def patch(
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
     if on_fallback not in ("warn", "raise"):
         raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
-    if not isinstance(cuda_graphs, bool):
-        raise ValueError(f"cuda_graphs must be True or False, got {cuda_graphs!r}.")
     if mesh is not None:
-        _check_mesh(mesh, cuda_graphs, padding_free)
+        _check_mesh(mesh, bool(cuda_graphs), padding_free)
     handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh)
     try:
         _patch_modules("", model, handle, padding_free, logits, packing)

@@ -43,22 +43,68 @@ class FakeDevice:
                 again = function()
             finally:
                 _cuda_graphs._thread.is_capturing = False
-            for old, new in zip(leaves(outputs), leaves(again), strict=True):
-                old.copy_(new)
+            write(again, outputs)
 
         return replay, outputs
 
+    def capture_both(self, forward, backward):
+        """A replay of the forward makes new outputs, whose backward the other replay runs."""
+        kept, capturing = [], self._capturing
 
-def forward(query, key, value, call):
-    """The forward of a backend for layouts that know only bounds, whose offsets are valid."""
+        def replay():
+            with capturing(), torch.enable_grad():
+                kept[:] = [forward()]
+            write(kept[0], outputs)
+
+        def replay_backward():
+            with capturing():
+                write(backward(kept.pop()), gradients)
+
+        outputs = forward()
+        gradients = backward(outputs)
+        return replay, outputs, replay_backward, gradients
+
+    @staticmethod
+    @contextmanager
+    def _capturing():
+        _cuda_graphs._thread.is_capturing = True
+        try:
+            yield
+        finally:
+            _cuda_graphs._thread.is_capturing = False
+
+
+def write(new, old):
+    """Write tensors to the memory of others, as a replay does."""
+    for target, x in zip(leaves(old), leaves(new), strict=True):
+        target.detach().copy_(x.detach())
+
+
+def with_known_lengths(call):
+    """A call with layouts that know only bounds, whose offsets are valid: the same with layouts that know the lengths.
+
+    Returns it with the backend that runs it.
+    """
     layouts = [nta.SequenceLayout.from_offsets(x.operator_offsets.clone()) for x in (call.layout, call.key_layout)]
     same = call.key_layout is call.layout
     keyless = layouts[1].min_seqlen == 0
-    spec = dataclasses.replace(call.spec, bounded=False, equal_lengths=same, keyless=keyless, needs_grad=False)
+    spec = dataclasses.replace(call.spec, bounded=False, equal_lengths=same, keyless=keyless)
     call = call._replace(layout=layouts[0], key_layout=layouts[0] if same else layouts[1], spec=spec, prepared=None)
     with select.automatic_choice():
         backend, dims = select.choose_for(call, "auto")
-    return adapters.forward(backend, adapters.Inputs(query, key, value), call._replace(head_dims=dims))[:2]
+    return backend, call._replace(head_dims=dims)
+
+
+def forward(query, key, value, call):
+    """The forward of a backend for layouts that know only bounds."""
+    backend, call = with_known_lengths(call)
+    return adapters.forward(backend, adapters.Inputs(query, key, value), call)[:2]
+
+
+def backward(saved, query, key, value, call):
+    backend, call = with_known_lengths(call)
+    inputs = adapters.Inputs(query, key, value)
+    return adapters.backward(backend, saved, inputs, call)
 
 
 @pytest.fixture
@@ -70,7 +116,8 @@ def cuda_graphs(monkeypatch):
     monkeypatch.setattr(_cuda_graphs, "Device", FakeDevice)
     monkeypatch.setattr(_cuda_graphs, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]
-    fake = dataclasses.replace(known, forward=forward, prepare_forward=None, dtypes=None, refuses=lambda spec: [])
+    given = {"forward": forward, "backward": backward, "prepare_forward": None, "prepare_backward": None}
+    fake = dataclasses.replace(known, **given, dtypes=None, refuses=lambda spec: [])
     monkeypatch.setitem(select.BACKENDS, "token_tiled", fake)
     with nta.use_backend("token_tiled"):
         yield

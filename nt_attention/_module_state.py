@@ -1,0 +1,114 @@
+"""`ModuleState`: what a captured CUDA graph of a module depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
+_HOOKS = {"transformers.utils.output_capturing"}
+
+
+class ModuleState:
+    """What a captured graph of a module depends on, compared in about 0.3 µs for each module and parameter.
+
+    This is every attribute of every module in it, by identity: parameters, buffers, child modules, hooks, options, the
+    training mode and replaced forwards. Changes inside of other objects, such as a config, are not noticed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._attributes = [vars(x) for x in modules]
+        self._children = [x._modules for x in modules]
+        self._tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
+        self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
+        self._backward_hooks = [table for x in modules for table in (x._backward_hooks, x._backward_pre_hooks)]
+        self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
+        # tensors that are neither parameters nor buffers
+        self._others = [(own, name) for own in self._attributes for name, x in own.items() if isinstance(x, Tensor)]
+        tensors = self._tensors()
+        self._objects, self._values = list(self._read_objects()), self._read_values()
+        # what is compared before a replay, without empty dictionaries, which take half of the time
+        self._parents = [x for x in self._children if x]
+        self._owners = [x for x in self._tables if x]
+        self._before_replay = self._read_before_replay()
+        self._versions = [None if x.is_inference() else x._version for x in tensors]
+        differentiable = [(x, name) for x in self._owners for name, y in x.items() if y is not None and y.requires_grad]
+        unique = {id(owner[name]): (owner, name) for owner, name in differentiable}  # modules may share a parameter
+        self._differentiable = list(unique.values())
+        kinds = set(map(type, tensors))
+        other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
+        self._kind = None if other is None else f"its parameters are {other.__name__}s"
+        if len({x.device for x in tensors if x.is_cuda}) > 1:
+            self._kind = "its parameters are on several devices"
+        self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in tensors]
+        self._addresses = [x.cdata for x in self._storages]  # of the weak references
+
+    def _tensors(self) -> list[Tensor]:
+        registered = [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
+        return registered + [x for own, name in self._others if isinstance(x := own.get(name), Tensor)]
+
+    def _read_before_replay(self) -> tuple[list[Any], list[int]]:
+        addresses = [x.data_ptr() for owner in self._owners for x in owner.values() if x is not None]
+        return list(map(id, chain(*map(dict.values, self._parents)))), addresses
+
+    def _read_objects(self) -> Iterator[Any]:
+        """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
+        return chain(*map(dict.values, self._attributes), *map(dict.values, self._children), (_END,))
+
+    def _read_values(self) -> tuple[list[Any], ...]:
+        """What is compared by value."""
+        tensors = self._tensors()
+        return (
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(Tensor.stride, tensors)),
+            [(x.dtype, x.shape, x.requires_grad) for x in tensors],
+            [[getattr(x, name, None) for name in _OF_ADAPTERS] for x in self._adapters],
+            [dict(getattr(x, "scaling", {})) for x in self._adapters],
+        )
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The parameters that require a gradient, in a fixed order."""
+        return [owner[name] for owner, name in self._differentiable]
+
+    @property
+    def has_its_tensors(self) -> bool:
+        """Whether the module has the same parts, and its tensors are in the same memory.
+
+        If not, no graph may run: the memory may have been freed, or a table may have too few rows for the inputs. Takes
+        about 0.1 µs for each module and tensor. Children are kept by `_objects`, so their ids stay unique.
+        """
+        was_freed = any(map(torch.UntypedStorage._expired, self._addresses))
+        return not was_freed and self._read_before_replay() == self._before_replay
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the module is as it was. The values of tensors may be others."""
+        return all(map(is_, self._read_objects(), self._objects)) and self._read_values() == self._values
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the module is as it was, with the same values of tensors."""
+        return self.is_current and self._versions == [None if x.is_inference() else x._version for x in self._tensors()]
+
+    def why_not_captured(self, differentiates: bool) -> str | None:
+        """Why the module can't be captured, or None. `differentiates`: with the graph of its backward."""
+        hooks = chain.from_iterable(table.values() for table in self._hooks if table)
+        if any(getattr(hook, "__module__", "") not in _HOOKS for hook in hooks):
+            return "a module has forward hooks"
+        if differentiates and any(self._backward_hooks):
+            return "a module has backward hooks"
+        if differentiates and any(x._backward_hooks for x in self.differentiable):
+            return "a parameter has hooks"
+        return self._kind
+
+
+_END = object()
+_OF_ADAPTERS = ("merged", "disable_adapters", "active_adapters")  # of PEFT, computed from other objects
