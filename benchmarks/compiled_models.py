@@ -6,7 +6,8 @@
 - Llama: 8 layers (2048 wide) with labels. 8192 tokens a batch, because the padded logits of more do not fit into 80 GB.
 - nn.TransformerEncoder: 4 layers, E=1024, 16 heads, feed-forward 4096. 32768 tokens a batch.
 
-"With graphs" is ``nta.patch(model, cuda_graphs=True)``, in inference of the models without labels.
+"With graphs" is ``nta.patch(model, cuda_graphs="training")``. The padded logits of Llama in inference are too large for
+graphs.
 
 Random weights, bf16, no dropout. Each step has a batch of other lengths, padded to a multiple of 8, which no way has
 met before. All ways run it by turns. Times are medians of wall-clock times, from device sync to device sync. Models are
@@ -62,7 +63,7 @@ class Way:
     run: Callable[..., Any]
     model: nn.Module
     inputs: Callable[[nta.SequenceLayout, Tensor], dict[str, Any]]
-    trains: bool = True
+    steps: tuple[str, ...] = ("infer", "train")
     ms: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,13 +105,14 @@ def hugging_face(kind: Any, config: Any) -> dict[str, Way]:
     patched, stock, registered = make("sdpa"), make("sdpa"), make(nta.hf.register())
     nta.patch(patched, on_fallback="raise")
     ways = both("padded", stock, padded) | both("patched", patched, padded)
-    if GPU and not labels:  # padded logits are too large for graphs
+    if GPU:
         captured = make("sdpa"), make("sdpa")  # one each, because compiled and other graphs count to one limit
         for model in captured:
-            nta.patch(model, on_fallback="raise", cuda_graphs=True)
+            nta.patch(model, on_fallback="raise", cuda_graphs="training")
+        steps = ("train",) if labels else ("infer", "train")
         compiled = torch.compile(captured[1], dynamic=True)
-        ways["patched, with graphs"] = Way(captured[0], captured[0], padded, trains=False)
-        ways["patched, with graphs, compiled"] = Way(compiled, captured[1], padded, trains=False)
+        ways["patched, with graphs"] = Way(captured[0], captured[0], padded, steps)
+        ways["patched, with graphs, compiled"] = Way(compiled, captured[1], padded, steps)
     return ways | both("packed by hand", registered, by_hand)
 
 
@@ -188,7 +190,7 @@ def compare(found: dict[str, Way], batch: tuple[nta.SequenceLayout, Tensor]) -> 
 
 def measure(name: str, distribution: str, found: dict[str, Way], what: str, steps: int) -> None:
     """Times `steps` batches by turns, into the ways."""
-    found = {way_name: way for way_name, way in found.items() if way.trains or what == "infer"}
+    found = {way_name: way for way_name, way in found.items() if what in way.steps}
     for way in found.values():
         way.model.train(what == "train")
         way.ms[distribution, what] = []

@@ -26,6 +26,8 @@ from nt_attention._graph_gradients import SLOTS
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
 
 TOLERANCE = 2e-3 if GPU else 1e-4  # matrix products of other sizes run other kernels
+TYPES = ("gpt2", "llama", "modernbert", "roberta", "esm", "gemma2", "albert", "mistral", "opt", "qwen3", "bert")
+HEADS = [(model_type, name) for model_type in TYPES for name in tiny.classes(model_type)]
 BATCHES = ([5, 2, 9], [1], [3, 3, 3, 3, 3], [9, 0, 4], [16, 17], [5, 2, 9])
 
 
@@ -83,9 +85,6 @@ class TestResults:
             check(model, other, batch_of(lengths))
         assert handle.calls == handle.graphs.calls == {None: len(BATCHES)}
         assert 1 <= handle.graphs.captured == len(handle.graphs) < len(BATCHES)
-
-    TYPES = ("gpt2", "llama", "modernbert", "roberta", "esm", "gemma2", "albert", "mistral", "opt", "qwen3", "bert")
-    HEADS = [(model_type, name) for model_type in TYPES for name in tiny.classes(model_type)]
 
     @pytest.mark.parametrize(
         ("model_type", "name"), sweep_except(HEADS, ("llama", "LlamaForCausalLM"), ("bert", "BertForMaskedLM"))
