@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -99,12 +99,28 @@ class BoundedPacking(Packing):
         return token.where(found, 0), found
 
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
-        padded = packed.squeeze(0).index_select(0, self.token).unflatten(0, (self.rows, self.length))
-        return self._keep(padded.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (padded.dim() - 2)), value))
+        return self._keep(cast(Tensor, _Pad.apply(packed.squeeze(0), self, value)))
 
     def _keep(self, padded: Tensor) -> Tensor:
         self.padded.append(padded)
         return padded
+
+
+class _Pad(torch.autograd.Function):
+    """Packed rows (N, …) → (B, L, …). Both directions gather: the gradient of a token is at its position."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, packing: BoundedPacking, value: float) -> Tensor:
+        ctx.packing = packing
+        rows = torch.cat([packed, packed.new_full((1, *packed.shape[1:]), value)])  # the last one is for padding
+        index = torch.where(packing.mask.flatten(), packing.token, len(packed))
+        return rows.index_select(0, index).unflatten(0, (packing.rows, packing.length))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        packing: BoundedPacking = ctx.packing
+        assert packing.index is not None
+        return packing.layout.fill_past_end(grad.flatten(0, 1).index_select(0, packing.index), 0.0), None, None
 
 
 def run_as_graph(
