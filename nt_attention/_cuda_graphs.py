@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
@@ -281,11 +281,22 @@ class Device:
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.synchronize()
+            self._end_for_random_numbers()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             cause = error.__context__ or error  # the error at the end of a capture hides the first one
             raise NotCapturedError(f"a CUDA graph can't be captured: {str(cause).splitlines()[0]}") from error
         return graph.replay, outputs
+
+    def _end_for_random_numbers(self) -> None:
+        """End a failed capture for the random number generator, which would raise an error in each later call.
+
+        It has no function for this, but the end of another capture does it.
+        """
+        x = torch.zeros(1, device=self.device)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+            x.zero_()
 
     def capture_both(
         self, forward: Callable[[], Any], backward: Callable[[Any], Any]
@@ -527,7 +538,9 @@ class _Program:
 
     Attributes:
         inputs: the inputs of the graph.
-        tensors: the inputs and parameters that require a gradient.
+        own: the inputs that require a gradient.
+        parameters: aliases of the parameters that require a gradient. Autograd would let the stream of a capture wait
+            for the stream where the parameters themselves were used first, which ends the capture with an error.
         grads: the gradients of the outputs, which the backward reads; None for an output without gradient.
     """
 
@@ -539,11 +552,12 @@ class _Program:
             fill(self.inputs, kind.work, {})
         names = kind.work.differentiable() if kind.differentiates else ()
         self.own = [self.inputs[name].requires_grad_() for name in names]
-        self.parameters = state.differentiable if kind.differentiates else []
+        self.parameters = [_alias(x) for x in state.differentiable] if kind.differentiates else []
         self.grads: Gradients | None = None
 
     def forward(self) -> Computed:
-        return self.kind.work.function(dict(self.inputs), self.bucket)
+        with self.state.replaced(self.parameters) if self.kind.differentiates else nullcontext():
+            return self.kind.work.function(dict(self.inputs), self.bucket)
 
     def backward(self, computed: Computed) -> Gradients:
         """The gradients of the inputs, and those of the parameters, which are in the memory of the slot."""
@@ -592,6 +606,15 @@ class _Program:
         value = pytree.tree_map_only(Tensor, Tensor.detach, computed.value)
         outputs = computed._replace(value=value).tensors
         return _Graph(self.bucket, self.state, replay, self.inputs, value, outputs, computed.notes, backward)
+
+
+def _alias(x: Tensor) -> Tensor:
+    """A leaf with the same memory."""
+    if not isinstance(x, nn.Parameter):
+        return x.detach().requires_grad_()
+    alias = nn.Parameter(x.detach())
+    vars(alias).update(vars(x))
+    return alias
 
 
 def _nbytes(*tensors: Tensor) -> int:

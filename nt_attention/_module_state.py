@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -39,9 +40,8 @@ class ModuleState:
         self._owners = [x for x in self._tables if x]
         self._before_replay = self._read_before_replay()
         self._versions = [None if x.is_inference() else x._version for x in tensors]
-        differentiable = [(x, name) for x in self._owners for name, y in x.items() if y is not None and y.requires_grad]
-        unique = {id(owner[name]): (owner, name) for owner, name in differentiable}  # modules may share a parameter
-        self._differentiable = list(unique.values())
+        named = [(owner, name, x) for owner in self._owners for name, x in owner.items()]
+        self._differentiable = [(owner, name) for owner, name, x in named if x is not None and x.requires_grad]
         kinds = set(map(type, tensors))
         other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
         self._kind = None if other is None else f"its parameters are {other.__name__}s"
@@ -75,8 +75,21 @@ class ModuleState:
 
     @property
     def differentiable(self) -> list[Tensor]:
-        """The parameters that require a gradient, in a fixed order."""
-        return [owner[name] for owner, name in self._differentiable]
+        """The parameters that require a gradient, in a fixed order. Modules may share a parameter."""
+        return list({id(x): x for owner, name in self._differentiable if (x := owner[name]) is not None}.values())
+
+    @contextmanager
+    def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which these tensors are in the place of `differentiable`, in the same order."""
+        before = [(owner, name, owner[name]) for owner, name in self._differentiable]
+        other_of = {id(x): other for x, other in zip(self.differentiable, others, strict=True)}
+        try:
+            for owner, name, x in before:
+                owner[name] = other_of[id(x)]
+            yield
+        finally:
+            for owner, name, x in before:
+                owner[name] = x
 
     @property
     def has_its_tensors(self) -> bool:
@@ -105,8 +118,6 @@ class ModuleState:
             return "a module has forward hooks"
         if differentiates and any(self._backward_hooks):
             return "a module has backward hooks"
-        if differentiates and any(x._backward_hooks for x in self.differentiable):
-            return "a parameter has hooks"
         return self._kind
 
 

@@ -759,6 +759,39 @@ class TestOnAGpu:
         assert_same(run(model, batch), run(other, batch), TOLERANCE)
         assert "reads values on the host" in next(iter(handle.graphs.calls))
 
+    def test_after_a_failed_capture(self):
+        """Random numbers can be drawn, and graphs that were captured before follow the seed."""
+
+        class Waits(nn.Linear):
+            def forward(self, x):
+                torch.cuda.synchronize()
+                return super().forward(x)
+
+        model = make().train()
+        layer = model.encoder.layer[0].intermediate
+        layer.dropout = nn.Dropout(0.5)
+        once = layer.forward
+        layer.forward = lambda x: layer.dropout(once(x))
+        captures = nta.patch(model, packing="always", cuda_graphs="training").graphs
+        batch = batch_of([5, 2, 9])
+
+        def drawn(seed):
+            torch.cuda.manual_seed(seed)
+            return model(**batch).last_hidden_state.detach()
+
+        first = drawn(1)
+        broken, handle, other = pair(make())
+        for each in (broken, other):
+            dense = each.encoder.layer[0].intermediate.dense
+            new = each.encoder.layer[0].intermediate.dense = Waits(48, 53, device=DEVICE)
+            new.load_state_dict(dense.state_dict())
+        assert_same(run(broken, batch), run(other, batch), TOLERANCE)
+        assert "a CUDA graph can't be captured" in next(iter(handle.graphs.calls))
+        torch.randn(3, device=DEVICE)
+        torch.testing.assert_close(drawn(1), first)
+        assert (drawn(2) - first).abs().max() > 1e-3
+        assert set(captures.calls) == {None}
+
     def test_threads(self):
         model, handle, other = pair(make())
         batches = [batch_of(torch.randint(1, 60, (rows,)).tolist()) for rows in range(1, 17)]
