@@ -30,8 +30,8 @@ from ._graph_gradients import (
 )
 from ._module_state import ModuleState
 
-GRAPHS, MEMORY = 128, 8 * 2**30  # the most graphs of a handle, and bytes of their inputs and outputs
-LARGEST = 2**30  # bytes of the inputs and outputs of a graph: with larger ones, few graphs would fit into `MEMORY`
+GRAPHS, MEMORY = 128, 16 * 2**30  # the most graphs of a handle, and bytes of their inputs and outputs
+LARGEST = 2 * 2**30  # bytes of the inputs and outputs of a graph: with larger ones, few graphs would fit into `MEMORY`
 CudaGraphs = bool | Literal["training"]  # an option of `patch`: for calls without gradients, or for all
 _capturing = threading.Lock()  # only one thread captures at a time
 

@@ -25,21 +25,23 @@ class Costs(NamedTuple):
     Attributes:
         host_us: the host time of a packed forward, in µs for each kernel launch (`Size.launches`).
         host_us_training: the same of a training step.
-        tflops: 10¹² floating-point operations per second of padded models in float16 and bfloat16, with all that their
-            layers do besides products.
+        tflops: 10¹² floating-point operations per second in matrix products in float16 and bfloat16.
         tflops_float32: the same in float32.
+        terabytes: 10¹² bytes per second that other kernels read and write.
     """
 
     host_us: float
     host_us_training: float
     tflops: float
     tflops_float32: float
+    terabytes: float
 
 
 # Compute capability of the device → costs. On other devices every batch is packed.
-# Those of an H200 are of BERT-base: 12 and 35 ms of host time for its 200 launches, and 6.2e12 operations in 17 ms for
-# 64 × 512 tokens. Float32 was not measured; the number is two thirds of its peak.
-MEASURED = {(9, 0): Costs(host_us=60, host_us_training=175, tflops=350, tflops_float32=45)}
+# Host times of seven models on an H200's host were 26 to 107 µs a launch, and 110 to 230 in training, because hosts
+# change their speed by a factor of two. With these numbers, the expected times of padded batches of 64 × 512 tokens are
+# 0.5 to 1.0 × what the models took. Float32 was not measured; the number is two thirds of its peak.
+MEASURED = {(9, 0): Costs(host_us=60, host_us_training=160, tflops=650, tflops_float32=45, terabytes=4.3)}
 
 
 @functools.cache
@@ -58,11 +60,13 @@ class Size:
         weights: the number of weights in matrix products. Experts are left out, because most of them do not run.
         attention: the width of all heads, summed over the layers.
         launches: the number of kernels that a packed forward launches, estimated.
+        width: the number of values of a token that such a kernel writes.
     """
 
     weights: int
     attention: int
     launches: int
+    width: int
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: int) -> Size:
@@ -75,15 +79,19 @@ class Size:
         weights = sum(p.numel() for p in products if p.dim() == 2)
         has_rotary = any("Rotary" in type(x).__name__ for x in parts)
         launches = sum(map(_launches_of, leaves)) + layers * (15 if has_rotary else 6)
-        return cls(times * weights, times * layers * getattr(config, "hidden_size", 0), times * launches)
+        width = getattr(config, "hidden_size", 0)
+        return cls(times * weights, times * layers * width, times * launches, width)
 
     def is_too_small(self, rows: int, length: int, dtype: torch.dtype, costs: Costs) -> bool:
         """Whether the device computes the padded batch (B, L) before the host would have queued a packed one."""
-        training = torch.is_grad_enabled()
-        operations = 2 * rows * length * (self.weights + 2 * length * self.attention) * (3 if training else 1)
+        training, tokens = torch.is_grad_enabled(), rows * length
+        operations = 2 * tokens * (self.weights + 2 * length * self.attention)
+        moved = 3 * tokens * self.width * self.launches * dtype.itemsize  # kernels read two tensors, and write one
         tflops = costs.tflops if dtype.itemsize == 2 else costs.tflops_float32
-        host_us = costs.host_us_training if training else costs.host_us
-        return operations / (1e6 * tflops) < host_us * self.launches
+        device_us = operations / (1e6 * tflops) + moved / (1e6 * costs.terabytes)
+        if training:
+            return 3 * device_us < costs.host_us_training * self.launches
+        return device_us < costs.host_us * self.launches
 
 
 def _launches_of(leaf: nn.Module) -> int:

@@ -98,7 +98,8 @@ def with_known_lengths(call):
 def forward(query, key, value, call):
     """The forward of a backend for layouts that know only bounds."""
     backend, call = with_known_lengths(call)
-    return adapters.forward(backend, adapters.Inputs(query, key, value), call)[:2]
+    out, lse, state = adapters.forward(backend, adapters.Inputs(query, key, value), call)
+    return (out, lse) if state is None else (out, lse, state)
 
 
 def backward(saved, query, key, value, call):

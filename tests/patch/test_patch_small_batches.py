@@ -27,7 +27,7 @@ ENTRIES = [(model_type, name) for model_type in TYPES for name in tiny.classes(m
 def everything_is_small(monkeypatch):
     """As on a GPU whose host needs a second for each kernel."""
     for module in (small_batches, packed_forward):
-        monkeypatch.setattr(module, "costs_of", lambda device: Costs(1e6, 1e6, 1.0, 1.0))
+        monkeypatch.setattr(module, "costs_of", lambda device: Costs(1e6, 1e6, 1.0, 1.0, 1.0))
 
 
 class _Launches(TorchDispatchMode):
@@ -375,13 +375,16 @@ def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):
 
 def test_which_batches_are_small():
     """On a device with 100 teraflops, whose host needs 10 µs for each kernel."""
-    costs = Costs(host_us=10, host_us_training=30, tflops=100, tflops_float32=10)
-    size = Size(weights=10**8, attention=0, launches=100)  # 2e8 operations a token, 1 ms
+    costs = Costs(host_us=10, host_us_training=30, tflops=100, tflops_float32=10, terabytes=1)
+    size = Size(weights=10**8, attention=0, launches=100, width=0)  # 2e8 operations a token, 1 ms
     with torch.no_grad():
         assert size.is_too_small(1, 499, torch.bfloat16, costs)
         assert not size.is_too_small(1, 501, torch.bfloat16, costs)
         assert not size.is_too_small(1, 51, torch.float32, costs)
-        scores = Size(weights=0, attention=10**5, launches=100)  # 4e5 · L² operations a row
+        moved = Size(weights=0, attention=0, launches=100, width=10**4)  # 6e6 bytes a token
+        assert moved.is_too_small(1, 166, torch.bfloat16, costs)
+        assert not moved.is_too_small(1, 167, torch.bfloat16, costs)
+        scores = Size(weights=0, attention=10**5, launches=100, width=0)  # 4e5 · L² operations a row
         assert scores.is_too_small(1, 499, torch.bfloat16, costs)
         assert not scores.is_too_small(1, 501, torch.bfloat16, costs)
     assert size.is_too_small(1, 499, torch.bfloat16, costs)

@@ -585,10 +585,11 @@ class TestOnAGpu:
         assert handle.graphs.calls == {None: 60}
         assert handle.graphs.captured < 30
 
-    @pytest.mark.parametrize("kind", ["bert", "encoder"])
+    @pytest.mark.parametrize("kind", ["bert", "bert, compiled", "encoder"])
     def test_dropout(self, kind):
         """Another mask in each call, and in the backward that of the forward."""
-        if kind == "bert":
+        torch._dynamo.reset()
+        if kind != "encoder":
             model = make(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2).float()
             batch = batch_of([5, 2, 9])
             weight = model.encoder.layer[0].attention.self.value.weight
@@ -601,6 +602,8 @@ class TestOnAGpu:
             weight = model.layers[0].linear1.weight
             call = lambda: model(x, src_key_padding_mask=padding)  # noqa: E731
         handle = nta.patch(model, packing="always", cuda_graphs="training")
+        if "compiled" in kind:
+            model.compile(dynamic=True)
         call()  # captures
         outs = []
         for seed in (1, 2, 1):

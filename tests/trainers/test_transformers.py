@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cuda_graphs import GPU, cuda_graphs  # noqa: F401
 from shared_data import llama_config, padded_batch, paragraphs, tokenizer
 from sweeps import covering
+from token_tiled_cases import IGNORED_WARNINGS
 from training import assert_same, run
 from transformers import (
     BertConfig,
@@ -97,6 +99,16 @@ def test_trainer_losses_and_gradient_norms(name, when, record, tmp_path):
     if "evaluation" in name:
         for key in ("eval_loss", "eval_accuracy"):
             assert abs(got.more[key] - want.more[key]) < 1e-5
+
+
+@IGNORED_WARNINGS[0]
+@pytest.mark.skipif(GPU, reason="graphs are fake, and run on the CPU")
+@pytest.mark.parametrize("name", ["accumulation", "evaluation with compute_metrics", "bf16"])
+def test_trainer_with_cuda_graphs(name, cuda_graphs, tmp_path):  # noqa: F811
+    got = run(causal, functools.partial(make_trainer, tmp_path, **WAYS[name]), "before", cuda_graphs="training")
+    assert_same(got, unpatched(name), 1e-2 if name == "bf16" else 1e-5)
+    assert got.handle.graphs.calls.total() >= 3
+    assert set(got.handle.graphs.calls) == {None}
 
 
 def test_trainer_predict(record, tmp_path):
@@ -195,16 +207,18 @@ def test_continuous_batching_of_a_patched_model_is_refused(record):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, "training"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_trainer_losses_and_gradient_norms_on_a_gpu(when, record, tmp_path):
+def test_trainer_losses_and_gradient_norms_on_a_gpu(when, cuda_graphs, record, tmp_path):  # noqa: F811
     def trainer(folder, model):
         return make_trainer(folder, model, bf16=True, use_cpu=False, per_device_train_batch_size=8)
 
     want = run(causal, functools.partial(trainer, tmp_path / "want"), None)
-    got = run(causal, functools.partial(trainer, tmp_path / "got"), when)
-    record(LIBRARY, "Trainer, bf16, on a GPU", when, got.handle)
+    got = run(causal, functools.partial(trainer, tmp_path / "got"), when, cuda_graphs=cuda_graphs)
+    record(LIBRARY, f"Trainer, bf16, on a GPU{', with graphs' if cuda_graphs else ''}", when, got.handle)
     assert_same(got, want, 1e-2)
     assert set(got.handle.calls) == {None}
+    assert not cuda_graphs or set(got.handle.graphs.calls) == {None}
 
 
 @pytest.mark.gpu

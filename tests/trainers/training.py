@@ -33,14 +33,17 @@ class Ran:
     more: dict[str, float]
 
 
-def run(make_model, make_trainer, when: str | None) -> Ran:
-    """Train what ``make_model()`` gives; patched "before" ``make_trainer(model)``, "after" it, or not at all."""
+def run(make_model, make_trainer, when: str | None, **options) -> Ran:
+    """Train what ``make_model()`` gives; patched "before" ``make_trainer(model)``, "after" it, or not at all.
+
+    `options` are those of the patch.
+    """
     set_seed(0)
     model = make_model()
-    handle = nta.patch(model, packing="always") if when == "before" else None
+    handle = nta.patch(model, packing="always", **options) if when == "before" else None
     trainer = make_trainer(model)
     if when == "after":
-        handle = nta.patch(trainer.model, packing="always")
+        handle = nta.patch(trainer.model, packing="always", **options)
     set_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPackedWarning)
