@@ -9,7 +9,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -334,8 +333,8 @@ class CapturedCalls:
         # id of a module, and if gradients are computed → the module and its state; not a global table, in which no
         # module would be freed
         self._states: dict[tuple[int, bool], tuple[weakref.ref[nn.Module], ModuleState]] = {}
-        # device, and id of the module for slots with gradients
-        self._slots: dict[tuple[torch.device, int | None], list[Slot]] = {}
+        # device, and id of the module for slots with gradients → the module and its slots
+        self._slots: dict[tuple[torch.device, int | None], tuple[weakref.ref[nn.Module], list[Slot]]] = {}
         self._lock = threading.RLock()
 
     @classmethod
@@ -369,6 +368,7 @@ class CapturedCalls:
             self._graphs.clear()
             self._refused.clear()
             self._states.clear()
+            self._slots.clear()
 
     def count(self, reason: str | None) -> None:
         with self._lock:
@@ -399,8 +399,9 @@ class CapturedCalls:
             if graph is None:
                 graph = self._find_or_add(kind, sizes)
                 results = _replay(graph, kind)
-        if graph.backward is not None:
-            results = connect(graph.backward, kind.slot, guard, results, _differentiable(work, graph.state))
+            taken = kind.slot.take() if differentiates else None
+        if graph.backward is not None and taken is not None:
+            results = connect(graph.backward, taken, guard, results, _differentiable(work, graph.state))
         return work.rebuild(graph.value, results)
 
     @contextmanager
@@ -415,7 +416,11 @@ class CapturedCalls:
 
     def _slot(self, device: torch.device, module: nn.Module, differentiates: bool) -> Slot:
         """A slot that is free. Without gradients, all modules share one."""
-        slots = self._slots.setdefault((device, id(module) if differentiates else None), [])
+        key = device, id(module) if differentiates else None
+        reference, slots = self._slots.get(key, (lambda: None, []))
+        if not slots or (differentiates and reference() is not module):
+            slots = []
+            self._slots[key] = weakref.ref(module), slots
         free = next((slot for slot in slots if slot.is_free), None)
         if free is None:
             if len(slots) == SLOTS:
@@ -454,8 +459,9 @@ class CapturedCalls:
         return state
 
     def _wait(self) -> None:
-        for slot in chain.from_iterable(self._slots.values()):
-            slot.device.wait()
+        for _, slots in self._slots.values():
+            for slot in slots:
+                slot.device.wait()
 
     def _find(self, kind: _Kind, sizes: Bucket, state: ModuleState) -> _Graph | None:
         """The graph of the bucket of these sizes, or else the smallest other one that fits."""

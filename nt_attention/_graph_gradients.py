@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,10 +42,11 @@ class Slot:
         """Whether no call waits for its backward."""
         return self._waiting is None or bool(self._waiting.expired())
 
-    def take(self, token: Tensor) -> int:
-        """Take the slot until `token` is freed. Returns the number of the call, for `is_last`."""
+    def take(self) -> Taken:
+        """Take the slot until the token of the result is freed."""
+        token = torch.empty(1, device="cpu")
         self._calls, self._waiting = self._calls + 1, StorageWeakRef(token.untyped_storage())
-        return self._calls
+        return Taken(self, self._calls, token)
 
     def is_last(self, number: int) -> bool:
         """Whether the slot still has what the backward of this call needs."""
@@ -61,6 +62,20 @@ class Slot:
         if kinds != [(x.shape, x.stride(), x.dtype, x.device) for x in self.gradients]:
             self.gradients = [torch.empty_like(x) for x in parameters]
         return self.gradients
+
+
+class Taken(NamedTuple):
+    """A slot that a call has taken.
+
+    Attributes:
+        slot: the slot.
+        number: the number of the call, for `Slot.is_last`.
+        token: a tensor that only autograd keeps, with what it saves for the backward.
+    """
+
+    slot: Slot
+    number: int
+    token: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,14 +163,13 @@ class _Call(torch.autograd.Function):
     def forward(
         ctx: Any,
         backward: Backward,
-        slot: Slot,
+        taken: Taken,
         guard: Callable[[], AbstractContextManager[Any]],
         results: Sequence[Tensor],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        token = torch.empty(1, device="cpu")  # freed with what autograd saves
-        ctx.save_for_backward(*tensors, token)
-        ctx.replayed, ctx.slot, ctx.guard, ctx.number = backward, slot, guard, slot.take(token)
+        ctx.save_for_backward(taken.token, *tensors)
+        ctx.replayed, ctx.slot, ctx.number, ctx.guard = backward, taken.slot, taken.number, guard
         ctx.shapes, ctx.ran = [x.shape for x in tensors], False
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[x for x, grad in zip(results, backward.grads, strict=True) if grad is None])
@@ -180,7 +194,7 @@ class _Call(torch.autograd.Function):
 
 def connect(
     backward: Backward,
-    slot: Slot,
+    taken: Taken,
     guard: Callable[[], AbstractContextManager[Any]],
     results: Sequence[Tensor],
     tensors: Sequence[Tensor],
@@ -189,12 +203,12 @@ def connect(
 
     Args:
         backward: the graph of the backward.
-        slot: the slot of the graphs.
+        taken: the slot of the graphs.
         guard: a context in which graphs of this slot may run.
         results: copies of the outputs, which nobody else has.
         tensors: the inputs and parameters with gradients, in the order of `backward.gradients`.
     """
-    return list(_Call.apply(backward, slot, guard, results, *tensors))
+    return list(_Call.apply(backward, taken, guard, results, *tensors))
 
 
 def why_not_differentiable() -> str | None:
