@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -11,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all_modules
@@ -21,13 +24,14 @@ from ._graph_gradients import (
     SLOTS,
     Backward,
     Gradients,
+    Replayed,
     Slot,
     backward_of,
     connect,
-    depends_on_others,
+    reached_by,
     why_not_differentiable,
 )
-from ._module_state import ModuleState
+from ._module_state import ModuleState, Snapshot, version_of
 
 GRAPHS, MEMORY = 128, 16 * 2**30  # the most graphs of a handle, and bytes of their inputs and outputs
 LARGEST = 2 * 2**30  # bytes of the inputs and outputs of a graph: with larger ones, few graphs would fit into `MEMORY`
@@ -399,9 +403,13 @@ class CapturedCalls:
             if graph is None:
                 graph = self._find_or_add(kind, sizes)
                 results = _replay(graph, kind)
-            taken = kind.slot.take() if differentiates else None
-        if graph.backward is not None and taken is not None:
-            results = connect(graph.backward, taken, guard, results, _differentiable(work, graph.state))
+            if graph.backward is not None:
+                tensors = [*(work.inputs[name] for name in work.differentiable()), *graph.state.differentiable]
+                number, token = kind.slot.take()
+                read = [(x, version_of(x), x.untyped_storage()) for x in graph.state.tensors()]
+                call = Replayed(graph.backward, kind.slot, number, guard, read, [x.shape for x in tensors])
+        if graph.backward is not None:
+            results = connect(call, token, results, tensors)
         return work.rebuild(graph.value, results)
 
     @contextmanager
@@ -448,15 +456,30 @@ class CapturedCalls:
     def _renew_state(self, module: nn.Module, differentiates: bool) -> ModuleState:
         """The state of a module as it is now. What was kept for an older state is dropped."""
         old = self._state_of(module, differentiates)
-        if stale := [key for key, graph in self._graphs.items() if graph.state is old]:
-            self._wait()
-            for key in stale:
-                del self._graphs[key]
+        self._drop_freed()
+        self._drop(lambda graph: graph.state is old)
         if old is not None:
             self._refused = {key: refusal for key, refusal in self._refused.items() if refusal[0] is not old}
         state = ModuleState(module)
         self._states[id(module), differentiates] = weakref.ref(module), state
         return state
+
+    def _drop_freed(self) -> None:
+        """Drop what was kept for modules that were freed, such as copies of a patched model."""
+        freed = [key for key, (reference, _) in self._states.items() if reference() is None]
+        states = [self._states.pop(key)[1] for key in freed]
+        self._drop(lambda graph: any(graph.state is x for x in states))
+        self._slots = {
+            (device, at): (reference, slots)
+            for (device, at), (reference, slots) in self._slots.items()
+            if at is None or reference() is not None
+        }
+
+    def _drop(self, is_stale: Callable[[_Graph], bool]) -> None:
+        if stale := [key for key, graph in self._graphs.items() if is_stale(graph)]:
+            self._wait()
+            for key in stale:
+                del self._graphs[key]
 
     def _wait(self) -> None:
         for _, slots in self._slots.values():
@@ -511,11 +534,6 @@ class _Kind:
         self.of_graph = (*self.of_work, slot.number)
 
 
-def _differentiable(work: Work, state: ModuleState) -> list[Tensor]:
-    """The inputs and parameters that require a gradient."""
-    return [*(work.inputs[name] for name in work.differentiable()), *state.differentiable]
-
-
 def _replay(graph: _Graph, kind: _Kind) -> list[Tensor]:
     with kind.slot.device.in_order():
         return graph.run(kind.work)
@@ -560,6 +578,7 @@ class _Program:
         self.own = [self.inputs[name].requires_grad_() for name in names]
         self.parameters = [_alias(x) for x in state.differentiable] if kind.differentiates else []
         self.grads: Gradients | None = None
+        self.reached: list[frozenset[int]] = []
 
     def forward(self) -> Computed:
         with self.state.replaced(self.parameters) if self.kind.differentiates else nullcontext():
@@ -569,8 +588,9 @@ class _Program:
         """The gradients of the inputs, and those of the parameters, which are in the memory of the slot."""
         outputs = computed.tensors
         if self.grads is None:
-            self.grads = self._new_grads(outputs)
-        found = backward_of(outputs, self.grads, [*self.own, *self.parameters])
+            self._begin(outputs)
+        grads = cast(Gradients, self.grads)
+        found = backward_of(outputs, grads, [*self.own, *self.parameters])
         of_inputs, of_parameters = found[: len(self.own)], found[len(self.own) :]
         shared = self.kind.slot.gradients_like(self.parameters)
         pairs = [(x, y) for x, y in zip(shared, of_parameters, strict=True) if y is not None]
@@ -578,40 +598,69 @@ class _Program:
             torch._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])
         return [*of_inputs, *(None if y is None else x for x, y in zip(shared, of_parameters, strict=True))]
 
-    def _new_grads(self, outputs: list[Tensor]) -> Gradients:
-        if depends_on_others(outputs, [*self.own, *self.parameters]):
-            raise NotCapturedError("its outputs have gradients of tensors that are no parameters of the module")
+    def _begin(self, outputs: list[Tensor]) -> None:
+        """Find on what the outputs depend, and make their gradients."""
         if not any(x.requires_grad for x in outputs):
             raise NotCapturedError("its outputs have no gradients")
-        return [torch.zeros_like(x, requires_grad=False) if x.requires_grad else None for x in outputs]
+        for x in outputs:
+            reached = reached_by(x, [*self.own, *self.parameters])
+            if reached is None:
+                raise NotCapturedError("its outputs have gradients of tensors that are no parameters of the module")
+            self.reached.append(reached)
+        self.grads = [torch.zeros_like(x, requires_grad=False) if x.requires_grad else None for x in outputs]
 
     def run(self) -> list[Tensor]:
         """Run the forward and the backward. Returns the tensors that a graph would keep."""
         computed = self.forward()
         if self.kind.differentiates:
-            self.backward(computed)
+            try:
+                self.backward(computed)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise NotCapturedError(f"its backward can't be captured ({str(error).splitlines()[0]})") from error
+            if any(x.grad is not None for x in (*self.own, *self.parameters)):
+                raise NotCapturedError("its forward runs a backward")
         return [*self.inputs.values(), *computed.tensors, *(x for x in self.grads or () if x is not None)]
 
     def capture(self) -> _Graph:
         """Run the program, run it again in a mode that finds reads of the host, and capture it."""
-        work, device = self.kind.work, self.kind.slot.device
-        with device.on_stream():
-            if _nbytes(*self.run()) > LARGEST:  # compiles what can't be compiled in a mode
-                raise _TooLargeError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
-            first = ModuleState(work.module)
-            with _NoHostReads():
-                self.run()
-            if not first.is_unchanged:  # replays do not run Python code
-                raise _ChangesItselfError("its forward changes attributes or buffers of a module")
+        device, before = self.kind.slot.device, Snapshot(self.kind.work.module)
+        try:
+            with device.on_stream():
+                self._try()
+        except BaseException:
+            before.restore()  # the call runs without a graph
+            raise
         backward = None
         if self.kind.differentiates:
             replay, computed, replay_backward, gradients = device.capture_both(self.forward, self.backward)
-            backward = Backward(replay_backward, cast(Gradients, self.grads), gradients)
         else:
             replay, computed = device.capture(self.forward)
         value = pytree.tree_map_only(Tensor, Tensor.detach, computed.value)
         outputs = computed._replace(value=value).tensors
+        if self.kind.differentiates:
+            kept = self.inputs, outputs, replay
+            backward = Backward(replay_backward, cast(Gradients, self.grads), gradients, self.reached, kept)
         return _Graph(self.bucket, self.state, replay, self.inputs, value, outputs, computed.notes, backward)
+
+    def _try(self) -> None:
+        """Run the program twice. Raises a NotCapturedError if a replay would not do the same."""
+        module = self.kind.work.module
+        if _nbytes(*self.run()) > LARGEST:  # compiles what can't be compiled in a mode
+            raise _TooLargeError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
+        first, drawn = Snapshot(module), host_random_state()
+        with _NoHostReads():
+            self.run()
+        if not first.is_current:  # replays do not run Python code
+            raise _ChangesItselfError("its forward changes attributes or buffers of a module")
+        if drawn != host_random_state():
+            raise NotCapturedError("its forward draws random numbers on the host")
+
+
+def host_random_state() -> bytes:
+    """The states of the random number generators of Python, NumPy and PyTorch on the host."""
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
 
 
 def _alias(x: Tensor) -> Tensor:

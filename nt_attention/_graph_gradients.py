@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
+
+from ._module_state import version_of
 
 Gradients = list[Tensor | None]
 SLOTS = 4  # the most calls of a module that wait for their backward
@@ -42,11 +45,14 @@ class Slot:
         """Whether no call waits for its backward."""
         return self._waiting is None or bool(self._waiting.expired())
 
-    def take(self) -> Taken:
-        """Take the slot until the token of the result is freed."""
+    def take(self) -> tuple[int, Tensor]:
+        """Take the slot for a call, until a token is freed, which autograd has to save for the backward.
+
+        Returns the number of the call, for `is_last`, and the token.
+        """
         token = torch.empty(1, device="cpu")
         self._calls, self._waiting = self._calls + 1, StorageWeakRef(token.untyped_storage())
-        return Taken(self, self._calls, token)
+        return self._calls, token
 
     def is_last(self, number: int) -> bool:
         """Whether the slot still has what the backward of this call needs."""
@@ -64,20 +70,6 @@ class Slot:
         return self.gradients
 
 
-class Taken(NamedTuple):
-    """A slot that a call has taken.
-
-    Attributes:
-        slot: the slot.
-        number: the number of the call, for `Slot.is_last`.
-        token: a tensor that only autograd keeps, with what it saves for the backward.
-    """
-
-    slot: Slot
-    number: int
-    token: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class Backward:
     """The graph of a backward, and the tensors that it reads and writes.
@@ -86,17 +78,28 @@ class Backward:
         replay: replays it.
         grads: the gradients of the outputs, which it reads; None for outputs that have no gradient.
         gradients: those of the inputs and parameters, which it writes; None where the outputs do not depend on them.
+        reached: for each output, the indices of the inputs and parameters on which it depends.
+        kept: further tensors that it reads.
     """
 
     replay: Callable[[], None]
     grads: Gradients
     gradients: Gradients
+    reached: Sequence[frozenset[int]]
+    kept: object
 
-    def run(self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size], needed: Sequence[bool]) -> Gradients:
-        """Copies of the gradients that are needed, of tensors of these shapes, for the gradients of the outputs.
+    def prepare(
+        self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size], needed: Sequence[bool]
+    ) -> Callable[[], Gradients]:
+        """Copy the gradients of the outputs. The result replays the graph, and returns the gradients that are needed.
 
-        Outputs and inputs of a call are the first parts of those of the graph. The others have a gradient of 0.
+        They are copies, of tensors of these shapes, and None where no output with a gradient depends on them. Outputs
+        and inputs of a call are the first parts of those of the graph. The other parts have a gradient of 0.
         """
+        used = frozenset().union(*(at for at, grad in zip(self.reached, grads, strict=True) if grad is not None))
+        which = [i for i, x in enumerate(self.gradients) if x is not None and needed[i] and i in used]
+        own = [_first(cast(Tensor, self.gradients[i]), shapes[i]) for i in which]
+        copies = [torch.empty_like(x) for x in own]  # before the replay, after which no error may happen
         zeros, targets, sources = [], [], []
         for static, grad in zip(self.grads, grads, strict=True):
             if static is None:
@@ -110,16 +113,15 @@ class Backward:
             torch._foreach_zero_(zeros)
         if targets:
             torch._foreach_copy_(targets, sources)
-        self.replay()
-        found: Gradients = [None] * len(shapes)
-        which = [i for i, x in enumerate(self.gradients) if x is not None and needed[i]]
-        own = [_first(x, shapes[i]) for i in which if (x := self.gradients[i]) is not None]
-        copies = [torch.empty_like(x, memory_format=torch.preserve_format) for x in own]
-        if own:
-            torch._foreach_copy_(copies, own)
-        for i, copy in zip(which, copies, strict=True):
-            found[i] = copy
-        return found
+
+        def run() -> Gradients:
+            self.replay()
+            if own:
+                torch._foreach_copy_(copies, own)
+            copy_of = dict(zip(which, copies, strict=True))
+            return [copy_of.get(i) for i in range(len(shapes))]
+
+        return run
 
 
 def _first(x: Tensor, shape: torch.Size) -> Tensor:
@@ -134,14 +136,20 @@ def backward_of(outputs: Sequence[Tensor], grads: Gradients, tensors: Sequence[T
         return torch.autograd.grad([x for x, _ in pairs], tensors, [x for _, x in pairs], allow_unused=True)
 
 
-def depends_on_others(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether a leaf that is not in `tensors` gets a gradient in a backward of the outputs."""
-    known = {id(x) for x in tensors}
-    return any(id(x) not in known for x in _leaves_of(outputs))
+def reached_by(output: Tensor, tensors: Sequence[Tensor]) -> frozenset[int] | None:
+    """The indices of the tensors on which an output depends; None if it depends on another leaf too."""
+    index = {id(x): i for i, x in enumerate(tensors)}
+    found = [index.get(id(x), -1) for x in _leaves_of(output)]
+    return None if -1 in found else frozenset(found)
 
 
-def _leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
+def _leaves_of(output: Tensor) -> Iterator[Tensor]:
+    """The leaves that get a gradient in a backward of the output."""
+    if output.grad_fn is None:
+        if output.requires_grad:
+            yield output
+        return
+    waiting = [output.grad_fn]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -153,62 +161,84 @@ def _leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
                 waiting.append(other)
 
 
-class _Call(torch.autograd.Function):
-    """Results of a replay → the same results, whose backward replays the other graph.
+@dataclass(eq=False)
+class Replayed:
+    """A call whose forward was replayed.
 
-    The parameters are saved, so that autograd raises an error if they are changed in place before the backward.
+    Attributes:
+        backward: the graph of its backward.
+        slot, number: the slot of the graphs, and the number of the call in it.
+        guard: a context in which graphs of this slot may run.
+        read: the tensors of the module, their versions and their memory, which stays until the backward has run.
+        shapes: those of the inputs and parameters with gradients.
+        ran: whether the backward has run.
     """
+
+    backward: Backward
+    slot: Slot
+    number: int
+    guard: Callable[[], AbstractContextManager[Any]]
+    read: Sequence[tuple[Tensor, int | None, torch.UntypedStorage]]
+    shapes: list[torch.Size]
+    ran: bool = False
+
+    def gradients(self, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+        """See `Backward.prepare`.
+
+        Raises:
+            RuntimeError: it has run before, or the module was changed since the forward.
+        """
+        with self.guard():
+            if self.ran or not self.slot.is_last(self.number):
+                raise RuntimeError(
+                    "a call that ran as a CUDA graph can have one backward only: pass the sum of all losses to it, or "
+                    "patch the model with cuda_graphs=True, which runs calls with gradients without graphs."
+                )
+            if any(version_of(x) != version for x, version, _ in self.read):
+                raise RuntimeError(
+                    "a parameter or a buffer that is needed for gradient computation has been modified by an inplace "
+                    "operation since the forward, which ran as a CUDA graph: change it after the backward, or patch "
+                    "the model with cuda_graphs=True, which runs calls with gradients without graphs."
+                )
+            with self.slot.device.in_order():
+                run = self.backward.prepare(grads, self.shapes, needed)
+                self.ran = True
+                found = run()
+            self.read = ()
+            self.slot.leave()  # also if autograd keeps what it saved, with retain_graph=True
+        return found
+
+
+class _Call(torch.autograd.Function):
+    """Results of a replay → the same results, whose backward replays the other graph."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        backward: Backward,
-        taken: Taken,
-        guard: Callable[[], AbstractContextManager[Any]],
-        results: Sequence[Tensor],
-        *tensors: Tensor,
+        ctx: Any, call: Replayed, token: Tensor, results: Sequence[Tensor], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(taken.token, *tensors)
-        ctx.replayed, ctx.slot, ctx.number, ctx.guard = backward, taken.slot, taken.number, guard
-        ctx.shapes, ctx.ran = [x.shape for x in tensors], False
+        ctx.save_for_backward(token)
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[x for x, grad in zip(results, backward.grads, strict=True) if grad is None])
+        ctx.mark_non_differentiable(*[x for x, grad in zip(results, call.backward.grads, strict=True) if grad is None])
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.saved_tensors  # noqa: B018  # raises an error if one was changed in place
-        with ctx.guard():
-            if ctx.ran or not ctx.slot.is_last(ctx.number):
-                raise RuntimeError(
-                    "a call that ran as a CUDA graph can have one backward only: pass the sum of all losses to it, or "
-                    "patch the model with cuda_graphs=True, which runs calls with gradients without graphs."
-                )
-            ctx.ran = True
-            with ctx.slot.device.in_order():
-                gradients = ctx.replayed.run(grads, ctx.shapes, ctx.needs_input_grad[4:])
-            ctx.slot.leave()  # also if autograd keeps what it saved, with retain_graph=True
-        return (None, None, None, None, *gradients)
+        ctx.saved_tensors  # noqa: B018  # raises an error if autograd has freed them
+        return (None, None, None, *ctx.call.gradients(grads, ctx.needs_input_grad[3:]))
 
 
-def connect(
-    backward: Backward,
-    taken: Taken,
-    guard: Callable[[], AbstractContextManager[Any]],
-    results: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-) -> list[Tensor]:
+def connect(call: Replayed, token: Tensor, results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Make the results of a replay differentiable.
 
     Args:
-        backward: the graph of the backward.
-        taken: the slot of the graphs.
-        guard: a context in which graphs of this slot may run.
+        call: the call.
+        token: that of `Slot.take`.
         results: copies of the outputs, which nobody else has.
-        tensors: the inputs and parameters with gradients, in the order of `backward.gradients`.
+        tensors: the inputs and parameters with gradients, in the order of `call.backward.gradients`.
     """
-    return list(_Call.apply(backward, taken, guard, results, *tensors))
+    return list(_Call.apply(call, token, results, *tensors))
 
 
 def why_not_differentiable() -> str | None:
@@ -219,4 +249,8 @@ def why_not_differentiable() -> str | None:
         return "there are hooks on saved tensors, as in a checkpoint"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode AD is active"
+    if torch.is_anomaly_enabled():
+        return "anomalies are detected, which reads values on the host"
+    if parametrize._cache_enabled:
+        return "the values of parametrizations are cached"
     return None

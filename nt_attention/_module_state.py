@@ -1,7 +1,8 @@
-"""`ModuleState`: what a captured CUDA graph of a module depends on."""
+"""What a captured CUDA graph of a module depends on (`ModuleState`), and what a forward changes (`Snapshot`)."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -14,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
 _HOOKS = {"transformers.utils.output_capturing"}
+# Attributes of a patched module that refer to the module, so they are not kept: it would never be freed.
+_OF_PATCH = ("forward", "_replicate_for_data_parallel")
 
 
 class ModuleState:
@@ -25,21 +28,23 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._attributes = [vars(x) for x in modules]
+        own = [vars(x) for x in modules]
+        self._patched = [x for x in own if "forward" in x]
+        self._attributes = [x for x in own if "forward" not in x]
         self._children = [x._modules for x in modules]
         self._tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
         self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
         self._backward_hooks = [table for x in modules for table in (x._backward_hooks, x._backward_pre_hooks)]
         self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
         # tensors that are neither parameters nor buffers
-        self._others = [(own, name) for own in self._attributes for name, x in own.items() if isinstance(x, Tensor)]
-        tensors = self._tensors()
+        self._others = [(table, name) for table in own for name, x in table.items() if isinstance(x, Tensor)]
+        tensors = self.tensors()
         self._objects, self._values = list(self._read_objects()), self._read_values()
+        self._of_patch = [_weak(x) for x in self._read_of_patch()]
         # what is compared before a replay, without empty dictionaries, which take half of the time
         self._parents = [x for x in self._children if x]
         self._owners = [x for x in self._tables if x]
         self._before_replay = self._read_before_replay()
-        self._versions = [None if x.is_inference() else x._version for x in tensors]
         named = [(owner, name, x) for owner in self._owners for name, x in owner.items()]
         self._differentiable = [(owner, name) for owner, name, x in named if x is not None and x.requires_grad]
         kinds = set(map(type, tensors))
@@ -50,7 +55,8 @@ class ModuleState:
         self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in tensors]
         self._addresses = [x.cdata for x in self._storages]  # of the weak references
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """All parameters, buffers and other tensors of the module."""
         registered = [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
         return registered + [x for own, name in self._others if isinstance(x := own.get(name), Tensor)]
 
@@ -60,12 +66,18 @@ class ModuleState:
 
     def _read_objects(self) -> Iterator[Any]:
         """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
-        return chain(*map(dict.values, self._attributes), *map(dict.values, self._children), (_END,))
+        patched = ((x for name, x in own.items() if name not in _OF_PATCH) for own in self._patched)
+        return chain(*map(dict.values, self._attributes), *patched, *map(dict.values, self._children), (_END,))
+
+    def _read_of_patch(self) -> list[Any]:
+        return [own.get(name) for own in self._patched for name in _OF_PATCH]
 
     def _read_values(self) -> tuple[list[Any], ...]:
         """What is compared by value."""
-        tensors = self._tensors()
+        tensors = self.tensors()
+        first: dict[int, int] = {}
         return (
+            [first.setdefault(id(x), i) for i, x in enumerate(tensors)],  # which modules share a parameter
             list(map(Tensor.data_ptr, tensors)),
             list(map(Tensor.stride, tensors)),
             [(x.dtype, x.shape, x.requires_grad) for x in tensors],
@@ -104,12 +116,11 @@ class ModuleState:
     @property
     def is_current(self) -> bool:
         """Whether the module is as it was. The values of tensors may be others."""
-        return all(map(is_, self._read_objects(), self._objects)) and self._read_values() == self._values
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the module is as it was, with the same values of tensors."""
-        return self.is_current and self._versions == [None if x.is_inference() else x._version for x in self._tensors()]
+        return (
+            all(map(is_, self._read_objects(), self._objects))
+            and self._read_values() == self._values
+            and all(x is before() for x, before in zip(self._read_of_patch(), self._of_patch, strict=True))
+        )
 
     def why_not_captured(self, differentiates: bool) -> str | None:
         """Why the module can't be captured, or None. `differentiates`: with the graph of its backward."""
@@ -119,6 +130,67 @@ class ModuleState:
         if differentiates and any(self._backward_hooks):
             return "a module has backward hooks"
         return self._kind
+
+
+class Snapshot:
+    """The attributes, lists, dictionaries and tensors of a module at a moment.
+
+    It shows whether a forward changes the module, and undoes changes of everything but parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        own = [vars(x) for x in module.modules()]
+        lists = [x for table in own for x in table.values() if isinstance(x, list | dict)]
+        self._containers: list[tuple[Any, Any]] = [(x, x.copy()) for x in [*own, *lists]]
+        tensors = {id(x): x for each in [*own, *lists] for x in _items(each) if isinstance(x, Tensor)}
+        self._tensors = [
+            (x, version_of(x), None if isinstance(x, nn.Parameter) else x.clone()) for x in tensors.values()
+        ]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing was replaced, added, removed or changed in place."""
+        return all(_same(x, before) for x, before in self._containers) and all(
+            version_of(x) == version for x, version, _ in self._tensors
+        )
+
+    def restore(self) -> None:
+        """Undo all changes but those of parameters."""
+        for container, before in self._containers:
+            if isinstance(container, list):
+                container[:] = before
+            elif not _same(container, before):
+                for name in container.keys() - before.keys():
+                    del container[name]
+                container.update(before)
+        for x, _, value in self._tensors:
+            # batch_norm changes its statistics without changing their version
+            if value is not None and not torch.equal(x, value):
+                x.copy_(value)
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else container
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two lists or dictionaries have the same objects, in the same order."""
+    if isinstance(one, dict) and list(one) != list(two):
+        return False
+    return len(one) == len(two) and all(map(is_, _items(one), _items(two)))
+
+
+def version_of(x: Tensor) -> int | None:
+    """The version of a tensor, which in-place changes increase; None if it has none."""
+    return None if x.is_inference() else x._version
+
+
+def _weak(x: Any) -> Any:
+    """A function that returns `x`, or None if it was freed."""
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: x
 
 
 _END = object()

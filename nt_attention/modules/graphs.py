@@ -104,7 +104,8 @@ def _run(
         key=(id(module), options, kinds, *process_settings(inputs[0].values.device), *selection_key("auto")),
         inputs=values | lengths,
         shapes=shapes,
-        zeroed=frozenset(lengths),
+        # rows past the last token would spread NaN to the gradients of weights, if they had NaN of another batch
+        zeroed=frozenset(lengths | values if torch.is_grad_enabled() else lengths),
         function=run,
         part=lambda out, note: out[:own],
         rebuild=lambda out, results: results[0],
