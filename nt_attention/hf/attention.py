@@ -155,6 +155,8 @@ def attention(
     if position_bias is not None:
         options["position_bias"] = position_bias
     run = None if cu_seq_lens_q is not None else padded_run_of(module)
+    if run is not None and attention_mask is None and not run.made_none:
+        run = None  # whoever left out the mask expects causality, windows and packed rows from this function
     padded = run is not None or (cu_seq_lens_q is None and is_context_parallel())
     if padded and over == "sdpa" and softcap is None and s_aux is None:
         if run is not None and position_bias is None and query.shape[2] == key.shape[2]:
@@ -180,7 +182,7 @@ def attention(
     options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
-    if not (decoding or padded):
+    if not (decoding or (padded and (run is None or attention_mask is not None))):
         layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
     return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
 

@@ -75,8 +75,12 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         return new_marker(given.get("device") or torch.device("cpu")) if is_tracing() else None
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor):
-        setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, Source(token_mask))
+        _set_source(made, token_mask)
     return made
+
+
+def _set_source(made: Tensor, token_mask: Tensor | None) -> None:
+    setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, Source(token_mask))
 
 
 def _mask_of_padded_rows(over: str, given: dict[str, Any], run: PaddedRun, whole: bool) -> Tensor | None:
@@ -84,17 +88,21 @@ def _mask_of_padded_rows(over: str, given: dict[str, Any], run: PaddedRun, whole
 
     transformers evaluates a mask function at each index, with a dozen kernels. Two masks need one kernel each.
     """
-    token_mask = given.get("attention_mask")
-    if not run.has_padding:
-        given["attention_mask"] = None
-    elif token_mask is not None and len(token_mask) > 1:
-        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # they look for padding
-        plain = over == "sdpa" and whole and token_mask.shape[1] == given["kv_length"] and not given.get("use_vmap")
-        function = given.get("mask_function") if plain else None
-        if function is stock.bidirectional_mask_function or function is stock.causal_mask_function:
-            visible = token_mask.bool()[:, None, None, :].expand(-1, -1, given["q_length"], -1)
-            return visible.tril() if function is stock.causal_mask_function else visible.contiguous()
-    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
+    token_mask, function, made = given.get("attention_mask"), given.get("mask_function"), None
+    with torch.inference_mode(False):  # masks have versions, which show in-place changes
+        if token_mask is not None and len(token_mask) > 1:
+            given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # they look for padding
+            if over == "sdpa" and whole and token_mask.shape[1] == given["kv_length"] and not given.get("use_vmap"):
+                visible = token_mask.bool()[:, None, None, :].expand(-1, -1, given["q_length"], -1)
+                if function is stock.causal_mask_function:
+                    made = visible.tril()
+                elif function is stock.bidirectional_mask_function:
+                    made = visible.contiguous()
+        made = ALL_MASK_ATTENTION_FUNCTIONS[over](**given) if made is None else made
+    if made is None:
+        run.made_none = True
+    elif whole:
+        _set_source(made, token_mask)  # a hook may call another model with this config
     return made
 
 

@@ -39,7 +39,15 @@ from .graphs import BoundedPacking, run_as_graph
 from .masks import is_all_true
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
-from .packed_row import PackedRow, current_row, extend_tables, running_padded, running_row
+from .packed_row import (
+    PackedRow,
+    current_row,
+    extend_tables,
+    is_running_padded,
+    not_running_padded,
+    running_padded,
+    running_row,
+)
 from .packing import Packing
 from .proof import Head, Proof
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch, why_call_not_sharded
@@ -57,6 +65,10 @@ _NOT_SUPPORTED = {
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
     "encoder_hidden_states": "it has encoder_hidden_states for cross-attention",
 }
+
+
+# The names of a config for the largest length of a row.
+_MOST_POSITIONS = ("max_position_embeddings", "max_seq_len")
 
 
 class Finished(NamedTuple):
@@ -145,6 +157,9 @@ class PackedCall:
     @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         refuse_export()
+        if is_running_padded() and not is_planned_by_head(model):  # a hook calls it in the forward of a small batch
+            with not_running_padded():
+                return self(model, original, *args, **kwargs)
         while isinstance(original, functools.partial) and not original.args:  # a wrapper passes some arguments
             kwargs = {**original.keywords, **kwargs}
             original = original.func
@@ -160,8 +175,10 @@ class PackedCall:
         if plan == "small":
             return self._run_small(model, original, given)
         if plan == "full":
-            with running_padded(model, has_padding=False):
-                return self._run_unpacked(model, original, args, kwargs)
+            with running_padded(model):
+                return self._run_unpacked(
+                    model, original, (), {n: x for n, x in given.items() if n != "attention_mask"}
+                )
         if isinstance(plan, Packing):
             try:
                 return self._run_packed(model, original, plan, given)
@@ -275,9 +292,13 @@ class PackedCall:
         tokens = given.get("inputs_embeds", given.get("input_ids"))
         if self.size is None or tokens is None or not may_run_padded(given):
             return False
+        if torch._C._are_functorch_transforms_active():
+            return False
         kind = tokens.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = tokens.shape, tokens.device, autocast, torch.is_grad_enabled()
+        # a checkpoint runs forwards without and with gradients, which must draw the same random numbers
+        training = base.training or torch.is_grad_enabled()
+        key = tokens.shape, tokens.device, autocast, training
         found = self._is_small_shape.get(key)
         if found is None:
             parameter = next(base.parameters(), None)
@@ -285,18 +306,20 @@ class PackedCall:
                 return False
             if len(self._is_small_shape) >= 4096:
                 self._is_small_shape.clear()
-            found = self._is_small_shape[key] = self._decide_if_small(base, tokens, autocast or parameter.dtype)
+            found = self._is_small_shape[key] = self._decide_if_small(
+                base, tokens, autocast or parameter.dtype, training
+            )
         return found
 
-    def _decide_if_small(self, base: PreTrainedModel, tokens: Tensor, dtype: torch.dtype) -> bool:
+    def _decide_if_small(self, base: PreTrainedModel, tokens: Tensor, dtype: torch.dtype, training: bool) -> bool:
         assert self.size is not None
         if (costs := costs_of(tokens.device)) is None:
             return False
         rows, length = tokens.shape[:2]
         first = (_padding_id(base) or 0) + 1 if self.proof.positions == "ids" else 0
-        if first + length > getattr(base.config, "max_position_embeddings", first + length):
+        if any(first + length > getattr(base.config, name, first + length) for name in _MOST_POSITIONS):
             return False  # the model has no positions for the padding
-        return self.size.is_too_small(rows, length, dtype, costs)
+        return self.size.is_too_small(rows, length, dtype, costs, training)
 
     def _count(self, reason: str) -> Unpacked:
         self.handle.count(reason)
@@ -633,7 +656,7 @@ def _pad_outputs(
         elif name in families.LOWEST_AT_PADDING:
             out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
         else:
-            if name not in families.TOKEN_OUTPUTS and isinstance(packing, Packing):
+            if isinstance(packing, Packing):
                 _check_form(name, packed, packing.token_shape[1])
             whole = isinstance(packed, Tensor)  # pytrees take time
             out[name] = pad_tokens(packed) if whole else pytree.tree_map_only(Tensor, pad_tokens, packed)

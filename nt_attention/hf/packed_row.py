@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .._tracing import inline_only, is_compiling, outside_of_graphs
 from ..layout import SequenceLayout
@@ -34,12 +35,13 @@ class PaddedRun:
 
     Attributes:
         modules: the modules of the model.
-        config: its config.
-        has_padding: False if it is known that the rows have no padding.
+        configs: the configs of the model and its parts, which the mask function gets.
+        made_none: whether the mask function has found that a mask is not needed. If not, None is no mask of this call.
     """
 
-    def __init__(self, modules: weakref.WeakSet[nn.Module], config: Any, has_padding: bool) -> None:
-        self.modules, self.config, self.has_padding = modules, config, has_padding
+    def __init__(self, modules: weakref.WeakSet[nn.Module], configs: list[Any]) -> None:
+        self.modules, self.configs = modules, configs
+        self.made_none = False
         self._additive: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def additive(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,8 +50,9 @@ class PaddedRun:
         `scaled_dot_product_attention` would convert a bool mask in each layer, and copy it in each layer if a row does
         not begin at a multiple of 16 numbers.
         """
-        version = None if mask.is_inference() else mask._version
-        key = mask.data_ptr(), mask.shape, mask.stride(), version, dtype  # checkpoints detach the mask
+        if mask.is_inference():  # it has no version, so in-place changes would not be noticed
+            return mask
+        key = mask.data_ptr(), mask.shape, mask.stride(), mask._version, dtype  # checkpoints detach the mask
         found = self._additive.get(key)
         if found is None:
             *sizes, length = mask.shape
@@ -107,14 +110,27 @@ class running_padded:
     Layers that are compiled on their own run our attention, which gives the same.
     """
 
-    def __init__(self, model: Any, has_padding: bool = True) -> None:
-        self.run = PaddedRun(_modules_of(model), model.config, has_padding)
+    def __init__(self, model: Any) -> None:
+        modules = _modules_of(model)
+        self.run: PaddedRun | None = PaddedRun(modules, [x.config for x in modules if isinstance(x, PreTrainedModel)])
 
     def __enter__(self) -> None:
         self.before, _thread.padded = _thread.padded, self.run
 
     def __exit__(self, *error: object) -> None:
         _thread.padded = self.before
+
+
+class not_running_padded(running_padded):
+    """A context in which no model runs padded: that of another call in its forward, by a hook."""
+
+    def __init__(self) -> None:
+        self.run = None
+
+
+def is_running_padded() -> bool:
+    """Whether `running_padded` is on in this thread. Not known in a graph."""
+    return not is_compiling() and _thread.padded is not None
 
 
 def padded_run_of(module: nn.Module) -> PaddedRun | None:
@@ -133,7 +149,7 @@ def padded_run_with(config: Any) -> PaddedRun | None:
     if is_compiling():
         return None
     run = _thread.padded
-    return run if run is not None and run.config is config else None
+    return run if run is not None and any(x is config for x in run.configs) else None
 
 
 _modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()

@@ -82,9 +82,9 @@ class Size:
         width = getattr(config, "hidden_size", 0)
         return cls(times * weights, times * layers * width, times * launches, width)
 
-    def is_too_small(self, rows: int, length: int, dtype: torch.dtype, costs: Costs) -> bool:
+    def is_too_small(self, rows: int, length: int, dtype: torch.dtype, costs: Costs, training: bool) -> bool:
         """Whether the device computes the padded batch (B, L) before the host would have queued a packed one."""
-        training, tokens = torch.is_grad_enabled(), rows * length
+        tokens = rows * length
         operations = 2 * tokens * (self.weights + 2 * length * self.attention)
         moved = 3 * tokens * self.width * self.launches * dtype.itemsize  # kernels read two tensors, and write one
         tflops = costs.tflops if dtype.itemsize == 2 else costs.tflops_float32

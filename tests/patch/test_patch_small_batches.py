@@ -6,6 +6,7 @@ import warnings
 import pytest
 import tiny
 import torch
+import transformers
 from sweeps import sweep_except
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils as stock
@@ -163,8 +164,6 @@ def test_masks_are_those_of_transformers(name, side):
         mask = masks.mask(over="sdpa", **given, config=model.config)
         torch.testing.assert_close(mask, want)
         assert masks.mask(over="sdpa", **given, config=tiny.config_of("llama")) is not mask  # of another model
-    with packed_row.running_padded(model, has_padding=False):
-        assert masks.mask(over="sdpa", **given, config=model.config, local_size=3 if window else None) is None or window
 
 
 def test_layers_share_a_mask(everything_is_small):
@@ -184,7 +183,7 @@ def test_layers_share_a_mask(everything_is_small):
     assert len(inverted) == 1
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_a_mask_that_changes_between_layers(everything_is_small, mode):
     model = tiny.make("bert", "BertModel", "sdpa")
     batch, found = batch_of(model, "right"), []
@@ -201,6 +200,134 @@ def test_a_mask_that_changes_between_layers(everything_is_small, mode):
     assert handle.calls == {SMALL: 1}
     tokens = batch["attention_mask"].bool()
     torch.testing.assert_close(found[1][tokens], found[0][tokens], rtol=1e-4, atol=2e-5)
+
+
+def full_batch(rows):
+    ids = torch.randint(5, 90, (rows, 15))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def check_full_batch(model, rows):
+    """A batch without padding gives what it gives without the patch."""
+    batch = full_batch(rows)
+    with torch.no_grad():
+        want = model(**batch)[0]
+        with nta.patch(model) as handle:
+            got = model(**batch)[0]
+    assert handle.calls == {SMALL: 1}
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_masks_of_a_part_with_a_config_of_its_own(everything_is_small, implementation):
+    """The mask function gets the text config, which is not that of the model. Some layers have a window."""
+    text = tiny.TEXT | {
+        "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8,
+    }  # fmt: skip
+    special = {"mm_tokens_per_image": 4, "image_token_index": 96, "boi_token_index": 94, "eoi_token_index": 95}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **special)
+    model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=implementation).eval()
+    for rows in (1, 2):
+        check_full_batch(model, rows)
+
+
+@pytest.mark.parametrize(("model_type", "implementation"), [("mistral", "sdpa"), ("llama", "eager")])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_config_that_is_replaced_after_the_patch(everything_is_small, model_type, implementation, rows):
+    model, batch = tiny.make(model_type, tiny.classes(model_type)[0], implementation), full_batch(rows)
+    with torch.no_grad():
+        want = model(**batch)[0]
+        with nta.patch(model):
+            model(**batch)
+            model.config = copy.deepcopy(model.config)
+            torch.testing.assert_close(model(**batch)[0], want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_softcap_and_sinks_under_our_own_name(everything_is_small, model_type, rows):
+    check_full_batch(tiny.make(model_type, tiny.classes(model_type)[0], nta.hf.register()), rows)
+
+
+@pytest.mark.parametrize("outer", [(9,), (9, 5)], ids=["one row", "two rows"])
+@pytest.mark.parametrize("inner", ["same model, padded", "same model, packed", "padded", "packed"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_calls_in_the_forward_of_a_small_batch(everything_is_small, implementation, inner, outer):
+    """A hook makes them. The other model shares the config."""
+    model = tiny.make("llama", "LlamaModel", implementation)
+    called = model if "same" in inner else type(model)(model.config).eval()
+    more = {"use_cache": True} if "same" in inner else {}
+    batch = {name: x[:2] for name, x in batch_of(model, "left").items()}
+    ids = torch.arange(5, 14).expand(2, -1)
+    positions_of_two = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+
+    def call():
+        if "packed" in inner:
+            return called(ids, attention_mask=torch.ones_like(ids), position_ids=positions_of_two, **more)[0]
+        return called(**batch, **more)[0][batch["attention_mask"].bool()]
+
+    found, inside = [], []
+    with torch.no_grad(), warnings.catch_warnings(), nta.patch(model):
+        warnings.simplefilter("ignore", NotPackedWarning)
+        alone = call()
+
+        def hook(*_):
+            if not inside:
+                inside.append(True)
+                found.append(call())
+
+        model.layers[1].register_forward_pre_hook(hook)
+        mask = torch.arange(9) < torch.tensor(outer)[:, None]
+        model(torch.full(mask.shape, 7), attention_mask=mask.long())
+    torch.testing.assert_close(found[0], alone, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["BertModel", "LlamaForCausalLM"])
+def test_function_transforms_pack(everything_is_small, name):
+    model = tiny.make("bert" if "Bert" in name else "llama", name, "sdpa")
+    batch, found = batch_of(model, "right"), []
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (), batch)[0].square().sum()
+
+    for packing in ("always", "auto"):
+        with nta.patch(model, packing=packing):
+            found.append(torch.func.grad(loss)(parameters))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_forwards_with_and_without_gradients_decide_alike(monkeypatch):
+    """In training mode a checkpoint runs both, and they must draw the same random numbers."""
+    for module in (small_batches, packed_forward):
+        monkeypatch.setattr(module, "costs_of", lambda device: Costs(40, 80, 1e-2, 1e-2, 1e-2))
+    model, found = tiny.make("bert", "BertModel", "sdpa").train(), set()
+    with nta.patch(model) as handle:
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16):
+            ids, decisions = torch.full((rows, 9), 7), []
+            mask = (torch.arange(9) < torch.arange(rows)[:, None] % 9 + 1).long()
+            for mode in (torch.no_grad, torch.enable_grad):
+                before = handle.calls[SMALL]
+                with mode():
+                    model(ids, attention_mask=mask)
+                decisions.append(handle.calls[SMALL] > before)
+            assert decisions[0] == decisions[1]
+            found.add(decisions[0])
+    assert found == {True, False}
+
+
+def test_mpt_has_no_positions_past_max_seq_len(everything_is_small):
+    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=97, max_seq_len=32)
+    model = transformers.MptModel(config).eval()
+    mask = (torch.arange(40) < torch.tensor([[7], [5]])).long()
+    with torch.no_grad(), nta.patch(model) as handle:
+        model(torch.full(mask.shape, 7), attention_mask=mask)
+    assert handle.calls == {None: 1}
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertModel"])
@@ -376,19 +503,17 @@ def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):
 def test_which_batches_are_small():
     """On a device with 100 teraflops, whose host needs 10 µs for each kernel."""
     costs = Costs(host_us=10, host_us_training=30, tflops=100, tflops_float32=10, terabytes=1)
-    size = Size(weights=10**8, attention=0, launches=100, width=0)  # 2e8 operations a token, 1 ms
-    with torch.no_grad():
-        assert size.is_too_small(1, 499, torch.bfloat16, costs)
-        assert not size.is_too_small(1, 501, torch.bfloat16, costs)
-        assert not size.is_too_small(1, 51, torch.float32, costs)
-        moved = Size(weights=0, attention=0, launches=100, width=10**4)  # 6e6 bytes a token
-        assert moved.is_too_small(1, 166, torch.bfloat16, costs)
-        assert not moved.is_too_small(1, 167, torch.bfloat16, costs)
-        scores = Size(weights=0, attention=10**5, launches=100, width=0)  # 4e5 · L² operations a row
-        assert scores.is_too_small(1, 499, torch.bfloat16, costs)
-        assert not scores.is_too_small(1, 501, torch.bfloat16, costs)
-    assert size.is_too_small(1, 499, torch.bfloat16, costs)
-    assert not size.is_too_small(1, 501, torch.bfloat16, costs)
+    bf16, size = torch.bfloat16, Size(weights=10**8, attention=0, launches=100, width=0)  # 2e8 operations a token, 1 ms
+    for training in (False, True):
+        assert size.is_too_small(1, 499, bf16, costs, training)
+        assert not size.is_too_small(1, 501, bf16, costs, training)
+    assert not size.is_too_small(1, 51, torch.float32, costs, training=False)
+    moved = Size(weights=0, attention=0, launches=100, width=10**4)  # 6e6 bytes a token
+    assert moved.is_too_small(1, 166, bf16, costs, training=False)
+    assert not moved.is_too_small(1, 167, bf16, costs, training=False)
+    scores = Size(weights=0, attention=10**5, launches=100, width=0)  # 4e5 · L² operations a row
+    assert scores.is_too_small(1, 499, bf16, costs, training=False)
+    assert not scores.is_too_small(1, 501, bf16, costs, training=False)
 
 
 @pytest.mark.parametrize("model_type", ["albert", "bert", "llama", "modernbert", "opt", "qwen3"])
