@@ -28,16 +28,15 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        own = [vars(x) for x in modules]
-        self._patched = [x for x in own if "forward" in x]
-        self._attributes = [x for x in own if "forward" not in x]
+        self._patched = [weakref.ref(x) for x in modules if "forward" in vars(x)]
+        self._attributes = [vars(x) for x in modules if "forward" not in vars(x)]
         self._children = [x._modules for x in modules]
         self._tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
         self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
         self._backward_hooks = [table for x in modules for table in (x._backward_hooks, x._backward_pre_hooks)]
         self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
         # tensors that are neither parameters nor buffers
-        self._others = [(table, name) for table in own for name, x in table.items() if isinstance(x, Tensor)]
+        self._others = [(weakref.ref(x), name) for x in modules for name, y in vars(x).items() if isinstance(y, Tensor)]
         tensors = self.tensors()
         self._objects, self._values = list(self._read_objects()), self._read_values()
         self._of_patch = [_weak(x) for x in self._read_of_patch()]
@@ -58,7 +57,8 @@ class ModuleState:
     def tensors(self) -> list[Tensor]:
         """All parameters, buffers and other tensors of the module."""
         registered = [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
-        return registered + [x for own, name in self._others if isinstance(x := own.get(name), Tensor)]
+        others = [vars(module).get(name) for reference, name in self._others if (module := reference()) is not None]
+        return registered + [x for x in others if isinstance(x, Tensor)]
 
     def _read_before_replay(self) -> tuple[list[Any], list[int]]:
         addresses = [x.data_ptr() for owner in self._owners for x in owner.values() if x is not None]
@@ -66,11 +66,15 @@ class ModuleState:
 
     def _read_objects(self) -> Iterator[Any]:
         """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
-        patched = ((x for name, x in own.items() if name not in _OF_PATCH) for own in self._patched)
+        patched = ((x for name, x in own.items() if name not in _OF_PATCH) for own in self._patched_attributes)
         return chain(*map(dict.values, self._attributes), *patched, *map(dict.values, self._children), (_END,))
 
     def _read_of_patch(self) -> list[Any]:
-        return [own.get(name) for own in self._patched for name in _OF_PATCH]
+        return [own.get(name) for own in self._patched_attributes for name in _OF_PATCH]
+
+    @property
+    def _patched_attributes(self) -> list[dict[str, Any]]:
+        return [vars(module) for reference in self._patched if (module := reference()) is not None]
 
     def _read_values(self) -> tuple[list[Any], ...]:
         """What is compared by value."""

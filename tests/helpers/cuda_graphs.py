@@ -1,29 +1,102 @@
-"""CUDA graphs on a machine without a GPU: what is captured is computed again in each replay.
+"""CUDA graphs on a machine without a GPU: operators are recorded, and a replay runs them again on the same memory.
 
-No CPU backend supports layouts that know only bounds. So attention reads the lengths, and runs as with known ones.
-tests/token_tiled/test_token_tiled_bounds.py tests the kernels.
+So what Python computed in the capture stays as it was, as in a real graph. Memory from outside of the capture is not
+kept: a replay that reads freed memory raises an error.
+
+No CPU backend supports layouts that know only bounds. So attention is one step, which reads the lengths, and runs as
+with known ones. tests/token_tiled/test_token_tiled_bounds.py tests the kernels.
 """
 
 import dataclasses
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import nt_attention as nta
-from nt_attention import _cuda_graphs
+from nt_attention import _cuda_graphs, _offsets
 from nt_attention.kernels import adapters, select
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
+_recorders = []  # that which records now
 
 
-class FakeDevice:
-    """Has the methods of `_cuda_graphs.Device`."""
+class Outside:
+    """A tensor from outside of a capture, which is not kept."""
+
+    def __init__(self, x):
+        storage = x.untyped_storage()
+        self.storage, self.address = StorageWeakRef(storage), storage.data_ptr()
+        self.geometry = x.storage_offset(), x.shape, x.stride()
+        self.dtype = x.dtype
+
+    def get(self):
+        expired = self.storage.expired()
+        storage = None if expired else torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None or storage.data_ptr() != self.address:
+            raise AssertionError(f"a replay reads memory that was freed: {tuple(self.geometry[1])}, {self.dtype}")
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.geometry)
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators, and runs them again in `replay`. `memory` holds the memory of all graphs of a device."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory, self.steps = memory, []
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __enter__(self):
+        _recorders.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _recorders.pop()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.add(func, args, kwargs or {}, out)
+        return out
+
+    def add(self, function, args, kwargs, out):
+        """Record a step. Its new tensors belong to the graphs."""
+        given = {_key(x) for x in leaves((args, kwargs))}
+        arguments = pytree.tree_map_only(torch.Tensor, self._refer, (args, kwargs))
+        new = [x.detach() if _key(x) not in given else None for x in leaves(out)]
+        self.memory.update({_key(x): x.untyped_storage() for x in new if x is not None})
+        self.steps.append((function, arguments, new))
+
+    def _refer(self, x):
+        if x.dim() == 0 and _key(x) not in self.memory:
+            return x.detach()  # numbers of the host are arguments of a kernel
+        return x.detach() if _key(x) in self.memory else Outside(x)
+
+    @torch.no_grad()
+    def replay(self):
+        for function, arguments, new in self.steps:
+            args, kwargs = pytree.tree_map(lambda x: x.get() if isinstance(x, Outside) else x, arguments)
+            for target, x in zip(new, leaves(function(*args, **kwargs)), strict=True):
+                if target is not None:
+                    target.copy_(x)
+
+
+def _key(x):
+    return x.untyped_storage()._cdata
+
+
+class FakeDevice(_cuda_graphs.Device):
+    """Records in place of a capture."""
 
     def __init__(self, device):
-        self.device = device
+        self.device, self.memory = device, {}
 
     @contextmanager
     def in_order(self):
@@ -35,49 +108,10 @@ class FakeDevice:
         """Nothing runs."""
 
     def capture(self, function):
-        outputs = function()
-
-        def replay():
-            _cuda_graphs._thread.is_capturing = True
-            try:
-                again = function()
-            finally:
-                _cuda_graphs._thread.is_capturing = False
-            write(again, outputs)
-
-        return replay, outputs
-
-    def capture_both(self, forward, backward):
-        """A replay of the forward makes new outputs, whose backward the other replay runs."""
-        kept, capturing = [], self._capturing
-
-        def replay():
-            with capturing(), torch.enable_grad():
-                kept[:] = [forward()]
-            write(kept[0], outputs)
-
-        def replay_backward():
-            with capturing():
-                write(backward(kept.pop()), gradients)
-
-        outputs = forward()
-        gradients = backward(outputs)
-        return replay, outputs, replay_backward, gradients
-
-    @staticmethod
-    @contextmanager
-    def _capturing():
-        _cuda_graphs._thread.is_capturing = True
-        try:
-            yield
-        finally:
-            _cuda_graphs._thread.is_capturing = False
-
-
-def write(new, old):
-    """Write tensors to the memory of others, as a replay does."""
-    for target, x in zip(leaves(old), leaves(new), strict=True):
-        target.detach().copy_(x.detach())
+        recorder = Recorder(self.memory)
+        with recorder:
+            outputs = function()
+        return recorder.replay, outputs
 
 
 def with_known_lengths(call):
@@ -95,6 +129,33 @@ def with_known_lengths(call):
     return backend, call._replace(head_dims=dims)
 
 
+def as_one_step(function):
+    """Record a call of `function(*tensors, call)` as one step."""
+
+    def run(*arguments):
+        *tensors, call = arguments
+        if not _recorders:
+            return function(*tensors, call)
+        recorder = _recorders[-1]
+        with _disable_current_modes(), outside_of_records():
+            out = function(*tensors, call)
+        recorder.add(lambda *again: function(*again, call), tensors, {}, out)
+        return out
+
+    return run
+
+
+@contextmanager
+def outside_of_records():
+    before = _recorders[:]
+    _recorders.clear()
+    try:
+        yield
+    finally:
+        _recorders[:] = before
+
+
+@as_one_step
 def forward(query, key, value, call):
     """The forward of a backend for layouts that know only bounds."""
     backend, call = with_known_lengths(call)
@@ -102,10 +163,10 @@ def forward(query, key, value, call):
     return (out, lse) if state is None else (out, lse, state)
 
 
+@as_one_step
 def backward(saved, query, key, value, call):
     backend, call = with_known_lengths(call)
-    inputs = adapters.Inputs(query, key, value)
-    return adapters.backward(backend, saved, inputs, call)
+    return adapters.backward(backend, saved, adapters.Inputs(query, key, value), call)
 
 
 @pytest.fixture
@@ -114,6 +175,8 @@ def cuda_graphs(monkeypatch):
     if GPU:
         yield
         return
+    no_modes = _offsets._no_modes  # tensors that are cached in a capture are computed in each replay
+    monkeypatch.setattr(_offsets, "_no_modes", lambda: nullcontext() if _recorders else no_modes())
     monkeypatch.setattr(_cuda_graphs, "Device", FakeDevice)
     monkeypatch.setattr(_cuda_graphs, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]

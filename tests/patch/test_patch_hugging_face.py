@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+import transformers
 from sweeps import sweep_except
 from torch import nn
 from transformers import (
@@ -269,3 +270,23 @@ def test_labels_of_another_width_are_refused():
     model, batch = make(BertForTokenClassification), make_batch(labels="class")
     with nta.patch(model), pytest.raises(ValueError, match="batch_size"):
         model(**{**batch, "labels": batch["labels"][:, 1:].contiguous()})
+
+
+def test_hidden_states_in_another_form_fall_back():
+    """Those of Gemma 3n are (4, B, L, E), which can't be padded like (1, T, E)."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    config = transformers.Gemma3nTextConfig(
+        **tiny.TEXT | layers, vocab_size_per_layer_input=tiny.VOCABULARY, hidden_size_per_layer_input=8,
+        num_key_value_heads=2, head_dim=8, laurel_rank=4, num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0, 0.0],
+    )  # fmt: skip
+    model = transformers.Gemma3nTextModel._from_config(config, attn_implementation="sdpa").eval()
+    mask = (torch.arange(9) < torch.tensor([[9], [4]])).long()
+    ids = torch.randint(5, tiny.VOCABULARY, mask.shape)
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        with nta.patch(model, packing="always") as handle, pytest.warns(NotPackedWarning, match="'hidden_states'"):
+            got = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert [x.shape for x in got] == [x.shape for x in want] == [(4, 2, 9, 48)] * 3
+    torch.testing.assert_close(got[-1][:, :, :4], want[-1][:, :, :4], rtol=1e-4, atol=2e-5)
+    assert any(why and "its output 'hidden_states'" in why for why in handle.calls)
