@@ -259,7 +259,7 @@ class TestResults:
             for one, two in zip(got[1].values(), want[1].values(), strict=True):
                 torch.testing.assert_close(one, two, rtol=10 * TOLERANCE, atol=TOLERANCE)
         assert handle.graphs.calls == {None: 8}
-        assert len(made) <= 3
+        assert len(made) <= 4
         torch._dynamo.reset()
 
 
@@ -811,15 +811,20 @@ class TestOnAGpu:
         torch.testing.assert_close(outs[0], outs[2])
         assert (call() - call()).abs().max() > 1e-3
         direction, step = torch.randn_like(weight), 1e-2
+
+        def weighted():  # the sum of squares of a norm's output is a constant
+            out = call()
+            return (out * torch.linspace(-1, 2, out.shape[-1], device=DEVICE)).square().sum()
+
         torch.cuda.manual_seed(1)
-        loss = call().square().sum()
+        loss = weighted()
         (grad,) = torch.autograd.grad(loss, weight)
         losses = []
         for sign in (1, -1):
             with torch.no_grad():
                 weight.add_(sign * step * direction)
             torch.cuda.manual_seed(1)
-            losses.append(call().square().sum().item())
+            losses.append(weighted().item())
             with torch.no_grad():
                 weight.sub_(sign * step * direction)
         slope = (losses[0] - losses[1]) / (2 * step)
