@@ -30,7 +30,7 @@ from transformers.utils import ModelOutput
 
 from .._cuda_graphs import NotCapturedError, is_part_of_a_graph
 from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
-from .._tracing import TRACING, active_compiler, compiled_by, inline_only, outside_of_graphs
+from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
 from .attention import NAME_OVER, NAMES, bypass_mask, is_bypass_mask, register
@@ -292,7 +292,7 @@ class PackedCall:
         tokens = given.get("inputs_embeds", given.get("input_ids"))
         if self.size is None or tokens is None or not may_run_padded(given):
             return False
-        if torch._C._are_functorch_transforms_active():
+        if not can_be_read(given["attention_mask"]):  # as on a CPU: an error says what to do
             return False
         kind = tokens.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -8,6 +8,7 @@ import tiny
 import torch
 import transformers
 from sweeps import sweep_except
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -300,6 +301,18 @@ def test_function_transforms_pack(everything_is_small, name):
         with nta.patch(model, packing=packing):
             found.append(torch.func.grad(loss)(parameters))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_is_refused_as_for_large_batches(everything_is_small, mode):
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa")
+    batch = batch_of(model, "right")
+
+    def logits(ids, mask):
+        return model(input_ids=ids, attention_mask=mask).logits
+
+    with nta.patch(model), pytest.raises(ValueError, match="while make_fx is tracing|has no values to read"):
+        make_fx(logits, tracing_mode=mode, _allow_non_fake_inputs=True)(batch["input_ids"], batch["attention_mask"])
 
 
 def test_forwards_with_and_without_gradients_decide_alike(monkeypatch):
