@@ -548,7 +548,12 @@ def _capture(kind: _Kind, bucket: Bucket, state: ModuleState) -> _Graph:
     torch.set_autocast_cache_enabled(False)  # cached casts would belong to the graph
     _thread.is_capturing = True
     try:
-        with _capturing, torch.set_grad_enabled(kind.differentiates):
+        # in this thread, for all gradients: see `_alias`
+        with (
+            _capturing,
+            torch.set_grad_enabled(kind.differentiates),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             return _Program(kind, bucket, state).capture()
     except torch.OutOfMemoryError as error:
         raise _TooLargeError("there was no memory to capture it") from error
@@ -664,11 +669,19 @@ def host_random_state() -> bytes:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """A leaf with the same memory."""
-    if not isinstance(x, nn.Parameter):
-        return x.detach().requires_grad_()
-    alias = nn.Parameter(x.detach())
-    vars(alias).update(vars(x))
+    """A leaf with the same memory. `x` gets the gradients of other threads that use the module during the capture."""
+    if isinstance(x, nn.Parameter):
+        alias: Tensor = nn.Parameter(x.detach())
+        vars(alias).update(vars(x))
+    else:
+        alias = x.detach().requires_grad_()
+
+    def pass_on(alias: Tensor) -> None:
+        if not _thread.is_capturing:  # else the forward runs a backward, which `_Program.run` refuses
+            grad, alias.grad = alias.grad, None
+            x.backward(grad)
+
+    alias.register_post_accumulate_grad_hook(pass_on)
     return alias
 
 

@@ -129,10 +129,10 @@ def _first(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def backward_of(outputs: Sequence[Tensor], grads: Gradients, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The gradients of `tensors`, in the calling thread, and without autocast, as in a backward after the forward."""
+    """The gradients of `tensors`, without autocast, as in a backward after the forward."""
     pairs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if grad is not None]
     kind = tensors[0].device.type
-    with torch.autograd.set_multithreading_enabled(False), torch.autocast(kind, enabled=False):
+    with torch.autocast(kind, enabled=False):
         return torch.autograd.grad([x for x, _ in pairs], tensors, [x for _, x in pairs], allow_unused=True)
 
 

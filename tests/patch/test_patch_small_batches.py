@@ -311,7 +311,7 @@ def test_make_fx_is_refused_as_for_large_batches(everything_is_small, mode):
     def logits(ids, mask):
         return model(input_ids=ids, attention_mask=mask).logits
 
-    with nta.patch(model), pytest.raises(ValueError, match="while make_fx is tracing|has no values to read"):
+    with nta.patch(model), pytest.raises(ValueError, match=r"while make_fx is tracing|has no values to read"):
         make_fx(logits, tracing_mode=mode, _allow_non_fake_inputs=True)(batch["input_ids"], batch["attention_mask"])
 
 

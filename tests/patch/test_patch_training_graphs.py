@@ -8,6 +8,7 @@ Dimensions: B rows of a padded batch, L positions in a row.
 import copy
 import gc
 import random
+import threading
 import weakref
 
 import peft
@@ -440,6 +441,28 @@ class TestBackwards:
         for waiting in losses:
             sum(waiting).backward()
         torch.testing.assert_close(gradients(model), gradients(other), rtol=20 * TOLERANCE, atol=20 * TOLERANCE)
+
+    def test_gradients_of_another_thread_during_a_capture(self):
+        """The modules have aliases of their parameters meanwhile."""
+        model, handle, other = pair(make())
+        dense, found = model.encoder.layer[0].output.dense, []
+        once, ones = dense.forward, torch.ones(3, dense.in_features, device=DEVICE)
+
+        def forward(x):
+            if not found:  # in a list of this function, so the forward does not change the module
+                found.append(True)
+                thread = threading.Thread(target=lambda: once(ones).square().sum().backward())
+                thread.start()
+                thread.join()
+            return once(x)
+
+        dense.forward = forward
+        batch = batch_of([5, 2, 9])
+        loss_of(model(**batch)).backward()
+        loss_of(other(**batch)).backward()
+        other.encoder.layer[0].output.dense(ones).square().sum().backward()
+        torch.testing.assert_close(gradients(model), gradients(other), rtol=10 * TOLERANCE, atol=TOLERANCE)
+        assert handle.graphs.calls == {None: 1}
 
     @pytest.mark.parametrize("how", ["in place", "replaced", "data"])
     def test_frozen_parameters_changed_before_the_backward(self, how):
