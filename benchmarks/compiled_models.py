@@ -7,7 +7,7 @@
 - nn.TransformerEncoder: 4 layers, E=1024, 16 heads, feed-forward 4096. 32768 tokens a batch.
 
 "With graphs" is ``nta.patch(model, cuda_graphs="training")``. The padded logits of Llama in inference are too large for
-graphs. The encoder with graphs has compiled layers.
+graphs. "With graphs, compiled" of the encoder has compiled layers.
 
 Random weights, bf16, no dropout. Each step has a batch of other lengths, padded to a multiple of 8, which no way has
 met before. All ways run it by turns. Times are medians of wall-clock times, from device sync to device sync. Models are

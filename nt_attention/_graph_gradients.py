@@ -19,10 +19,15 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 
+from ._graph_device import Device
 from ._module_state import version_of
 
 Gradients = list[Tensor | None]
 SLOTS = 4  # the most calls of a module that wait for their backward
+_ONE_BACKWARD = (
+    "a call that ran as a CUDA graph can have one backward only: pass the sum of all losses to it, or patch the model "
+    "with cuda_graphs=True, which runs calls with gradients without graphs."
+)
 
 
 class Slot:
@@ -34,10 +39,9 @@ class Slot:
         gradients: where its graphs write the gradients of parameters.
     """
 
-    def __init__(self, number: int, device: Any) -> None:
+    def __init__(self, number: int, device: Device) -> None:
         self.number, self.device = number, device
         self.gradients: list[Tensor] = []
-        self._calls = 0
         self._waiting: StorageWeakRef | None = None
 
     @property
@@ -45,18 +49,11 @@ class Slot:
         """Whether no call waits for its backward."""
         return self._waiting is None or bool(self._waiting.expired())
 
-    def take(self) -> tuple[int, Tensor]:
-        """Take the slot for a call, until a token is freed, which autograd has to save for the backward.
-
-        Returns the number of the call, for `is_last`, and the token.
-        """
+    def take(self) -> Tensor:
+        """Take the slot for a call, until this tensor is freed, which autograd has to save for the backward."""
         token = torch.empty(1, device="cpu")
-        self._calls, self._waiting = self._calls + 1, StorageWeakRef(token.untyped_storage())
-        return self._calls, token
-
-    def is_last(self, number: int) -> bool:
-        """Whether the slot still has what the backward of this call needs."""
-        return self._calls == number
+        self._waiting = StorageWeakRef(token.untyped_storage())
+        return token
 
     def leave(self) -> None:
         """Free the slot."""
@@ -79,7 +76,7 @@ class Backward:
         grads: the gradients of the outputs, which it reads; None for outputs that have no gradient.
         gradients: those of the inputs and parameters, which it writes; None where the outputs do not depend on them.
         reached: for each output, the indices of the inputs and parameters on which it depends.
-        kept: further tensors that it reads.
+        kept: further tensors that it reads, and the graph of the forward, in whose memory the activations are.
     """
 
     replay: Callable[[], None]
@@ -167,7 +164,7 @@ class Replayed:
 
     Attributes:
         backward: the graph of its backward.
-        slot, number: the slot of the graphs, and the number of the call in it.
+        slot: the slot of the graphs.
         guard: a context in which graphs of this slot may run.
         read: the tensors of the module, their versions and their memory, which stays until the backward has run.
         shapes: those of the inputs and parameters with gradients.
@@ -176,7 +173,6 @@ class Replayed:
 
     backward: Backward
     slot: Slot
-    number: int
     guard: Callable[[], AbstractContextManager[Any]]
     read: Sequence[tuple[Tensor, int | None, torch.UntypedStorage]]
     shapes: list[torch.Size]
@@ -189,11 +185,8 @@ class Replayed:
             RuntimeError: it has run before, or the module was changed since the forward.
         """
         with self.guard():
-            if self.ran or not self.slot.is_last(self.number):
-                raise RuntimeError(
-                    "a call that ran as a CUDA graph can have one backward only: pass the sum of all losses to it, or "
-                    "patch the model with cuda_graphs=True, which runs calls with gradients without graphs."
-                )
+            if self.ran:
+                raise RuntimeError(_ONE_BACKWARD)
             if any(version_of(x) != version for x, version, _ in self.read):
                 raise RuntimeError(
                     "a parameter or a buffer that is needed for gradient computation has been modified by an inplace "
@@ -204,7 +197,6 @@ class Replayed:
                 run = self.backward.prepare(grads, self.shapes, needed)
                 self.ran = True
                 found = run()
-            self.read = ()
             self.slot.leave()  # also if autograd keeps what it saved, with retain_graph=True
         return found
 
@@ -226,7 +218,11 @@ class _Call(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ctx.saved_tensors  # noqa: B018  # raises an error if autograd has freed them
-        return (None, None, None, *ctx.call.gradients(grads, ctx.needs_input_grad[3:]))
+        if ctx.call is None:
+            raise RuntimeError(_ONE_BACKWARD)
+        found = ctx.call.gradients(grads, ctx.needs_input_grad[3:])
+        ctx.call = None  # who keeps results does not keep the graphs
+        return None, None, None, *found
 
 
 def connect(call: Replayed, token: Tensor, results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -154,22 +154,21 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
-    run = None if cu_seq_lens_q is not None else padded_run_of(module)
-    if run is not None and attention_mask is None and not run.made_none:
-        run = None  # whoever left out the mask expects causality, windows and packed rows from this function
-    padded = run is not None or (cu_seq_lens_q is None and is_context_parallel())
-    if padded and over == "sdpa" and softcap is None and s_aux is None:
+    marker = None
+    if positions.is_marker(attention_mask):
+        marker, attention_mask = attention_mask, None
+    run, in_context_parallel, decoding = None, False, False
+    if cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask):
+        run, in_context_parallel, decoding = padded_run_of(module), is_context_parallel(), query.shape[2] == 1
+        if run is not None and attention_mask is None and not run.made_none:
+            run = None  # whoever left out the mask expects causality, windows and packed rows from this function
+    unpacked = run is not None or in_context_parallel or decoding
+    if unpacked and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
         if run is not None and position_bias is None and query.shape[2] == key.shape[2]:
             return _run_sdpa(run, module, query, key, value, attention_mask, is_causal, **options), None
         return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     if attention_mask is None and _is_sharded(cu_seq_lens_q):
         is_causal = None  # accelerate's hook for context parallelism removes the mask, and passes True for any model
-    marker = None
-    if positions.is_marker(attention_mask):
-        marker, attention_mask = attention_mask, None
-    decoding = query.shape[2] == 1 and cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask)
-    if decoding and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
-        return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
     if isinstance(attention_mask, PackedMask):  # it stands for a mask that contains causality
         is_causal = attention_mask.is_causal
     if is_causal is None:
@@ -182,7 +181,7 @@ def attention(
     options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
-    if not (decoding or (padded and (run is None or attention_mask is not None))):
+    if not unpacked or (run is not None and attention_mask is None and not decoding):  # then the geometry is the mask
         layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
     return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
 

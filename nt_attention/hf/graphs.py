@@ -21,17 +21,10 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .._bounded import BoundedLayout, LengthsUnknownError
-from .._cuda_graphs import (
-    Bucket,
-    CapturedCalls,
-    Computed,
-    NotCapturedError,
-    Sizes,
-    Work,
-    check_call,
-    process_settings,
-)
+from .._cuda_graphs import CapturedCalls, check_call, process_settings
 from .._forwards import PatchedForward
+from .._graph_capture import Bucket, Computed, Sizes, Work, tensors_of
+from .._graph_device import NotCapturedError
 from ..kernels.select import selection_key
 from . import families
 from .own_attention import make_cached_tensors
@@ -99,7 +92,10 @@ class BoundedPacking(Packing):
         return token.where(found, 0), found
 
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
-        return self._keep(cast(Tensor, _Pad.apply(packed.squeeze(0), self, value)))
+        assert self.index is not None
+        index = torch.where(self.mask.flatten(), self.token, packed.shape[1])  # one further row, for padding
+        padded = cast(Tensor, _Pad.apply(packed.squeeze(0), index, self.index, self.layout, value))
+        return self._keep(padded.unflatten(0, (self.rows, self.length)))
 
     def _keep(self, padded: Tensor) -> Tensor:
         self.padded.append(padded)
@@ -107,20 +103,22 @@ class BoundedPacking(Packing):
 
 
 class _Pad(torch.autograd.Function):
-    """Packed rows (N, …) → (B, L, …). Both directions gather: the gradient of a token is at its position."""
+    """Packed rows (N, …) → padded rows (B·L, …). Both directions gather: the gradient of a token is at its position.
+
+    It has no packing, which has the padded tensors: autograd would keep what it saves until Python collects cycles.
+    """
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, packing: BoundedPacking, value: float) -> Tensor:
-        ctx.packing = packing
-        rows = torch.cat([packed, packed.new_full((1, *packed.shape[1:]), value)])  # the last one is for padding
-        index = torch.where(packing.mask.flatten(), packing.token, len(packed))
-        return rows.index_select(0, index).unflatten(0, (packing.rows, packing.length))
+    def forward(
+        ctx: Any, packed: Tensor, of_padded: Tensor, of_packed: Tensor, layout: BoundedLayout, value: float
+    ) -> Tensor:
+        ctx.of_packed, ctx.layout = of_packed, layout
+        return torch.cat([packed, packed.new_full((1, *packed.shape[1:]), value)]).index_select(0, of_padded)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        packing: BoundedPacking = ctx.packing
-        assert packing.index is not None
-        return packing.layout.fill_past_end(grad.flatten(0, 1).index_select(0, packing.index), 0.0), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed = ctx.layout.fill_past_end(grad.index_select(0, ctx.of_packed), 0.0)
+        return packed, None, None, None, None
 
 
 def run_as_graph(
@@ -176,8 +174,7 @@ def run_as_graph(
         except LengthsUnknownError as error:
             raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
         padded, packed = ({id(x) for x in each} for each in (packing.padded, packing.packed))
-        tensors = Computed(out, (), None).tensors
-        forms = [_form_of(x, id(x) in padded, id(x) in packed, bucket[0]) for x in tensors]
+        forms = [_form_of(x, id(x) in padded, id(x) in packed, bucket[0]) for x in tensors_of(out)]
         return Computed(out, forms, packing.layout)
 
     work = Work(
@@ -188,7 +185,7 @@ def run_as_graph(
         zeroed=frozenset({"attention_mask"}),
         function=function,
         part=lambda x, form: _part(x, form, sizes),
-        rebuild=_rebuild,
+        rebuild=lambda computed, tensors: _rebuild(computed, tensors, sizes),
         prepare=lambda bucket: extend_tables(model, bucket[0].longest),
     )
     sizes = Sizes(rows, length, rows * length if read is None else _count_tokens(read(), holes))
@@ -199,10 +196,15 @@ def run_as_graph(
     return graphs.run(work, (sizes,))
 
 
-def _rebuild(out: Any, tensors: list[Tensor]) -> Any:
+def _rebuild(computed: Computed, tensors: list[Tensor], sizes: Sizes) -> Any:
     """Outputs of a model, with these tensors in the place of its own."""
+    if sizes.tokens == sizes.sequences * sizes.longest:  # callers get nothing packed, as without graphs
+        tensors = [
+            x.view(sizes.sequences, sizes.longest, *x.shape[2:]) if form == "packed" else x
+            for x, form in zip(tensors, computed.forms, strict=True)
+        ]
     rest = iter(tensors)
-    return _map(out, lambda _: next(rest))
+    return _map(computed.value, lambda _: next(rest))
 
 
 def _map(out: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -28,8 +28,9 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
-from .._cuda_graphs import NotCapturedError, is_part_of_a_graph
+from .._cuda_graphs import is_part_of_a_graph
 from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
+from .._graph_device import NotCapturedError
 from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
@@ -44,7 +45,6 @@ from .packed_row import (
     current_row,
     extend_tables,
     is_running_padded,
-    not_running_padded,
     running_padded,
     running_row,
 )
@@ -146,7 +146,7 @@ class PackedCall:
     needs_row: bool
     is_causal: bool
     size: Size | None
-    _is_small_shape: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    _is_small_shape: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def pool(self) -> families.Pool | None:
@@ -158,7 +158,7 @@ class PackedCall:
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         refuse_export()
         if is_running_padded() and not is_planned_by_head(model):  # a hook calls it in the forward of a small batch
-            with not_running_padded():
+            with running_padded(None):
                 return self(model, original, *args, **kwargs)
         while isinstance(original, functools.partial) and not original.args:  # a wrapper passes some arguments
             kwargs = {**original.keywords, **kwargs}
@@ -294,21 +294,18 @@ class PackedCall:
             return False
         if not can_be_read(given["attention_mask"]):  # as on a CPU: an error says what to do
             return False
+        if (parameter := next(base.parameters(), None)) is None:  # a replica of DataParallel
+            return False
         kind = tokens.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
         # a checkpoint runs forwards without and with gradients, which must draw the same random numbers
         training = base.training or torch.is_grad_enabled()
-        key = tokens.shape, tokens.device, autocast, training
+        key = tokens.shape, tokens.device, dtype, training
         found = self._is_small_shape.get(key)
         if found is None:
-            parameter = next(base.parameters(), None)
-            if parameter is None:  # a replica of DataParallel
-                return False
             if len(self._is_small_shape) >= 4096:
                 self._is_small_shape.clear()
-            found = self._is_small_shape[key] = self._decide_if_small(
-                base, tokens, autocast or parameter.dtype, training
-            )
+            found = self._is_small_shape[key] = self._decide_if_small(base, tokens, dtype, training)
         return found
 
     def _decide_if_small(self, base: PreTrainedModel, tokens: Tensor, dtype: torch.dtype, training: bool) -> bool:
@@ -317,7 +314,8 @@ class PackedCall:
             return False
         rows, length = tokens.shape[:2]
         first = (_padding_id(base) or 0) + 1 if self.proof.positions == "ids" else 0
-        if any(first + length > getattr(base.config, name, first + length) for name in _MOST_POSITIONS):
+        most = (getattr(base.config, name, None) for name in _MOST_POSITIONS)
+        if any(number is not None and first + length > number for number in most):
             return False  # the model has no positions for the padding
         return self.size.is_too_small(rows, length, dtype, costs, training)
 

@@ -107,25 +107,23 @@ class running_row:
 class running_padded:
     """A context in which this model runs transformers' own attention, because it gets no packed rows.
 
+    With None, no model does: for a call in the forward of another model, which may be by a hook.
+
     Layers that are compiled on their own run our attention, which gives the same.
     """
 
     def __init__(self, model: Any) -> None:
-        modules = _modules_of(model)
-        self.run: PaddedRun | None = PaddedRun(modules, [x.config for x in modules if isinstance(x, PreTrainedModel)])
+        self.run: PaddedRun | None = None
+        if model is not None:
+            parts = _parts_of(model)
+            models = [part for reference in parts.models if (part := reference()) is not None]
+            self.run = PaddedRun(parts.modules, [x.config for x in models])
 
     def __enter__(self) -> None:
         self.before, _thread.padded = _thread.padded, self.run
 
     def __exit__(self, *error: object) -> None:
         _thread.padded = self.before
-
-
-class not_running_padded(running_padded):
-    """A context in which no model runs padded: that of another call in its forward, by a hook."""
-
-    def __init__(self) -> None:
-        self.run = None
 
 
 def is_running_padded() -> bool:
@@ -152,14 +150,22 @@ def padded_run_with(config: Any) -> PaddedRun | None:
     return run if run is not None and any(x is config for x in run.configs) else None
 
 
-_modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+class _Parts(NamedTuple):
+    """The modules of a model when it ran first, and those that are models. Later ones run our attention instead."""
+
+    modules: weakref.WeakSet[nn.Module]
+    models: list[weakref.ref[PreTrainedModel]]
 
 
-def _modules_of(model: nn.Module) -> weakref.WeakSet[nn.Module]:
-    """The modules of a model when it ran first. Those that came later run our attention, which gives the same."""
-    found = _modules.get(model)
+_parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()
+
+
+def _parts_of(model: nn.Module) -> _Parts:
+    found = _parts.get(model)
     if found is None:
-        found = _modules[model] = weakref.WeakSet(model.modules())
+        modules = list(model.modules())
+        models = [weakref.ref(x) for x in modules if isinstance(x, PreTrainedModel)]
+        found = _parts[model] = _Parts(weakref.WeakSet(modules), models)
     return found
 
 

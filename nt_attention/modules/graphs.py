@@ -12,17 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .._bounded import BoundedLayout, LengthsUnknownError
-from .._cuda_graphs import (
-    Bucket,
-    CapturedCalls,
-    Computed,
-    NotCapturedError,
-    Sizes,
-    Work,
-    check_call,
-    is_part_of_a_graph,
-    process_settings,
-)
+from .._cuda_graphs import CapturedCalls, check_call, is_part_of_a_graph, process_settings
+from .._graph_capture import Bucket, Computed, Sizes, Work
+from .._graph_device import NotCapturedError
 from ..kernels.select import selection_key
 from ..layout import SequenceLayout
 
@@ -107,8 +99,8 @@ def _run(
         # rows past the last token would spread NaN to the gradients of weights, if they had NaN of another batch
         zeroed=frozenset(lengths | values if torch.is_grad_enabled() else lengths),
         function=run,
-        part=lambda out, note: out[:own],
-        rebuild=lambda out, results: results[0],
+        part=lambda out, form: out[:own],
+        rebuild=lambda computed, results: results[0],
     )
     return cast(Tensor, graphs.run(work, sizes))
 

@@ -397,7 +397,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         for option, is_used, instead in (
             ("dropout in training mode", self.training and self.dropout > 0, "set dropout to 0, or call eval()"),
             ("add_bias_kv or add_zero_attn", self._adds_keys, "leave them out, or use sinks=True"),
-            ("cuda_graphs=True", self.graphs is not None, "leave it out"),
+            ("cuda_graphs", self.graphs is not None, "leave it out"),
         ):
             if is_used:
                 raise ValueError(f"{option} is not supported with a ShardedLayout: {instead}.")

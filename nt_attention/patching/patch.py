@@ -68,16 +68,18 @@ def patch(
             applies to batches that `packing="auto"` would run padded. A graph is captured when a bucket of sizes is
             first met. The number of sequences is rounded up to a power of two, and so is the longest length, to 16 or
             more. The number of tokens is rounded up to one of eight numbers between two powers of two, in steps of 64
-            or more. A graph is replayed for every batch that fits. A handle keeps at most 128 graphs, with at most 16
-            GiB of inputs and outputs (2 GiB each), and frees the least recently used first. Results are copies, and
-            stay valid. A graph is captured again after parameters, modules or attributes of a module were replaced, and
-            for another dtype, device, autocast, adapter, backend or attention implementation. If the model or its
-            layers are compiled, so is what the graphs hold. Changes inside of other objects, such as a field of the
-            config, need `handle.graphs.clear()`. With "training", the memory for the activations of the largest batch
-            stays reserved. A call can have one backward, which computes all gradients. While four calls of a module
-            wait for their backward, further ones run without a graph. Calls that can't run as graphs run as without
-            this option: with hooks of modules, in checkpoints, in encoder-decoders of Hugging Face, or if the host
-            reads values of tensors, as in some mixtures of experts. `handle.graphs.calls` counts them with the reason.
+            or more. A graph is replayed for every batch that fits. A handle keeps at most 128 graphs of a module, with
+            at most 16 GiB of inputs and outputs (2 GiB each), and frees the least recently used first. Results are
+            copies, and stay valid. A graph is captured again after parameters, modules or attributes of a module were
+            replaced, and for another dtype, device, autocast, adapter, backend or attention implementation. If the
+            model or its layers are compiled, so is what the graphs hold. Changes inside of other objects, such as a
+            field of the config, need `handle.graphs.clear()`. With "training", the memory for the activations of the
+            largest batch stays reserved, and gradients are held once more. A call can have one backward, which computes
+            all gradients: a second one raises a RuntimeError, as do parameters that were changed in place before it.
+            While four calls of a module wait for their backward, further ones run without a graph. Calls that can't run
+            as graphs run as without this option: with hooks of modules, in checkpoints, in encoder-decoders of Hugging
+            Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls` counts
+            them with the reason.
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
             parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
             batch is checked. In training with labels, packed logits are those of a rank's own tokens, in an order of
@@ -91,8 +93,8 @@ def patch(
 
     Raises:
         ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
-            The model is then not changed. Or `mesh` has several dimensions, or is passed with `cuda_graphs=True` or
-            `padding_free=False`.
+            The model is then not changed. Or an option has another value than those above. Or `mesh` has several
+            dimensions, or is passed with `cuda_graphs` or `padding_free=False`.
         TypeError: `model` is not a module, or `mesh` is not a `DeviceMesh`.
 
     Example:

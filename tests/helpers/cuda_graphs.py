@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import nt_attention as nta
-from nt_attention import _cuda_graphs, _offsets
+from nt_attention import _cuda_graphs, _graph_capture, _graph_device, _offsets
 from nt_attention.kernels import adapters, select
 
 GPU = torch.cuda.is_available()
@@ -92,7 +92,7 @@ def _key(x):
     return x.untyped_storage()._cdata
 
 
-class FakeDevice(_cuda_graphs.Device):
+class FakeDevice(_graph_device.Device):
     """Records in place of a capture."""
 
     def __init__(self, device):
@@ -178,7 +178,8 @@ def cuda_graphs(monkeypatch):
     no_modes = _offsets._no_modes  # tensors that are cached in a capture are computed in each replay
     monkeypatch.setattr(_offsets, "_no_modes", lambda: nullcontext() if _recorders else no_modes())
     monkeypatch.setattr(_cuda_graphs, "Device", FakeDevice)
-    monkeypatch.setattr(_cuda_graphs, "supports", lambda tensor: True)
+    for module in (_cuda_graphs, _graph_capture):
+        monkeypatch.setattr(module, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]
     given = {"forward": forward, "backward": backward, "prepare_forward": None, "prepare_backward": None}
     fake = dataclasses.replace(known, **given, dtypes=None, refuses=lambda spec: [])

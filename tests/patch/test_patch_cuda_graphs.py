@@ -27,8 +27,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor.compile_fx import compile_fx
 
 import nt_attention as nta
-from nt_attention import _cuda_graphs
-from nt_attention._cuda_graphs import CapturedCalls, Sizes
+from nt_attention import _cuda_graphs, _graph_capture
+from nt_attention._cuda_graphs import CapturedCalls
+from nt_attention._graph_capture import Sizes
 from nt_attention.hf import packed_forward
 from nt_attention.hf.graphs import BoundedPacking
 from nt_attention.patching.handle import NotPackedWarning
@@ -109,7 +110,7 @@ class TestResults:
         import transformers
 
         if not GPU:  # the scalars of a `PackedMask` are on the CPU, and it reads them
-            monkeypatch.setattr(_cuda_graphs, "_NoHostReads", nullcontext)
+            monkeypatch.setattr(_graph_capture, "_NoHostReads", nullcontext)
 
         config = getattr(transformers, f"{kind}Config")(**(tiny.TEXT | more))
         model, handle, other = pair(getattr(transformers, f"{kind}Model")(config).eval().to(DEVICE))
@@ -266,7 +267,7 @@ class TestReasons:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         model, handle, _ = pair(make("llama", "LlamaModel", max_position_embeddings=8, rope_parameters=rope))
         run(model, batch_of([12, 3, 5]))
-        monkeypatch.setattr(_cuda_graphs, "_capture", None)  # calling it is an error
+        monkeypatch.setattr(_cuda_graphs, "capture", None)  # calling it is an error
         run(model, batch_of([11, 4, 5]))
         assert handle.graphs.calls.total() == 2
 
@@ -377,7 +378,8 @@ class TestReasons:
         assert_same(run(model._replicate_for_data_parallel(), batch), run(other, batch), TOLERANCE)
         assert list(handle.graphs.calls) == ["the module is a replica of DataParallel"]
 
-    def test_no_memory_for_a_large_batch(self, monkeypatch):
+    @pytest.mark.parametrize("failures", [1, 2])
+    def test_no_memory_for_a_large_batch(self, failures, monkeypatch):
         """Smaller ones are captured all the same."""
         model, handle, other = pair(make())
 
@@ -385,17 +387,20 @@ class TestReasons:
             raise torch.OutOfMemoryError("no memory")
 
         batch = batch_of([100, 100])
-        with monkeypatch.context() as patched:
-            patched.setattr(_cuda_graphs.Device, "capture", out_of_memory)
+        for times in (failures, 1):
+            with monkeypatch.context() as patched:
+                patched.setattr(_cuda_graphs.Device, "capture", out_of_memory)
+                for _ in range(times):
+                    assert_same(run(model, batch), run(other, batch), TOLERANCE)
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert_same(run(model, batch), run(other, batch), TOLERANCE)  # is not tried again
-        batch = batch_of([5, 2, 9])
-        assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.calls == {"there was no memory to capture it": 2, None: 1}
+            batch = batch_of([5, 2, 9])
+        no_memory = handle.graphs.calls["there was no memory to capture it"]
+        assert no_memory == {1: 2, 2: 4}[failures]  # after two failures, it is not tried again
+        assert handle.graphs.calls[None] == {1: 2, 2: 1}[failures]
 
     def test_a_graph_with_large_outputs(self, monkeypatch):
         model, handle, other = pair(make())
-        monkeypatch.setattr(_cuda_graphs, "LARGEST", 10_000)
+        monkeypatch.setattr(_graph_capture, "LARGEST", 10_000)
         small, large = batch_of([5, 2]), batch_of([30, 30])
         for batch in (large, small, large):
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
@@ -459,8 +464,10 @@ class TestState:
         rows, dims = old.weight.shape
         model.set_input_embeddings(nn.Embedding(2 * rows, dims, old.padding_idx).to(DEVICE))
         replayed = []
-        once = _cuda_graphs._Graph.run
-        monkeypatch.setattr(_cuda_graphs._Graph, "run", lambda self, work: (replayed.append(self), once(self, work))[1])
+        once = _graph_capture.Graph.run
+        monkeypatch.setattr(
+            _graph_capture.Graph, "run", lambda self, work: (replayed.append(self), once(self, work))[1]
+        )
         (graph,) = handle.graphs._graphs.values()
         run(model, batch_of([5, 2, 9]))
         assert replayed
@@ -479,7 +486,7 @@ class TestState:
         run(model, batch)
         for each in (model, other):
             each.lm_head.weight = nn.Parameter(each.lm_head.weight[:50])
-        assert not handle.graphs._state_of(model, differentiates=False).is_current
+        assert not handle.graphs._records[id(model), False].state.is_current
         if GPU:  # fake graphs would compute other shapes before the states are compared
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
             assert handle.graphs.captured == 2
@@ -702,19 +709,36 @@ class TestBounds:
         gc.collect()
         assert freed() is None
 
-    def test_copies_are_freed(self):
+    @pytest.mark.parametrize("refused", [False, True])
+    def test_copies_are_freed(self, refused):
         """They share the handle of the model."""
         model, _, _ = pair(make())
+        run(model, batch_of([5, 2, 9]))
         freed = []
         for _ in range(3):
             copied = copy.deepcopy(model)
+            if refused:
+                copied.encoder.register_forward_hook(lambda *args: None)
             run(copied, batch_of([5, 2, 9]))
-            freed.append(weakref.ref(copied))
+            freed += [weakref.ref(copied), weakref.ref(copied.encoder.layer[0].output.dense.weight)]
             del copied
         gc.collect()
-        assert not any(reference() for reference in freed)
         run(model, batch_of([5, 2, 9]))
+        gc.collect()
+        assert not any(reference() is not None for reference in freed)
         assert len(model.forward.handle.graphs) == 1
+
+    def test_a_module_that_changes_often_is_not_captured_each_time(self):
+        model, handle, other = pair(make())
+        batch, often = batch_of([5, 2, 9]), "the module, its parameters or its attributes change too often"
+        for step in range(20):
+            model.step = step
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == _cuda_graphs.RENEWALS
+        assert handle.graphs.calls[often] == 20 - _cuda_graphs.RENEWALS
+        for _ in range(20):  # it stays the same
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == _cuda_graphs.RENEWALS + 1
 
     @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deep", "pickle"])
     def test_copies_have_graphs_of_their_own(self, copier):
@@ -859,7 +883,7 @@ class Compiles:
         self.graphs += 1
 
         def run(*arguments):
-            self.captured += _cuda_graphs._thread.is_capturing
+            self.captured += _graph_capture.is_capturing()
             return compiled(*arguments)
 
         return run

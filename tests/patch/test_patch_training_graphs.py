@@ -27,6 +27,7 @@ from torch.utils import checkpoint
 import nt_attention as nta
 from nt_attention import _cuda_graphs
 from nt_attention._graph_gradients import SLOTS
+from nt_attention.hf.graphs import BoundedPacking
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
 
@@ -163,6 +164,20 @@ class TestResults:
             found.append((out.logits, gradients(each)))
         assert found[0][0].shape == ((1, 16, tiny.VOCABULARY) if logits is None else (3, 11, tiny.VOCABULARY))
         torch.testing.assert_close(found[0], found[1], rtol=10 * TOLERANCE, atol=TOLERANCE)
+        assert handle.graphs.calls == {None: 1}
+
+    def test_logits_of_a_batch_without_padding(self):
+        """Without a graph, nothing is packed."""
+        model, handle, other = pair(make("bert", "BertForMaskedLM"))
+        ids = torch.randint(5, tiny.VOCABULARY, (2, 4)).to(DEVICE)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        results = []
+        for each in (model, other):
+            out = each(**batch)
+            assert out.logits.shape[:2] == (2, 4)
+            (out.loss + out.logits.square().mean()).backward()
+            results.append((out.loss, out.logits, gradients(each)))
+        torch.testing.assert_close(*results, rtol=10 * TOLERANCE, atol=TOLERANCE)
         assert handle.graphs.calls == {None: 1}
 
     def test_embeddings_with_gradients(self):
@@ -402,6 +417,37 @@ class TestBackwards:
         loss.backward()
         torch.testing.assert_close(gradients(model), solve(other, batch)[1], rtol=10 * TOLERANCE, atol=TOLERANCE)
 
+    def test_results_do_not_keep_graphs_after_the_backward(self):
+        model, handle, _ = pair(make())
+        out = model(**batch_of([5, 2, 9]))
+        loss_of(out).backward()
+        (graph,) = handle.graphs._graphs.values()
+        of_graph = weakref.ref(graph.backward)
+        del graph
+        handle.graphs.clear()
+        gc.collect()
+        assert of_graph() is None
+        assert out.last_hidden_state.grad_fn is not None
+
+    def test_padded_outputs_keep_nothing_in_a_cycle(self):
+        """After a failed capture, the call runs without a graph, and needs the memory."""
+        mask = batch_of([5, 2, 9])["attention_mask"] != 0
+        packing = BoundedPacking.of_mask(mask, 64)
+        packed = torch.zeros(1, 64, 4, device=DEVICE, requires_grad=True).square()
+        freed = weakref.ref(packed)
+        padded = packing.pad(packed)
+        gc.disable()
+        try:
+            del packed, packing, padded
+            assert freed() is None
+        finally:
+            gc.enable()
+
+    def test_memory_of_gradients_is_counted(self):
+        model, handle, _ = pair(make())
+        loss_of(model(**batch_of([5, 2, 9]))).backward()
+        assert handle.graphs.memory > sum(x.nbytes for x in model.parameters())
+
     def test_models_are_freed(self):
         model, _, _ = pair(make())
         loss_of(model(**batch_of([5, 2, 9]))).backward()
@@ -585,6 +631,18 @@ class TestReasons:
 
         self.check("tensors that are no parameters of the module", change=change)
         assert shared.grad is not None
+
+    def test_tensor_that_is_no_parameter_of_a_frozen_model(self):
+        model, handle, other = pair(make().requires_grad_(False))
+        found = []
+        for each in (model, other):
+            dense = each.encoder.layer[0].output.dense
+            dense.extra = torch.zeros(dense.out_features, device=DEVICE, requires_grad=True)
+            dense.forward = lambda x, dense=dense: type(dense).forward(dense, x) + dense.extra
+            loss_of(each(**batch_of([5, 2, 9]))).backward()
+            found.append(dense.extra.grad)
+        assert handle.graphs.calls == {"its outputs have gradients of tensors that are no parameters of the module": 1}
+        torch.testing.assert_close(found[0], found[1], rtol=10 * TOLERANCE, atol=TOLERANCE)
 
     def test_sparse_gradients(self):
         def change(model):

@@ -1,0 +1,92 @@
+"""The device of CUDA graphs: captures them, and runs them one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class NotCapturedError(Exception):
+    """A call can't run as a CUDA graph. The message says why."""
+
+
+class Device:
+    """Captures graphs on a CUDA device, and runs them one after another, because they share memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream, self._done = torch.cuda.Stream(device), torch.cuda.Event()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """A context that waits, on the current stream, until the one before is done."""
+        torch.cuda.current_stream().wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record(torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        """Wait, on the host, until no graph runs, so that their tensors can be freed."""
+        self._done.synchronize()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """A context that runs on the stream of captures."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # also after an error, because the call then runs without a graph
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """A function that replays the work of `function`, and the outputs to which it writes.
+
+        Raises:
+            NotCapturedError: the work can't be captured.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # other threads may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = function()
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a failed capture leaves these to us
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.synchronize()
+            self._end_for_random_numbers()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            cause = error.__context__ or error  # the error at the end of a capture hides the first one
+            raise NotCapturedError(f"a CUDA graph can't be captured: {str(cause).splitlines()[0]}") from error
+        return graph.replay, outputs
+
+    def _end_for_random_numbers(self) -> None:
+        """End a failed capture for the random number generator, which would raise an error in each later call.
+
+        It has no function for this, but the end of another capture does it.
+        """
+        x = torch.zeros(1, device=self.device)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+            x.zero_()
+
+    def capture_both(
+        self, forward: Callable[[], Any], backward: Callable[[Any], Any]
+    ) -> tuple[Callable[[], None], Any, Callable[[], None], Any]:
+        """`capture` of a forward, and of a backward that gets its outputs."""
+        replay, outputs = self.capture(forward)
+        return replay, outputs, *self.capture(lambda: backward(outputs))
+
+
+def supports(tensor: Tensor) -> bool:
+    """Whether calls with tensors on this device can run as graphs."""
+    return tensor.is_cuda
