@@ -634,12 +634,12 @@ class TestReasons:
 
     def test_tensor_that_is_no_parameter_of_a_frozen_model(self):
         model, handle, other = pair(make().requires_grad_(False))
-        found = []
+        batch, found = batch_of([5, 2, 9]), []
         for each in (model, other):
             dense = each.encoder.layer[0].output.dense
             dense.extra = torch.zeros(dense.out_features, device=DEVICE, requires_grad=True)
             dense.forward = lambda x, dense=dense: type(dense).forward(dense, x) + dense.extra
-            loss_of(each(**batch_of([5, 2, 9]))).backward()
+            loss_of(each(**batch)).backward()
             found.append(dense.extra.grad)
         assert handle.graphs.calls == {"its outputs have gradients of tensors that are no parameters of the module": 1}
         torch.testing.assert_close(found[0], found[1], rtol=10 * TOLERANCE, atol=TOLERANCE)
