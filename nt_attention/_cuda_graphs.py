@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,56 +84,89 @@ def process_settings(device: torch.device) -> tuple[object, ...]:
     )
 
 
+_Key = tuple[tuple[Hashable, ...], Bucket]  # `Kind.of_graph`, and the bucket
+
+
+class _Mode(NamedTuple):
+    """How a module is called. Training and evaluation by turns do not make the graphs of each other stale.
+
+    Attributes:
+        training: whether the module is in training mode.
+        grad_mode: whether gradients are enabled.
+        has_parameters: whether gradients are enabled, and a parameter requires one.
+    """
+
+    training: bool
+    grad_mode: bool
+    has_parameters: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Mode:
+        grad_mode = torch.is_grad_enabled()
+        return cls(module.training, grad_mode, grad_mode and any(x.requires_grad for x in module.parameters()))
+
+
 @dataclass(eq=False)
 class _Record:
-    """What is known about the graphs of a module, with or without gradients.
+    """What is known about the graphs of a module in one mode.
 
     Attributes:
         module: the module.
         state: that of the last capture, or attempt.
         slots: device → memory for graphs with gradients.
         refused: what can't be captured in this state → the reason.
-        always_refused: the same in any state.
-        failed_once: what has failed for a reason that may have been chance.
+        waits: what is tried again later → after how many calls, and the reason.
+        failures: how often it has failed.
         renewals: how many states there were.
         calls: how many calls of this state found no graph.
+        changes: why a module that changes often is not captured at once.
     """
 
     module: weakref.ref[nn.Module]
     state: ModuleState | None = None
     slots: dict[torch.device, list[Slot]] = field(default_factory=dict)
     refused: dict[Hashable, str] = field(default_factory=dict)
-    always_refused: dict[Hashable, str] = field(default_factory=dict)
-    failed_once: set[Hashable] = field(default_factory=set)
+    waits: dict[Hashable, tuple[int, str]] = field(default_factory=dict)
+    failures: Counter[Hashable] = field(default_factory=Counter)
     renewals: int = 0
     calls: int = 0
+    changes: str = "the module, its parameters or its attributes change too often"
 
     def renew(self, module: nn.Module) -> ModuleState:
         """Read the state of the module again."""
         self.state = ModuleState(module)
-        self.refused, self.failed_once = {}, set()
+        self.refused, self.waits, self.failures = {}, {}, Counter()
         self.renewals, self.calls = self.renewals + 1, 0
         return self.state
 
     def check(self, what: Hashable, bucket: Bucket) -> None:
         """Raise a NotCapturedError if an attempt to capture would fail, or would not be worth its time."""
         for key in (what, (what, bucket)):
-            for refused in (self.refused, self.always_refused):
-                if key in refused:
-                    raise NotCapturedError(refused[key])
+            if key in self.refused:
+                raise NotCapturedError(self.refused[key])
+            calls, reason = self.waits.get(key, (0, ""))
+            if calls:
+                self.waits[key] = calls - 1, reason
+                raise NotCapturedError(reason)
         self.calls += 1
         # a module that was changed n times has to stay the same for n - RENEWALS calls
         if self.calls <= min(self.renewals - RENEWALS, 100):
-            raise NotCapturedError("the module, its parameters or its attributes change too often")
+            raise NotCapturedError(self.changes)
 
     def refuse(self, what: Hashable, bucket: Bucket, error: NotCapturedError) -> None:
-        """Note why something can't be captured. Only a smaller bucket of it is tried if it is too large."""
+        """Note why something can't be captured. If it is too large, smaller buckets are still tried."""
         key = (what, bucket) if isinstance(error, TooLargeError) else what
-        if isinstance(error, ByChanceError) and key not in self.failed_once:
-            self.failed_once.add(key)
-            return
-        refused = self.always_refused if isinstance(error, ChangesItselfError) else self.refused
-        refused[key] = str(error)
+        if isinstance(error, ByChanceError):
+            self.wait(key, str(error))
+        else:
+            self.refused[key] = str(error)
+        if isinstance(error, ChangesItselfError):
+            self.renewals, self.changes = max(self.renewals, RENEWALS + 1), str(error)
+
+    def wait(self, key: Hashable, reason: str) -> None:
+        """Try again later: at once after the first failure, and after twice as many calls each further time."""
+        self.failures[key] += 1
+        self.waits[key] = 2 ** min(self.failures[key], 10) - 2, reason
 
 
 class CapturedCalls:
@@ -152,9 +185,9 @@ class CapturedCalls:
         self.training = training
         self.calls: Counter[str | None] = Counter()
         self.captured = 0
-        self._graphs: OrderedDict[tuple[Hashable, Bucket], Graph] = OrderedDict()
-        # id of a module, and if gradients are computed; not a global table, in which no module would be freed
-        self._records: dict[tuple[int, bool], _Record] = {}
+        self._graphs: OrderedDict[_Key, Graph] = OrderedDict()
+        # id and mode of a module → its record; not a global table, in which no module would be freed
+        self._records: dict[tuple[int, _Mode], _Record] = {}
         self._without_gradients: dict[torch.device, Slot] = {}  # all modules share its memory
         self._freed: list[weakref.ref[nn.Module]] = []  # modules that were freed
         self._lock = threading.RLock()
@@ -218,14 +251,14 @@ class CapturedCalls:
         """
         tensor = next(iter(work.inputs.values()))
         guard = functools.partial(self._guard, tensor.device)
-        grad_mode = torch.is_grad_enabled()
-        differentiates = grad_mode and _is_differentiable(work)
+        mode = _Mode.of(work.module)
+        differentiates = mode.grad_mode and (mode.has_parameters or bool(work.differentiable))
         with guard():
             if self._freed:
                 self._drop_freed()
-            record = self._record_of(work.module, differentiates)
+            record = self._record_of(work.module, mode)
             slot = self._free_slot(tensor.device, record if differentiates else None)
-            kind = Kind(work, grad_mode, differentiates, slot)
+            kind = Kind(work, mode.grad_mode, differentiates, slot)
             state = record.state
             graph = None if state is None or not state.has_its_tensors else self._find(kind, sizes, state)
             if graph is not None and state is not None:
@@ -240,7 +273,8 @@ class CapturedCalls:
                 tensors = [*(work.inputs[name] for name in work.differentiable), *graph.state.differentiable]
                 token = slot.take()
                 read = [(x, version_of(x), x.untyped_storage()) for x in graph.state.tensors()]
-                call = Replayed(graph.backward, slot, guard, read, [x.shape for x in tensors])
+                parts = graph.parts(work, graph.backward.grads)
+                call = Replayed(graph.backward, slot, guard, read, [x.shape for x in tensors], parts)
         if graph.backward is not None:
             results = connect(call, token, results, tensors)
         return work.rebuild(graph.computed, results)
@@ -251,8 +285,8 @@ class CapturedCalls:
         with self._lock, torch.inference_mode(False), torch.no_grad(), _current(device):
             yield
 
-    def _record_of(self, module: nn.Module, differentiates: bool) -> _Record:
-        key = id(module), differentiates
+    def _record_of(self, module: nn.Module, mode: _Mode) -> _Record:
+        key = id(module), mode
         record = self._records.get(key)
         if record is None or record.module() is not module:
             # the callback may run at any moment, so the lists and dictionaries here are changed later, in the lock
@@ -298,13 +332,13 @@ class CapturedCalls:
             self._drop(self._graphs_of(self._records[key].state))
             del self._records[key]
 
-    def _drop(self, keys: Sequence[tuple[Hashable, Bucket]]) -> None:
+    def _drop(self, keys: Sequence[_Key]) -> None:
         if keys:
             self._wait()
         for key in keys:
             del self._graphs[key]
 
-    def _graphs_of(self, state: ModuleState | None) -> list[tuple[Hashable, Bucket]]:
+    def _graphs_of(self, state: ModuleState | None) -> list[_Key]:
         """The keys of the graphs that were captured in this state, the least recently used first."""
         return [key for key, graph in self._graphs.items() if graph.state is state]
 
@@ -350,15 +384,17 @@ class CapturedCalls:
 
     def _evict(self, state: ModuleState) -> None:
         """Free the least recently used graphs: of the module if it has too many, or of all if they take much memory."""
-        self._drop(self._graphs_of(state)[:-GRAPHS])
-        while len(self._graphs) > 1 and self._memory_of_graphs() > MEMORY:
-            self._wait()
-            self._graphs.popitem(last=False)
-
-
-def _is_differentiable(work: Work) -> bool:
-    """Whether an input or a parameter requires a gradient."""
-    return bool(work.differentiable) or any(x.requires_grad for x in work.module.parameters())
+        evicted = self._graphs_of(state)[:-GRAPHS]
+        excess = self._memory_of_graphs() - MEMORY
+        for key in list(self._graphs)[:-1]:
+            if excess > 0 and key not in evicted:
+                excess -= self._graphs[key].memory
+                evicted.append(key)
+        for of_graph, bucket in evicted:
+            owner = self._graphs[of_graph, bucket].state
+            record = next(x for x in self._records.values() if x.state is owner)
+            record.wait((of_graph[:-1], bucket), "its graph was freed, because there are too many")
+        self._drop(evicted)
 
 
 def _replay(graph: Graph, kind: Kind) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
 import random
 import threading
@@ -14,11 +15,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._graph_device import NotCapturedError, supports
-from ._graph_gradients import Backward, Gradients, Slot, backward_of, reached_by
+from ._graph_gradients import Backward, Gradients, Slot, backward_of, reached_by, used_by
 from ._module_state import ModuleState, Snapshot
 
 LARGEST = 2 * 2**30  # bytes of the inputs and outputs of a graph: of larger ones, few would fit into memory
@@ -150,10 +152,14 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A captured graph, and the tensors that it reads and writes. `backward` is None for calls without gradients."""
+    """A captured graph, and the tensors that it reads and writes. `backward` is None for calls without gradients.
+
+    `memory` is the number of bytes of these tensors, without the gradients of parameters, which graphs share.
+    """
 
     bucket: Bucket
     state: ModuleState
+    memory: int
     replay: Callable[[], None]
     inputs: dict[str, Tensor]
     computed: Computed
@@ -165,13 +171,13 @@ class Graph:
         """The results of a call: copies of parts of the outputs."""
         _fill(self.inputs, work, self._parts)
         self.replay()
-        parts = [work.part(x, note) for x, note in zip(self.outputs, self.computed.forms, strict=True)]
-        return [x.clone(memory_format=torch.contiguous_format) for x in parts]
+        parts = self.parts(work, self.outputs)
+        return [x.clone(memory_format=torch.contiguous_format) for x in parts if x is not None]
 
-    @property
-    def memory(self) -> int:
-        grads = [] if self.backward is None else [x for x in self.backward.grads if x is not None]
-        return _nbytes(*self.inputs.values(), *self.outputs, *grads)
+    def parts(self, work: Work, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The parts of the outputs, or of their gradients, that belong to a call."""
+        forms = self.computed.forms
+        return [None if x is None else work.part(x, form) for x, form in zip(tensors, forms, strict=True)]
 
 
 def _fill(inputs: dict[str, Tensor], work: Work, cached: dict[tuple[torch.Size, ...], list[Tensor]]) -> None:
@@ -253,6 +259,7 @@ class _Program:
         self.parameters = [_alias(x) for x in state.differentiable] if kind.differentiates else []
         self.grads: Gradients | None = None
         self.reached: list[frozenset[int]] = []
+        self.used_by: list[frozenset[int]] = []
 
     def forward(self) -> Computed:
         with self.state.replaced(self.parameters) if self.kind.differentiates else nullcontext():
@@ -281,6 +288,7 @@ class _Program:
             if reached is None:
                 raise NotCapturedError(_OTHER_LEAF)
             self.reached.append(reached)
+        self.used_by = used_by(outputs)
         self.grads = [torch.zeros_like(x, requires_grad=False) if x.requires_grad else None for x in outputs]
 
     def run(self) -> list[Tensor]:
@@ -298,7 +306,10 @@ class _Program:
                 raise NotCapturedError("its forward runs a backward")
         elif any(x.requires_grad for x in computed.tensors):
             raise NotCapturedError(_OTHER_LEAF)
-        return [*self.inputs.values(), *computed.tensors, *(x for x in self.grads or () if x is not None)]
+        return [*self.inputs.values(), *computed.tensors, *self._grads(), *self.own]
+
+    def _grads(self) -> list[Tensor]:
+        return [x for x in self.grads or () if x is not None]
 
     def capture(self) -> Graph:
         """Run the program, run it again in a mode that finds reads of the host, and capture it."""
@@ -309,7 +320,7 @@ class _Program:
         except BaseException:
             before.restore()  # the call runs without a graph
             raise
-        backward = None
+        backward, of_inputs = None, []
         if self.kind.differentiates:
             replay, computed, replay_backward, gradients = device.capture_both(self.forward, self.backward)
         else:
@@ -318,21 +329,26 @@ class _Program:
         outputs = computed.tensors
         if self.kind.differentiates:
             kept = self.inputs, outputs, replay
-            backward = Backward(replay_backward, cast(Gradients, self.grads), gradients, self.reached, kept)
-        return Graph(self.bucket, self.state, replay, self.inputs, computed, outputs, backward)
+            grads = cast(Gradients, self.grads)
+            backward = Backward(replay_backward, grads, gradients, self.reached, self.used_by, kept)
+            of_inputs = gradients[: len(self.own)]
+        memory = _nbytes(*self.inputs.values(), *outputs, *self._grads(), *(x for x in of_inputs if x is not None))
+        return Graph(self.bucket, self.state, memory, replay, self.inputs, computed, outputs, backward)
 
     def _try(self) -> None:
         """Run the program twice. Raises a NotCapturedError if a replay would not do the same."""
         module = self.kind.work.module
         if _nbytes(*self.run()) > LARGEST:  # compiles what can't be compiled in a mode
             raise TooLargeError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
-        first, drawn = Snapshot(module), _host_random_state()
-        with _NoHostReads():
+        first, drawn, watch = Snapshot(module), _host_random_state(), _Watch()
+        with watch:
             self.run()
         if not first.is_current:  # replays do not run Python code
             raise ChangesItselfError("its forward changes attributes or buffers of a module")
         if drawn != _host_random_state():
             raise ByChanceError("its forward draws random numbers on the host")
+        if watch.has_left_tensors():
+            raise NotCapturedError("its forward keeps tensors that it computes, such as losses in a list")
 
 
 def _host_random_state() -> bytes:
@@ -366,8 +382,15 @@ def _nbytes(*tensors: Tensor) -> int:
 _READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class _NoHostReads(TorchDispatchMode):
-    """Raises a `NotCapturedError` if the host reads values of a tensor on a GPU, or shapes depend on them."""
+class _Watch(TorchDispatchMode):
+    """Finds what a replay would not do.
+
+    Raises a `NotCapturedError` if the host reads values of a tensor on a GPU, or shapes depend on them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[StorageWeakRef] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -375,7 +398,7 @@ class _NoHostReads(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, Tensor)]
+        given = tensors_of((args, kwargs))
         on_gpu = any(supports(x) for x in given)
         if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):  # has the tag for masks
             is_read = any(x.dtype in (torch.bool, torch.uint8) for x in pytree.tree_leaves(args[1]) if x is not None)
@@ -386,4 +409,14 @@ class _NoHostReads(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if on_gpu and isinstance(out, Tensor) and not supports(out) and out.device.type != "meta":
             raise NotCapturedError(f"its forward copies values to the host ({func})")
+        known = {x.untyped_storage()._cdata for x in given}
+        storages = [x.untyped_storage() for x in tensors_of(out)]
+        self._made += [StorageWeakRef(x) for x in storages if x._cdata not in known]
         return out
+
+    def has_left_tensors(self) -> bool:
+        """Whether a tensor that was made exists after the run."""
+        if all(x.expired() for x in self._made):
+            return False
+        gc.collect()
+        return not all(x.expired() for x in self._made)

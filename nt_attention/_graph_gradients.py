@@ -8,9 +8,10 @@ several slots.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -76,6 +77,7 @@ class Backward:
         grads: the gradients of the outputs, which it reads; None for outputs that have no gradient.
         gradients: those of the inputs and parameters, which it writes; None where the outputs do not depend on them.
         reached: for each output, the indices of the inputs and parameters on which it depends.
+        used_by: for each output, the indices of the outputs that are computed from it.
         kept: further tensors that it reads, and the graph of the forward, in whose memory the activations are.
     """
 
@@ -83,28 +85,30 @@ class Backward:
     grads: Gradients
     gradients: Gradients
     reached: Sequence[frozenset[int]]
+    used_by: Sequence[frozenset[int]]
     kept: object
 
     def prepare(
-        self, grads: Sequence[Tensor | None], shapes: Sequence[torch.Size], needed: Sequence[bool]
+        self, grads: Sequence[Tensor | None], parts: Gradients, shapes: Sequence[torch.Size], needed: Sequence[bool]
     ) -> Callable[[], Gradients]:
         """Copy the gradients of the outputs. The result replays the graph, and returns the gradients that are needed.
 
-        They are copies, of tensors of these shapes, and None where no output with a gradient depends on them. Outputs
-        and inputs of a call are the first parts of those of the graph. The other parts have a gradient of 0.
+        They are copies, of tensors of these shapes, and None where no output with a gradient depends on them. Inputs of
+        a call are the first parts of those of the graph. `parts` of `self.grads` belong to the outputs of the call. The
+        other parts have a gradient of 0.
         """
         used = frozenset().union(*(at for at, grad in zip(self.reached, grads, strict=True) if grad is not None))
         which = [i for i, x in enumerate(self.gradients) if x is not None and needed[i] and i in used]
         own = [_first(cast(Tensor, self.gradients[i]), shapes[i]) for i in which]
         copies = [torch.empty_like(x) for x in own]  # before the replay, after which no error may happen
         zeros, targets, sources = [], [], []
-        for static, grad in zip(self.grads, grads, strict=True):
-            if static is None:
+        for static, part, grad in zip(self.grads, parts, grads, strict=True):
+            if static is None or part is None:
                 continue
-            if grad is None or grad.shape != static.shape:
+            if grad is None or part.numel() != static.numel():
                 zeros.append(static)
             if grad is not None:
-                targets.append(_first(static, grad.shape))
+                targets.append(part)
                 sources.append(grad)
         if zeros:
             torch._foreach_zero_(zeros)
@@ -140,18 +144,33 @@ def reached_by(output: Tensor, tensors: Sequence[Tensor]) -> frozenset[int] | No
     return None if -1 in found else frozenset(found)
 
 
+def used_by(outputs: Sequence[Tensor]) -> list[frozenset[int]]:
+    """For each output, the indices of the outputs that are computed from it, such as the loss from logits."""
+    nodes = [set(_nodes_of(x)) for x in outputs]
+    return [
+        frozenset(
+            j for j, other in enumerate(outputs) if x.grad_fn in nodes[j] and other.grad_fn is not x.grad_fn is not None
+        )
+        for x in outputs
+    ]
+
+
 def _leaves_of(output: Tensor) -> Iterator[Tensor]:
     """The leaves that get a gradient in a backward of the output."""
-    if output.grad_fn is None:
-        if output.requires_grad:
-            yield output
-        return
-    waiting = [output.grad_fn]
+    if output.grad_fn is None and output.requires_grad:
+        yield output
+    for node in _nodes_of(output):
+        if (variable := getattr(node, "variable", None)) is not None:  # the node that accumulates in `.grad`
+            yield variable
+
+
+def _nodes_of(output: Tensor) -> Iterator[Any]:
+    """The nodes of autograd that a backward of the output runs."""
+    waiting = [] if output.grad_fn is None else [output.grad_fn]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if (variable := getattr(node, "variable", None)) is not None:  # the node that accumulates in `.grad`
-            yield variable
+        yield node
         for other, _ in node.next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
@@ -168,7 +187,9 @@ class Replayed:
         guard: a context in which graphs of this slot may run.
         read: the tensors of the module, their versions and their memory, which stays until the backward has run.
         shapes: those of the inputs and parameters with gradients.
+        parts: the parts of `backward.grads` that belong to the outputs of the call.
         ran: whether the backward has run.
+        watched: the outputs from which others are computed: their indices, hooks, and references to them.
     """
 
     backward: Backward
@@ -176,13 +197,35 @@ class Replayed:
     guard: Callable[[], AbstractContextManager[Any]]
     read: Sequence[tuple[Tensor, int | None, torch.UntypedStorage]]
     shapes: list[torch.Size]
+    parts: Gradients
     ran: bool = False
+    watched: list[tuple[int, dict[int, Any], weakref.ref[Tensor]]] = field(default_factory=list)
+
+    def watch(self, results: Sequence[Tensor]) -> None:
+        """Note where hooks of the results will be, because their gradients will be incomplete."""
+        for i, others in enumerate(self.backward.used_by):
+            if others and (x := results[i]).requires_grad:
+                x.register_hook(lambda grad: None).remove()  # leaves an empty dictionary
+                self.watched.append((i, cast(Any, x)._backward_hooks, weakref.ref(x)))
+
+    def _check_hooks(self, grads: Sequence[Tensor | None]) -> None:
+        for i, hooks, reference in self.watched:
+            x = reference()
+            if (hooks or (x is not None and x.retains_grad)) and any(
+                grads[j] is not None for j in self.backward.used_by[i]
+            ):
+                raise RuntimeError(
+                    "an output of a call that ran as a CUDA graph has a hook or retains its gradient, which does not "
+                    "contain the part of the loss that the call has computed from this output: remove the hook, or "
+                    "patch the model with cuda_graphs=True, which runs calls with gradients without graphs."
+                )
 
     def gradients(self, grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
         """See `Backward.prepare`.
 
         Raises:
-            RuntimeError: it has run before, or the module was changed since the forward.
+            RuntimeError: it has run before, the module was changed since the forward, or an output has a hook that
+            would not get its whole gradient.
         """
         with self.guard():
             if self.ran:
@@ -193,8 +236,9 @@ class Replayed:
                     "operation since the forward, which ran as a CUDA graph: change it after the backward, or patch "
                     "the model with cuda_graphs=True, which runs calls with gradients without graphs."
                 )
+            self._check_hooks(grads)
             with self.slot.device.in_order():
-                run = self.backward.prepare(grads, self.shapes, needed)
+                run = self.backward.prepare(grads, self.parts, self.shapes, needed)
                 self.ran = True
                 found = run()
             self.slot.leave()  # also if autograd keeps what it saved, with retain_graph=True
@@ -234,7 +278,9 @@ def connect(call: Replayed, token: Tensor, results: Sequence[Tensor], tensors: S
         results: copies of the outputs, which nobody else has.
         tensors: the inputs and parameters with gradients, in the order of `call.backward.gradients`.
     """
-    return list(_Call.apply(call, token, results, *tensors))
+    outputs = list(_Call.apply(call, token, results, *tensors))
+    call.watch(outputs)
+    return outputs
 
 
 def why_not_differentiable() -> str | None:

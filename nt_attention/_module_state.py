@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ class ModuleState:
         first: dict[int, int] = {}
         return (
             [first.setdefault(id(x), i) for i, x in enumerate(tensors)],  # which modules share a parameter
+            [list(map(type, table.values())) for table in self._children],
             list(map(Tensor.data_ptr, tensors)),
             list(map(Tensor.stride, tensors)),
             [(x.dtype, x.shape, x.requires_grad) for x in tensors],
@@ -143,10 +146,10 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        own = [vars(x) for x in module.modules()]
-        lists = [x for table in own for x in table.values() if isinstance(x, list | dict)]
-        self._containers: list[tuple[Any, Any]] = [(x, x.copy()) for x in [*own, *lists]]
-        tensors = {id(x): x for each in [*own, *lists] for x in _items(each) if isinstance(x, Tensor)}
+        containers = list(_containers_in([vars(x) for x in module.modules()]))
+        self._containers: list[tuple[Any, Any]] = [(x, x.copy()) for x in containers]
+        tensors = {id(x): x for each in containers for x in _items(each) if isinstance(x, Tensor)}
+        # values too: batch_norm changes its statistics without changing their version
         self._tensors = [
             (x, version_of(x), None if isinstance(x, nn.Parameter) else x.clone()) for x in tensors.values()
         ]
@@ -155,30 +158,48 @@ class Snapshot:
     def is_current(self) -> bool:
         """Whether nothing was replaced, added, removed or changed in place."""
         return all(_same(x, before) for x, before in self._containers) and all(
-            version_of(x) == version for x, version, _ in self._tensors
+            version_of(x) == version and (value is None or _equal(x, value)) for x, version, value in self._tensors
         )
 
     def restore(self) -> None:
         """Undo all changes but those of parameters."""
         for container, before in self._containers:
-            if isinstance(container, list):
-                container[:] = before
-            elif not _same(container, before):
-                for name in container.keys() - before.keys():
-                    del container[name]
-                container.update(before)
+            if not _same(container, before):
+                container.clear()
+                container.update(before) if isinstance(container, dict) else container.extend(before)
         for x, _, value in self._tensors:
-            # batch_norm changes its statistics without changing their version
-            if value is not None and not torch.equal(x, value):
+            if value is not None and not _equal(x, value):
                 x.copy_(value)
 
 
+def _containers_in(values: Any) -> Iterator[Any]:
+    """Every list, deque and dictionary in these values, and in each other."""
+    waiting, seen = list(values), set()
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, SimpleNamespace):
+            x = vars(x)
+        if not isinstance(x, list | tuple | deque | dict) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        waiting += _items(x)
+        if not isinstance(x, tuple):
+            yield x
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors have the same values. NaN equals NaN."""
+    if torch.equal(one, two):
+        return True
+    return one.is_floating_point() and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+
 def _items(container: Any) -> list[Any]:
-    return list(container.values()) if isinstance(container, dict) else container
+    return list(container.values() if isinstance(container, dict) else container)
 
 
 def _same(one: Any, two: Any) -> bool:
-    """Whether two lists or dictionaries have the same objects, in the same order."""
+    """Whether two containers have the same objects, in the same order."""
     if isinstance(one, dict) and list(one) != list(two):
         return False
     return len(one) == len(two) and all(map(is_, _items(one), _items(two)))

@@ -185,7 +185,7 @@ def run_as_graph(
         zeroed=frozenset({"attention_mask"}),
         function=function,
         part=lambda x, form: _part(x, form, sizes),
-        rebuild=lambda computed, tensors: _rebuild(computed, tensors, sizes),
+        rebuild=_rebuild,
         prepare=lambda bucket: extend_tables(model, bucket[0].longest),
     )
     sizes = Sizes(rows, length, rows * length if read is None else _count_tokens(read(), holes))
@@ -196,13 +196,8 @@ def run_as_graph(
     return graphs.run(work, (sizes,))
 
 
-def _rebuild(computed: Computed, tensors: list[Tensor], sizes: Sizes) -> Any:
+def _rebuild(computed: Computed, tensors: list[Tensor]) -> Any:
     """Outputs of a model, with these tensors in the place of its own."""
-    if sizes.tokens == sizes.sequences * sizes.longest:  # callers get nothing packed, as without graphs
-        tensors = [
-            x.view(sizes.sequences, sizes.longest, *x.shape[2:]) if form == "packed" else x
-            for x, form in zip(tensors, computed.forms, strict=True)
-        ]
     rest = iter(tensors)
     return _map(computed.value, lambda _: next(rest))
 
@@ -235,7 +230,9 @@ def _part(x: Tensor, form: _Form, sizes: Sizes) -> Tensor:
     if form == "padded":  # (B, L, …)
         return x[: sizes.sequences, : sizes.longest]
     if form == "packed":  # (1, T, …)
-        return x[:, : sizes.tokens]
+        packed = x[:, : sizes.tokens]
+        has_padding = sizes.tokens < sizes.sequences * sizes.longest  # else nothing is packed, as without graphs
+        return packed if has_padding else packed.view(sizes.sequences, sizes.longest, *x.shape[2:])
     return x[: sizes.sequences] if form == "rows" else x
 
 

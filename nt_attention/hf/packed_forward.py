@@ -31,6 +31,7 @@ from transformers.utils import ModelOutput
 from .._cuda_graphs import is_part_of_a_graph
 from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
 from .._graph_device import NotCapturedError
+from .._module_state import Snapshot
 from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
@@ -284,7 +285,10 @@ class PackedCall:
         if given.get("use_cache") is False or not getattr(model.config, "use_cache", False):
             return False
         if model not in _returns_cache:
-            out = self._run_unpacked(model, original, (), {**given, "return_dict": True})
+            before, devices = Snapshot(model), [x.device for x in given.values() if isinstance(x, Tensor) and x.is_cuda]
+            with torch.random.fork_rng(devices[:1]), torch.no_grad():
+                out = self._run_unpacked(model, original, (), {**given, "return_dict": True})
+            before.restore()
             _returns_cache[model] = out.get("past_key_values") is not None
         return _returns_cache[model]
 

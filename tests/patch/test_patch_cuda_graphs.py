@@ -110,7 +110,7 @@ class TestResults:
         import transformers
 
         if not GPU:  # the scalars of a `PackedMask` are on the CPU, and it reads them
-            monkeypatch.setattr(_graph_capture, "_NoHostReads", nullcontext)
+            monkeypatch.setattr(_graph_capture, "_READ_TAGS", ())
 
         config = getattr(transformers, f"{kind}Config")(**(tiny.TEXT | more))
         model, handle, other = pair(getattr(transformers, f"{kind}Model")(config).eval().to(DEVICE))
@@ -486,7 +486,7 @@ class TestState:
         run(model, batch)
         for each in (model, other):
             each.lm_head.weight = nn.Parameter(each.lm_head.weight[:50])
-        assert not handle.graphs._records[id(model), False].state.is_current
+        assert not next(iter(handle.graphs._records.values())).state.is_current
         if GPU:  # fake graphs would compute other shapes before the states are compared
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
             assert handle.graphs.captured == 2

@@ -10,6 +10,8 @@ import gc
 import random
 import threading
 import weakref
+from collections import deque
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -26,6 +28,7 @@ from torch.utils import checkpoint
 
 import nt_attention as nta
 from nt_attention import _cuda_graphs
+from nt_attention._graph_capture import Sizes
 from nt_attention._graph_gradients import SLOTS
 from nt_attention.hf.graphs import BoundedPacking
 
@@ -409,6 +412,32 @@ class TestBackwards:
         check(model, other, batch)
         assert handle.graphs.calls == {None: 3}
 
+    @pytest.mark.parametrize("how", ["hook", "hook of freed logits", "retained"])
+    def test_gradients_of_logits_beside_a_loss(self, how):
+        """The loss is computed from them in the graph, so they would miss its part."""
+        model, _, _ = pair(make("bert", "BertForMaskedLM"))
+        out = model(**batch_of([5, 2, 9], labels=True))
+        if how == "retained":
+            out.logits.retain_grad()
+        else:
+            out.logits.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        loss = out.loss + 0.1 * out.logits.square().mean()
+        if "freed" in how:
+            del out
+        with pytest.raises(RuntimeError, match="has a hook or retains its gradient"):
+            loss.backward()
+
+    def test_hooks_of_logits_without_the_loss(self):
+        model, handle, other = pair(make("bert", "BertForMaskedLM"))
+        batch, seen = batch_of([5, 2, 9], labels=True), []
+        for each in (model, other):
+            out = each(**batch)
+            out.logits.register_hook(lambda grad: seen.append(grad) or grad / 2)
+            out.logits.square().mean().backward()
+        torch.testing.assert_close(*seen, rtol=10 * TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(gradients(model), gradients(other), rtol=10 * TOLERANCE, atol=TOLERANCE)
+        assert handle.graphs.calls == {None: 1}
+
     def test_removed_before_the_backward(self):
         model, handle, other = pair(make())
         batch = batch_of([5, 2, 9])
@@ -574,6 +603,101 @@ class TestBackwards:
         assert handle.graphs.captured == 2
 
 
+class TestAttempts:
+    """When captures are tried again."""
+
+    def test_frozen_encoder_with_a_head_in_training_and_evaluation(self):
+        model, handle, other = pair(make("bert", "BertForSequenceClassification"))
+        for each in (model, other):
+            each.bert.requires_grad_(False)
+        batch = batch_of([5, 2, 9])
+        for _ in range(4):
+            for mode in (True, False):
+                for each in (model, other):
+                    each.train(mode)
+                with torch.set_grad_enabled(mode):
+                    got, want = model(**batch).logits, other(**batch).logits
+                torch.testing.assert_close(got, want, rtol=10 * TOLERANCE, atol=TOLERANCE)
+        assert handle.graphs.captured == 2
+
+    def test_random_numbers_of_another_thread(self):
+        model, handle, _ = pair(make())
+        batch, ended = batch_of([5, 2, 9]), threading.Event()
+
+        def draw():
+            while not ended.wait(0.001):
+                random.random()
+
+        thread = threading.Thread(target=draw)
+        thread.start()
+        try:
+            for _ in range(3):
+                loss_of(model(**batch)).backward()
+        finally:
+            ended.set()
+            thread.join()
+        for _ in range(8):
+            loss_of(model(**batch)).backward()
+        assert handle.graphs.captured == 1
+
+    def test_batch_norm_in_training_and_then_frozen(self):
+        def normed(model):
+            part = model.encoder.layer[0].intermediate
+            part.dense = nn.Sequential(part.dense, nn.LayerNorm(part.dense.out_features, device=DEVICE))
+            part.dense.norm = nn.BatchNorm1d(model.config.hidden_size, device=DEVICE)
+            part.dense.forward = lambda x, own=part.dense: own[1](own[0](x)) + 0 * own.norm(x[0, :2]).sum()
+
+        model, handle, other = pair(make())
+        normed(model)
+        normed(other)
+        batch = batch_of([5, 2, 9])
+        for step in range(8):
+            if step == 2:
+                for each in (model, other):
+                    each.encoder.layer[0].intermediate.dense.norm.eval()
+            check(model, other, batch)
+        assert handle.graphs.captured == 1
+
+    def test_graphs_that_do_not_fit_are_not_captured_in_each_call(self, monkeypatch):
+        model, handle, other = pair(make())
+        batches = [batch_of([14] * rows) for rows in (1, 2, 4)]
+        monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
+        loss_of(model(**batches[2])).backward()
+        monkeypatch.setattr(_cuda_graphs, "MEMORY", handle.graphs._memory_of_graphs())
+        for _ in range(20):
+            for batch in batches:
+                check(model, other, batch)
+        assert handle.graphs.captured < 20
+
+    def test_other_class_of_a_module(self):
+        class Twice(nn.Linear):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        model, _, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        check(model, other, batch)
+        for each in (model, other):
+            each.encoder.layer[0].output.dense.__class__ = Twice
+        check(model, other, batch)
+
+    def test_first_batch_without_padding_changes_nothing_more(self):
+        """It shows whether the model returns a cache."""
+        model, _, other = pair(make())
+        ids = torch.randint(5, tiny.VOCABULARY, (2, 4)).to(DEVICE)
+        calls = []
+        for each in (model, other):
+            each.counted = []
+            once = each.encoder.forward
+            each.encoder.forward = lambda *args, once=once, each=each, **kwargs: (
+                each.counted.append(1),
+                once(*args, **kwargs),
+            )[1]
+            each(input_ids=ids, attention_mask=torch.ones_like(ids))
+            calls.append(len(each.counted))
+        assert calls == [1, 1]
+
+
 class TestReasons:
     """Calls that can't run as graphs run as without them, and are counted."""
 
@@ -694,6 +818,50 @@ class TestReasons:
             dense = model.encoder.layer[0].output.dense
             dense.kept, once = [], dense.forward
             dense.forward = lambda x: (dense.kept.append(x), once(x))[1]
+
+        self.check("its forward changes attributes or buffers", change=change)
+
+    @pytest.mark.parametrize("how", ["dictionary", "namespace", "deque", "closure"])
+    def test_tensors_kept_outside_of_attributes(self, how):
+        """A replay would not add them. Those of attributes are taken back."""
+        model, handle, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        for each in (model, other):
+            dense, kept = each.encoder.layer[0].output.dense, deque() if how == "deque" else []
+            inside = {"losses": kept} if how == "dictionary" else SimpleNamespace(losses=kept)
+            dense.kept = {"closure": None, "deque": (kept,)}.get(how, inside)
+
+            def forward(x, *, dense=dense, kept=kept, once=dense.forward):
+                kept.append(dense.weight.square().sum())
+                return once(x)
+
+            dense.forward = forward
+            for step in range(2):
+                if how == "closure" and step == 0:
+                    each(**batch)  # keeps what the attempt to capture adds
+                    kept.clear()
+                (loss_of(each(**batch)) + sum(kept)).backward()
+                kept.clear()
+        torch.testing.assert_close(gradients(model), gradients(other), rtol=10 * TOLERANCE, atol=TOLERANCE)
+        assert handle.graphs.calls[None] == 0
+
+    def test_statistics_without_a_version(self):
+        """Functions of normalization change them without increasing their version."""
+
+        class Normalized(nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+                self.register_buffer("mean", torch.zeros(inner.out_features, device=DEVICE))
+                self.register_buffer("var", torch.ones(inner.out_features, device=DEVICE))
+
+            def forward(self, x):
+                x = self.inner(x)
+                return nn.functional.batch_norm(x.flatten(0, 1), self.mean, self.var, training=True).view_as(x)
+
+        def change(model):
+            part = model.encoder.layer[0].intermediate
+            part.dense = Normalized(part.dense)
 
         self.check("its forward changes attributes or buffers", change=change)
 
