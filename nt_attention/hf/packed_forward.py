@@ -149,6 +149,9 @@ class PackedCall:
     size: Size | None
     _is_small_shape: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_is_small_shape": {}}  # a pickle may be loaded on another device
+
     @property
     def pool(self) -> families.Pool | None:
         """How the pooled output is computed."""
@@ -173,18 +176,18 @@ class PackedCall:
         plan = self._plan(model, original, given, active_compiler())
         if isinstance(plan, Finished):
             return plan.out
-        if plan == "small":
-            return self._run_small(model, original, given)
         if plan == "full":
             with running_padded(model):
-                return self._run_unpacked(
-                    model, original, (), {n: x for n, x in given.items() if n != "attention_mask"}
-                )
-        if isinstance(plan, Packing):
-            try:
+                if self.is_routed:  # other models may find padding by its id
+                    kwargs, args = {name: x for name, x in given.items() if name != "attention_mask"}, ()
+                return self._run_unpacked(model, original, args, kwargs)
+        try:
+            if plan == "small":
+                return self._run_small(model, original, given)
+            if isinstance(plan, Packing):
                 return self._run_packed(model, original, plan, given)
-            except _UnknownOutput as unknown:  # the call ran packed, and now runs again: both are counted
-                plan = self._fall_back(str(unknown))
+        except _UnknownOutput as unknown:  # the call runs again, and both are counted
+            plan = self._fall_back(str(unknown))
         if plan == "head":
             return original(*args, **kwargs)
         return self._run_unpacked(model, original, args, kwargs)
@@ -296,6 +299,8 @@ class PackedCall:
         tokens = given.get("inputs_embeds", given.get("input_ids"))
         if self.size is None or tokens is None or not may_run_padded(given):
             return False
+        if self.family.embed is not None:  # it embeds rows without tokens without NaN
+            return False
         if not can_be_read(given["attention_mask"]):  # as on a CPU: an error says what to do
             return False
         if (parameter := next(base.parameters(), None)) is None:  # a replica of DataParallel
@@ -341,20 +346,20 @@ class PackedCall:
         self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the original forward, in which the base model does not pack or count."""
-        with running_row(None) if self.needs_row else nullcontext():
-            if self.is_base:
-                return original(*args, **kwargs)
-            with planned_by_head(families.base_model(model)):
-                return original(*args, **kwargs)
+        planned = () if self.is_base else (families.base_model(model),)  # in its forward, other calls make plans
+        with running_row(None) if self.needs_row else nullcontext(), planned_by_head(*planned):
+            return original(*args, **kwargs)
 
     @inline_only
     def _run_small(self, model: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the original forward on the padded batch. Callers get what `_run_packed` returns.
 
-        A model with a cache also returns that, because a batch without padding would get it.
+        In evaluation mode, a model with a cache also returns that, because a batch without padding would get it.
         """
         rows = PaddedRows.of(given["attention_mask"])
         given = given | {"attention_mask": rows.mask}
+        if model.training and "use_cache" in self.defaults:  # a cache makes compiled layers differ
+            given["use_cache"] = False
         as_dict = given.pop("return_dict", model.config.return_dict)
         done = {"logits"} if self._keeps_logits_packed(model, given) else set()
         for name in {"labels", "shift_labels"} & given.keys():
@@ -660,6 +665,8 @@ def _pad_outputs(
         else:
             if isinstance(packing, Packing):
                 _check_form(name, packed, packing.token_shape[1])
+            elif name == "hidden_states" and any(x.dim() != 3 for x in pytree.tree_leaves(packed)):
+                raise _UnknownOutput(_UNKNOWN.format(name))  # (altup, B, L, D) in Gemma3n
             whole = isinstance(packed, Tensor)  # pytrees take time
             out[name] = pad_tokens(packed) if whole else pytree.tree_map_only(Tensor, pad_tokens, packed)
 
@@ -671,7 +678,10 @@ def _check_form(name: str, value: Any, total: int) -> None:
         if isinstance(part, Tensor) and part.shape[:2] != (1, total):
             unknown = total in part.shape or part.numel() % max(total, 1) == 0 < part.dim()
         if unknown:
-            raise _UnknownOutput(f"its output {name!r} is not known, and may have a value for each token")
+            raise _UnknownOutput(_UNKNOWN.format(name))
+
+
+_UNKNOWN = "its output {!r} is not known, and may have a value for each token"
 
 
 for _over in NAME_OVER:  # a patched model that is unpickled needs the names, and unpickling imports this file

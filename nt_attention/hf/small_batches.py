@@ -136,7 +136,8 @@ class PaddedRows:
     @classmethod
     def of(cls, mask: Tensor) -> PaddedRows:
         """The rows of an attention mask, in which any value but 0 is a token."""
-        return cls(torch.ne(mask, 0, out=torch.empty_like(mask)), mask == 0)
+        exact = torch.int64 if mask.is_floating_point() else mask.dtype  # bfloat16 can't count to 257
+        return cls(torch.ne(mask, 0, out=torch.empty_like(mask, dtype=exact)), mask == 0)
 
     @property
     def token_shape(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Batches that are too small to gain run padded, and callers get what a packed call returns."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import tiny
 import torch
 import transformers
 from sweeps import sweep_except
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils as stock
@@ -301,6 +303,100 @@ def test_function_transforms_pack(everything_is_small, name):
         with nta.patch(model, packing=packing):
             found.append(torch.func.grad(loss)(parameters))
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_calls_of_the_base_model_in_the_forward_of_its_head(everything_is_small):
+    """By a hook: they are packed, or small, as others are."""
+    found = []
+    ids, positions = torch.arange(5, 14)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    mask = torch.arange(9) >= torch.tensor([[5], [0]])
+    for packing in ("always", "auto"):
+        model, nested = tiny.make("llama", "LlamaForCausalLM", "sdpa"), []
+
+        def hook(*_, model=model, nested=nested):
+            if not nested:
+                nested.append(None)
+                nested.append(model.model(ids, position_ids=positions)[0])
+                nested.append(model.model(ids.expand(2, -1), attention_mask=mask.long())[0])
+
+        model.model.layers[1].register_forward_pre_hook(hook)
+        with nta.patch(model, packing=packing), torch.no_grad():
+            model(torch.full((2, 9), 7), attention_mask=mask.long())
+        found.append(nested[1:])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
+
+
+def test_a_mask_that_is_not_the_padding_of_the_ids(everything_is_small):
+    """XLM makes its own mask of ids if it gets none."""
+    config = transformers.XLMConfig(vocab_size=97, emb_dim=48, n_layers=2, n_heads=6, pad_index=1, pad_token_id=1)
+    model = transformers.XLMModel(config).eval()
+    ids = torch.tensor([[5, 6, 1, 7, 8, 1, 9, 10, 1]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        want = model(**batch)[0]
+        with nta.patch(model):
+            torch.testing.assert_close(model(**batch)[0], want)
+
+
+def test_gradients_of_esm_with_an_empty_row(everything_is_small):
+    model = tiny.make("esm", "EsmForMaskedLM", "sdpa").train()
+    batch = batch_of(model, "right", empty_row=True)
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    with nta.patch(model):
+        model(**batch).loss.backward()
+    assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+
+
+def test_masks_of_bfloat16_count_positions(everything_is_small):
+    config = transformers.OPTConfig(
+        vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
+    )
+    model = transformers.OPTModel(config).eval()
+    mask = torch.arange(600) < torch.tensor([[600], [300]])
+    ids = torch.randint(5, 97, mask.shape)
+    found = []
+    for packing in ("always", "auto"):
+        with nta.patch(model, packing=packing), torch.no_grad():
+            found.append(model(ids, attention_mask=mask.bfloat16())[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
+
+
+def test_hidden_states_with_further_dimensions_fall_back(everything_is_small):
+    """In Gemma3n they are (4, B, L, D), here with B = L = 4."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3nTextConfig(
+        **tiny.TEXT | layers, vocab_size_per_layer_input=tiny.VOCABULARY, hidden_size_per_layer_input=8,
+        num_key_value_heads=2, head_dim=8, laurel_rank=4, num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0, 0.0],
+    )  # fmt: skip
+    model = transformers.Gemma3nTextModel._from_config(config, attn_implementation="sdpa").eval()
+    mask = (torch.arange(4) < torch.tensor([[4], [2], [3], [1]])).long()
+    call = {"input_ids": torch.full((4, 4), 7), "attention_mask": mask, "output_hidden_states": True}
+    with torch.no_grad():
+        want = model(**call).hidden_states
+        with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="hidden_states"):
+            torch.testing.assert_close(model(**call).hidden_states, want)
+    assert handle.calls[SMALL] == 1
+
+
+def test_compiled_layers_are_one_graph_after_small_batches(everything_is_small):
+    """A cache makes layers differ, and PyTorch keeps 8 graphs of a function."""
+    model = tiny.make("llama", "LlamaForCausalLM", "sdpa", num_hidden_layers=3, use_cache=True).train()
+    counter = CompileCounterWithBackend("eager")
+    with nta.patch(model):
+        for layer in model.model.layers:
+            layer.compile(backend=counter, dynamic=True)
+        model(**batch_of(model, "right")).loss.backward()
+    assert counter.frame_count == 1
+
+
+def test_decisions_are_not_pickled(everything_is_small):
+    """A pickle may be loaded on another device."""
+    model = tiny.make("bert", "BertModel", "sdpa")
+    with nta.patch(model), torch.no_grad():
+        model(**batch_of(model, "right"))
+        copied = pickle.loads(pickle.dumps(model))
+        assert [len(x.forward.forward._is_small_shape) for x in (model, copied)] == [1, 0]
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
