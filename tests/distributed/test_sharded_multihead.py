@@ -274,7 +274,7 @@ def check_errors():
         ("set dropout to 0, or call eval", ValueError, lambda: attend(x, module=make(dropout=0.1))),
         ("add_bias_kv or add_zero_attn is not", ValueError, lambda: attend(x, module=make(add_bias_kv=True))),
         ("add_bias_kv or add_zero_attn is not", ValueError, lambda: attend(x, module=make(add_zero_attn=True))),
-        ("cuda_graphs=True is not supported", ValueError, lambda: attend(x, module=make(cuda_graphs=True))),
+        ("cuda_graphs is not supported", ValueError, lambda: attend(x, module=make(cuda_graphs=True))),
         ("lists of tensors are not supported", ValueError, lambda: attend([x])),
         ("must have the .* rows of rank", ValueError, lambda: attend(whole)),
         ("must be .tokens, features.", ValueError, lambda: attend(x.unsqueeze(1))),
