@@ -178,7 +178,8 @@ class PackedCall:
             return plan.out
         if plan == "full":
             with running_padded(model):
-                if self.is_routed:  # other models may find padding by its id
+                # other models may find padding by its id, or look for packed sequences
+                if self.is_routed and not self.is_causal:
                     kwargs, args = {name: x for name, x in given.items() if name != "attention_mask"}, ()
                 return self._run_unpacked(model, original, args, kwargs)
         try:
