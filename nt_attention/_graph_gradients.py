@@ -147,11 +147,10 @@ def reached_by(output: Tensor, tensors: Sequence[Tensor]) -> frozenset[int] | No
 def used_by(outputs: Sequence[Tensor]) -> list[frozenset[int]]:
     """For each output, the indices of the outputs that are computed from it, such as the loss from logits."""
     nodes = [set(_nodes_of(x)) for x in outputs]
+    last = [x.grad_fn for x in outputs]
     return [
-        frozenset(
-            j for j, other in enumerate(outputs) if x.grad_fn in nodes[j] and other.grad_fn is not x.grad_fn is not None
-        )
-        for x in outputs
+        frozenset(j for j, other in enumerate(last) if node in nodes[j] and other is not node)
+        for node in last  # None is in no set
     ]
 
 
