@@ -79,7 +79,7 @@ def test_loss_and_gradients_are_those_without_the_patch(model_type, side):
         assert float((x - y).abs().max()) < 1e-8 * largest
 
 
-@pytest.mark.parametrize("model_type", ["bart", "marian", "t5"])
+@pytest.mark.parametrize("model_type", ["bart", "t5"])  # others run the code of one of these
 def test_compiled_encoder_and_decoder_are_one_graph_each(model_type, fresh_compiler):
     model, backend = with_two_layers(make(model_type)).train(), CountsAttention()
     with nta.patch(model, on_fallback="raise") as handle:

@@ -93,8 +93,8 @@ def test_outputs_loss_and_gradients(model_type):
 )
 def test_24_batches_of_other_lengths(variant, model_type):
     dropout = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3, "attention_dropout": 0.3}
-    more = {"static first": {"num_hidden_layers": 1}, "autocast": {"num_hidden_layers": 1}, "dropout": dropout}
-    model = tiny.make(model_type, CLASSES[model_type], "sdpa", **more.get(variant, {}))
+    more = {} if model_type == "modernbert" else {"num_hidden_layers": 1}  # compiles faster
+    model = tiny.make(model_type, CLASSES[model_type], "sdpa", **more, **(dropout if variant == "dropout" else {}))
     model.train(variant != "evaluation")
     if variant == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
