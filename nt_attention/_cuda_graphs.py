@@ -289,6 +289,8 @@ class CapturedCalls:
         key = id(module), mode
         record = self._records.get(key)
         if record is None or record.module() is not module:
+            if record is not None:  # of a module that was freed, and had the same id
+                self._drop(self._graphs_of(record.state))
             # the callback may run at any moment, so the lists and dictionaries here are changed later, in the lock
             record = self._records[key] = _Record(weakref.ref(module, self._freed.append))
         return record

@@ -164,9 +164,15 @@ class Snapshot:
     def restore(self) -> None:
         """Undo all changes but those of parameters."""
         for container, before in self._containers:
-            if not _same(container, before):
+            if _same(container, before):
+                continue
+            if isinstance(container, dict):  # not cleared: other threads may use the module
+                for name in container.keys() - before.keys():
+                    del container[name]
+                container.update(before)
+            else:
                 container.clear()
-                container.update(before) if isinstance(container, dict) else container.extend(before)
+                container.extend(before)
         for x, _, value in self._tensors:
             if value is not None and not _equal(x, value):
                 x.copy_(value)

@@ -728,6 +728,19 @@ class TestBounds:
         assert not any(reference() is not None for reference in freed)
         assert len(model.forward.handle.graphs) == 1
 
+    def test_record_of_a_freed_module_with_the_same_id(self, monkeypatch):
+        """It may be freed after the check for freed modules. Its graphs go with its record."""
+        model, handle, _ = pair(make())
+        run(model, batch_of([5, 2, 9]))
+        (record,) = handle.graphs._records.values()
+        record.module = lambda: None
+        monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
+        monkeypatch.setattr(_cuda_graphs, "MEMORY", 1)
+        for count in (5, 40):
+            run(model, batch_of([count, 2]))
+        assert len(handle.graphs) == 1
+        assert handle.graphs.calls == {None: 3}
+
     def test_a_module_that_changes_often_is_not_captured_each_time(self):
         model, handle, other = pair(make())
         batch, often = batch_of([5, 2, 9]), "the module, its parameters or its attributes change too often"

@@ -30,6 +30,7 @@ import nt_attention as nta
 from nt_attention import _cuda_graphs
 from nt_attention._graph_capture import Sizes
 from nt_attention._graph_gradients import SLOTS
+from nt_attention._module_state import Snapshot
 from nt_attention.hf.graphs import BoundedPacking
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
@@ -897,6 +898,24 @@ class TestReasons:
         torch.testing.assert_close(one.norm.state_dict(), two.norm.state_dict())
         assert (one.calls, one.seen) == (two.calls, two.seen) == (1, [1])
         assert handle.graphs.calls == {"its forward changes attributes or buffers of a module": 1}
+
+    def test_restoring_a_module_clears_no_dictionary(self):
+        """Other threads may use it."""
+
+        class Kept(dict):
+            def clear(self):
+                raise AssertionError("it was cleared")
+
+        module = nn.Linear(2, 2)
+        module.kept = Kept(old=1, other=2)
+        snapshot = Snapshot(module)
+        module.kept["new"], module.kept["old"] = 3, 4
+        module.more = 5
+        assert not snapshot.is_current
+        snapshot.restore()
+        assert module.kept == {"old": 1, "other": 2}
+        assert not hasattr(module, "more")
+        assert snapshot.is_current
 
     def test_anomaly_detection(self):
         model, handle, other = pair(make())
