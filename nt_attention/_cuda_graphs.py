@@ -88,17 +88,17 @@ _Key = tuple[tuple[Hashable, ...], Bucket]  # `Kind.of_graph`, and the bucket
 
 
 class _Mode(NamedTuple):
-    """How a module is called. Training and evaluation by turns do not make the graphs of each other stale.
+    """How a module is called. Each mode has graphs of its own, so switching between modes makes none stale.
 
     Attributes:
         training: whether the module is in training mode.
         grad_mode: whether gradients are enabled.
-        has_parameters: whether gradients are enabled, and a parameter requires one.
+        trains_parameters: whether gradients are enabled, and a parameter requires one.
     """
 
     training: bool
     grad_mode: bool
-    has_parameters: bool
+    trains_parameters: bool
 
     @classmethod
     def of(cls, module: nn.Module) -> _Mode:
@@ -252,7 +252,7 @@ class CapturedCalls:
         tensor = next(iter(work.inputs.values()))
         guard = functools.partial(self._guard, tensor.device)
         mode = _Mode.of(work.module)
-        differentiates = mode.grad_mode and (mode.has_parameters or bool(work.differentiable))
+        differentiates = mode.grad_mode and (mode.trains_parameters or bool(work.differentiable))
         with guard():
             if self._freed:
                 self._drop_freed()

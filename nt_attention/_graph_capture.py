@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._graph_device import NotCapturedError, supports
-from ._graph_gradients import Backward, Gradients, Slot, backward_of, reached_by, used_by
+from ._graph_gradients import Backward, Gradients, Slot, backward_of, dependencies_of, used_by
 from ._module_state import ModuleState, Snapshot
 
 LARGEST = 2 * 2**30  # bytes of the inputs and outputs of a graph: of larger ones, few would fit into memory
@@ -40,7 +40,7 @@ class ByChanceError(NotCapturedError):
 
 
 class NoMemoryError(TooLargeError, ByChanceError):
-    """There was not enough memory. It may be another time."""
+    """There was not enough memory. There may be enough later."""
 
 
 class _Thread(threading.local):
@@ -258,7 +258,7 @@ class _Program:
         self.own = [self.inputs[name].requires_grad_() for name in names]
         self.parameters = [_alias(x) for x in state.differentiable] if kind.differentiates else []
         self.grads: Gradients | None = None
-        self.reached: list[frozenset[int]] = []
+        self.depends_on: list[frozenset[int]] = []
         self.used_by: list[frozenset[int]] = []
 
     def forward(self) -> Computed:
@@ -284,10 +284,10 @@ class _Program:
         if not any(x.requires_grad for x in outputs):
             raise NotCapturedError("its outputs have no gradients")
         for x in outputs:
-            reached = reached_by(x, [*self.own, *self.parameters])
-            if reached is None:
+            depends_on = dependencies_of(x, [*self.own, *self.parameters])
+            if depends_on is None:
                 raise NotCapturedError(_OTHER_LEAF)
-            self.reached.append(reached)
+            self.depends_on.append(depends_on)
         self.used_by = used_by(outputs)
         self.grads = [torch.zeros_like(x, requires_grad=False) if x.requires_grad else None for x in outputs]
 
@@ -330,7 +330,7 @@ class _Program:
         if self.kind.differentiates:
             kept = self.inputs, outputs, replay
             grads = cast(Gradients, self.grads)
-            backward = Backward(replay_backward, grads, gradients, self.reached, self.used_by, kept)
+            backward = Backward(replay_backward, grads, gradients, self.depends_on, self.used_by, kept)
             of_inputs = gradients[: len(self.own)]
         memory = _nbytes(*self.inputs.values(), *outputs, *self._grads(), *(x for x in of_inputs if x is not None))
         return Graph(self.bucket, self.state, memory, replay, self.inputs, computed, outputs, backward)

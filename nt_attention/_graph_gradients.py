@@ -76,7 +76,7 @@ class Backward:
         replay: replays it.
         grads: the gradients of the outputs, which it reads; None for outputs that have no gradient.
         gradients: those of the inputs and parameters, which it writes; None where the outputs do not depend on them.
-        reached: for each output, the indices of the inputs and parameters on which it depends.
+        depends_on: for each output, the indices of the inputs and parameters on which it depends.
         used_by: for each output, the indices of the outputs that are computed from it.
         kept: further tensors that it reads, and the graph of the forward, in whose memory the activations are.
     """
@@ -84,7 +84,7 @@ class Backward:
     replay: Callable[[], None]
     grads: Gradients
     gradients: Gradients
-    reached: Sequence[frozenset[int]]
+    depends_on: Sequence[frozenset[int]]
     used_by: Sequence[frozenset[int]]
     kept: object
 
@@ -97,7 +97,7 @@ class Backward:
         a call are the first parts of those of the graph. `parts` of `self.grads` belong to the outputs of the call. The
         other parts have a gradient of 0.
         """
-        used = frozenset().union(*(at for at, grad in zip(self.reached, grads, strict=True) if grad is not None))
+        used = frozenset().union(*(at for at, grad in zip(self.depends_on, grads, strict=True) if grad is not None))
         which = [i for i, x in enumerate(self.gradients) if x is not None and needed[i] and i in used]
         own = [_first(cast(Tensor, self.gradients[i]), shapes[i]) for i in which]
         copies = [torch.empty_like(x) for x in own]  # before the replay, after which no error may happen
@@ -137,7 +137,7 @@ def backward_of(outputs: Sequence[Tensor], grads: Gradients, tensors: Sequence[T
         return torch.autograd.grad([x for x, _ in pairs], tensors, [x for _, x in pairs], allow_unused=True)
 
 
-def reached_by(output: Tensor, tensors: Sequence[Tensor]) -> frozenset[int] | None:
+def dependencies_of(output: Tensor, tensors: Sequence[Tensor]) -> frozenset[int] | None:
     """The indices of the tensors on which an output depends; None if it depends on another leaf too."""
     index = {id(x): i for i, x in enumerate(tensors)}
     found = [index.get(id(x), -1) for x in _leaves_of(output)]

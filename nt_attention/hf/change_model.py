@@ -142,8 +142,10 @@ def make_padding_free(
     for module in attentions:
         override_attention(module, is_routed, handle)
 
-    # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
-    may_run_padded = packing == "auto" and handle.mesh is None and not any(map(scales_by_length, base.modules()))
+    # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest. A
+    # family that embeds tokens in its own way does so because padded rows without tokens give NaN.
+    differs = family.embed is not None or any(map(scales_by_length, base.modules()))
+    may_run_padded = packing == "auto" and handle.mesh is None and not differs
 
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)

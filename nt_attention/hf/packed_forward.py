@@ -300,8 +300,6 @@ class PackedCall:
         tokens = given.get("inputs_embeds", given.get("input_ids"))
         if self.size is None or tokens is None or not may_run_padded(given):
             return False
-        if self.family.embed is not None:  # it embeds rows without tokens without NaN
-            return False
         if not can_be_read(given["attention_mask"]):  # as on a CPU: an error says what to do
             return False
         if (parameter := next(base.parameters(), None)) is None:  # a replica of DataParallel
@@ -347,7 +345,7 @@ class PackedCall:
         self, model: PreTrainedModel, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the original forward, in which the base model does not pack or count."""
-        planned = () if self.is_base else (families.base_model(model),)  # in its forward, other calls make plans
+        planned = () if self.is_base else (families.base_model(model),)  # calls in its forward make plans of their own
         with running_row(None) if self.needs_row else nullcontext(), planned_by_head(*planned):
             return original(*args, **kwargs)
 

@@ -74,7 +74,7 @@ def patch(
             replaced, and for another dtype, device, autocast, adapter, backend or attention implementation. If the
             model or its layers are compiled, so is what the graphs hold. Changes inside of other objects, such as a
             field of the config, need `handle.graphs.clear()`. With "training", the memory for the activations of the
-            largest batch stays reserved, and gradients are held once more. A call can have one backward, which computes
+            largest batch stays reserved, and gradients are stored once more. A call can have one backward, which computes
             all gradients: a second one raises a RuntimeError, as do parameters that were changed in place before it.
             While four calls of a module wait for their backward, further ones run without a graph. Calls that can't run
             as graphs run as without this option: with hooks of modules, in checkpoints, in encoder-decoders of Hugging
