@@ -142,8 +142,8 @@ def make_padding_free(
     for module in attentions:
         override_attention(module, is_routed, handle)
 
-    # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest. A
-    # family that embeds tokens in its own way does so because padded rows without tokens give NaN.
+    # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
+    # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
     differs = family.embed is not None or any(map(scales_by_length, base.modules()))
     may_run_padded = packing == "auto" and handle.mesh is None and not differs
 

@@ -74,12 +74,12 @@ def patch(
             replaced, and for another dtype, device, autocast, adapter, backend or attention implementation. If the
             model or its layers are compiled, so is what the graphs hold. Changes inside of other objects, such as a
             field of the config, need `handle.graphs.clear()`. With "training", the memory for the activations of the
-            largest batch stays reserved, and gradients are stored once more. A call can have one backward, which computes
-            all gradients: a second one raises a RuntimeError, as do parameters that were changed in place before it.
-            While four calls of a module wait for their backward, further ones run without a graph. Calls that can't run
-            as graphs run as without this option: with hooks of modules, in checkpoints, in encoder-decoders of Hugging
-            Face, or if the host reads values of tensors, as in some mixtures of experts. `handle.graphs.calls` counts
-            them with the reason.
+            largest batch stays reserved, and gradients are stored once more. A call can have one backward, which
+            computes all gradients: a second one raises a RuntimeError, as do parameters that were changed in place
+            before it. While four calls of a module wait for their backward, further ones run without a graph. Calls
+            that can't run as graphs run as without this option: with hooks of modules, in checkpoints, in
+            encoder-decoders of Hugging Face, or if the host reads values of tensors, as in some mixtures of experts.
+            `handle.graphs.calls` counts them with the reason.
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
             parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
             batch is checked. In training with labels, packed logits are those of a rank's own tokens, in an order of
