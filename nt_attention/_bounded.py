@@ -278,9 +278,6 @@ class BoundedLayout(SequenceLayout):
         """Replace the rows past the last offset. If the offsets are not valid, all rows stay: they are NaN."""
         return self.valid.fill_past_end(values, value)
 
-    def cu_seqlens_for_graph(self) -> Tensor:
-        return self.given
-
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding: (B, L, …) → (N, …), with 0 past the last offset. L is at least `max_seqlen`."""
         self._check_usable(padded, "padded")

@@ -160,7 +160,7 @@ class HostFacts:
 _facts_of: WeakTensorDict[HostFacts] = WeakTensorDict()
 # Converted offsets → a weak reference to the offsets they were made from, because callers may pass either.
 _source_of: WeakTensorDict[weakref.ref[Tensor]] = WeakTensorDict()
-# The results of `copy_for_graph` and `alias_for_graph` → their snapshot, and the offsets and facts they were made from.
+# The results of `copy_for_graph` → their snapshot, and the offsets and facts they were made from.
 _copies: WeakTensorDict[tuple[object, Tensor, HostFacts]] = WeakTensorDict()
 # Offsets that an operator has read → the marker of the forward, their snapshot, and the copy that was read.
 _read_in: WeakTensorDict[tuple[weakref.ref[Tensor], object, Tensor]] = WeakTensorDict()
@@ -202,7 +202,7 @@ def read_in_operator(offsets: Tensor, marker: Tensor | None, *, is_copy: bool = 
     Args:
         offsets: (B+1,).
         marker: a tensor that is made once in each forward of a model; None if it is not known.
-        is_copy: whether the offsets come from `copy_for_graph` or `alias_for_graph`, if they were not read as they are.
+        is_copy: whether the offsets come from `copy_for_graph`, if they were not read as they are.
 
     Returns:
         The offsets, or a copy of those that were read, and their facts.
@@ -243,17 +243,6 @@ def copy_for_graph(offsets: Tensor, facts: HostFacts, size: int) -> Tensor:
     return copy
 
 
-def alias_for_graph(cu_seqlens: Tensor, offsets: Tensor, facts: HostFacts) -> Tensor:
-    """(B+1,) int32, `cu_seqlens` as another tensor object. Reading it returns `offsets` and `facts`, without a sync.
-
-    A graph keeps this object for the backward. `cu_seqlens` itself could not be found after the offsets are freed.
-    """
-    with creating_cached_tensors():
-        alias = cu_seqlens.detach()
-        _copies[alias] = (snapshot(alias), offsets, facts)
-    return alias
-
-
 def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
     """The offsets that `offsets` are, or are a copy of, and their facts, if they are cached and were not changed."""
     facts = _facts_of.get(offsets)
@@ -269,7 +258,7 @@ def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
 
 
 def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
-    """What `copy_for_graph` or `alias_for_graph` was called with, if it made these offsets."""
+    """What `copy_for_graph` was called with, if it made these offsets."""
     entry = _copies.get(offsets)
     return (entry[1], entry[2]) if entry is not None and entry[0] == snapshot(offsets) else None
 
@@ -312,7 +301,9 @@ def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
 
 @outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
 def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts]:
-    """Make int64 offsets (B+1,) on `device` from `lengths` (B,) on the host, and their facts, without a sync.
+    """Make int32 offsets (B+1,) on `device` from `lengths` (B,) on the host, and their facts, without a sync.
+
+    They are int32, because graphs keep those for the backward, which finds the facts as long as these offsets exist.
 
     Raises:
         ValueError: a length is negative, or there are more than 2³¹ − 1 tokens.
@@ -329,8 +320,9 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
         )
     with creating_cached_tensors():  # inference tensors would have no version counter
         host = torch.from_numpy(ends)
-        offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
-        return offsets, cache_facts(offsets, HostFacts(snapshot(offsets), host, offsets.to(torch.int32)))
+        wide = to_device(ends, device) if device.type != "cpu" else host.clone()
+        offsets = wide.to(torch.int32)
+        return offsets, cache_facts(offsets, HostFacts(snapshot(offsets), host, wide))
 
 
 def _no_modes() -> AbstractContextManager[Any]:

@@ -399,8 +399,8 @@ class SequenceLayout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        facts = HostFacts(_offsets.snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
-        self.__dict__["_facts"] = _offsets.cache_facts(self.offsets, facts)
+        facts = HostFacts(_offsets.snapshot(self.cu_seqlens), self.host_offsets, self.offsets)
+        self.__dict__["_facts"] = _offsets.cache_facts(self.cu_seqlens, facts)
 
     @staticmethod
     def require(given: object, name: str) -> SequenceLayout:
@@ -530,11 +530,8 @@ class SequenceLayout:
 
     def offsets_for_graph(self, size: int) -> Tensor:
         """(size,) int32, `cu_seqlens`, then the total. `from_offsets` of them gives this layout, without a sync."""
-        return _offsets.copy_for_graph(self.offsets, self._facts, size)
-
-    def cu_seqlens_for_graph(self) -> Tensor:
-        """(B+1,) int32, `cu_seqlens` as an input of a graph, which may keep it for longer than this layout exists."""
-        return _offsets.alias_for_graph(self.cu_seqlens, self.offsets, self._facts)
+        read = self.offsets if self.cu_seqlens is self._facts.converted else self.cu_seqlens
+        return _offsets.copy_for_graph(read, self._facts, size)
 
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding from a batch. Needs no sync.

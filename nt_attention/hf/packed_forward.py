@@ -588,13 +588,12 @@ def _pack_inputs(
         own["seq_idx"] = layout.cached("seq_idx", lambda: layout.sequence_ids.int().unsqueeze(0))
     elif proof.extra == "sliding_window":
         own["sliding_window"] = base.config.sliding_window
-    cu_seqlens = layout.cu_seqlens_for_graph()
     packed = {
         **given,
         **own,
         "attention_mask": bypass_mask(layout.device),
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
+        "cu_seq_lens_q": layout.operator_offsets,
+        "cu_seq_lens_k": layout.operator_offsets,
         "max_length_q": layout.max_seqlen,
         "max_length_k": layout.max_seqlen,
     }

@@ -3,6 +3,8 @@
 Dimensions: T tokens, H heads, D head dim, E embed dim.
 """
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,34 @@ def test_offsets_that_were_read_outside_are_not_read_in_a_graph(like_a_gpu):
     like_a_gpu.clear()
     torch.compile(run, fullgraph=True, backend="aot_eager")(x, layout.offsets).sum().backward()
     assert not like_a_gpu
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SequenceLayout.from_lengths([5, 2, 7]),
+        lambda: SequenceLayout.from_attention_mask(torch.arange(7) < torch.tensor([[5], [2], [7]])),
+        lambda: SequenceLayout.from_offsets(torch.tensor([0, 5, 7, 14], dtype=torch.int32)),
+        lambda: SequenceLayout.from_lengths([4, 1, 6]).extended(1),
+        lambda: pickle.loads(pickle.dumps(SequenceLayout.from_lengths([5, 2, 7]))),
+    ],
+    ids=["lengths", "mask", "int32", "extended", "pickled"],
+)
+def test_layouts_that_are_freed_before_the_backward_are_not_read_again(like_a_gpu, make):
+    def run(x, layout):
+        for _ in range(3):
+            x = varlen_attention(x, x, x, layout)
+        return x.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x = torch.randn(14, 3, 7, requires_grad=True)
+        want = torch.autograd.grad(run(x, make()), x)
+        loss = compiled(x, make())  # the layout exists in the forward only
+        like_a_gpu.clear()
+        torch.testing.assert_close(torch.autograd.grad(loss, x), want, rtol=1e-4, atol=1e-3)
+        assert not like_a_gpu
 
 
 def test_offsets_of_a_graph_are_read_in_the_forward_only(like_a_gpu):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layouts import LENGTHS, MAKERS
 
-from nt_attention import SequenceLayout, varlen_attention
+from nt_attention import SequenceLayout, _offsets, varlen_attention
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 0], [], [3], [2, 2, 2]], ids=str)
@@ -27,6 +27,18 @@ def test_all_constructors_give_the_same_layout(make, lengths):
     assert facts == (len(lengths), sum(lengths), max(lengths, default=0), min(lengths, default=0))
     assert {type(fact) for fact in facts} == {int}
     assert layout.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
+    layout = make(LENGTHS)
+    layout = pickle.loads(pickle.dumps(layout)) if pickled else layout
+    monkeypatch.setattr(_offsets, "_read", None)  # nothing is read again
+    for offsets in (layout.offsets, layout.cu_seqlens, layout.offsets_for_graph(len(LENGTHS) + 1)):
+        other = SequenceLayout.from_offsets(offsets)
+        assert (other.offsets.dtype, other.cu_seqlens.dtype) == (torch.int64, torch.int32)
+        assert other.offsets.tolist() == other.cu_seqlens.tolist() == layout.host_offsets.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)

@@ -143,18 +143,39 @@ def test_only_the_code_of_the_model_is_compiled():
     assert not [x for x in functions if _debug_get_cache_entry_list(x.__code__)]
 
 
-def test_backward_finds_offsets_that_were_read(monkeypatch):
+@pytest.mark.parametrize("kind", ["bert", "encoder", "transformer"])
+def test_backward_finds_offsets_that_were_read(monkeypatch, kind):
     """The layout no longer exists in the backward. On a GPU, each layer would wait for the device."""
-    model = tiny.make("bert", "BertModel", "sdpa").train()
+    options = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+    if kind == "bert":
+        model = tiny.make("bert", "BertModel", "sdpa").train()
+    elif kind == "encoder":
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, **options), 2)
+    else:
+        model = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=2, **options)
+
+    def arguments(lengths):
+        if kind == "bert":
+            return batch_of(model, lengths)
+        x, padding = (
+            torch.randn(len(lengths), max(lengths), 16),
+            torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None],
+        )
+        if kind == "encoder":
+            return {"src": x, "src_key_padding_mask": padding}
+        names = "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"
+        return {"src": x, "tgt": x + 1, **dict.fromkeys(names, padding)}
+
     read, reads = _offsets._read, []
     monkeypatch.setattr(_offsets, "_read", lambda offsets: reads.append(offsets) or read(offsets))
-    with nta.patch(model):
+    with nta.patch(model) as handle:
         compiled = torch.compile(model, backend="aot_eager", dynamic=True)
         for lengths in BATCHES:
-            loss = compiled(**batch_of(model, lengths)).last_hidden_state.square().sum()
+            out = compiled(**arguments(lengths))
             reads.clear()
-            loss.backward()
+            (out if kind != "bert" else out.last_hidden_state).square().sum().backward()
             assert not reads
+    assert set(handle.calls) == {None}
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
