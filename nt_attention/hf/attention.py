@@ -159,9 +159,10 @@ def attention(
         marker, attention_mask = attention_mask, None
     run, in_context_parallel, decoding = None, False, False
     if cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask):
-        run, in_context_parallel, decoding = padded_run_of(module), is_context_parallel(), query.shape[2] == 1
+        run, decoding = padded_run_of(module), query.shape[2] == 1
         if run is not None and attention_mask is None and not run.made_none:
             run = None  # whoever left out the mask expects causality, windows and packed rows from this function
+        in_context_parallel = run is None and is_context_parallel()
     unpacked = run is not None or in_context_parallel or decoding
     if unpacked and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
         if run is not None and position_bias is None and query.shape[2] == key.shape[2]:

@@ -150,7 +150,11 @@ def run_as_graph(
     _check(model, given, tokens, graphs.training)
     rows, length = tokens.shape[:2]
     mask = given.get("attention_mask")
-    read = None if mask is None else _start_reading(mask)
+    sizes = Sizes(rows, length, rows * length if mask is None else _count_tokens(mask, holes))
+    if not sizes.tokens:
+        raise NotCapturedError("the batch has no tokens")
+    if sizes.tokens == rows * length and returns_cache():
+        raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
     number = given.get(_NUMBER)
     inputs = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor) and name != _NUMBER}
     if mask is None:
@@ -188,11 +192,6 @@ def run_as_graph(
         rebuild=_rebuild,
         prepare=lambda bucket: extend_tables(model, bucket[0].longest),
     )
-    sizes = Sizes(rows, length, rows * length if read is None else _count_tokens(read(), holes))
-    if not sizes.tokens:
-        raise NotCapturedError("the batch has no tokens")
-    if sizes.tokens == rows * length and returns_cache():
-        raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
     return graphs.run(work, (sizes,))
 
 
@@ -236,30 +235,14 @@ def _part(x: Tensor, form: _Form, sizes: Sizes) -> Tensor:
     return x[: sizes.sequences] if form == "rows" else x
 
 
-def _start_reading(mask: Tensor) -> Callable[[], NDArray[Any]]:
-    """Start to copy a mask to the host. The result waits for the copy, and returns it."""
-    mask = mask.detach() if mask.dtype != torch.bfloat16 else mask != 0  # NumPy has no bfloat16
-    on_host = mask.to("cpu", non_blocking=True)
-    if not mask.is_cuda:
-        return on_host.numpy
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(mask.device))
-
-    def read() -> NDArray[Any]:
-        copied.synchronize()
-        return on_host.numpy()
-
-    return read
-
-
-def _count_tokens(mask: NDArray[Any], holes: bool) -> int:
-    """The number of tokens of a mask (B, L)."""
-    is_token = mask != 0
+def _count_tokens(mask: Tensor, holes: bool) -> int:
+    """The number of tokens of a mask (B, L). Syncs with the device once."""
+    is_token: NDArray[np.bool_] = (mask != 0).numpy(force=True)
     if not holes:
-        edges = np.diff(is_token.astype(np.int8), axis=1, prepend=0)
-        if (edges > 0).sum(1).max(initial=0) > 1:
+        begins = is_token[:, 1:] & ~is_token[:, :-1]
+        if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
             raise NotCapturedError("its rows have padding between tokens")
-    return int(is_token.sum())
+    return int(np.count_nonzero(is_token))
 
 
 def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor, training: bool) -> None:

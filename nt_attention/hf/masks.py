@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,8 @@ def _mask_of_padded_rows(over: str, given: dict[str, Any], run: PaddedRun, whole
     transformers evaluates a mask function at each index, with a dozen kernels. Two masks need one kernel each.
     """
     token_mask, function, made = given.get("attention_mask"), given.get("mask_function"), None
-    with torch.inference_mode(False):  # masks have versions, which show in-place changes
+    # masks have versions, which show in-place changes
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         if token_mask is not None and len(token_mask) > 1:
             given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # they look for padding
             if over == "sdpa" and whole and token_mask.shape[1] == given["kv_length"] and not given.get("use_vmap"):

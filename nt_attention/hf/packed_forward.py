@@ -32,13 +32,20 @@ from .._cuda_graphs import is_part_of_a_graph
 from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
 from .._graph_device import NotCapturedError
 from .._module_state import Snapshot
-from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
+from .._tracing import (
+    TRACING,
+    active_compiler,
+    can_be_read,
+    compiled_by,
+    inline_only,
+    is_captured,
+    outside_of_graphs,
+)
 from ..layout import SequenceLayout
 from . import families
 from .attention import NAME_OVER, NAMES, bypass_mask, is_bypass_mask, register
 from .families import Family
 from .graphs import BoundedPacking, run_as_graph
-from .masks import is_all_true
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
 from .packed_row import (
@@ -228,7 +235,7 @@ class PackedCall:
         if compiler is None and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
             mask = given["attention_mask"]
-            return "full" if len(mask) == 1 and is_all_true(mask) else "small"
+            return "full" if len(mask) == 1 and not is_captured(mask) and bool(mask.all()) else "small"
         packing = _read_packing(given, self.handle.mesh is not None)
         if packing is not None and packing.has_holes:
             if not self.proof.holes:
@@ -302,17 +309,18 @@ class PackedCall:
             return False
         if not can_be_read(given["attention_mask"]):  # as on a CPU: an error says what to do
             return False
-        if (parameter := next(base.parameters(), None)) is None:  # a replica of DataParallel
+        if "_is_replica" in vars(base):  # of DataParallel, which has no parameters
             return False
         kind = tokens.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         # a checkpoint runs forwards without and with gradients, which must draw the same random numbers
         training = base.training or torch.is_grad_enabled()
-        key = tokens.shape, tokens.device, dtype, training
+        key = tokens.shape, tokens.device, autocast, training
         found = self._is_small_shape.get(key)
         if found is None:
             if len(self._is_small_shape) >= 4096:
                 self._is_small_shape.clear()
+            dtype = autocast or next(base.parameters(), tokens).dtype  # read once, because it takes 10 µs
             found = self._is_small_shape[key] = self._decide_if_small(base, tokens, dtype, training)
         return found
 
