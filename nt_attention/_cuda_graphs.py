@@ -62,7 +62,7 @@ def check_call(module: nn.Module, tensor: Tensor, training: bool) -> None:
         raise NotCapturedError(reason)
     if module.training and not torch.is_grad_enabled():
         raise NotCapturedError("the module is in training mode, without gradients")
-    if getattr(module, "_is_replica", False):  # a new module in each call
+    if "_is_replica" in vars(module):  # a new module in each call
         raise NotCapturedError("the module is a replica of DataParallel")
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         raise NotCapturedError("a dispatch mode or a transform is active")

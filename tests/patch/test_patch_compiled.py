@@ -152,7 +152,7 @@ def test_backward_finds_offsets_that_were_read(monkeypatch, kind):
     elif kind == "encoder":
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, **options), 2)
     else:
-        model = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=2, **options)
+        model = nn.Transformer(16, 2, num_encoder_layers=1, num_decoder_layers=1, **options)
 
     def arguments(lengths):
         if kind == "bert":
@@ -170,7 +170,7 @@ def test_backward_finds_offsets_that_were_read(monkeypatch, kind):
     monkeypatch.setattr(_offsets, "_read", lambda offsets: reads.append(offsets) or read(offsets))
     with nta.patch(model) as handle:
         compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-        for lengths in BATCHES:
+        for lengths in BATCHES[:3]:
             out = compiled(**arguments(lengths))
             reads.clear()
             (out if kind != "bert" else out.last_hidden_state).square().sum().backward()
