@@ -34,8 +34,11 @@ NAME = "nt_attention"
 
 
 def is_supported() -> bool:
-    """Whether this version of PyTorch takes flash attention implementations."""
-    return hasattr(attention, "register_flash_attention_impl")
+    """Whether this version of PyTorch takes flash attention implementations.
+
+    Torch 2.11 has a registry, but not all operators that `varlen_attn` calls later.
+    """
+    return hasattr(attention, "register_flash_attention_impl") and torch.__version__ >= "2.12"
 
 
 def register() -> None:

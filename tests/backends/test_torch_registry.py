@@ -77,8 +77,11 @@ class TestRegistration:
         handle.remove()
         assert not any(map(is_python_kernel, OPERATORS))
 
-    def test_a_torch_without_a_registry(self, monkeypatch):
-        monkeypatch.delattr(attention, "register_flash_attention_impl")
+    @pytest.mark.parametrize("before", ["2.10.0", "2.11.0+cu130"])
+    def test_a_torch_without_a_registry(self, monkeypatch, before):
+        if before.startswith("2.10"):
+            monkeypatch.delattr(attention, "register_flash_attention_impl")
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(before))
         assert not torch_registry.is_supported()
         with pytest.raises(RuntimeError, match=r"install torch 2\.12 or later, or call nt_attention\.varlen_attention"):
             torch_registry.register()
