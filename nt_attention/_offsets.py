@@ -145,14 +145,16 @@ class HostFacts:
         self.cache = Cache(converted.device)
 
     def match(self, offsets: Tensor) -> bool:
-        """Whether `offsets`, the tensor that was read or `converted`, is unchanged."""
-        return snapshot(offsets) == (self._converted_snapshot if offsets is self.converted else self._offsets_snapshot)
+        """Whether `offsets`, the tensor that was read, `converted` or its alias, is unchanged."""
+        is_converted = offsets.dtype == self.converted.dtype
+        return snapshot(offsets) == (self._converted_snapshot if is_converted else self._offsets_snapshot)
 
     def match_both(self, offsets: Tensor, cu_seqlens: Tensor) -> bool:
         """`match` for both tensors. To save host time, it only compares the version counter of `converted`."""
         if self._offsets_snapshot is None:
             return True
-        read, converted = (cu_seqlens, offsets) if offsets is self.converted else (offsets, cu_seqlens)
+        is_int64 = self.converted.dtype == torch.int32
+        read, converted = (offsets, cu_seqlens) if is_int64 else (cu_seqlens, offsets)
         return snapshot(read) == self._offsets_snapshot and converted._version == self._converted_version
 
 
@@ -160,7 +162,7 @@ class HostFacts:
 _facts_of: WeakTensorDict[HostFacts] = WeakTensorDict()
 # Converted offsets → a weak reference to the offsets they were made from, because callers may pass either.
 _source_of: WeakTensorDict[weakref.ref[Tensor]] = WeakTensorDict()
-# The results of `copy_for_graph` → their snapshot, and the offsets and facts they were made from.
+# The results of `copy_for_graph` and `alias_of` → their snapshot, and the offsets and facts they were made from.
 _copies: WeakTensorDict[tuple[object, Tensor, HostFacts]] = WeakTensorDict()
 # Offsets that an operator has read → the marker of the forward, their snapshot, and the copy that was read.
 _read_in: WeakTensorDict[tuple[weakref.ref[Tensor], object, Tensor]] = WeakTensorDict()
@@ -202,7 +204,7 @@ def read_in_operator(offsets: Tensor, marker: Tensor | None, *, is_copy: bool = 
     Args:
         offsets: (B+1,).
         marker: a tensor that is made once in each forward of a model; None if it is not known.
-        is_copy: whether the offsets come from `copy_for_graph`, if they were not read as they are.
+        is_copy: whether the offsets come from `copy_for_graph` or `alias_of`, if they were not read as they are.
 
     Returns:
         The offsets, or a copy of those that were read, and their facts.
@@ -243,6 +245,18 @@ def copy_for_graph(offsets: Tensor, facts: HostFacts, size: int) -> Tensor:
     return copy
 
 
+def alias_of(converted: Tensor, offsets: Tensor, facts: HostFacts) -> Tensor:
+    """(B+1,), `facts.converted` as another tensor object. Reading it returns `offsets` and `facts`, without a sync.
+
+    So whoever keeps it needs nothing else, such as a graph for its backward. `converted` itself would not be found
+    after the offsets are freed.
+    """
+    with creating_cached_tensors():
+        alias = converted.detach()
+        _copies[alias] = (snapshot(alias), offsets, facts)
+    return alias
+
+
 def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
     """The offsets that `offsets` are, or are a copy of, and their facts, if they are cached and were not changed."""
     facts = _facts_of.get(offsets)
@@ -258,9 +272,15 @@ def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
 
 
 def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
-    """What `copy_for_graph` was called with, if it made these offsets."""
+    """What `copy_for_graph` or `alias_of` was called with, if it made these offsets."""
     entry = _copies.get(offsets)
     return (entry[1], entry[2]) if entry is not None and entry[0] == snapshot(offsets) else None
+
+
+def find_facts(offsets: Tensor) -> HostFacts | None:
+    """The facts of these offsets, if they were read before and not changed since."""
+    found = _find(offsets) or _find_copied(offsets)
+    return None if found is None else found[1]
 
 
 def _read(offsets: Tensor) -> HostFacts:
@@ -301,9 +321,7 @@ def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
 
 @outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
 def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts]:
-    """Make int32 offsets (B+1,) on `device` from `lengths` (B,) on the host, and their facts, without a sync.
-
-    They are int32, because graphs keep those for the backward, which finds the facts as long as these offsets exist.
+    """Make int64 offsets (B+1,) on `device` from `lengths` (B,) on the host, and their facts, without a sync.
 
     Raises:
         ValueError: a length is negative, or there are more than 2³¹ − 1 tokens.
@@ -320,9 +338,8 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
         )
     with creating_cached_tensors():  # inference tensors would have no version counter
         host = torch.from_numpy(ends)
-        wide = to_device(ends, device) if device.type != "cpu" else host.clone()
-        offsets = wide.to(torch.int32)
-        return offsets, cache_facts(offsets, HostFacts(snapshot(offsets), host, wide))
+        offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
+        return offsets, cache_facts(offsets, HostFacts(snapshot(offsets), host, offsets.to(torch.int32)))
 
 
 def _no_modes() -> AbstractContextManager[Any]:

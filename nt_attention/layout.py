@@ -168,11 +168,28 @@ class SequenceLayout:
         return cls.from_facts(*_offsets.read_in_operator(offsets, None, is_copy=True))
 
     @classmethod
+    def _of_lengths(cls, lengths: Ints, device: torch.device, **of_mask: Any) -> SequenceLayout:
+        """Create a layout from lengths on the host. For `of_mask`, see `from_facts`.
+
+        Both `offsets` and `cu_seqlens` are found after the layout is freed: NestedTensors keep the former, and graphs
+        keep the latter for their backward.
+        """
+        offsets, facts = facts_of_lengths(lengths, device)
+        cu_seqlens = _offsets.alias_of(facts.converted, offsets, facts)
+        return cls.from_facts(offsets, facts, cu_seqlens=cu_seqlens, **of_mask)
+
+    @classmethod
     def from_facts(
-        cls, offsets: Tensor, facts: HostFacts, max_seqlen: int | None = None, **of_mask: Any
+        cls,
+        offsets: Tensor,
+        facts: HostFacts,
+        max_seqlen: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        **of_mask: Any,
     ) -> SequenceLayout:
         """Create a layout from offsets that have already been read, see `from_offsets`.
 
+        `cu_seqlens`: an alias of `facts.converted`, if those are int32.
         `of_mask`: `padded_length`, `padded_index` and `has_holes` of the mask that it was made from.
         """
         if facts.first:
@@ -186,9 +203,11 @@ class SequenceLayout:
                 "pass a larger bound, or leave it out."
             )
         wide = offsets.dtype == torch.int64
+        if cu_seqlens is None:
+            cu_seqlens = facts.converted if wide else offsets
         return cls(
             offsets=offsets if wide else facts.converted,
-            cu_seqlens=facts.converted if wide else offsets,
+            cu_seqlens=cu_seqlens,
             total=facts.total,
             max_seqlen=facts.max_seqlen if max_seqlen is None else int(max_seqlen),
             min_seqlen=facts.min_seqlen,
@@ -227,7 +246,7 @@ class SequenceLayout:
         with creating_cached_tensors():
             given = _as_tensor(lengths)
             host = given.detach().to("cpu", torch.int64).numpy()
-        return cls.from_facts(*facts_of_lengths(host, given.device if device is None else torch.device(device)))
+        return cls._of_lengths(host, given.device if device is None else torch.device(device))
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> SequenceLayout:
@@ -288,8 +307,9 @@ class SequenceLayout:
         bounds = index.searchsorted(length * np.arange(batch + 1))
         lengths = np.diff(bounds)
         first, last = bounds[:-1][lengths > 0], bounds[1:][lengths > 0] - 1
-        return cls.from_facts(
-            *facts_of_lengths(lengths, mask.device),
+        return cls._of_lengths(
+            lengths,
+            mask.device,
             padded_length=length,
             padded_index=_offsets.to_device(index, mask.device),
             has_holes=bool((index[last] - index[first] > last - first).any()),
@@ -399,8 +419,12 @@ class SequenceLayout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        facts = HostFacts(_offsets.snapshot(self.cu_seqlens), self.host_offsets, self.offsets)
-        self.__dict__["_facts"] = _offsets.cache_facts(self.cu_seqlens, facts)
+        facts = _offsets.find_facts(self.offsets) or _offsets.find_facts(self.cu_seqlens)  # of a shallow copy
+        if facts is None:
+            facts = HostFacts(_offsets.snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
+            _offsets.cache_facts(self.offsets, facts)
+            self.__dict__["cu_seqlens"] = _offsets.alias_of(self.cu_seqlens, self.offsets, facts)
+        self.__dict__["_facts"] = facts
 
     @staticmethod
     def require(given: object, name: str) -> SequenceLayout:
@@ -524,13 +548,13 @@ class SequenceLayout:
 
     def _derived(self, key: object, lengths: Callable[[Ints], Ints]) -> SequenceLayout:
         def build() -> SequenceLayout:
-            return self.from_facts(*facts_of_lengths(lengths(np.diff(self.host_offsets.numpy())), self.device))
+            return self._of_lengths(lengths(np.diff(self.host_offsets.numpy())), self.device)
 
         return self.cached(key, build)
 
     def offsets_for_graph(self, size: int) -> Tensor:
         """(size,) int32, `cu_seqlens`, then the total. `from_offsets` of them gives this layout, without a sync."""
-        read = self.offsets if self.cu_seqlens is self._facts.converted else self.cu_seqlens
+        read = self.offsets if self._facts.converted.dtype == torch.int32 else self.cu_seqlens
         return _offsets.copy_for_graph(read, self._facts, size)
 
     def pack(self, padded: Tensor) -> Tensor:
@@ -712,7 +736,7 @@ TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda *given: Seque
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
     """A layout of N tokens on `device`. A sequence begins wherever `begins` (N,) is not 0, as `begins[0]` must be."""
     starts = begins.nonzero()[0]
-    return SequenceLayout.from_facts(*facts_of_lengths(np.diff(starts, append=len(begins)), device))
+    return SequenceLayout._of_lengths(np.diff(starts, append=len(begins)), device)
 
 
 def _as_tensor(lengths: Sequence[int] | Tensor) -> Tensor:

@@ -59,7 +59,7 @@ from .packed_row import (
 from .packing import Packing
 from .proof import Head, Proof
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch, why_call_not_sharded
-from .small_batches import PaddedRows, Size, costs_of, may_run_padded
+from .small_batches import PaddedRows, Size, costs_of, first_parameter, may_run_padded
 from .tensor_parallel import divides_tokens, is_distributed
 
 Logits = Literal["padded"] | None
@@ -309,18 +309,17 @@ class PackedCall:
             return False
         if not can_be_read(given["attention_mask"]):  # as on a CPU: an error says what to do
             return False
-        if "_is_replica" in vars(base):  # of DataParallel, which has no parameters
+        if (parameter := first_parameter(base)) is None:  # a replica of DataParallel
             return False
         kind = tokens.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
         # a checkpoint runs forwards without and with gradients, which must draw the same random numbers
         training = base.training or torch.is_grad_enabled()
-        key = tokens.shape, tokens.device, autocast, training
+        key = tokens.shape, tokens.device, dtype, training
         found = self._is_small_shape.get(key)
         if found is None:
             if len(self._is_small_shape) >= 4096:
                 self._is_small_shape.clear()
-            dtype = autocast or next(base.parameters(), tokens).dtype  # read once, because it takes 10 µs
             found = self._is_small_shape[key] = self._decide_if_small(base, tokens, dtype, training)
         return found
 

@@ -91,6 +91,19 @@ class TestChangedOffsets:
         with pytest.raises(ValueError, match="changed in place after it was made"):
             calls[use]()
 
+    @pytest.mark.parametrize("change", ["numpy", "data"])
+    @pytest.mark.parametrize("use", ["to_nested", "weights"])
+    def test_layout_whose_offsets_were_changed_without_a_new_version_is_refused(self, use, change, module):
+        layout = SequenceLayout.from_lengths(LENGTHS)
+        (layout.offsets.numpy() if change == "numpy" else layout.offsets.data)[1] = 3
+        tokens = torch.randn(TOKENS, 22, dtype=torch.float64)
+        calls = {
+            "to_nested": lambda: layout.to_nested(tokens),
+            "weights": lambda: module(tokens, tokens, tokens, layout=layout, need_weights=True),
+        }
+        with pytest.raises(ValueError, match="changed in place after it was made"):
+            calls[use]()
+
     def test_deepcopy_of_a_layout_is_independent_of_its_offsets(self):
         import copy
 

@@ -1,7 +1,9 @@
 """The constructors of `SequenceLayout`, its properties, copies and pickles."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -39,6 +41,33 @@ def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
         other = SequenceLayout.from_offsets(offsets)
         assert (other.offsets.dtype, other.cu_seqlens.dtype) == (torch.int64, torch.int32)
         assert other.offsets.tolist() == other.cu_seqlens.tolist() == layout.host_offsets.tolist()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64])
+@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x])
+def test_layouts_are_freed(dtype, use):
+    x = torch.randn(sum(LENGTHS), 2, 8)
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    layout = SequenceLayout.from_lengths(LENGTHS) if dtype is None else SequenceLayout.from_offsets(offsets.to(dtype))
+    other = use(layout)
+    varlen_attention(x, x, x, layout), varlen_attention(x, x, x, other)
+    freed = [weakref.ref(tensor) for each in (layout, other) for tensor in (each.offsets, each.cu_seqlens)]
+    before = len(_offsets._facts_of), len(_offsets._copies)
+    del layout, other, offsets
+    gc.collect()
+    assert not any(reference() is not None for reference in freed)
+    assert (len(_offsets._facts_of), len(_offsets._copies)) < before
+
+
+@pytest.mark.parametrize("make", [MAKERS["list"], MAKERS["mask"]], ids=["list", "mask"])
+def test_nested_tensors_are_not_read_after_their_layout_is_freed(monkeypatch, make):
+    x = torch.randn(sum(LENGTHS), 2, 8)
+    layout = make(LENGTHS)
+    nested, want = layout.to_nested(x), varlen_attention(x, x, x, layout)
+    del layout
+    gc.collect()
+    monkeypatch.setattr(_offsets, "_read", None)
+    torch.testing.assert_close(varlen_attention(nested, nested, nested).values(), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)

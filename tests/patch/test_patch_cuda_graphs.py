@@ -456,13 +456,29 @@ class TestState:
 
         self.check(change)
 
-    def test_graph_with_an_embedding_of_fewer_rows_is_not_replayed(self, monkeypatch):
+    @pytest.mark.parametrize("is_linear", [False, True])
+    def test_graph_with_an_embedding_of_fewer_rows_is_not_replayed(self, monkeypatch, is_linear):
         """On a GPU, ids that are too large for it end the process. The old parameter is still in use elsewhere."""
+
+        class Rows(nn.Module):
+            def __init__(self, rows, dims):
+                super().__init__()
+                self.linear = nn.Linear(dims, rows, bias=False)
+
+            def forward(self, ids):
+                return nn.functional.embedding(ids, self.linear.weight)
+
         model, handle, _ = pair(make())
-        run(model, batch_of([5, 2, 9]))
         old = model.get_input_embeddings()
         rows, dims = old.weight.shape
-        model.set_input_embeddings(nn.Embedding(2 * rows, dims, old.padding_idx).to(DEVICE))
+        if is_linear:
+            model.set_input_embeddings(Rows(rows, dims).to(DEVICE))
+        run(model, batch_of([5, 2, 9]))
+        if is_linear:
+            table = model.get_input_embeddings()
+            old, table.linear = table.linear, nn.Linear(dims, 2 * rows, bias=False).to(DEVICE)
+        else:
+            model.set_input_embeddings(nn.Embedding(2 * rows, dims, old.padding_idx).to(DEVICE))
         replayed = []
         once = _graph_capture.Graph.run
         monkeypatch.setattr(

@@ -430,6 +430,18 @@ def test_forwards_with_and_without_gradients_decide_alike(monkeypatch):
     assert found == {True, False}
 
 
+def test_the_decision_depends_on_the_dtype_of_the_model_now(monkeypatch):
+    for module in (small_batches, packed_forward):
+        monkeypatch.setattr(module, "costs_of", lambda device: Costs(1, 1, 1e9, 1e-9, 1e9))
+    model, handles = tiny.make("bert", "BertModel", "sdpa"), []
+    batch = batch_of(model, "right")
+    with torch.no_grad(), nta.patch(model) as handle:
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            model.to(dtype)(**batch)
+            handles.append(dict(handle.calls))
+    assert handles == [{None: 1}, {None: 1, SMALL: 1}, {None: 2, SMALL: 1}]
+
+
 def test_mpt_has_no_positions_past_max_seq_len(everything_is_small):
     config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=97, max_seq_len=32)
     model = transformers.MptModel(config).eval()
