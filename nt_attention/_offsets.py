@@ -320,8 +320,11 @@ def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
 
 
 @outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
-def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts]:
-    """Make int64 offsets (B+1,) on `device` from `lengths` (B,) on the host, and their facts, without a sync.
+def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts, Tensor]:
+    """Make int64 offsets (B+1,) on `device` from `lengths` (B,) on the host, without a sync.
+
+    Returns:
+        The offsets, their facts, and the same offsets as int32, see `alias_of`.
 
     Raises:
         ValueError: a length is negative, or there are more than 2³¹ − 1 tokens.
@@ -339,7 +342,8 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
     with creating_cached_tensors():  # inference tensors would have no version counter
         host = torch.from_numpy(ends)
         offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
-        return offsets, cache_facts(offsets, HostFacts(snapshot(offsets), host, offsets.to(torch.int32)))
+        facts = cache_facts(offsets, HostFacts(snapshot(offsets), host, offsets.to(torch.int32)))
+        return offsets, facts, alias_of(facts.converted, offsets, facts)
 
 
 def _no_modes() -> AbstractContextManager[Any]:

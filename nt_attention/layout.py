@@ -174,8 +174,7 @@ class SequenceLayout:
         Both `offsets` and `cu_seqlens` are found after the layout is freed: NestedTensors keep the former, and graphs
         keep the latter for their backward.
         """
-        offsets, facts = facts_of_lengths(lengths, device)
-        cu_seqlens = _offsets.alias_of(facts.converted, offsets, facts)
+        offsets, facts, cu_seqlens = facts_of_lengths(lengths, device)
         return cls.from_facts(offsets, facts, cu_seqlens=cu_seqlens, **of_mask)
 
     @classmethod
