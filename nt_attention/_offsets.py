@@ -187,8 +187,7 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
     offsets = plain(offsets)
-    found = _find(offsets) or _find_copied(offsets)
-    if found is not None:
+    if (found := find(offsets)) is not None:
         return found
     facts = _read(offsets)
     return offsets, facts if is_replayed(offsets) else cache_facts(offsets, facts)
@@ -248,8 +247,8 @@ def copy_for_graph(offsets: Tensor, facts: HostFacts, size: int) -> Tensor:
 def alias_of(converted: Tensor, offsets: Tensor, facts: HostFacts) -> Tensor:
     """(B+1,), `facts.converted` as another tensor object. Reading it returns `offsets` and `facts`, without a sync.
 
-    So whoever keeps it needs nothing else, such as a graph for its backward. `converted` itself would not be found
-    after the offsets are freed.
+    A graph keeps this tensor for its backward, and finds by it what was read, also after the offsets are freed. By
+    `converted` itself it would not.
     """
     with creating_cached_tensors():
         alias = converted.detach()
@@ -277,10 +276,9 @@ def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
     return (entry[1], entry[2]) if entry is not None and entry[0] == snapshot(offsets) else None
 
 
-def find_facts(offsets: Tensor) -> HostFacts | None:
-    """The facts of these offsets, if they were read before and not changed since."""
-    found = _find(offsets) or _find_copied(offsets)
-    return None if found is None else found[1]
+def find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
+    """What `read_offsets` returns, if these offsets were read before and not changed since."""
+    return _find(offsets) or _find_copied(offsets)
 
 
 def _read(offsets: Tensor) -> HostFacts:

@@ -418,12 +418,13 @@ class SequenceLayout:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        facts = _offsets.find_facts(self.offsets) or _offsets.find_facts(self.cu_seqlens)  # of a shallow copy
-        if facts is None:
-            facts = HostFacts(_offsets.snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
-            _offsets.cache_facts(self.offsets, facts)
-            self.__dict__["cu_seqlens"] = _offsets.alias_of(self.cu_seqlens, self.offsets, facts)
-        self.__dict__["_facts"] = facts
+        found = _offsets.find(self.offsets) or _offsets.find(self.cu_seqlens)  # the tensors of a shallow copy
+        if found is not None:
+            self.__dict__["_facts"] = found[1]
+            return
+        facts = HostFacts(_offsets.snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
+        self.__dict__["_facts"] = _offsets.cache_facts(self.offsets, facts)
+        self.__dict__["cu_seqlens"] = _offsets.alias_of(self.cu_seqlens, self.offsets, facts)
 
     @staticmethod
     def require(given: object, name: str) -> SequenceLayout:

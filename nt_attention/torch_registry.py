@@ -36,7 +36,7 @@ NAME = "nt_attention"
 def is_supported() -> bool:
     """Whether this version of PyTorch takes flash attention implementations.
 
-    Torch 2.11 has a registry, but not all operators that `varlen_attn` calls later.
+    Torch 2.11 has a registry too, but no `varlen_attn_out`, and our implementation was not tested with it.
     """
     return hasattr(attention, "register_flash_attention_impl") and torch.__version__ >= "2.12"
 
