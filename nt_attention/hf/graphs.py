@@ -171,8 +171,6 @@ def run_as_graph(
         return {name: x.shape if name == _NUMBER else (*first, *x.shape[2:]) for name, x in inputs.items()}
 
     def function(static: dict[str, Tensor], bucket: Bucket) -> Computed:
-        if next(model.parameters(), tokens).device != tokens.device:
-            raise NotCapturedError("the model and its inputs are on different devices")
         make_cached_tensors(model, tokens.device)
         packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
         try:
@@ -266,6 +264,9 @@ def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor, traini
     if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in given_tensors):
         raise NotCapturedError("its inputs differ in their device or in their first two dimensions")
     base = families.base_model(model)
+    parameter = families.first_parameter(base)
+    if parameter is not None and parameter.device != tokens.device:
+        raise NotCapturedError("the model and its inputs are on different devices")
     forward = vars(base).get("forward")
     if not isinstance(forward, PatchedForward) or forward.module is not base:
         raise NotCapturedError("its forward was replaced")

@@ -32,20 +32,13 @@ from .._cuda_graphs import is_part_of_a_graph
 from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
 from .._graph_device import NotCapturedError
 from .._module_state import Snapshot
-from .._tracing import (
-    TRACING,
-    active_compiler,
-    can_be_read,
-    compiled_by,
-    inline_only,
-    is_captured,
-    outside_of_graphs,
-)
+from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
 from .attention import NAME_OVER, NAMES, bypass_mask, is_bypass_mask, register
 from .families import Family
 from .graphs import BoundedPacking, run_as_graph
+from .masks import is_all_true
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
 from .packed_row import (
@@ -59,7 +52,7 @@ from .packed_row import (
 from .packing import Packing
 from .proof import Head, Proof
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch, why_call_not_sharded
-from .small_batches import PaddedRows, Size, costs_of, first_parameter, may_run_padded
+from .small_batches import PaddedRows, Size, costs_of, may_run_padded
 from .tensor_parallel import divides_tokens, is_distributed
 
 Logits = Literal["padded"] | None
@@ -235,7 +228,7 @@ class PackedCall:
         if compiler is None and self._is_small(base, given):
             self._count("the batch is too small to gain from packing")
             mask = given["attention_mask"]
-            return "full" if len(mask) == 1 and not is_captured(mask) and bool(mask.all()) else "small"
+            return "full" if len(mask) == 1 and is_all_true(mask) else "small"
         packing = _read_packing(given, self.handle.mesh is not None)
         if packing is not None and packing.has_holes:
             if not self.proof.holes:
@@ -309,7 +302,7 @@ class PackedCall:
             return False
         if not can_be_read(given["attention_mask"]):  # as on a CPU: an error says what to do
             return False
-        if (parameter := first_parameter(base)) is None:  # a replica of DataParallel
+        if (parameter := families.first_parameter(base)) is None:  # a replica of DataParallel
             return False
         kind = tokens.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype

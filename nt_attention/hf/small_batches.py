@@ -106,17 +106,6 @@ def _launches_of(leaf: nn.Module) -> int:
     return 7 if is_norm and not isinstance(leaf, nn.LayerNorm | nn.RMSNorm) else 1
 
 
-def first_parameter(module: nn.Module) -> Tensor | None:
-    """What `next(module.parameters(), None)` is, in a fifth of its time."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return parameter
-    for child in module._modules.values():
-        if child is not None and (found := first_parameter(child)) is not None:
-            return found
-    return None
-
-
 # Arguments with which shapes do not decide: positions may show several sequences in a row, and some heads do not take
 # `ignore_index`.
 _READ = ("position_ids", "logits_to_keep", "start_positions", "end_positions", "ignore_index")

@@ -489,6 +489,15 @@ class TestState:
         assert replayed
         assert graph not in replayed
 
+    def test_model_on_another_device(self):
+        model, handle, _ = pair(make())
+        batch = batch_of([5, 2, 9])
+        run(model, batch)
+        model.to("meta")
+        with pytest.raises(ValueError, match="on meta"):
+            run(model, batch)
+        assert handle.graphs.calls == {None: 1, "the model and its inputs are on different devices": 1}
+
     def test_parameter_data_replaced(self):
         def change(model):
             linear = model.encoder.layer[0].intermediate.dense
