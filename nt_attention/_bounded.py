@@ -116,7 +116,7 @@ class BoundedLayout(SequenceLayout):
             min_seqlen=0,
             sum_of_squares=max_tokens * min(max_seqlen, max_tokens),
             padded_length=None,
-            padded_index=None,
+            _padded_index=None,
             has_holes=False,
             given=given,
             _version=None if is_replayed(offsets) else _version(given),
@@ -145,9 +145,8 @@ class BoundedLayout(SequenceLayout):
         return self._converted(torch.int32)
 
     def _converted(self, dtype: torch.dtype) -> Tensor:
-        if self.given.dtype == dtype and self.given.is_contiguous():
-            return self.given
-        return self.cached(dtype, lambda: self.given.to(dtype).contiguous())
+        """The offsets, or a new tensor of them."""
+        return self.given.to(dtype).contiguous()
 
     @property
     def operator_offsets(self) -> Tensor:
@@ -163,7 +162,7 @@ class BoundedLayout(SequenceLayout):
         return self.cached("valid", lambda: Valid.of(self.given, *self.bounds))
 
     @property
-    def safe_offsets(self) -> Tensor:
+    def _safe_offsets(self) -> Tensor:
         return self.valid.offsets
 
     @property
@@ -190,17 +189,17 @@ class BoundedLayout(SequenceLayout):
     @property
     def lengths(self) -> Tensor:
         self.check_unchanged("this layout")
-        return self.cached("lengths", self.offsets.diff)
+        return super().lengths
 
     @property
     def sequence_ids(self) -> Tensor:
         """(N,) int64, the index of each row's sequence; B − 1 past the last offset."""
-        return self.locate_rows(self.total)[0]
+        return super().sequence_ids
 
     @property
     def position_ids(self) -> Tensor:
         """(N,) int64, each row's position in its sequence; 0 past the last offset."""
-        return self.locate_rows(self.total)[1]
+        return super().position_ids
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         self.check_unchanged("this layout")
@@ -326,7 +325,7 @@ class TracedBoundedLayout(TracedLayout):
 
     def __init__(self, offsets: Tensor, max_seqlen: int, max_tokens: int) -> None:
         super().__init__(offsets)
-        self.bounds = self.max_seqlen, self.total = max_seqlen, max_tokens
+        self.arguments = self.bounds = self.max_seqlen, self.total = max_seqlen, max_tokens
         self.min_seqlen = 0
 
     @property
@@ -334,7 +333,7 @@ class TracedBoundedLayout(TracedLayout):
         return Valid.of(self.offsets, self.max_seqlen, self.total)
 
     @property
-    def safe_offsets(self) -> Tensor:
+    def _safe_offsets(self) -> Tensor:
         return self.valid.offsets
 
     def extended(self, extra: int) -> TracedLayout:

@@ -54,6 +54,9 @@ class WeakTensorDict(Generic[_V]):
         key = id(tensor)
         self._entries[key] = (weakref.ref(tensor, functools.partial(_remove, self._entries, key)), value)
 
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self.get(tensor) is not None
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -102,19 +105,18 @@ class Cache:
 def snapshot(tensor: Tensor) -> object:
     """The state of a tensor. Two snapshots of a tensor differ if it was changed in place between them.
 
-    On a CPU, snapshots include the values, so that changes through NumPy or `.data` are found too. On other devices
-    such changes are not found, because they do not increase the version counter. No change of an inference tensor is
-    found, because it has no version counter.
+    On a CPU, a snapshot is the values. So changes through NumPy or `.data` are found too, and a change of another row
+    of the same table is none. On other devices it has the version counter, which writes to `.data` do not increase. It
+    is None for inference tensors there, which have no version counter.
     """
+    if tensor.is_cpu:
+        if tensor.is_contiguous():  # at least six times as fast as tolist
+            return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        with no_modes():
+            return tensor.tolist()
     if tensor.is_inference():
         return None
-    address = tensor.data_ptr()
-    if not tensor.is_cpu:
-        return tensor._version, address, tensor.numel()
-    if tensor.is_contiguous():  # at least six times as fast as tolist
-        return tensor._version, address, ctypes.string_at(address, tensor.nbytes)
-    with _no_modes():
-        return tensor._version, address, tensor.tolist()
+    return tensor._version, tensor.data_ptr(), tensor.numel()
 
 
 class HostFacts:
@@ -123,7 +125,7 @@ class HostFacts:
     It does not refer to the tensor itself, because the tensor would then never be freed.
 
     Attributes:
-        host: (B+1,) int64, a copy on the CPU.
+        host: (B+1,) int64, a copy on the CPU. Callers must not get this tensor, because they might change it.
         converted: (B+1,) on the same device, as int32 if the offsets are int64, and as int64 if they are int32.
         first, total: the first offset, and the number of tokens after it.
         max_seqlen, min_seqlen, sum_of_squares: the maximum, the minimum and the sum of squares of the lengths.
@@ -135,7 +137,7 @@ class HostFacts:
         """`offsets_snapshot` is the snapshot of the offsets from before they were read."""
         self.host, self.converted = host, converted
         self._offsets_snapshot, self._converted_snapshot = offsets_snapshot, snapshot(converted)
-        self._converted_version = None if converted.is_inference() else converted._version
+        self._converted_version = converted._version
         numbers = on_host(host)
         lengths = np.diff(numbers)
         self.first, self.total = int(numbers[0]), int(numbers[-1] - numbers[0])
@@ -145,17 +147,30 @@ class HostFacts:
         self.cache = Cache(converted.device)
 
     def match(self, offsets: Tensor) -> bool:
-        """Whether `offsets`, the tensor that was read, `converted` or its alias, is unchanged."""
+        """Whether `offsets`, the tensor that was read, `converted` or its alias, is known to be unchanged."""
         is_converted = offsets.dtype == self.converted.dtype
-        return snapshot(offsets) == (self._converted_snapshot if is_converted else self._offsets_snapshot)
+        before = self._converted_snapshot if is_converted else self._offsets_snapshot
+        return before is not None and snapshot(offsets) == before
 
     def match_both(self, offsets: Tensor, cu_seqlens: Tensor) -> bool:
-        """`match` for both tensors. To save host time, it only compares the version counter of `converted`."""
-        if self._offsets_snapshot is None:
-            return True
-        is_int64 = self.converted.dtype == torch.int32
-        read, converted = (offsets, cu_seqlens) if is_int64 else (cu_seqlens, offsets)
-        return snapshot(read) == self._offsets_snapshot and converted._version == self._converted_version
+        """Whether neither was changed, as far as can be known. One is `converted`, or an alias of it."""
+        read, converted = (offsets, cu_seqlens) if self.converted.dtype == torch.int32 else (cu_seqlens, offsets)
+        before = self._offsets_snapshot
+        if before is not None and snapshot(read) != before:
+            return False
+        if not converted.is_cpu:  # this takes half as long
+            return converted._version == self._converted_version
+        return snapshot(converted) == self._converted_snapshot
+
+    @property
+    def has_old_converted(self) -> bool:
+        """Whether `converted` was changed in place, by its version counter."""
+        return self.converted._version != self._converted_version
+
+    @property
+    def notices_changes(self) -> bool:
+        """Whether a change of the offsets that were read would be noticed. If not, they are read each time."""
+        return self._offsets_snapshot is not None
 
 
 # Offsets → facts. Keys are weak references, so a new tensor never finds the facts of a freed tensor with its id.
@@ -171,13 +186,14 @@ _read_in: WeakTensorDict[tuple[weakref.ref[Tensor], object, Tensor]] = WeakTenso
 def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     """Read `offsets` (B+1,) on the host.
 
-    This syncs the first time that a tensor object is passed, and after each in-place change of it. Inference tensors
-    are read each time, because they have no version counter. So are the outputs of a compiled function that runs as a
-    CUDA graph: each replay writes other values to them, without a change of their version.
+    This syncs the first time that a tensor object is passed, and after each in-place change of it. On a GPU, inference
+    tensors are read each time, because they have no version counter. So are the outputs of a compiled function that
+    runs as a CUDA graph: each replay writes other values to them, without a change of their version.
 
     Returns:
         The offsets and their facts. If `offsets` is a copy of another tensor (the converted one, or one for a graph)
-        and neither was changed, that other tensor is returned.
+        and neither was changed, that other tensor is returned. If later changes can't be noticed, int32 offsets are
+        copied, because kernels read them.
 
     Raises:
         TypeError: `offsets` is not a tensor.
@@ -190,10 +206,14 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     if (found := find(offsets)) is not None:
         return found
     facts = _read(offsets)
-    return offsets, facts if is_replayed(offsets) else cache_facts(offsets, facts)
+    if not facts.notices_changes and offsets.dtype == torch.int32:
+        with creating_cached_tensors():
+            offsets = offsets.detach().clone()
+        facts = HostFacts(snapshot(offsets), facts.host, facts.converted)
+    return offsets, cache_facts(offsets, facts)
 
 
-def read_in_operator(offsets: Tensor, marker: Tensor | None, *, is_copy: bool = False) -> tuple[Tensor, HostFacts]:
+def read_in_operator(offsets: Tensor, marker: Tensor | None) -> tuple[Tensor, HostFacts]:
     """`read_offsets` in an operator of a graph.
 
     Offsets that were read outside of graphs need no sync. Others may have been computed in the graph. A compiler may
@@ -203,12 +223,11 @@ def read_in_operator(offsets: Tensor, marker: Tensor | None, *, is_copy: bool = 
     Args:
         offsets: (B+1,).
         marker: a tensor that is made once in each forward of a model; None if it is not known.
-        is_copy: whether the offsets come from `copy_for_graph` or `alias_of`, if they were not read as they are.
 
     Returns:
         The offsets, or a copy of those that were read, and their facts.
     """
-    found = _find(offsets) or (_find_copied(offsets) if is_copy else None)
+    found = _find(offsets)
     if found is not None:
         return found
     entry = _read_in.get(offsets)
@@ -259,7 +278,7 @@ def alias_of(converted: Tensor, offsets: Tensor, facts: HostFacts) -> Tensor:
 def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
     """The offsets that `offsets` are, or are a copy of, and their facts, if they are cached and were not changed."""
     facts = _facts_of.get(offsets)
-    if facts is not None and facts.match(offsets):
+    if facts is not None and facts.match(offsets) and not facts.has_old_converted:
         return offsets, facts
     reference = _source_of.get(offsets)
     source = None if reference is None else reference()
@@ -268,6 +287,11 @@ def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
         if facts is not None and facts.converted is offsets and facts.match(source) and facts.match(offsets):
             return source, facts
     return None
+
+
+def are_of_layout(offsets: Tensor) -> bool:
+    """Whether a layout was made of these offsets, or made them. They may be changed since."""
+    return offsets in _facts_of or offsets in _source_of or offsets in _copies
 
 
 def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
@@ -291,8 +315,8 @@ def _read(offsets: Tensor) -> HostFacts:
     check_readable(offsets, "offsets")
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so pass torch.tensor([0]) for no sequences.")
-    offsets_snapshot = snapshot(offsets)
-    with torch.inference_mode(offsets.is_inference()), torch._C._DisableFuncTorch(), _no_modes():
+    offsets_snapshot = None if is_replayed(offsets) else snapshot(offsets)
+    with creating_cached_tensors():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
         converted = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
         numbers = host.numpy()
@@ -311,7 +335,7 @@ def _read(offsets: Tensor) -> HostFacts:
 
 def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
     """Cache `facts` for `offsets` and for `facts.converted`, until the offsets are freed."""
-    if not offsets.is_inference():
+    if facts.notices_changes:
         _facts_of[offsets] = facts
         _source_of[facts.converted] = weakref.ref(offsets)
     return facts
@@ -344,7 +368,7 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
         return offsets, facts, alias_of(facts.converted, offsets, facts)
 
 
-def _no_modes() -> AbstractContextManager[Any]:
+def no_modes() -> AbstractContextManager[Any]:
     """A context in which all dispatch modes are off."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
@@ -362,7 +386,7 @@ def creating_cached_tensors() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), _no_modes():
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), no_modes():
         yield
 
 

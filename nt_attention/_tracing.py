@@ -207,17 +207,19 @@ class TracedLayout:
     bounds: tuple[int, int] | None = None
     _read_offsets: ClassVar[Callable[..., Any]]  # SequenceLayout.from_offsets, outside of graphs; set by layout.py
 
-    def __init__(self, offsets: Tensor) -> None:
+    def __init__(self, offsets: Tensor, max_seqlen: int | None = None) -> None:
+        """`max_seqlen` is the bound that was passed to `from_offsets`."""
         self.offsets = self.cu_seqlens = self.operator_offsets = offsets  # operators take int32 and int64
         self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
+        self.arguments: tuple[int | None, ...] = (max_seqlen,)  # of `from_offsets`, after the offsets
 
     @property
-    def safe_offsets(self) -> Tensor:
+    def _safe_offsets(self) -> Tensor:
         return self.offsets
 
     def __getattr__(self, name: str) -> Any:
         if not is_traced(self.offsets) and not name.startswith("__"):
-            return getattr(TracedLayout._read_offsets(self.offsets, *(self.bounds or ())), name)
+            return getattr(TracedLayout._read_offsets(self.offsets, *self.arguments), name)
         if name == "min_seqlen":
             return 0
         raise AttributeError(f"{name} needs the lengths, which are not known in a graph: read it outside of the graph.")

@@ -6,7 +6,7 @@ Dimensions: B sequences, T tokens in the whole batch, L positions in a padded ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -49,10 +49,13 @@ class SequenceLayout:
         min_seqlen: the length of the shortest sequence.
         sum_of_squares: the sum of the squared lengths. In self-attention without a mask, it is the number of (query,
             key) pairs.
-        host_offsets: a copy of `offsets` on the CPU.
+        host_offsets: the same numbers on the CPU.
         padded_length: L of the attention mask that the layout was made from; None if it was made in another way.
         padded_index: (T,) int64, the position of each token in that mask, flattened to (B·L); else None.
         has_holes: whether a row of that mask has padding between its tokens; else False.
+
+    `host_offsets`, `padded_index`, `lengths`, `sequence_ids` and `position_ids` are new tensors in each access, so you
+    may change them in place. After a change of `offsets` or `cu_seqlens`, the layout raises an error.
 
     Example:
         >>> import nt_attention as nta
@@ -69,10 +72,9 @@ class SequenceLayout:
     max_seqlen: int
     min_seqlen: int
     sum_of_squares: int = field(repr=False)
-    host_offsets: Tensor = field(repr=False)
     _facts: HostFacts = field(repr=False)
     padded_length: int | None = None
-    padded_index: Tensor | None = field(default=None, repr=False)
+    _padded_index: Tensor | None = field(default=None, repr=False)
     has_holes: bool = field(default=False, repr=False)
 
     knows_lengths: ClassVar[bool] = True  # False if the host only knows bounds of them
@@ -132,8 +134,9 @@ class SequenceLayout:
             raise ValueError(f"max_tokens={max_tokens} needs max_seqlen, the bound of the longest sequence.")
         has_bounds = max_seqlen is not None and max_tokens is not None
         if is_traced(offsets):
-            bounds = (max_seqlen, max_tokens) if has_bounds and offsets.device.type != "cpu" else None
-            return cls.in_graph(offsets, bounds=cast("tuple[int, int] | None", bounds))
+            if has_bounds and offsets.device.type != "cpu":
+                return cls._with_bounds_in_graph(offsets, cast(int, max_seqlen), cast(int, max_tokens))
+            return cls.in_graph(offsets, None, max_seqlen)
         if isinstance(offsets, Tensor):
             if has_bounds and offsets.device.type != "cpu":
                 return cls._with_bounds(offsets, cast(int, max_seqlen), cast(int, max_tokens))
@@ -145,13 +148,10 @@ class SequenceLayout:
         return layout
 
     @classmethod
-    def in_graph(
-        cls, offsets: Tensor, marker: Tensor | None = None, bounds: tuple[int, int] | None = None
-    ) -> SequenceLayout:
-        """The layout of a graph. Without bounds, the offsets are read when it runs; see `_offsets.read_in_operator`."""
-        if bounds is not None:
-            return cls._with_bounds_in_graph(offsets, *bounds)
-        return cast(SequenceLayout, TracedLayout(torch.ops.nt_attention.offsets.default(offsets, marker)))
+    def in_graph(cls, offsets: Tensor, marker: Tensor | None = None, max_seqlen: int | None = None) -> SequenceLayout:
+        """The layout of a graph. The offsets are read when it runs; see `_offsets.read_in_operator`."""
+        offsets = torch.ops.nt_attention.offsets.default(offsets, marker)
+        return cast(SequenceLayout, TracedLayout(offsets, max_seqlen))
 
     @staticmethod
     def in_this_graph(offsets: Tensor, bounds: tuple[int, int] | None) -> SequenceLayout:
@@ -161,11 +161,19 @@ class SequenceLayout:
         return cast(SequenceLayout, TracedLayout(offsets))
 
     @classmethod
-    def in_operator(cls, offsets: Tensor) -> SequenceLayout:
-        """The layout of the offsets that an operator in a graph gets, from `in_graph` or from outside."""
+    def in_operator(cls, offsets: Tensor, is_backward: bool = False) -> SequenceLayout:
+        """The layout of the offsets that an operator in a graph gets, from `in_graph` or of a layout from outside.
+
+        Raises:
+            ValueError: they are of a layout, and were changed in place. In a backward, it is a RuntimeError.
+        """
         if (bounded := cls._find_bounded(offsets)) is not None:
             return bounded
-        return cls.from_facts(*_offsets.read_in_operator(offsets, None, is_copy=True))
+        if (found := _offsets.find(offsets)) is not None:
+            return cls.from_facts(*found)
+        if _offsets.are_of_layout(offsets):
+            raise _changed_before_backward() if is_backward else _changed("this layout")
+        return cls.from_facts(*_offsets.read_in_operator(offsets, None))
 
     @classmethod
     def _of_lengths(cls, lengths: Ints, device: torch.device, **of_mask: Any) -> SequenceLayout:
@@ -189,7 +197,7 @@ class SequenceLayout:
         """Create a layout from offsets that have already been read, see `from_offsets`.
 
         `cu_seqlens`: an alias of `facts.converted`, if those are int32.
-        `of_mask`: `padded_length`, `padded_index` and `has_holes` of the mask that it was made from.
+        `of_mask`: `padded_length`, `_padded_index` and `has_holes` of the mask that it was made from.
         """
         if facts.first:
             raise ValueError(
@@ -211,7 +219,6 @@ class SequenceLayout:
             max_seqlen=facts.max_seqlen if max_seqlen is None else int(max_seqlen),
             min_seqlen=facts.min_seqlen,
             sum_of_squares=facts.sum_of_squares,
-            host_offsets=facts.host,
             _facts=facts,
             **of_mask,
         )
@@ -310,7 +317,7 @@ class SequenceLayout:
             lengths,
             mask.device,
             padded_length=length,
-            padded_index=_offsets.to_device(index, mask.device),
+            _padded_index=_offsets.to_device(index, mask.device),
             has_holes=bool((index[last] - index[first] > last - first).any()),
         )
 
@@ -355,12 +362,25 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).batch_size
             3
         """
-        return self.host_offsets.numel() - 1
+        return self._facts.host.numel() - 1
 
     @property
     def device(self) -> torch.device:
         """The device of `offsets`."""
         return self.offsets.device
+
+    @property
+    def host_offsets(self) -> Tensor:
+        """(B+1,) int64, a copy of `offsets` on the CPU."""
+        if is_compiling():
+            return self._facts.host.clone()
+        with _offsets.no_modes():  # which would make a fake tensor of it
+            return self._facts.host.clone()
+
+    @property
+    def padded_index(self) -> Tensor | None:
+        """(T,) int64, the position of each token in the mask that the layout was made from, flattened to (B·L)."""
+        return None if self._padded_index is None else self._padded_index.clone()
 
     @property
     def lengths(self) -> Tensor:
@@ -371,7 +391,12 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).lengths
             tensor([2, 0, 3])
         """
-        return self.cached("lengths", self._own_offsets.diff)
+        return self._cached_lengths.clone()
+
+    @property
+    def _cached_lengths(self) -> Tensor:
+        """The same for code of this package, which does not change it. It is not copied."""
+        return self.cached("lengths", lambda: self._own_offsets.diff())
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -382,14 +407,7 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).sequence_ids
             tensor([0, 0, 2, 2, 2])
         """
-
-        def build() -> Tensor:
-            if self.device.type == "cpu":  # faster on a CPU; on a GPU it launches three times as many kernels
-                ids = torch.arange(self.batch_size, device=self.device)
-                return ids.repeat_interleave(self.lengths, output_size=self.total)
-            return torch.searchsorted(self._own_offsets[1:], torch.arange(self.total, device=self.device), right=True)
-
-        return self.cached("sequence_ids", build)
+        return self.locate_rows(self.total)[0].clone()
 
     @property
     def position_ids(self) -> Tensor:
@@ -400,29 +418,41 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).position_ids
             tensor([0, 1, 0, 1, 2])
         """
-
-        def build() -> Tensor:
-            return torch.arange(self.total, device=self.device) - self._own_offsets[self.sequence_ids]
-
-        return self.cached("position_ids", build)
+        return self.locate_rows(self.total)[1].clone()
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past `total`."""
-        ids, positions = self.sequence_ids, self.position_ids
+        """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past `total`.
+
+        They are not copied, so they are for code of this package, which does not change them.
+        """
+        ids, positions = self.cached("rows", self._locate)
         if rows > self.total:
             ids, positions = (torch.nn.functional.pad(x, (0, rows - self.total)) for x in (ids, positions))
         return ids, positions
 
+    def _locate(self) -> tuple[Tensor, Tensor]:
+        """See `locate_rows`, for all tokens."""
+        offsets, row = self._own_offsets, torch.arange(self.total, device=self.device)
+        if self.device.type == "cpu":  # faster on a CPU; on a GPU it launches three times as many kernels
+            ids = torch.arange(self.batch_size, device=self.device)
+            ids = ids.repeat_interleave(offsets.diff(), output_size=self.total)
+        else:
+            ids = torch.searchsorted(offsets[1:], row, right=True)
+        return ids, row - offsets[ids]
+
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_facts"}  # __setstate__ creates it
+        """Without `_facts`, which `__setstate__` creates from its copy of the offsets on the host."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_facts"}
+        return state | {"host": self._facts.host}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        host = state.pop("host")
         self.__dict__.update(state)
         found = _offsets.find(self.offsets) or _offsets.find(self.cu_seqlens)  # the tensors of a shallow copy
         if found is not None:
             self.__dict__["_facts"] = found[1]
             return
-        facts = HostFacts(_offsets.snapshot(self.offsets), self.host_offsets, self.cu_seqlens)
+        facts = HostFacts(_offsets.snapshot(self.offsets), host, self.cu_seqlens)
         self.__dict__["_facts"] = _offsets.cache_facts(self.offsets, facts)
         self.__dict__["cu_seqlens"] = _offsets.alias_of(self.cu_seqlens, self.offsets, facts)
 
@@ -446,7 +476,7 @@ class SequenceLayout:
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths) or .from_attention_mask(mask)."
             )
         if isinstance(given, TracedLayout) and not is_traced(given.offsets):  # outside of graphs
-            return SequenceLayout.from_offsets(given.offsets, *(given.bounds or ()))
+            return SequenceLayout.from_offsets(given.offsets, *given.arguments)
         if is_tracing():
             return SequenceLayout.in_this_graph(given.operator_offsets, given.bounds)
         if isinstance(given, TracedLayout):
@@ -460,11 +490,13 @@ class SequenceLayout:
         Raises:
             ValueError: they were changed. The message calls the layout `name`.
         """
-        if not is_compiling() and not self._facts.match_both(self.offsets, self.cu_seqlens):
-            raise ValueError(
-                f"the offsets of {name} were changed in place after it was made: make a new layout with "
-                "SequenceLayout.from_offsets(offsets), or make the layout from a copy of the offsets."
-            )
+        if not self.is_unchanged:
+            raise _changed(name)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the offsets were not changed in place, as far as can be known. In a graph, its operators find out."""
+        return is_compiling() or self._facts.match_both(self.offsets, self.cu_seqlens)
 
     def check_saved(self) -> None:
         """In a backward pass: check that `cu_seqlens` was not changed in place since the forward pass.
@@ -473,13 +505,10 @@ class SequenceLayout:
             RuntimeError: it was changed.
         """
         if not self._matches(self.cu_seqlens):
-            raise RuntimeError(
-                "the cu_seqlens of a layout, which are needed for gradient computation, have been modified by an "
-                "inplace operation: pass a copy, cu_seqlens.clone(), to each forward."
-            )
+            raise _changed_before_backward()
 
     def _matches(self, offsets: Tensor) -> bool:
-        """Whether `offsets` (int32 or int64) are unchanged since they were read. Always True in a graph."""
+        """Whether `offsets` (int32 or int64) are known to be unchanged since they were read. True in a graph."""
         return is_compiling() or self._facts.match(offsets)
 
     @property
@@ -488,7 +517,7 @@ class SequenceLayout:
         return self.cu_seqlens
 
     @property
-    def safe_offsets(self) -> Tensor:
+    def _safe_offsets(self) -> Tensor:
         """(B+1,) int64, offsets that are safe to index with."""
         return self.offsets
 
@@ -499,7 +528,12 @@ class SequenceLayout:
 
     @property
     def _own_offsets(self) -> Tensor:
-        """The offsets that were read. The caller may have changed the tensor `offsets` in place since then."""
+        """The offsets that were read. The caller may have changed the tensor `offsets` in place since then.
+
+        In a graph, an operator raises an error then, as attention does.
+        """
+        if is_compiling():
+            return torch.ops.nt_attention.offsets_of_layout.default(self.cu_seqlens)
         return self.offsets if self._matches(self.offsets) else self.cu_seqlens.long()
 
     @property
@@ -535,7 +569,11 @@ class SequenceLayout:
         """
         if not (self.knows_lengths and other.knows_lengths):
             return self is other
-        return self.host_offsets is other.host_offsets or torch.equal(self.host_offsets, other.host_offsets)
+        return self._facts is other._facts or torch.equal(self._facts.host, other._facts.host)
+
+    def padded_right(self) -> SequenceLayout:
+        """The same layout, which pads at the end of each row, to the longest length."""
+        return replace(self, max_seqlen=self._facts.max_seqlen, padded_length=None, _padded_index=None, has_holes=False)
 
     def extended(self, extra: int) -> SequenceLayout:
         """The layout in which every sequence is `extra` tokens longer."""
@@ -548,7 +586,7 @@ class SequenceLayout:
 
     def _derived(self, key: object, lengths: Callable[[Ints], Ints]) -> SequenceLayout:
         def build() -> SequenceLayout:
-            return self._of_lengths(lengths(np.diff(self.host_offsets.numpy())), self.device)
+            return self._of_lengths(lengths(np.diff(self._facts.host.numpy())), self.device)
 
         return self.cached(key, build)
 
@@ -579,15 +617,14 @@ class SequenceLayout:
         """
         self._check_usable(padded, "padded")
         length = padded.shape[1] if padded.dim() >= 2 else -1
-        if self.padded_length is None:
-            fits, wanted = length >= self._facts.max_seqlen, f"{self._facts.max_seqlen} or more"
-        else:
-            fits, wanted = length == self.padded_length, f"{self.padded_length}"
+        longest = self._facts.max_seqlen
+        fits = length >= longest if self.padded_length is None else length == self.padded_length
         if not fits or padded.shape[0] != self.batch_size:
+            wanted = f"{longest} or more" if self.padded_length is None else f"{self.padded_length}"
             raise ValueError(
                 f"padded must be ({self.batch_size}, {wanted}, …) for this layout, got {tuple(padded.shape)}."
             )
-        return padded.flatten(0, 1).index_select(0, self._index(length))
+        return padded.flatten(0, 1).index_select(0, self.index_of_tokens(length))
 
     def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
         """Convert packed tokens to a padded batch. Needs no sync.
@@ -614,7 +651,7 @@ class SequenceLayout:
         self.check_rows(values, "values")
         length = self.padded_length if self.padded_length is not None else self.max_seqlen
         shape = (self.batch_size, length, *values.shape[1:])
-        return scatter_rows(values[: self.total], self._index(length), shape, value)
+        return scatter_rows(values[: self.total], self.index_of_tokens(length), shape, value)
 
     def to_nested(self, values: Tensor) -> Tensor:
         """Convert packed tokens to a jagged NestedTensor. Needs no sync.
@@ -718,11 +755,16 @@ class SequenceLayout:
                 f"make the layout from offsets or lengths on {tensor.device}."
             )
 
-    def _index(self, length: int) -> Tensor:
+    def index_of_tokens(self, length: int) -> Tensor:
         """(T,) int64, the position of each token in a padded batch that is flattened to (B·length)."""
-        if self.padded_index is not None:
-            return self.padded_index
-        return self.cached(("padded_index", length), lambda: self.sequence_ids * length + self.position_ids)
+        if self._padded_index is not None:
+            return self._padded_index
+
+        def build() -> Tensor:
+            ids, positions = self.locate_rows(self.total)
+            return ids * length + positions
+
+        return self.cached(("padded_index", length), build)
 
 
 define(
@@ -730,7 +772,26 @@ define(
     lambda offsets, marker: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, marker), offsets.shape[0]),
     lambda offsets, marker: offsets.new_empty(offsets.shape, dtype=torch.int32),
 )
+define(
+    "offsets_of_layout(Tensor cu_seqlens) -> Tensor",
+    lambda cu_seqlens: SequenceLayout.in_operator(cu_seqlens).offsets.clone(),
+    lambda cu_seqlens: cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64),
+)
 TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda *given: SequenceLayout.from_offsets(*given)))
+
+
+def _changed(name: str) -> ValueError:
+    return ValueError(
+        f"the offsets of {name} were changed in place after it was made: make a new layout with "
+        "SequenceLayout.from_offsets(offsets), or make the layout from a copy of the offsets."
+    )
+
+
+def _changed_before_backward() -> RuntimeError:
+    return RuntimeError(
+        "the cu_seqlens of a layout, which are needed for gradient computation, have been modified by an inplace "
+        "operation: pass a copy, cu_seqlens.clone(), to each forward."
+    )
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:

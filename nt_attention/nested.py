@@ -277,7 +277,8 @@ def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim:
     """
     with _no_torch_function():
         values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
-        form = _Form(offsets, lengths, ragged_dim, layout.cached("extremes", lambda: _extremes(layout)))
+        extremes = layout.cached(("extremes", layout.max_seqlen), lambda: _extremes(layout))
+        form = _Form(offsets, lengths, ragged_dim, extremes)
         if torch.is_grad_enabled() and values.requires_grad:
             return cast(Tensor, _Nested.apply(values, form))
         return form.wrap(values.detach())
@@ -309,7 +310,7 @@ def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name:
     given = facts.host if lengths is None else lengths  # the cache key
     by_lengths = facts.cache.find_or_build("token rows", WeakIdKeyDictionary)
     found: _TokenRows | None = by_lengths.get(given)
-    if found is not None and found.end <= rows and found.snapshot == snapshot(given):
+    if found is not None and found.end <= rows and found.snapshot == snapshot(given) and found.layout.is_unchanged:
         return found
     begins = facts.host[:-1]
     counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)

@@ -283,7 +283,7 @@ class PagedLayout:
         for i, pool in enumerate(pools):
             self._check_pool(f"pool {i}", pool)
         layout = self.read_lengths()
-        index = self.rows(layout.sequence_ids, layout.position_ids)
+        index = self.rows(*layout.locate_rows(layout.total))
         return layout, tuple([self._select(pool, index) for pool in pools])
 
     def read_lengths(self) -> SequenceLayout:

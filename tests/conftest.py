@@ -96,6 +96,22 @@ def backends_that_ran(registered_variant):
 
 
 @pytest.fixture
+def like_a_gpu(monkeypatch):
+    """Snapshots of tensors have their version, but no content, as on a GPU. Returns the tensors that are read."""
+    from nt_attention import _offsets
+
+    reads, read = [], _offsets._read
+
+    def counting(offsets):
+        reads.append(offsets)
+        return read(offsets)
+
+    monkeypatch.setattr(_offsets, "snapshot", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
+    monkeypatch.setattr(_offsets, "_read", counting)
+    return reads
+
+
+@pytest.fixture
 def uninitialized_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.empty``, ``empty_like`` and ``new_empty`` give tensors full of NaN."""
 

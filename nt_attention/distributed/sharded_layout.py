@@ -111,12 +111,17 @@ class ShardedLayout:
 
     @property
     def rows(self) -> Tensor:
+        return self._own_rows.clone()
+
+    @property
+    def _own_rows(self) -> Tensor:
+        """`rows` for code of this package, which does not change them. They are not copied."""
         return self.cached("rows", lambda: to_device(self._rows_of(self.rank), self.device))
 
     @property
     def position_ids(self) -> Tensor:
         """(N,) int64, the position of each token of this rank in its sequence."""
-        return self.cached("position_ids", lambda: self.layout.position_ids.index_select(0, self.rows))
+        return self.layout.position_ids.index_select(0, self._own_rows)
 
     @property
     def order(self) -> Tensor:
@@ -178,7 +183,7 @@ class ShardedLayout:
             return self._local_nested(x)
         if x.dim() == 0 or x.shape[0] < self.layout.total:
             raise ValueError(f"x must have the {self.layout.total} rows of the batch, got {tuple(x.shape)}.")
-        return x.index_select(0, self.rows)
+        return x.index_select(0, self._own_rows)
 
     def gather(self, x: Tensor, *, sum_gradients: bool = False) -> Tensor:
         """The tensor of the whole batch, on every rank. A collective.
@@ -207,7 +212,7 @@ class ShardedLayout:
     def _local_nested(self, x: Tensor) -> Tensor:
         values, ragged_dim = _values_of_jagged(x, self.layout, "the batch")
         self.local_layout.check_unchanged("the pieces of this rank")
-        return nested.wrap(values.index_select(0, self.rows), self.local_layout, ragged_dim)
+        return nested.wrap(values.index_select(0, self._own_rows), self.local_layout, ragged_dim)
 
     @outside_of_graphs
     def _gather_nested(self, x: Tensor, sum_gradients: bool) -> Tensor:
@@ -353,7 +358,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sharded: ShardedLayout = ctx.sharded
         if not ctx.sum_gradients:
-            return grad.index_select(0, sharded.rows), None, None
+            return grad.index_select(0, sharded._own_rows), None, None
         sent = grad.index_select(0, sharded.order)
         received = sent.new_empty(sharded.ranks * sharded.total, *sent.shape[1:])
         splits = [sharded.total] * sharded.ranks

@@ -585,7 +585,7 @@ def _pack_inputs(
         mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)
         return {**given, **own, "attention_mask": mask}, None
     if proof.extra == "seq_idx":
-        own["seq_idx"] = layout.cached("seq_idx", lambda: layout.sequence_ids.int().unsqueeze(0))
+        own["seq_idx"] = layout.sequence_ids.int().unsqueeze(0)
     elif proof.extra == "sliding_window":
         own["sliding_window"] = base.config.sliding_window
     packed = {

@@ -52,7 +52,7 @@ class Packing:
         if position_ids is None:
             assert mask is not None
             layout = SequenceLayout.from_attention_mask(mask)
-            index = layout.padded_index if layout.total < mask.numel() else None
+            index = layout.index_of_tokens(length) if layout.total < mask.numel() else None
             return cls(layout, index, rows, length, layout.has_holes)
         if mask is None:
             layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))

@@ -58,17 +58,17 @@ def register_by_name(name: str, find: Callable[[], tuple[int, Backend]], *, rand
         random: Whether the backend may draw random numbers.
     """
 
-    def call_and_backend(arguments: Sequence[Any]) -> tuple[Call, Backend]:
+    def call_and_backend(arguments: Sequence[Any], is_backward: bool) -> tuple[Call, Backend]:
         number, backend = find()
-        return _cached_call(arguments, (name, number), lambda call: None)[0], backend
+        return _cached_call(arguments, (name, number), lambda call: None, is_backward)[0], backend
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call, backend = call_and_backend(arguments)
+        call, backend = call_and_backend(arguments, False)
         return _forward(backend, Inputs(*arguments[:3]), call)
 
     def backward(*arguments: Any) -> _Gradients:
         saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
-        call, backend = call_and_backend(arguments)
+        call, backend = call_and_backend(arguments, True)
         if backend.backward is None:
             raise RuntimeError(f"{name} has no gradients: run this graph in torch.no_grad(), or name another backend.")
         return _backward(backend, saved, Inputs(*arguments[:3]), call)
@@ -224,7 +224,7 @@ def register_auto(
         saved, (*arguments, selected) = _backward_inputs(*arguments[:8]), arguments[5:]  # type: ignore[assignment]
         number, *digests = selected.tolist()
         call, (_, backend, dims) = _cached_call(
-            arguments, ("backward", number, version()), lambda call: select_again(call, number)
+            arguments, ("backward", number, version()), lambda call: select_again(call, number), is_backward=True
         )
         if digests != [call.layout.digest, call.key_layout.digest]:  # not all compilers check saved tensors
             raise RuntimeError(
@@ -315,12 +315,14 @@ def call_of(*arguments: Any) -> Call:
     return _cached_call(arguments, (), lambda call: None)[0]
 
 
-def _cached_call(arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[[Call], _T]) -> tuple[Call, _T]:
+def _cached_call(
+    arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[[Call], _T], is_backward: bool = False
+) -> tuple[Call, _T]:
     """`call_of`, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
     query, k, value, cu_seqlens, key_cu_seqlens, slopes, *of_relative = arguments[:_VALUES]
     is_bounded = len(arguments) == _ARGUMENTS + 2
     bounds = arguments[_ARGUMENTS] if is_bounded else ()
-    layout, key_layout = _layouts(cu_seqlens, key_cu_seqlens, bounds)
+    layout, key_layout = _layouts(cu_seqlens, key_cu_seqlens, bounds, is_backward)
     relative = None if of_relative[0] is None else RelativeBias(*of_relative)
     if relative is not None:
         check_type(relative)
@@ -347,7 +349,7 @@ def _cached_call(arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[
 
 
 def _layouts(
-    cu_seqlens: Tensor, key_cu_seqlens: Tensor, bounds: Sequence[int]
+    cu_seqlens: Tensor, key_cu_seqlens: Tensor, bounds: Sequence[int], is_backward: bool
 ) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of queries and keys. `bounds` are those of `bounds_of`; empty if the lengths are read.
 
@@ -355,8 +357,9 @@ def _layouts(
     allow no other tensors in their memory than their outputs.
     """
     if not bounds:
-        layout = SequenceLayout.in_operator(cu_seqlens)
-        return layout, layout if key_cu_seqlens is cu_seqlens else SequenceLayout.in_operator(key_cu_seqlens)
+        layout = SequenceLayout.in_operator(cu_seqlens, is_backward)
+        same = key_cu_seqlens is cu_seqlens
+        return layout, layout if same else SequenceLayout.in_operator(key_cu_seqlens, is_backward)
     bounded = BoundedLayout(cu_seqlens, bounds[0], bounds[1])
     if key_cu_seqlens is cu_seqlens and list(bounds[:2]) == list(bounds[2:]):
         return bounded, bounded

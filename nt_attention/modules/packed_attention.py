@@ -45,6 +45,6 @@ def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceL
     def build() -> Tensor:
         sequence, position = longer.locate_rows(rows + count * layout.batch_size)
         own = position - count
-        return torch.where(own < 0, rows + position, layout.safe_offsets[sequence] + own)
+        return torch.where(own < 0, rows + position, layout._safe_offsets[sequence] + own)
 
     return torch.cat([x, added]).index_select(0, layout.cached(("prepended", count, rows), build))

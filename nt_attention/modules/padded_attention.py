@@ -89,7 +89,7 @@ def _attend_ragged(
             "weights, attn_mask and a dropout of 1 need the lengths, which are not known in a graph: pass mask_mod or "
             "is_causal=True, or call the module outside of the graph."
         )
-    # New layouts, because those from a mask would pad at the positions of the mask, and not at the end of each row.
+    # Layouts from a mask would pad at the positions of the mask, and not at the end of each row.
     assert inputs.layouts is not None
     layout, key_layout = inputs.layouts
     if layout.batch_size != key_layout.batch_size:
@@ -100,7 +100,7 @@ def _attend_ragged(
             "make it without max_tokens, or leave out need_weights and attn_mask."
         )
     lengths = _lengths(layout, key_layout)
-    layout, key_layout = (SequenceLayout.from_offsets(x.offsets) for x in inputs.layouts)
+    layout, key_layout = (x.padded_right() for x in inputs.layouts)
     rows, masks = q.shape[0], inputs.masks
     q, k, v = layout.pad(q), key_layout.pad(k), key_layout.pad(v)
     tokens = rearrange(_token_mask(layout), "b l -> b 1 l 1")
@@ -117,7 +117,7 @@ def _attend_ragged(
 
 def _token_mask(layout: SequenceLayout) -> Tensor:
     """(B, L) bool, True at tokens."""
-    return torch.arange(layout.max_seqlen, device=layout.device) < layout.lengths.unsqueeze(1)
+    return torch.arange(layout.max_seqlen, device=layout.device) < layout._cached_lengths.unsqueeze(1)
 
 
 def _lengths(layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from calls import OFFSETS, attend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import nt_attention as nta
-from nt_attention import SequenceLayout, _offsets, varlen_attention
+from nt_attention import SequenceLayout, varlen_attention
 
 
 def test_graph_of_a_value_with_more_rows_than_the_key():
@@ -48,18 +48,57 @@ def test_fake_tensors_have_the_shapes_of_real_ones(options):
     assert out.shape == (14, 24)
 
 
-@pytest.fixture
-def like_a_gpu(monkeypatch):
-    """Snapshots of tensors have their version, but no content, as on a GPU. Returns the tensors that are read."""
-    reads, read = [], _offsets._read
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("how", ["in place", "NumPy"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, layout: layout.pad(varlen_attention(x, x, x, layout)),
+        lambda x, layout: layout.pad(x),
+        lambda x, layout: layout.pack(torch.cat([x, x]).unflatten(0, (2, 14))),
+        lambda x, layout: x * layout.position_ids[:, None, None],
+        lambda x, layout: x * layout.lengths.sum(),
+        lambda x, layout: varlen_attention(x, x, x, layout, backend="cpu"),
+    ],
+    ids=["attention and pad", "pad", "pack", "positions", "lengths", "attention"],
+)
+def test_graph_with_a_layout_whose_offsets_were_changed(use, how, dtype):
+    """All of its operators raise the error of eager calls. None of them uses other lengths than the others."""
+    torch._dynamo.reset()
+    offsets, x = torch.tensor([0, 7, 14], dtype=dtype), torch.randn(14, 3, 7)
+    layout = SequenceLayout.from_offsets(offsets)
+    graph = torch.compile(use, fullgraph=True, backend="eager")
+    torch.testing.assert_close(graph(x, layout), use(x, layout))
+    (offsets if how == "in place" else offsets.numpy())[1] = 4
+    with pytest.raises(ValueError, match="changed in place after it was made"):
+        graph(x, layout)
+    new = SequenceLayout.from_offsets(offsets)
+    torch.testing.assert_close(graph(x, new), use(x, new))
 
-    def counting(offsets):
-        reads.append(offsets)
-        return read(offsets)
 
-    monkeypatch.setattr(_offsets, "snapshot", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
-    monkeypatch.setattr(_offsets, "_read", counting)
-    return reads
+def test_named_backend_of_a_graph_whose_offsets_were_changed_before_the_backward():
+    torch._dynamo.reset()
+    offsets, x = torch.tensor([0, 7, 14], dtype=torch.int32), torch.randn(14, 3, 7, requires_grad=True)
+    run = lambda x, layout: varlen_attention(x, x, x, layout, backend="cpu")  # noqa: E731
+    out = torch.compile(run, fullgraph=True, backend="aot_eager")(x, SequenceLayout.from_offsets(offsets))
+    offsets.numpy()[1] = 4
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_bound_of_a_layout_that_is_made_in_a_graph():
+    """`pad` breaks the graph, and pads to the bound as in eager mode."""
+    torch._dynamo.reset()
+    x = torch.randn(14, 3, 7)
+
+    def run(x, offsets, longest):
+        return SequenceLayout.from_offsets(offsets, max_seqlen=longest).pad(x)
+
+    graph = torch.compile(run, backend="eager")
+    for longest in (10, 17):
+        torch.testing.assert_close(graph(x, OFFSETS, longest), run(x, OFFSETS, longest))
+    with pytest.raises(ValueError, match="max_seqlen=3 is below"):
+        graph(x, OFFSETS, 3)
 
 
 def without_vectors():

@@ -175,8 +175,8 @@ def cuda_graphs(monkeypatch):
     if GPU:
         yield
         return
-    no_modes = _offsets._no_modes  # tensors that are cached in a capture are computed in each replay
-    monkeypatch.setattr(_offsets, "_no_modes", lambda: nullcontext() if _recorders else no_modes())
+    no_modes = _offsets.no_modes  # tensors that are cached in a capture are computed in each replay
+    monkeypatch.setattr(_offsets, "no_modes", lambda: nullcontext() if _recorders else no_modes())
     monkeypatch.setattr(_cuda_graphs, "Device", FakeDevice)
     for module in (_cuda_graphs, _graph_capture):
         monkeypatch.setattr(module, "supports", lambda tensor: True)

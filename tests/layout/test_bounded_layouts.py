@@ -616,7 +616,7 @@ class TestBackends:
         given, x = offsets(dtype), randn(MAX_TOKENS, 2, 16, requires_grad=True)
 
         def function(x, given):
-            layout = SequenceLayout.in_graph(given, bounds=(MAX_SEQLEN, MAX_TOKENS))
+            layout = SequenceLayout._with_bounds_in_graph(given, MAX_SEQLEN, MAX_TOKENS)
             out, lse = attend(layout, layout.extended(0), x=x, is_causal=True, return_lse=True)
             return out.sin() + attend(layout, x=x), lse[:TOKENS].cos()
 
@@ -634,7 +634,7 @@ class TestBackends:
         given, x = offsets(), randn(MAX_TOKENS, 2, 16)
 
         def function(x, given):
-            return attend(SequenceLayout.in_graph(given, bounds=(MAX_SEQLEN, MAX_TOKENS)), x=x)
+            return attend(SequenceLayout._with_bounds_in_graph(given, MAX_SEQLEN, MAX_TOKENS), x=x)
 
         graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(x, given).graph
         found = [node.target for node in graph.nodes if "nt_attention" in str(node.target)]

@@ -39,19 +39,18 @@ class TestCachedOffsets:
         offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
         first, second = SequenceLayout.from_offsets(offsets), SequenceLayout.from_offsets(offsets, max_seqlen=7)
         assert len(reads) == 1
-        assert first.position_ids is second.position_ids
-        assert first.sequence_ids is second.sequence_ids
-        assert first.host_offsets is second.host_offsets
+        assert first.locate_rows(6)[0] is second.locate_rows(6)[0]
+        assert first._facts is second._facts
 
     def test_equal_offsets_tensors_are_cached_separately(self, reads):
         first, second = (SequenceLayout.from_offsets(torch.tensor([0, 5, 6])) for _ in range(2))
         assert len(reads) == 2
-        assert first.position_ids is not second.position_ids
+        assert first.locate_rows(6)[0] is not second.locate_rows(6)[0]
 
     def test_from_lengths_reads_no_offsets(self, reads):
         layout = SequenceLayout.from_lengths(LENGTHS)
         reads.clear()
-        assert SequenceLayout.from_offsets(layout.offsets).host_offsets is layout.host_offsets
+        assert SequenceLayout.from_offsets(layout.offsets)._facts is layout._facts
         assert reads == []
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
@@ -82,7 +81,7 @@ class TestCachedOffsets:
             layout = SequenceLayout.from_offsets(offsets)
             assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
             made = SequenceLayout.from_lengths([2, 4])
-            assert read_offsets(made.offsets)[1].host is made.host_offsets  # its offsets are no inference tensor
+            assert read_offsets(made.offsets)[1] is made._facts  # its offsets are no inference tensor
         assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [2, 4]
 
     def test_lengths_that_are_inference_tensors_are_not_cached(self):
@@ -125,11 +124,11 @@ class TestCachedOffsets:
         offsets = torch.tensor([0, 5, 5, 6], dtype=dtype)
         layout = SequenceLayout.from_offsets(offsets)
         use(layout)
-        references = [weakref.ref(x) for x in (layout.offsets, layout.cu_seqlens, layout.position_ids)]
+        references = [weakref.ref(x) for x in (layout.offsets, layout.cu_seqlens, *layout.locate_rows(6))]
         references.append(weakref.ref(layout.extended(1).offsets))
         del offsets, layout
         gc.collect()
-        assert [ref() for ref in references] == [None] * 4
+        assert [ref() for ref in references] == [None] * 5
 
     @pytest.mark.parametrize("order", ["query-with-holes", "key-with-holes"])
     def test_cache_is_freed_with_offsets_with_holes(self, order):

@@ -31,6 +31,22 @@ def module():
     return nta.VarlenMultiheadAttention(22, 2, batch_first=True, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_layouts_with_other_bounds_do_not_share_the_maximum(mode):
+    given, values = offsets(), torch.randn(TOKENS, 3)
+    with mode():
+        made = [SequenceLayout.from_offsets(given, max_seqlen=most).to_nested(values) for most in (17, None, 11)]
+    assert [x._maybe_max_seqlen for x in made] == [17, 9, 11]
+
+
+def test_changed_layout_of_a_nested_tensor_with_holes():
+    x = torch.nested.nested_tensor_from_jagged(torch.randn(14, 3, 7), offsets(), lengths=torch.tensor([4, 6]))
+    want = varlen_attention(x, x, x).values()
+    SequenceLayout.from_nested(x).cu_seqlens.add_(1)
+    assert SequenceLayout.from_nested(x).pad(torch.randn(10, 3)).shape == (2, 6, 3)
+    torch.testing.assert_close(varlen_attention(x, x, x).values(), want)
+
+
 class TestNestedTensorsChangedInPlace:
     """They raise where packed tensors do, because tensors saved for the backward were changed."""
 

@@ -213,7 +213,7 @@ def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
         key_layout, (key, value) = paged.gather(key, value)
         return forward(query, key, value, call._replace(key_layout=key_layout))
     key_layout = paged.read_lengths()
-    pool_rows = paged.rows(key_layout.sequence_ids, key_layout.position_ids)
+    pool_rows = paged.rows(*key_layout.locate_rows(key_layout.total))
     paged.check_rows(pool_rows, key)
     plan = _make_plan(call.layout, key_layout, call.spec, pool_rows)
     return _run_plan(plan, query, merged_key, merged_value, call)

@@ -73,7 +73,8 @@ def _score_mod(call: Call) -> Callable[..., Tensor] | None:
     user = spec.score_mod
     if user is None:
         return None
-    query_sequence, query_position, key_position = layout.sequence_ids, layout.position_ids, key_layout.position_ids
+    query_sequence, query_position = layout.locate_rows(layout.total)
+    _, key_position = key_layout.locate_rows(key_layout.total)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return user(score, query_sequence[i], h, query_position[i], key_position[j])
@@ -83,10 +84,8 @@ def _score_mod(call: Call) -> Callable[..., Tensor] | None:
 
 def _mask_mod(call: Call) -> Callable[..., Tensor]:
     layout, key_layout, _, spec, *_ = call
-    query_sequence, key_sequence, query_position, key_position = (
-        *(layout.sequence_ids, key_layout.sequence_ids),
-        *(layout.position_ids, key_layout.position_ids),
-    )
+    query_sequence, query_position = layout.locate_rows(layout.total)
+    key_sequence, key_position = key_layout.locate_rows(key_layout.total)
     shift = _shift(layout, key_layout, spec)
     window, user = spec.window, spec.mask_mod
 
@@ -102,7 +101,8 @@ def _mask_mod(call: Call) -> Callable[..., Tensor]:
 
 def _shift(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Tensor:
     """(B,) the key position of the first query of each sequence."""
-    return key_layout.lengths - layout.lengths if spec.lower_right else torch.zeros_like(layout.lengths)
+    lengths = layout._cached_lengths
+    return key_layout._cached_lengths - lengths if spec.lower_right else torch.zeros_like(lengths)
 
 
 def _block_mask(call: Call) -> Any:

@@ -56,10 +56,11 @@ def _options(spec: AttentionSpec) -> dict[str, float | int | None]:
 
 def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int, float, bool]:
     layout, key_layout, _, spec, *_ = call
-    offsets = (layout.cu_seqlens, key_layout.cu_seqlens)
     if spec.bounded:
         checked = bounds.check(layout, key_layout)
         offsets = (checked.cu_seqlens, checked.key_cu_seqlens)
+    else:
+        offsets = (layout.cu_seqlens, key_layout.cu_seqlens)
     return (*offsets, longest(layout), longest(key_layout), spec.dropout_p, spec.is_causal)
 
 

@@ -112,7 +112,7 @@ class Keys(NamedTuple):
     @classmethod
     def packed(cls, layout: SequenceLayout, checked: Checked | None) -> Keys:
         offsets = layout.cu_seqlens if checked is None else checked.key_cu_seqlens
-        lengths = layout.lengths if checked is None else offsets.diff()
+        lengths = layout._cached_lengths if checked is None else offsets.diff()
         return cls(offsets[:-1].unsqueeze(1), None, lengths, 0, layout.max_seqlen)
 
 

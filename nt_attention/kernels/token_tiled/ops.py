@@ -135,7 +135,7 @@ class Launcher(NamedTuple):
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()
             if slopes.dim() == 2:
-                slopes = slopes.index_select(0, layout.sequence_ids)
+                slopes = slopes.index_select(0, layout.locate_rows(layout.total)[0])
                 slope_row = slopes.stride(0)
         shapes = (query.shape[1:], key.shape[1], value.shape[2])
         settings = layout.cached(
