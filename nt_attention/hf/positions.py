@@ -63,10 +63,9 @@ def same_sequence(position_ids: Tensor, rows: int, token_mask: Tensor | None) ->
 
 
 class _Entry(NamedTuple):
-    """A cached layout, the version of the positions it was read from, and the layer that read it."""
+    """A cached layout, the state of what it was read from, see `_state`, and the layer that read it."""
 
-    version: int | None
-    rows: int
+    state: tuple[object, ...]
     layer: int | None
     layout: SequenceLayout | None
 
@@ -81,8 +80,8 @@ def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: 
 
     Padding is part of the sequence before it, or of the first sequence of the row.
     """
-    version = _version(position_ids)
-    entry = _find(position_ids, version, rows, layer, token_mask)
+    state = _state(position_ids, rows, token_mask)
+    entry = _find(position_ids, state, layer, token_mask)
     if entry is not None:
         return entry.layout
     if token_mask is None:
@@ -93,7 +92,7 @@ def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: 
         layout = layout_where(first.flatten().cpu().numpy(), position_ids.device)
     found = layout if layout.batch_size > rows else None
     by_mask = _cache.setdefault(position_ids, WeakIdKeyDictionary())
-    by_mask[_NO_MASK if token_mask is None else token_mask] = _Entry(version, rows, layer, found)
+    by_mask[_NO_MASK if token_mask is None else token_mask] = _Entry(state, layer, found)
     return found
 
 
@@ -101,24 +100,24 @@ def can_read_layout(position_ids: Tensor, rows: int, layer: int | None, token_ma
     """Whether `read_layout` can be called: a captured CUDA graph can't read positions that were not read before."""
     if not is_captured(position_ids):
         return True
-    return _find(position_ids, _version(position_ids), rows, layer, token_mask) is not None
+    return _find(position_ids, _state(position_ids, rows, token_mask), layer, token_mask) is not None
 
 
 def _find(
-    position_ids: Tensor, version: int | None, rows: int, layer: int | None, token_mask: Tensor | None
+    position_ids: Tensor, state: tuple[object, ...], layer: int | None, token_mask: Tensor | None
 ) -> _Entry | None:
     by_mask = _cache.get(position_ids)
     entry: _Entry | None = None if by_mask is None else by_mask.get(_NO_MASK if token_mask is None else token_mask)
-    if entry is None or (entry.version, entry.rows) != (version, rows):
+    if entry is None or entry.state != state:
         return None
-    # Without a version, the first layer reads them again in each forward.
-    return None if version is None and (layer is None or layer == entry.layer) else entry
+    # If they may change unnoticed, the first layer reads them again in each forward.
+    return None if None in state and (layer is None or layer == entry.layer) else entry
 
 
-def _version(position_ids: Tensor) -> int | None:
-    """The version of the positions, or None if they may change without another version."""
-    unknown = position_ids.is_inference() or is_replayed(position_ids)
-    return None if unknown else position_ids._version
+def _state(position_ids: Tensor, rows: int, token_mask: Tensor | None) -> tuple[object, ...]:
+    """What a layout is read from, on a CPU with all values. It has None if that may change without a new version."""
+    tensors = [position_ids] if token_mask is None else [position_ids, token_mask]
+    return (rows, position_ids.shape, *[None if is_replayed(x) else snapshot(x) for x in tensors])
 
 
 def layout_in_graph(position_ids: Tensor, rows: int, marker: Tensor | None) -> SequenceLayout:

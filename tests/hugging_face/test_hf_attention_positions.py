@@ -80,17 +80,42 @@ def test_position_ids_are_read_once_per_forward(mode, monkeypatch):
                 torch.testing.assert_close(part, want, rtol=1e-4, atol=1e-4)
 
 
+WAYS = {
+    "copy_": lambda x, new: x.copy_(new),
+    ".data": lambda x, new: x.data.copy_(new),
+    "NumPy": lambda x, new: x.numpy().__setitem__(..., new.numpy()),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_position_ids_changed_in_place_are_read_again(mode):
+def test_position_ids_changed_in_place_are_read_again(mode, how):
     model = make("llama").float()
     model.set_attn_implementation(nta.hf.register())
     with mode():
         ids, positions = torch.randint(101, (1, 21)), positions_of([5, 16])
         for lengths in ([5, 16], [8, 13], [21], [20, 1]):
-            positions.copy_(positions_of(lengths))
+            WAYS[how](positions, positions_of(lengths))
             got = model(ids, position_ids=positions, use_cache=False).logits
             for part, row in zip(got.split(lengths, 1), ids.split(lengths, 1), strict=True):
                 torch.testing.assert_close(part, model(row, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_mask_beside_position_ids_that_was_changed_in_place(how):
+    """Hidden tokens decide which positions restart, so the sequences of the same positions are others."""
+    model = make("llama").float()
+    model.set_attn_implementation(nta.hf.register())
+    ids, positions, mask = torch.randint(101, (2, 9)), positions_of([3, 6], [3, 6]), torch.ones(2, 9).bool()
+    mask[1, 8] = False
+    with torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        new = mask.clone()
+        new[0, 3:6] = False
+        want = model(ids, attention_mask=new, position_ids=positions.clone(), use_cache=False).logits
+        WAYS[how](mask, new)
+        got = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(got[new], want[new])
 
 
 def test_one_row_of_position_ids_for_several_batch_sizes():

@@ -11,8 +11,9 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         empty = query[:0, :, :1] * sum(x[:0].sum() for x in (key, value, *(relative.tensors if relative else ())))
         outs.append(empty.expand(-1, -1, value.shape[2]))
     for sequence in _sequences(query, key, value, call):
-        with torch.autocast(query.device.type, enabled=False):  # autocast would cast the products below
+        with _without_autocast(query.device):  # it would cast the products below
             weights, lse, _ = _weights(sequence, spec)
             if generator is not None:
                 weights = weights * _dropout(weights, spec, generator)
@@ -91,7 +92,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         rows, keys = sequence.rows, sequence.keys
         grad = saved.grad[rows].to(precision).transpose(0, 1)
         grad_lse = None if saved.grad_lse is None else saved.grad_lse[rows].to(precision).T
-        with torch.autocast(query.device.type, enabled=False):
+        with _without_autocast(query.device):
             grad_q, grad_k, grad_v, grad_scores = _gradients(sequence, spec, grad, grad_lse, generator)
         grad_query[rows] = grad_q.transpose(0, 1)
         for total, of_heads in ((grad_key, grad_k), (grad_value, grad_v)):
@@ -104,6 +105,12 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             _add(sums.key_bias, keys, found.key_bias)
     grads = [grad.to(x.dtype) for grad, x in zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)]
     return (*grads, *(sums.tensors if sums else ()))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Some devices, such as meta, have no autocast."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def _gradients(
@@ -139,7 +146,9 @@ def _heads_first(rows: slice, packed: Tensor) -> Tensor:
 
 def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
     """The generator of dropout, which gives the same numbers in the forward and in the backward."""
-    return None if seed is None else torch.Generator(device).manual_seed(int(seed[0]))
+    if seed is None:
+        return None
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(int(seed[0]))
 
 
 def _dropout(weights: Tensor, spec: AttentionSpec, generator: torch.Generator) -> Tensor:
