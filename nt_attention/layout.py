@@ -772,9 +772,16 @@ define(
     lambda offsets, marker: _offsets.copy_for_graph(*_offsets.read_in_operator(offsets, marker), offsets.shape[0]),
     lambda offsets, marker: offsets.new_empty(offsets.shape, dtype=torch.int32),
 )
+
+
+def _offsets_of_layout(cu_seqlens: Tensor) -> Tensor:
+    SequenceLayout.in_operator(cu_seqlens)  # raises an error if they were changed
+    return cu_seqlens.to(torch.int64, copy=True)
+
+
 define(
     "offsets_of_layout(Tensor cu_seqlens) -> Tensor",
-    lambda cu_seqlens: SequenceLayout.in_operator(cu_seqlens).offsets.clone(),
+    _offsets_of_layout,
     lambda cu_seqlens: cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64),
 )
 TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda *given: SequenceLayout.from_offsets(*given)))

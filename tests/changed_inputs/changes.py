@@ -108,16 +108,23 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 HIDDEN = ("through .data", "through NumPy", ".data = other")  # torch's version counter does not change
 MOMENTS = ("before forward", "before backward", "between two readings")
 
+# What a layout hands out, and in which ways it is changed.
+HANDED_OUT = ("position_ids", "sequence_ids", "lengths", "host_offsets", "padded_index", "offsets", "cu_seqlens")
+OFFSETS = ("offsets", "cu_seqlens")  # a layout is refused if these are changed
+WAYS_OF_RESULTS = ("copy_", "in inference_mode", "through NumPy")
+NO_VALUES = ("lengths", "layout", "table", "weight")  # targets that are neither inputs nor outputs
+
 
 @dataclass(frozen=True)
 class Change:
     """
     Attributes:
-        target: an input or output by name, "weight" (a parameter), "lengths", or "" for none.
-        how: a name in ``OPERATIONS``, or in ``WAYS`` for lengths.
-        other: the operand: "" for a constant, else an input or output by name (a residual).
-        moment: for lengths, a name in ``MOMENTS``.
-        side: for lengths, those of the queries or of the keys.
+        target: an input or output by name, "weight" (a parameter), "lengths", "layout" (a tensor that it hands out),
+            "table" (another row of the table whose row gives the lengths), or "" for none.
+        how: a name in ``OPERATIONS``, or in ``WAYS`` for lengths, layouts and tables.
+        other: the operand: "" for a constant, else an input or output by name (a residual). For layouts, the attribute.
+        moment: for lengths, layouts and tables, a name in ``MOMENTS``.
+        side: for lengths and layouts, those of the queries or of the keys.
     """
 
     target: str = ""
@@ -132,6 +139,9 @@ class Change:
             return "no change"
         if self.target == "lengths":
             return f"{'key ' if self.side else ''}lengths {self.how} {self.moment}"
+        if self.target in NO_VALUES and self.moment:
+            name = f"layout.{self.other}" if self.other else "another row of the table"
+            return f"{'key ' if self.side else ''}{name} {self.how} {self.moment}"
         return f"{self.target} {self.how}{f' {self.other}' if self.other else ''}"
 
 
@@ -140,6 +150,18 @@ def changes_of_values(inputs: list[str], outputs: list[str]) -> list[Change]:
     own = [Change(target, how) for target, how in itertools.product([*inputs, *outputs], OPERATIONS)]
     residuals = [Change(inputs[0], "add_", "out"), Change("out", "add_", inputs[0])]
     return own + residuals
+
+
+def changes_of_results(sides: int) -> list[Change]:
+    """Of what layouts hand out."""
+    return [
+        Change("layout", how, name, moment, side)
+        for name, how, moment, side in itertools.product(HANDED_OUT, WAYS_OF_RESULTS, MOMENTS[:2], range(sides))
+    ]
+
+
+def changes_of_other_rows() -> list[Change]:
+    return [Change("table", how, moment=moment) for how, moment in itertools.product(WAYS_OF_RESULTS, MOMENTS[:2])]
 
 
 def changes_of_lengths(sides: int) -> list[Change]:

@@ -6,9 +6,18 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from .changes import HIDDEN, ORIGINS, Change, changes_of_lengths, changes_of_values
+from .changes import (
+    HIDDEN,
+    OFFSETS,
+    ORIGINS,
+    Change,
+    changes_of_lengths,
+    changes_of_other_rows,
+    changes_of_results,
+    changes_of_values,
+)
 from .entries import ENTRIES, Entry
-from .forms import Form, Padded
+from .forms import BOUNDED, Form, Padded
 from .modes import MODES
 from .run import Combination
 
@@ -110,7 +119,8 @@ def _pairs(combination: Combination) -> set[tuple[str, ...]]:
     pairs = {(mode, change.how, change.moment)}
     pairs |= {(entry.name, mode), (entry.name, combination.origin), (entry.name, combination.backend)}
     kind = entry.meaning if entry.only_lengths else entry.name
-    return pairs | {(kind, change.label), (combination.origin, change.how), (combination.backend, change.label)}
+    label = change.other if change.target == "layout" else change.label
+    return pairs | {(kind, label), (combination.origin, change.how), (combination.backend, label)}
 
 
 def _changes_by_origins(entry: Entry) -> Iterator[Combination]:
@@ -131,6 +141,16 @@ def _changes_by_origins(entry: Entry) -> Iterator[Combination]:
 def _changes_of_lengths(entry: Entry) -> Iterator[Combination]:
     for change, backend in itertools.product(_lengths(entry), entry.backends):
         yield Combination(entry.name, "nonleaf", change, "eager", backend)
+    for change in _results(entry):
+        yield Combination(entry.name, "nonleaf", change, "eager", entry.backends[0])
+
+
+def _results(entry: Entry) -> list[Change]:
+    """Changes that must not matter: of what a layout hands out, and of other rows of the table."""
+    results = changes_of_results(entry.sides) if entry.outside else []
+    if entry.carrier in BOUNDED.values():  # only the device knows the offsets, and that they were changed
+        results = [change for change in results if change.other not in OFFSETS or change.how not in HIDDEN]
+    return results + (changes_of_other_rows() if entry.carrier is not None and entry.carrier.is_row else [])
 
 
 def _changes_in_mode(entry: Entry, mode: str) -> Iterator[Combination]:
@@ -148,14 +168,21 @@ def _changes_in_mode(entry: Entry, mode: str) -> Iterator[Combination]:
     values = [] if entry.only_lengths else _changes(entry)
     ways = SOME[:1] if how.traced else SOME
     some = [change for change in values if change.how in ways or change.other or change.target == "weight"]
-    lengths = [change for change in _lengths(entry) if change.how in ("copy_", *HIDDEN[:2])]
+    hows = ("copy_", *HIDDEN[:2], *(["in inference_mode"] if how.before else []))
+    in_inference = how.before == "made in inference_mode"
+    wanted = ("", "position_ids", *([] if entry.carrier in BOUNDED.values() and in_inference else ["offsets"]))
+    results = [change for change in _results(entry) if change.other in wanted]
+    lengths = [change for change in _lengths(entry) if change.how in hows]
+    lengths += [change for change in results if change.how == ("in inference_mode" if in_inference else "copy_")]
     if how.through == "func.grad" or (how.traced and entry.outside and not mode.startswith("compile")):
         lengths = []  # the trace contains this layout, or runs forward and backward at once
-    if how.traced:
-        lengths = [change for change in lengths if change.moment == "before backward"]
+    if how.traced:  # a compiled function gets the layout as an argument
+        moments = ("before backward", *(["before forward"] if entry.outside and mode.startswith("compile") else []))
+        lengths = [change for change in lengths if change.moment in moments]
     if mode.startswith("checkpoint"):  # it recomputes with the changed weight, in stock as well
         some = [change for change in some if change.target != "weight"]
         lengths = [change for change in lengths if entry.outside and change.how not in HIDDEN]
+        lengths = [change for change in lengths if change.other not in OFFSETS]  # it recomputes with the changed layout
     if entry.meaning == "rows in a view" and (how.traced or mode.startswith("checkpoint")):
         some = []  # torch decides there what is a view
     if "/transposed/" in entry.name and mode.startswith("compile aot_eager"):

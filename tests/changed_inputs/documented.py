@@ -21,14 +21,14 @@ class Documented:
 
 EXCEPTIONS = [
     Documented(
-        r"lengths .* before forward",
+        r"(lengths|layout\.(offsets|cu_seqlens)) .* before forward",
         "call",
         r"^ValueError: .*(changed|in place)",
         "a layout whose offsets were changed after it was made; stock has no layouts, and reads offsets anew",
         "docs/reference/multihead_attention.md",
     ),
     Documented(
-        r"lengths .* before backward",
+        r"(lengths|layout\.(offsets|cu_seqlens)) .* before backward",
         "backward",
         r"^RuntimeError: .*modified by an inplace operation",
         "offsets are saved for the backward pass, as torch's varlen_attn saves cu_seqlens; a mask made of them is not",

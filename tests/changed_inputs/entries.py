@@ -20,7 +20,20 @@ from torch.nn import functional as F
 import nt_attention as nta
 from nt_attention import SequenceLayout, VarlenMultiheadAttention, varlen_attention
 
-from .forms import CARRIERS, MASKS, PADDED_LENGTH, Carrier, Form, Jagged, Lengths, Listed, Padded, Transposed, ends
+from .forms import (
+    BOUNDED,
+    CARRIERS,
+    MASKS,
+    PADDED_LENGTH,
+    Carrier,
+    Form,
+    Jagged,
+    Lengths,
+    Listed,
+    Padded,
+    Transposed,
+    ends,
+)
 
 HEADS, HEAD_DIM = 3, 5
 EMBED = HEADS * HEAD_DIM
@@ -403,16 +416,17 @@ def _same_rows(
 
 def rearranged(which: str, carrier: str, inside: bool = False, **fields: Any) -> Entry:
     form = Padded if which == "pack" else Form
+    gives_lengths = (CARRIERS | BOUNDED)[carrier]
     return Entry(
         name=f"SequenceLayout.{which}/{carrier}",
         meaning="rows in a view" if which == "to_nested" else "rows",
         inputs={"x": (0, (EMBED,))},
         outputs={"out": {"pack": Form, "pad": Padded, "to_nested": Jagged}[which]},
         form=form,
-        ours=functools.partial(_rearranged, which, form, CARRIERS[carrier]),
-        stock=functools.partial(_rearranged_by_stock, which, form, CARRIERS[carrier]),
+        ours=functools.partial(_rearranged, which, form, gives_lengths),
+        stock=functools.partial(_rearranged_by_stock, which, form, gives_lengths),
         truth=functools.partial(_same_rows, which),
-        carrier=CARRIERS[carrier],
+        carrier=gives_lengths,
         inside=inside,
         backends=("auto",),
         **fields,
@@ -445,9 +459,11 @@ def _entries() -> list[Entry]:
     layouts = [
         rearranged(which, carrier)
         for which, carrier in itertools.product(
-            ("pack", "pad", "to_nested"), ("from_offsets", "from_lengths", "from_attention_mask")
+            ("pack", "pad", "to_nested"),
+            ("from_offsets", "from_offsets-bound", "from_offsets-row", "from_lengths", "from_attention_mask"),
         )
     ]
+    layouts += [rearranged(which, carrier) for which, carrier in itertools.product(("pack", "pad"), BOUNDED)]
     return [*packed, *nested, *transposed, *constructors, *modules, *models, *layouts]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nt_attention import SequenceLayout
+from nt_attention._bounded import BoundedLayout
 
 Lengths = tuple[int, ...]
 PADDED_LENGTH = 7
@@ -117,12 +118,14 @@ class Carrier:
         layout: from that tensor to a layout.
         offsets: from that tensor to offsets, by stock operations.
         copies: whether the layout shares no memory with the tensor.
+        is_row: whether the tensor is a row of a table.
     """
 
     tensor: Callable[[Lengths], Tensor]
     layout: Callable[[Tensor], SequenceLayout]
     offsets: Callable[[Tensor], Tensor]
     copies: bool = False
+    is_row: bool = False
 
 
 def _from_counts(counts: Tensor) -> Tensor:
@@ -151,12 +154,22 @@ CARRIERS = {
         offsets_of, lambda o: SequenceLayout.from_offsets(SequenceLayout.from_offsets(o).cu_seqlens), lambda o: o
     ),
     "from_offsets-view": Carrier(offsets_of, lambda o: SequenceLayout.from_offsets(o[:]), lambda o: o),
+    "from_offsets-row": Carrier(
+        lambda n: torch.stack([offsets_of(n), offsets_of(n)])[0], SequenceLayout.from_offsets, lambda o: o, is_row=True
+    ),
     "from_lengths": Carrier(torch.tensor, SequenceLayout.from_lengths, _from_counts, copies=True),
     "from_attention_mask": Carrier(
         token_mask, SequenceLayout.from_attention_mask, lambda m: _from_counts(m.sum(1)), copies=True
     ),
     "from_position_ids": Carrier(_positions, SequenceLayout.from_position_ids, _begins, copies=True),
     "from_nested": Carrier(offsets_of, lambda o: SequenceLayout.from_nested(_nested(o)), lambda o: o),
+}
+# For code that needs no attention, which no backend for CPUs has with bounds.
+BOUNDED = {
+    "bounds": Carrier(offsets_of, lambda o: BoundedLayout(o, PADDED_LENGTH, int(o[-1])), lambda o: o),
+    "int32 bounds": Carrier(
+        lambda n: offsets_of(n, torch.int32), lambda o: BoundedLayout(o, PADDED_LENGTH, int(o[-1])), lambda o: o
+    ),
 }
 # key_padding_mask is True at padding; attention_mask is 1 at tokens.
 MASKS = {

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .changes import HIDDEN, OPERATIONS, ORIGINS, WAYS, Change
+from nt_attention._bounded import LengthsUnknownError
+
+from .changes import HIDDEN, NO_VALUES, OPERATIONS, ORIGINS, WAYS, Change
 from .entries import ENTRIES, Entry, Subject, stock_module
 from .forms import Form, Lengths, Listed
 from .modes import BEFORE, MODES, Mode
@@ -73,7 +75,7 @@ class Combination:
     @property
     def right_lengths(self) -> list[Both]:
         """By which lengths the result may be computed: one answer, two where torch can't tell of a change."""
-        if self.change.moment != "before forward":
+        if self.change.moment != "before forward" or self.change.target != "lengths":
             return [self.batch]
         new = _changed(self.batch, self.change.side)
         entry = self.of
@@ -142,7 +144,7 @@ def _second(grads: dict[str, Tensor]) -> Tensor:
 
 
 def truth(combination: Combination, lengths: Both, variant: int = 0) -> Results:
-    change = combination.change if combination.change.target not in ("lengths", "weight") else Change()
+    change = combination.change if combination.change.target not in NO_VALUES else Change()
     return _truth(
         combination.of.meaning, combination.of.name, combination.origin, change, combination.batch, lengths,
         combination.residual, combination.how.through == "double", variant, combination,
@@ -254,8 +256,20 @@ class ProgramRun:
 
     def change_lengths(self) -> None:
         assert self.entry.carrier is not None
+        tensor = self.tensors[self.change.side]
+        if self.change.target == "layout":
+            layout = self.layouts[self.change.side]
+            with contextlib.suppress(LengthsUnknownError):
+                result = None if layout is None else getattr(layout, self.change.other)
+                if result is not None:
+                    WAYS[self.change.how](result, torch.ones_like(result))
+            return
+        if self.change.target == "table":
+            row = tensor._base[1]
+            WAYS[self.change.how](row, torch.zeros_like(row))
+            return
         new = self.entry.carrier.tensor(BATCHES["same total"][self.change.side])
-        WAYS[self.change.how](self.tensors[self.change.side], new)
+        WAYS[self.change.how](tensor, new)
 
     # calls
 
@@ -374,7 +388,7 @@ class ProgramRun:
         elif change.moment == "before backward":
             self.stage = "change"
             self.change_lengths()
-        elif change.target and change.target != "lengths":
+        elif change.target and change.target not in NO_VALUES:
             self.stage = "change"
             self.change_values(named)
         self.stage = "backward"
