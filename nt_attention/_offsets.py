@@ -290,8 +290,12 @@ def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
 
 
 def are_of_layout(offsets: Tensor) -> bool:
-    """Whether a layout was made of these offsets, or made them. They may be changed since."""
-    return offsets in _facts_of or offsets in _source_of or offsets in _copies
+    """Whether a layout was made of these offsets, or made them. They may be changed since.
+
+    If the offsets are freed that a layout was made of, what was read is not known anymore, and this is False.
+    """
+    source = _source_of.get(offsets)
+    return offsets in _facts_of or offsets in _copies or (source is not None and source() is not None)
 
 
 def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from calls import OFFSETS, attend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
@@ -84,6 +85,16 @@ def test_named_backend_of_a_graph_whose_offsets_were_changed_before_the_backward
     offsets.numpy()[1] = 4
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_graph_that_outlives_the_offsets_of_its_layout():
+    """They are read again from the copy that the graph keeps."""
+    x = torch.randn(14, 3, 7)
+    layout = SequenceLayout.from_offsets(torch.tensor([0, 7, 14]))
+    want = varlen_attention(x, x, x, layout)
+    graph = make_fx(lambda x: varlen_attention(x, x, x, layout))(x)
+    layout = None
+    torch.testing.assert_close(graph(x), want)
 
 
 def test_bound_of_a_layout_that_is_made_in_a_graph():
