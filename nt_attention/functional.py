@@ -67,7 +67,8 @@ def varlen_attention(
 
     The call needs no sync for packed tensors. For NestedTensors it syncs once for each offsets tensor that was not read
     before. Under autocast, query, key and value are cast as in `scaled_dot_product_attention`; nothing else is cast.
-    Second derivatives and forward-mode AD need `backend="reference"`.
+    Second derivatives, forward-mode AD, batches of gradients (`is_grads_batched=True`, `torch.func.jacrev`) and
+    `torch.vmap` over `torch.func.grad` need `backend="reference"`.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).

@@ -799,7 +799,9 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.flatten(0, 1).index_select(0, ctx.saved_tensors[0]), None, None, None
+        rows = grad.shape[0] * grad.shape[1]
+        packed = grad.reshape(rows, *grad.shape[2:])  # `flatten` has no batching rule for is_grads_batched=True
+        return packed.index_select(0, ctx.saved_tensors[0]), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
