@@ -93,9 +93,10 @@ def varlen_attention(
         relative: learned biases by bucket of distance, for each head, query or key, which are added to the scores. See
             `nta.RelativeBias`.
         score_mod: as in flex_attention, `score_mod(score, b, h, q_idx, kv_idx)`. b is the index of the sequence;
-            q_idx and kv_idx are indices in this sequence. Applied after softcap, ALiBi and `relative`.
-        mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, True if the query sees the key. A query sees a
-            key only if `is_causal` and `window_size` allow it too.
+            q_idx and kv_idx are indices in this sequence. It returns one number in the dtype of the score. Applied
+            after softcap, ALiBi and `relative`.
+        mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, a boolean that is True if the query sees the
+            key. A query sees a key only if `is_causal` and `window_size` allow it too.
         dropout_p: the probability with which an attention weight is dropped.
         deterministic: require that the same call always gives bitwise equal gradients.
         batch_invariant: require that the results of a sequence are bitwise equal in any batch.
