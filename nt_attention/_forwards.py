@@ -23,6 +23,7 @@ CANNOT_EXPORT = (
     "torch.export and torch.jit.trace can't record a patched model, because its call depends on the lengths of the "
     "batch: call remove() on the handle of the patch first."
 )
+CONTINUES_FROM_CACHE = "it continues from a cache"
 CONTEXT_PARALLEL = "PyTorch's context_parallel has divided its rows over ranks: patch the model with mesh= instead"
 
 

@@ -131,7 +131,7 @@ def varlen_attention(
     if sinks is not None:
         check_sinks(sinks, planned.query)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
-        warn_if_slow(planned.call, backend, stacklevel=3)
+        warn_if_slow(planned.call, backend)
     out, lse = run(planned.backend, planned.query, planned.key, planned.value, sinks, planned.call)
     if planned.rewrap is not None:
         out = planned.rewrap(out)

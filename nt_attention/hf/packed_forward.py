@@ -29,7 +29,14 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
 from .._cuda_graphs import is_part_of_a_graph
-from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
+from .._forwards import (
+    CONTEXT_PARALLEL,
+    CONTINUES_FROM_CACHE,
+    Handle,
+    is_context_parallel,
+    refuse_export,
+    replacement_of,
+)
 from .._graph_device import NotCapturedError
 from .._module_state import Snapshot
 from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
@@ -60,7 +67,7 @@ PackingMode = Literal["auto", "always"]
 
 # Argument → why a call with it falls back to the padded forward.
 _NOT_SUPPORTED = {
-    "past_key_values": "it continues from a cache",
+    "past_key_values": CONTINUES_FROM_CACHE,
     "use_cache": "it asks for a cache",
     "output_attentions": "it asks for attention weights",
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
