@@ -32,7 +32,9 @@ from .._cuda_graphs import is_part_of_a_graph
 from .._forwards import (
     CONTEXT_PARALLEL,
     CONTINUES_FROM_CACHE,
+    GRADIENTS_PER_SAMPLE,
     Handle,
+    has_gradients_per_sample,
     is_context_parallel,
     refuse_export,
     replacement_of,
@@ -216,6 +218,8 @@ class PackedCall:
         base = model if self.is_base else families.base_model(model)
         if self.handle.mesh is None and is_context_parallel():
             return self._fall_back(CONTEXT_PARALLEL)
+        if has_gradients_per_sample(model):
+            return self._fall_back(GRADIENTS_PER_SAMPLE)
         if (reason := replacement_of(original, type(model))) is not None:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
