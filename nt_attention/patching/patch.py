@@ -15,6 +15,11 @@ from .handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_NOTHING_KNOWN = (
+    " it has no nn.MultiheadAttention and no Hugging Face model. In attention code of its own, call "
+    "nt_attention.varlen_attention (docs/coming_from/scaled_dot_product_attention.md)."
+)
+
 __all__ = ["NotPackedError", "NotPackedWarning", "PatchHandle", "patch"]
 
 
@@ -121,10 +126,7 @@ def patch(
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
             found = "".join(f"\n  {name}: {reason}" for name, reason in handle.left.items())
-            raise ValueError(
-                f"patch found nothing to change in {type(model).__name__}:"
-                f"{found or ' it has no nn.MultiheadAttention and no Hugging Face model.'}"
-            )
+            raise ValueError(f"patch found nothing to change in {type(model).__name__}:{found or _NOTHING_KNOWN}")
     except BaseException:
         handle.remove()
         raise
