@@ -44,6 +44,8 @@ def patch(
     same parameters, which also takes NestedTensors, and skips padding in calls with `need_weights=False`, a boolean
     `key_padding_mask` and no `attn_mask`.
 
+    Dropout draws random numbers for tokens only. So under the same seed it drops other values than before the patch.
+
     A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
     `NotPackedWarning` is shown once for each reason.
 

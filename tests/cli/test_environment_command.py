@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,16 @@ def test_prints_the_versions_and_every_backend(capsys):
     assert f"torch {torch.__version__}" in out.splitlines()[0]
     _, backends = out.split("\nbackends:\n")
     assert [line.split()[0] for line in backends.splitlines()] == list(BACKENDS)
+
+
+@pytest.mark.parametrize("page", ["start.md", "am_i_packed.md", "reference/command_line.md"])
+def test_pages_show_every_backend(page):
+    """The pages are run, but an ellipsis in their outputs would hide a backend."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
+    lists = re.findall(r"(?m)^backends:\n((?:  .*\n)+)|^backend='auto':.*\n((?:  .*\n)+)", text)
+    assert lists
+    for each in lists:
+        assert [line.split()[0] for line in "".join(each).splitlines()] == list(BACKENDS)
 
 
 def test_prints_the_environment_variable(monkeypatch, capsys):
