@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import warnings
 from typing import Any
 
 from datasets import Dataset
@@ -17,7 +16,6 @@ from transformers import LlamaForCausalLM, PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import nt_attention as nta
-from nt_attention.patching.patch import NotPackedWarning
 
 
 def letters(completions: list[str], **_: Any) -> list[float]:
@@ -54,7 +52,6 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=64)
     options = parser.parse_args(argv)
-    warnings.simplefilter("ignore", NotPackedWarning)  # generation uses a cache, so it runs padded
     results = {"padded": train(False, options), "nta.patch": train(True, options)}
     for name, result in results.items():
         found = (f"{reward:.3f} ({norm:.4f})" for reward, norm in zip(result["rewards"], result["norms"], strict=True))

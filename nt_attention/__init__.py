@@ -12,12 +12,14 @@ from .layout import SequenceLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
 from .paged import PagedLayout
-from .patching.patch import patch
+from .patching.patch import NotPackedError, NotPackedWarning, patch
 
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "HeadDims",
+    "NotPackedError",
+    "NotPackedWarning",
     "PagedLayout",
     "RelativeBias",
     "Rotary",

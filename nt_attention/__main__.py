@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import io
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -45,9 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def run() -> int:
+    """`main` as a program: characters that stdout can't encode become "?", and a closed pipe ends it without a message.
+
+    Returns:
+        The exit status, 1 if the reader of stdout has ended (`python -m nt_attention | head -1`).
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it exits
+        return 1
+    return status
+
+
 def _module(command: str) -> str:
     return command.replace("-", "_")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

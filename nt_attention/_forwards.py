@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import CodeType, MethodType
@@ -22,6 +23,10 @@ CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
 CANNOT_EXPORT = (
     "torch.export and torch.jit.trace can't record a patched model, because its call depends on the lengths of the "
     "batch: call remove() on the handle of the patch first."
+)
+CONTINUES_FROM_CACHE = "it continues from a cache"
+GRADIENTS_PER_SAMPLE = (
+    "Opacus computes gradients for each sample of the batch, and would take a packed row for one sample"
 )
 CONTEXT_PARALLEL = "PyTorch's context_parallel has divided its rows over ranks: patch the model with mesh= instead"
 
@@ -125,6 +130,16 @@ def is_context_parallel() -> bool:
         return False
     module = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
     return module.startswith("torch.distributed.tensor.experimental")
+
+
+def has_gradients_per_sample(module: nn.Module) -> bool:
+    """Whether Opacus computes gradients for each sample in this call. Its hooks take the first dimension for samples.
+
+    Its `GradSampleModule` gives each parameter that is trained an attribute `grad_sample`.
+    """
+    if "opacus" not in sys.modules or not torch.is_grad_enabled():
+        return False
+    return any(hasattr(parameter, "grad_sample") for parameter in module.parameters())
 
 
 def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> None:

@@ -183,9 +183,14 @@ def check_readable(tensor: Tensor, name: str) -> None:
 
     Raises:
         RuntimeError: torch.jit.trace is tracing.
-        ValueError: the tensor is on the meta device or a FakeTensor, or make_fx is tracing.
+        ValueError: the tensor is on the meta device or a FakeTensor, or torch.vmap maps over it, or make_fx is tracing.
     """
     refuse_jit_trace()
+    if torch._C._are_functorch_transforms_active() and _is_mapped(tensor):
+        raise ValueError(
+            f"{name} has other values in each sample of torch.vmap, and a layout has the lengths of one batch: make "
+            "the layout outside of vmap. A patched model runs outside of vmap, or after remove() of its handle."
+        )
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         where = "a FakeTensor" if isinstance(tensor, FakeTensor) else "on the meta device"
         instead = "" if isinstance(tensor, FakeTensor) else ", or use SequenceLayout.from_lengths(list, device='meta')"
@@ -195,6 +200,15 @@ def check_readable(tensor: Tensor, name: str) -> None:
             f"{name} would be read while make_fx is tracing, and become a constant: compute offsets from it outside of "
             "the traced function, and pass the offsets to SequenceLayout.from_offsets."
         )
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether torch.vmap maps over a dimension of the tensor."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
 
 
 class TracedLayout:

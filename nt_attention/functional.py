@@ -67,7 +67,8 @@ def varlen_attention(
 
     The call needs no sync for packed tensors. For NestedTensors it syncs once for each offsets tensor that was not read
     before. Under autocast, query, key and value are cast as in `scaled_dot_product_attention`; nothing else is cast.
-    Second derivatives and forward-mode AD need `backend="reference"`.
+    Second derivatives, forward-mode AD, batches of gradients (`is_grads_batched=True`, `torch.func.jacrev`) and
+    `torch.vmap` over `torch.func.grad` need `backend="reference"`.
 
     Args:
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
@@ -92,9 +93,10 @@ def varlen_attention(
         relative: learned biases by bucket of distance, for each head, query or key, which are added to the scores. See
             `nta.RelativeBias`.
         score_mod: as in flex_attention, `score_mod(score, b, h, q_idx, kv_idx)`. b is the index of the sequence;
-            q_idx and kv_idx are indices in this sequence. Applied after softcap, ALiBi and `relative`.
-        mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, True if the query sees the key. A query sees a
-            key only if `is_causal` and `window_size` allow it too.
+            q_idx and kv_idx are indices in this sequence. It returns one number in the dtype of the score. Applied
+            after softcap, ALiBi and `relative`.
+        mask_mod: as in flex_attention, `mask_mod(b, h, q_idx, kv_idx)`, a boolean that is True if the query sees the
+            key. A query sees a key only if `is_causal` and `window_size` allow it too.
         dropout_p: the probability with which an attention weight is dropped.
         deterministic: require that the same call always gives bitwise equal gradients.
         batch_invariant: require that the results of a sequence are bitwise equal in any batch.
@@ -129,7 +131,7 @@ def varlen_attention(
     if sinks is not None:
         check_sinks(sinks, planned.query)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
-        warn_if_slow(planned.call, backend, stacklevel=3)
+        warn_if_slow(planned.call, backend)
     out, lse = run(planned.backend, planned.query, planned.key, planned.value, sinks, planned.call)
     if planned.rewrap is not None:
         out = planned.rewrap(out)

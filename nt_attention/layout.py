@@ -5,6 +5,7 @@ Dimensions: B sequences, T tokens in the whole batch, L positions in a padded ro
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -121,8 +122,8 @@ class SequenceLayout:
 
         Raises:
             TypeError: `offsets` is not a tensor.
-            ValueError: the offsets have a wrong shape, dtype or order, or exceed a bound, or `max_tokens` is given
-                without `max_seqlen`.
+            ValueError: the offsets have a wrong shape, dtype or order, or exceed a bound, a bound is not an integer, or
+                `max_tokens` is given without `max_seqlen`.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -142,8 +143,8 @@ class SequenceLayout:
                 return cls._with_bounds(offsets, cast(int, max_seqlen), cast(int, max_tokens))
             if (bounded := cls._find_bounded(offsets)) is not None:
                 return bounded
-        layout = cls.from_facts(*_offsets.read_offsets(offsets), max_seqlen)
-        if max_tokens is not None and max_tokens < layout.total:
+        layout = cls.from_facts(*_offsets.read_offsets(offsets), _integer("max_seqlen", max_seqlen))
+        if max_tokens is not None and cast(int, _integer("max_tokens", max_tokens)) < layout.total:
             raise ValueError(f"max_tokens={max_tokens} is below the {layout.total} tokens of the offsets.")
         return layout
 
@@ -216,7 +217,7 @@ class SequenceLayout:
             offsets=offsets if wide else facts.converted,
             cu_seqlens=cu_seqlens,
             total=facts.total,
-            max_seqlen=facts.max_seqlen if max_seqlen is None else int(max_seqlen),
+            max_seqlen=facts.max_seqlen if max_seqlen is None else max_seqlen,
             min_seqlen=facts.min_seqlen,
             sum_of_squares=facts.sum_of_squares,
             _facts=facts,
@@ -850,6 +851,14 @@ def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: f
     return padded.index_put((index,), values).unflatten(0, shape[:2])
 
 
+def _integer(name: str, value: Any) -> int | None:
+    """An integer, an integer tensor of one value, or None. A float would be rounded."""
+    try:
+        return None if value is None else operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}.") from None
+
+
 class _Scatter(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -867,7 +876,9 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.flatten(0, 1).index_select(0, ctx.saved_tensors[0]), None, None, None
+        rows = grad.shape[0] * grad.shape[1]
+        packed = grad.reshape(rows, *grad.shape[2:])  # `flatten` has no batching rule for is_grads_batched=True
+        return packed.index_select(0, ctx.saved_tensors[0]), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:

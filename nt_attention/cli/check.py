@@ -25,7 +25,7 @@ from rich.progress import track
 from ..kernels import registry, support
 from ..kernels.call import AttentionSpec
 from .cases import Case, Finding, cases_of, run_case
-from .environment import device_name, devices, positive, versions
+from .environment import check_writable, device_name, devices, positive, versions
 
 Results = dict[str, dict[str, dict[str, dict[str, str]]]]  # as in ``VerifiedSupport.results``
 RESULTS = {"both": "right", "forward": "right without gradients", "no": "not right"}
@@ -46,8 +46,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.save == Path() and device.type != "cuda":
             raise ValueError("--save without a file is for a CUDA device: verified support is kept for GPUs only.")
-        if options.save not in (None, Path()) and options.save.is_dir():
-            raise ValueError(f"--save must be a file, got the directory {options.save}.")
+        if options.save not in (None, Path()):
+            check_writable(options.save, "--save")
         cases = requested_cases(options.backends, options.which, device)
     except ValueError as error:
         options.error(str(error))

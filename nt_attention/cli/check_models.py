@@ -18,13 +18,14 @@ from rich.markup import escape
 from ..hf import families, proofs
 from ..hf.proof import Proof
 from ..hf.text_models import on_meta_device, text_classes
+from .environment import check_writable, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model_types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the proofs to a JSON file")
-    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="number of processes (default: 1)")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -32,6 +33,11 @@ def main(options: argparse.Namespace) -> int:
     unknown = set(options.model_types) - {model_type for model_type, _, _ in text_classes()}
     if unknown:
         options.error(f"no text models of type {', '.join(sorted(unknown))}: pass values of config.model_type")
+    if options.write:
+        try:
+            check_writable(options.write, "--write")
+        except ValueError as error:
+            options.error(str(error))
     wanted = [row for row in text_classes() if not options.model_types or row[0] in options.model_types]
     console, entries = Console(highlight=False, soft_wrap=True), []
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:

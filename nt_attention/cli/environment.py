@@ -54,6 +54,22 @@ def devices() -> list[str]:
     return [*(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus)), "cpu"]
 
 
+def check_writable(file: Path, option: str) -> None:
+    """Check before the work that a file can be written after it. Makes its directory.
+
+    Raises:
+        ValueError: It can't.
+    """
+    is_new = not file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{option} can't write {file}: {error.strerror}. Pass another file.") from error
+    if is_new:
+        file.unlink()
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be an integer ≥ 1, got {text!r}")

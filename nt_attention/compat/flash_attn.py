@@ -21,6 +21,8 @@ sequences (total), H query heads (nheads), G key heads (nheads_k), D head dim.
 
 from __future__ import annotations
 
+import contextlib
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -73,7 +75,7 @@ def flash_attn_func(
         softmax_scale: the factor of q · k; None is D^−0.5.
         causal: mask the keys after the position of a query, which is i + S − L for query i (lower right).
         window_size: (left, right). A query sees the key at its position, `left` keys before it and `right` keys after
-            it. A negative number means no limit.
+            it. A negative number means no limit. The host reads integer tensors.
         softcap: if above 0, scores become softcap · tanh(scores / softcap).
         alibi_slopes: (H,) or (B, H), float32; adds −slope · |distance| to the scores. Gets no gradient.
         deterministic: require that the same call always gives bitwise equal gradients.
@@ -462,8 +464,9 @@ def _attend(
 
 def _options(softcap: float, window_size: Any, **given: Any) -> Options:
     """The options of `varlen_attention`, checked. Errors have flash-attn's names."""
-    if isinstance(window_size, (tuple, list)) and all(isinstance(side, int) for side in window_size):
-        window_size = tuple([max(side, -1) for side in window_size])
+    if isinstance(window_size, (tuple, list, Tensor)):
+        with contextlib.suppress(TypeError):  # what is no integer is refused below
+            window_size = tuple([max(side if isinstance(side, int) else index(side), -1) for side in window_size])
     if isinstance(softcap, (int, float)) and softcap < 0:
         softcap = 0.0
     options = {}

@@ -62,7 +62,7 @@ class LocalAttention:
             backend = planned.backend
             assert isinstance(backend, Backend)
             if backend.is_reference:
-                warn_if_slow(planned.call, self.backend, stacklevel=6)
+                warn_if_slow(planned.call, self.backend)
             if backend.differentiable:
                 with saved_tensors_hooks(_keep, _kept):
                     out, lse = backend.forward(inputs.query, inputs.key, inputs.value, planned.call)[:2]

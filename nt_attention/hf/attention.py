@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._forwards import is_context_parallel
 from .._offsets import owner_of
 from .._tracing import TracedLayout, TracedShardedLayout, is_traced
+from .._warnings import warn
 from ..functional import varlen_attention
 from ..kernels.masks import Window, distances
 from ..layout import SequenceLayout
@@ -283,7 +283,7 @@ def _plan_by_positions(
         if positions.can_read_layout(ids, rows, layer, source.token_mask):
             found = positions.read_layout(ids, rows, layer, source.token_mask)
             return None if found is None else (found, found), mask
-        warnings.warn(_NOT_READ, stacklevel=2)
+        warn(_NOT_READ)
     together = positions.same_sequence(ids, rows, source.token_mask)
     return None, _both(_causal_mask(call) if mask is None else mask, together)
 

@@ -22,7 +22,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
+from .._forwards import (
+    CONTEXT_PARALLEL,
+    GRADIENTS_PER_SAMPLE,
+    Handle,
+    has_gradients_per_sample,
+    is_context_parallel,
+    refuse_export,
+    replacement_of,
+)
 from .._tracing import inline_only, outside_of_graphs
 from . import families
 from .own_attention import make_cached_tensors
@@ -97,6 +105,7 @@ class EncoderDecoderCall:
             return "head"
         _add_target(model, given)
         reason = CONTEXT_PARALLEL if is_context_parallel() else replacement_of(original, type(model))
+        reason = reason or (GRADIENTS_PER_SAMPLE if has_gradients_per_sample(model) else None)
         reason = reason or _not_supported(given, model, self.is_routed)
         if reason is not None:
             self.handle.fall_back(reason)

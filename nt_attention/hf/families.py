@@ -173,7 +173,7 @@ def why_not_packed(module: Any) -> str | None:
     main, names = module.main_input_name, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     if names and main not in names and "attention_mask" not in names:  # as in the vision towers of Qwen-VL
         main = names[0]
-    return None if main == "input_ids" else f"its input is {main}, which has no padding mask"
+    return None if main == "input_ids" else f"its input is {main}, and only the tokens of input_ids are packed"
 
 
 def is_encoder_decoder(module: Any) -> bool:

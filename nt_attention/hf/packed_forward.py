@@ -29,7 +29,16 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
 
 from .._cuda_graphs import is_part_of_a_graph
-from .._forwards import CONTEXT_PARALLEL, Handle, is_context_parallel, refuse_export, replacement_of
+from .._forwards import (
+    CONTEXT_PARALLEL,
+    CONTINUES_FROM_CACHE,
+    GRADIENTS_PER_SAMPLE,
+    Handle,
+    has_gradients_per_sample,
+    is_context_parallel,
+    refuse_export,
+    replacement_of,
+)
 from .._graph_device import NotCapturedError
 from .._module_state import Snapshot
 from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
@@ -60,7 +69,7 @@ PackingMode = Literal["auto", "always"]
 
 # Argument → why a call with it falls back to the padded forward.
 _NOT_SUPPORTED = {
-    "past_key_values": "it continues from a cache",
+    "past_key_values": CONTINUES_FROM_CACHE,
     "use_cache": "it asks for a cache",
     "output_attentions": "it asks for attention weights",
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",
@@ -209,6 +218,8 @@ class PackedCall:
         base = model if self.is_base else families.base_model(model)
         if self.handle.mesh is None and is_context_parallel():
             return self._fall_back(CONTEXT_PARALLEL)
+        if has_gradients_per_sample(model):
+            return self._fall_back(GRADIENTS_PER_SAMPLE)
         if (reason := replacement_of(original, type(model))) is not None:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:

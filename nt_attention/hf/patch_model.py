@@ -42,12 +42,13 @@ def patch_model(
     proof, not_packed = Proof(), families.why_not_packed(model) if padding_free else None
     reason = _not_provable(model) if padding_free else not_routed
     if not_routed is not None and not_packed is not None:
-        reason = f"can't be packed: {not_packed}. It {not_routed}"
+        reason = f"can't be packed: {not_packed}. It {not_routed}. {_REWRITE}"
     if reason is None and padding_free and not_packed is None:
         proof, where = proof_of(model)
         if proof.reason is not None:
             reason = f"can't be packed: {proof.reason} (proof {where})"
-            reason += f". {_ALONE}" if not_routed is None else f". It {not_routed}"
+            alone = _ALONE if attention_modules(model) else _WITHOUT_ATTENTION
+            reason += f". {alone}" if not_routed is None else f". It {not_routed}. {_REWRITE}"
     if reason is None and handle.mesh is not None:
         reason = _why_not_sharded(model, proof, not_packed)
     if reason is not None:
@@ -116,6 +117,8 @@ def _has_padding(mask: Tensor) -> bool:
 
 
 _ALONE = "Pass padding_free=False to replace only its attention, for rows that you pack"
+_WITHOUT_ATTENTION = "It has no attention to replace: leave it unpatched, with rows of similar lengths in a batch"
+_REWRITE = "Rewrite it with nt_attention.varlen_attention (docs/coming_from/scaled_dot_product_attention.md)"
 
 
 def _not_provable(model: PreTrainedModel) -> str | None:

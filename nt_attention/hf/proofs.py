@@ -58,7 +58,7 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
     if can_be_kept and (read := _read(file)) is not None:
         return read, f"kept in {file.parent}"
     name = class_of(model).__name__
-    _logger.warning("No proof says yet if %s with this config can be packed: trying a small model.", name)
+    _logger.warning("nt_attention: no proof says yet if %s with this config can be packed; trying a small model.", name)
     begin = time.perf_counter()
     proof = make(model)
     where = f"made in {time.perf_counter() - begin:.1f} s"

@@ -25,6 +25,11 @@ from .call import Call
 from .custom_ops import arguments_of, bounds_of, paged_arguments_of
 from .relative import RelativeBias
 
+_NOT_SUPPORTED = (
+    "is not supported by kernels, which have first derivatives of one call only: pass backend='reference', or run it "
+    "in nta.use_backend('reference'). It consists of differentiable operations."
+)
+
 
 def run(
     backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
@@ -151,6 +156,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         kernel, call = ctx.what
+        for x in (grad, grad_lse):
+            if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
+                raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
         query, key, value, slopes, *rest = ctx.saved_tensors
         relative, (out, lse, state, *more) = _split_relative(call, rest)
         call = as_in_forward(call, slopes)
@@ -165,6 +173,14 @@ class _Attention(torch.autograd.Function):
             return (*grads, None)
         of_biases = grads[3:] or (None,) * (len(relative) - 1)
         return (*grads[:3], None, None, *of_biases)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise NotImplementedError(f"torch.vmap of a call that needs gradients, as in vmap(grad(...)), {_NOT_SUPPORTED}")
 
 
 class _Gradients(torch.autograd.Function):
@@ -182,11 +198,12 @@ class _Gradients(torch.autograd.Function):
         """Saves nothing."""
 
     @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise NotImplementedError(f"torch.vmap of gradients, as in torch.func.jacrev, {_NOT_SUPPORTED}")
+
+    @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
-        raise RuntimeError(
-            "trying to differentiate twice a kernel that supports first derivatives only: pass backend='reference', "
-            "which consists of differentiable operations."
-        )
+        raise RuntimeError(f"trying to differentiate twice {_NOT_SUPPORTED}")
 
 
 class _EagerAttention(_Attention):

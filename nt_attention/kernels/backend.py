@@ -20,8 +20,8 @@ from .call_size import CallSize
 # Features that every backend supports, in its kernel or through `kernels/adapters.py`.
 COMMON = frozenset({"causal", "grouped heads", "cross", "upper_left", "no keys", "value dim"})
 
-# (query (T, H, D), key (S, G, D), value (S, G, Dv), call) → out (T, H, Dv), lse (T, H) in at least float32, and with
-# dropout the state of the random number generator (2,) int64
+# (query (T, H, D), key (S, G, D), value (S, G, Dv), call) → out (T, H, Dv) in the dtype of query, lse (T, H) in float32
+# (in float64 for float64 inputs), and with dropout the state of the random number generator (2,) int64
 Forward = Callable[..., tuple[Tensor, ...]]
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from . import custom_ops, split_kv, support, token_tiled
 from .backend import Backend, HeadDims
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
+from .checked import checked
 
 BACKENDS: dict[str, Backend] = {
     module.BACKEND.name: module.BACKEND
@@ -89,7 +90,8 @@ def register_backend(backend: Backend) -> BackendHandle:
     backend has a shorter expected time, on a CPU before the backend `cpu`. It supports what its fields say, also on a
     GPU for which the support of our backends was verified. The registration holds for the process, in all threads.
 
-    A compiled graph refers to a backend by its name. It raises an error if the backend was removed.
+    A compiled graph refers to a backend by its name. It raises an error if the backend was removed. A call raises a
+    ValueError if the backend returns a tensor of another shape, dtype or device than `Backend` says.
 
     Args:
         backend: The description of the backend. `name` must be an ASCII identifier that no other backend has.
@@ -130,7 +132,7 @@ def register_backend(backend: Backend) -> BackendHandle:
             # when they run.
             custom_ops.register_by_name(name, lambda: find(name))
             _with_operators.add(name)
-        added = Registered(next(_numbers), backend)
+        added = Registered(next(_numbers), checked(backend))
         _state = _State(_state.version + 1, {**_state.registered, name: added})
     return BackendHandle(backend, added.number)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from torch.nn.attention import current_flash_attention_impl
 
 from .._bounded import LengthsUnknownError
+from .._warnings import warn
 from . import cost_model, custom_ops, paged, registry, support
 from .backend import Backend
 from .call import AttentionSpec, Call
@@ -179,7 +179,7 @@ def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto", *, in_gra
     raise LengthsUnknownError(f"no backend runs this call with bounds in place of lengths ({why})\n{message}")
 
 
-def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
+def warn_if_slow(call: Call, backend: str) -> None:
     """Warn that the reference backend runs, unless it was requested by name."""
     if _resolve(backend) == "auto" and call.layout.device.type != "meta":  # nothing is computed there
         backends = registry.backends()
@@ -187,11 +187,10 @@ def warn_if_slow(call: Call, backend: str, stacklevel: int) -> None:
         installed = [one for one in order if one.missing() is None]
         fast = installed[0] if not installed[0].is_reference else order[0]
         why = " ".join(_reasons(fast, call.spec))
-        warnings.warn(
+        warn(
             f"attention runs on the slow reference backend because {fast.name} cannot run this call: {why} "
             "nta.explain shows the reasons of every backend; backend='reference' runs without this warning.",
             SlowBackendWarning,
-            stacklevel=stacklevel,
         )
 
 
@@ -236,7 +235,7 @@ def _select_in_graph(call: Call, name: str) -> Selection:
             f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
         )
     if chosen.is_reference:
-        warn_if_slow(call, name, stacklevel=2)
+        warn_if_slow(call, name)
     return Selection(registry.number_of(chosen), chosen, dims)
 
 

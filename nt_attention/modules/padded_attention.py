@@ -10,6 +10,7 @@ dims.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from .._bounded import LengthsUnknownError
 from .._tracing import is_tracing
 from ..kernels.call import MaskMod, ScoreMod
-from ..kernels.masks import Window, alibi_bias, distances, for_each_score
+from ..kernels.masks import Window, alibi_bias, apply_mask_mod, apply_score_mod, distances
 from ..layout import SequenceLayout
 from .config import AttentionConfig
 from .inputs import InputError, Inputs
@@ -255,9 +256,9 @@ def _unfused(
     if mask.bias is not None:
         scores = scores + mask.bias
     if mask.score_mod is not None:
-        scores = _apply_mod(mask.score_mod, scores, mask.lengths)
-    if (mod := mask.mask_mod) is not None:
-        mask = mask.only(_apply_mod(lambda _, *indices: mod(*indices), scores, mask.lengths).to(torch.bool))
+        scores = _of_sequences(partial(apply_score_mod, mask.score_mod), scores, mask.lengths)
+    if mask.mask_mod is not None:
+        mask = mask.only(_of_sequences(partial(apply_mask_mod, mask.mask_mod), scores, mask.lengths).to(torch.bool))
     if mask.visible is not None:
         scores = scores.masked_fill(~mask.visible, -torch.inf)
     fully_masked = (scores == -torch.inf).all(-1, keepdim=True)  # their softmax and its gradient would be NaN
@@ -271,11 +272,11 @@ def _unfused(
     return (weights.to(value.dtype) @ value).to(dtype), weights.to(dtype)
 
 
-def _apply_mod(mod: Callable[..., Tensor], scores: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
-    """Apply `mod` to the scores of each sequence. The result is 0 at padding."""
+def _of_sequences(apply: Callable[[Tensor, int], Tensor], scores: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
+    """`apply(scores, b)` of the scores of each sequence b, with 0 at padding."""
     made = []
     for b, (rows, columns) in enumerate(lengths):
         inside = scores[b, :, :rows, :columns]
-        inside = for_each_score(mod, inside, b).to(scores.dtype) if inside.numel() else inside
+        inside = apply(inside, b).to(scores.dtype) if inside.numel() else inside
         made.append(F.pad(inside, (0, scores.shape[3] - columns, 0, scores.shape[2] - rows)))
     return torch.stack(made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable
 from typing import cast
 from weakref import WeakKeyDictionary, ref
@@ -12,6 +11,7 @@ from torch import nn
 
 from .._forwards import CALL_REMOVE_FIRST
 from .._tracing import is_compiling
+from .._warnings import warn
 from ..modules.multihead import VarlenMultiheadAttention
 from .handle import PatchHandle
 
@@ -103,10 +103,9 @@ def _restore_attention(
     names = [{key for key, x in module._parameters.items() if x is not None} for module in (ragged, stock)]
     is_plain = type(ragged) is VarlenMultiheadAttention and ragged._modules.keys() == {"out_proj"}
     if not is_plain or ragged._buffers or names[0] != names[1]:
-        warnings.warn(
+        warn(
             f"{name} of {type(parent).__name__} was parametrized or extended while it was patched, so it remains a "
-            "VarlenMultiheadAttention.",
-            stacklevel=4,
+            "VarlenMultiheadAttention."
         )
         return
     VarlenMultiheadAttention.share_parameters(ragged, stock)

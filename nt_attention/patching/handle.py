@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from .._cuda_graphs import CapturedCalls, CudaGraphs
+from .._forwards import CONTINUES_FROM_CACHE
 from .._tracing import is_compiling
+from .._warnings import warn
 from ..modules.multihead import VarlenMultiheadAttention
 
 OnFallback = Literal["warn", "raise"]
@@ -25,9 +26,11 @@ class NotPackedWarning(UserWarning):
 
     Example:
         >>> import warnings
-        >>> from nt_attention.patching.patch import NotPackedWarning
-        >>> warnings.filterwarnings("ignore", category=NotPackedWarning)
+        >>> import nt_attention as nta
+        >>> warnings.filterwarnings("ignore", category=nta.NotPackedWarning)
     """
+
+    __module__ = "nt_attention"  # its public place
 
 
 class NotPackedError(ValueError):
@@ -41,15 +44,14 @@ class NotPackedError(ValueError):
         >>> padding = torch.tensor([[False, False, False], [False, True, True]])
         >>> encoder(torch.randn(2, 3, 16), mask=torch.eye(3, dtype=torch.bool), src_key_padding_mask=padding)
         Traceback (most recent call last):
-        nt_attention.patching.handle.NotPackedError: this call can't run packed: mask is neither None nor causal. ...
+        nt_attention.NotPackedError: this call can't run packed: mask is neither None nor causal. ...
     """
+
+    __module__ = "nt_attention"
 
 
 # Held while a handle counts a call. Handles share it, because they are copied and pickled with their models.
 _lock = threading.Lock()
-
-# Packages that call models for the user. A warning is shown at the line that called such a package.
-_CALLERS = {"accelerate", "lightning", "nt_attention", "peft", "sentence_transformers", "torch", "transformers", "trl"}
 
 
 class PatchHandle:
@@ -169,6 +171,9 @@ class PatchHandle:
     def fall_back(self, reason: str, what: str = "this call") -> None:
         """Count a call that falls back to the padded forward, and warn once for each reason, or raise an error.
 
+        Without gradients, a call that continues from a cache is generation, which nobody expects to be packed. So it
+        gives no warning.
+
         Args:
             reason: why it falls back.
             what: the part that falls back, which begins the message.
@@ -176,30 +181,21 @@ class PatchHandle:
         Raises:
             NotPackedError: the model was patched with `on_fallback="raise"`.
         """
+        is_quiet = reason == CONTINUES_FROM_CACHE and not torch.is_grad_enabled()
         with _counting():
             self.calls[reason] += 1
-            first = reason not in self._warned
-            self._warned.add(reason)
+            warns = not is_quiet and reason not in self._warned
+            if warns:
+                self._warned.add(reason)
         if self.on_fallback == "raise":
             hint = 'With on_fallback="warn" it runs padded, as before the patch.'
             raise NotPackedError(f"{what} can't run packed: {reason}. {hint}")
-        if first:
-            message = f"{what} runs padded, as before the patch: {reason}."
-            warnings.warn(message, NotPackedWarning, stacklevel=_frames_to_caller())
+        if warns:
+            warn(f"{what} runs padded, as before the patch: {reason}.", NotPackedWarning)
 
 
 def _counting() -> AbstractContextManager[Any]:
     return nullcontext() if is_compiling() else _lock  # a graph can't hold a lock
-
-
-def _frames_to_caller() -> int:
-    """The `stacklevel` of the first caller that is not in `_CALLERS`."""
-    if is_compiling():
-        return 2
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _CALLERS:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _in_ranges(layers: dict[str, str]) -> Iterator[tuple[str, str]]:

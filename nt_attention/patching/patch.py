@@ -15,6 +15,11 @@ from .handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_NOTHING_KNOWN = (
+    " it has no nn.MultiheadAttention and no Hugging Face model. In attention code of its own, call "
+    "nt_attention.varlen_attention (docs/coming_from/scaled_dot_product_attention.md)."
+)
+
 __all__ = ["NotPackedError", "NotPackedWarning", "PatchHandle", "patch"]
 
 
@@ -38,6 +43,8 @@ def patch(
     packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the
     same parameters, which also takes NestedTensors, and skips padding in calls with `need_weights=False`, a boolean
     `key_padding_mask` and no `attn_mask`.
+
+    Dropout draws random numbers for tokens only. So under the same seed it drops other values than before the patch.
 
     A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
     `NotPackedWarning` is shown once for each reason.
@@ -121,10 +128,7 @@ def patch(
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
             found = "".join(f"\n  {name}: {reason}" for name, reason in handle.left.items())
-            raise ValueError(
-                f"patch found nothing to change in {type(model).__name__}:"
-                f"{found or ' it has no nn.MultiheadAttention and no Hugging Face model.'}"
-            )
+            raise ValueError(f"patch found nothing to change in {type(model).__name__}:{found or _NOTHING_KNOWN}")
     except BaseException:
         handle.remove()
         raise

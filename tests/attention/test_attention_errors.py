@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import Problem, assert_same
 
-from nt_attention import SequenceLayout, explain, varlen_attention
+from nt_attention import SequenceLayout, VarlenMultiheadAttention, explain, varlen_attention
 from nt_attention.kernels.call import OPTIONS
 
 LAYOUT = SequenceLayout.from_lengths([4, 0, 3])
@@ -32,6 +32,49 @@ def test_valid_call():
 
 def zeros(*shape, **options):
     return torch.zeros(shape, **options)
+
+
+SCORE_MODS = {
+    "shape (1,)": (lambda score, *_: score[None], r"\(1,\) torch.float32"),
+    "float64": (lambda score, *_: score.double(), r"\(\) torch.float64"),
+    "integers": (lambda score, b, h, q, k: q - k, r"\(\) torch.int64"),
+    "a number": (lambda *_: 1.0, "a float"),
+    "nothing": (lambda *_: None, "a NoneType"),
+    "a tuple": (lambda score, *_: (score, score), "a tuple"),
+}
+MASK_MODS = {
+    "integers": (lambda b, h, q, k: (q >= k).int(), r"\(\) torch.int32"),
+    "differences": (lambda b, h, q, k: q - k, r"\(\) torch.int64"),
+    "shape (1,)": (lambda b, h, q, k: (q >= k)[None], r"\(1,\) torch.bool"),
+    "True": (lambda *_: True, "a bool"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+@pytest.mark.parametrize("through", ["function", "module", "module with weights"])
+@pytest.mark.parametrize("name", [*(f"score_mod: {x}" for x in SCORE_MODS), *(f"mask_mod: {x}" for x in MASK_MODS)])
+def test_mods_that_return_something_else_are_named(name, through):
+    option, _, which = name.partition(": ")
+    mod, shown = (SCORE_MODS if option == "score_mod" else MASK_MODS)[which]
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"{option} must return .* shape \(\).*got {shown}"):
+        if through == "function":
+            varlen_attention(**inputs(), **{option: mod})
+        else:
+            module, x = VarlenMultiheadAttention(12, 2, batch_first=True), torch.randn(LAYOUT.total, 12)
+            module(x, x, x, layout=LAYOUT, need_weights=through != "module", **{option: mod})
+
+
+@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+def test_score_mods_may_return_float32_or_less():
+    """As in flex_attention, whose score has the dtype of the query when a score_mod with a table is traced."""
+    table = torch.randn(4, 4)
+    halves = {name: x.to(torch.bfloat16) for name, x in inputs().items() if name != "layout"}
+    got = varlen_attention(**halves, layout=LAYOUT, score_mod=lambda score, b, h, q, k: score + table[q, k])
+    wide = {name: x.float() for name, x in halves.items()}
+    want = varlen_attention(**wide, layout=LAYOUT, score_mod=lambda score, b, h, q, k: score + table[q, k])
+    torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
+    rounded = varlen_attention(**wide, layout=LAYOUT, score_mod=lambda score, *_: score.half())
+    torch.testing.assert_close(rounded, varlen_attention(**wide, layout=LAYOUT), rtol=0.01, atol=0.01)
 
 
 REFUSED = {

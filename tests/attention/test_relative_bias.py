@@ -142,6 +142,36 @@ def test_nan_in_a_bias_is_propagated(backend, name):
     assert torch.equal(out.isnan().all(-1), expected)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference", "token_tiled"])
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("window_size", [(-1, -1), (2, 1)], ids=["open", "window"])
+@pytest.mark.parametrize("name", TERMS)
+def test_rows_whose_biases_are_minus_infinity_see_no_key(backend, name, window_size, needs_grad):
+    """Of head 1: all rows, row 4, or the rows of the second sequence. Everything is finite, and 0 in these rows."""
+    device = torch.device("cpu") if backend == "cpu" else DEVICE
+    layout, buckets = SequenceLayout.from_lengths([3, 5], device=device), torch.tensor([0, 0, 1, 2, 2], device=device)
+    hidden = {"bias": slice(None), "query_bias": slice(4, 5), "key_bias": slice(3, 8)}[name]
+
+    def run(backend):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(8, 2, 16, device=device, requires_grad=True) for _ in range(3))
+        biases = {x: torch.randn((2, 3) if x == "bias" else (8, 2, 3), device=device) for x in TERMS}
+        biases[name][1 if name == "bias" else (hidden, 1)] = -torch.inf
+        relative = RelativeBias(buckets, **{x: y.requires_grad_(needs_grad) for x, y in biases.items()})
+        options = {"relative": relative, "window_size": window_size, "return_lse": True, "backend": backend}
+        out, lse = varlen_attention(query, key, value, layout, **options)
+        loss = (out * torch.randn_like(out)).sum() + lse.masked_fill(lse.isinf(), 0.0).square().sum()
+        inputs = [query, key, value, *(relative.tensors if needs_grad else ())]
+        return out, lse, *torch.autograd.grad(loss, inputs)
+
+    out, lse, *grads = results = run(backend)
+    assert (lse[hidden, 1] == -torch.inf).all()
+    assert not out[hidden, 1].any()
+    assert all(x.isfinite().all() for x in (out, *grads))
+    for got, want in zip(results, run("reference"), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 STRIDES = {
     "heads-first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "expanded": lambda x: x[:1].expand_as(x),

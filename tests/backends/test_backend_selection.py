@@ -57,6 +57,27 @@ def test_auto_warns_if_only_the_reference_can_run(attention_inputs, backends_tha
     assert [w.filename for w in caught] == [__file__], "the warning points at the caller"
 
 
+def _in_module(x, layout):
+    return nta.VarlenMultiheadAttention(8, 2, softcap=2.0)(x, x, x, layout=layout)
+
+
+def _in_a_checkpoint(x, layout):
+    return torch.utils.checkpoint.checkpoint(_in_module, x, layout, use_reentrant=False)
+
+
+def _in_a_graph(x, layout):
+    x = x.unflatten(1, (2, 4))
+    return torch.compile(nta.varlen_attention, backend="aot_eager")(x, x, x, layout, softcap=2.0)
+
+
+@pytest.mark.parametrize("call", [_in_module, _in_a_checkpoint, _in_a_graph])
+def test_the_warning_points_at_the_users_line(call):
+    x = torch.randn(5, 8)
+    with pytest.warns(SlowBackendWarning) as caught:
+        call(x, nta.SequenceLayout.from_lengths([2, 3]))
+    assert {w.filename for w in caught if w.category is SlowBackendWarning} == {__file__}
+
+
 def test_batch_invariant_is_not_supported_on_a_cpu(attention_inputs):
     assert nta.explain(**attention_inputs, batch_invariant=True).chosen is None
     for name in ("cpu", "reference"):

@@ -343,6 +343,54 @@ class TestInvalid:
             nta.register_backend(backend)
 
 
+FORWARDS = {
+    "out in half": (lambda out, lse: (out.half(), lse), r"out .*\(23, 4, 40\) torch.float64.*torch.float16"),
+    "out of other rows": (lambda out, lse: (out[1:], lse), r"out .*\(23, 4, 40\).*got \(22, 4, 40\)"),
+    "out with heads first": (lambda out, lse: (out.transpose(0, 1), lse), r"out .*got \(4, 23, 40\)"),
+    "lse in float32": (lambda out, lse: (out, lse.float()), r"lse .*\(23, 4\) torch.float64.*got .*float32"),
+    "lse with heads first": (lambda out, lse: (out, lse.T), r"lse .*got \(4, 23\)"),
+    "no lse": (lambda out, lse: (out, None), r"lse .*got None"),
+    "out alone": (lambda out, lse: out, r"must return out and lse, got \(23, 4, 40\)"),
+}
+BACKWARDS = {
+    "half": (lambda q, k, v: (q.half(), k, v), r"gradient 0 .*\(23, 4, 40\) torch.float64.*torch.float16"),
+    "heads first": (lambda q, k, v: (q, k.transpose(0, 1), v), r"gradient 1 .*\(24, 2, 40\).*got \(2, 24, 40\)"),
+    "two": (lambda q, k, v: (q, k), "must return 3 gradients, got a tuple of 2"),
+    "none": (lambda q, k, v: (q, k, None), "gradient 2 .*got None"),
+}
+
+
+class TestWrongResults:
+    """The first call says which backend returned what, before anything is computed with it."""
+
+    @pytest.mark.parametrize("base", [TOY, DIFFERENTIABLE], ids=["backward", "differentiable"])
+    @pytest.mark.parametrize(("change", "message"), FORWARDS.values(), ids=FORWARDS)
+    def test_of_a_forward(self, base, change, message):
+        wrong = variant(base, forward=lambda *given: change(*base.forward(*given)))
+        with nta.register_backend(wrong), pytest.raises(ValueError, match="'toy'") as error:
+            call("toy")
+        assert error.match(message)
+
+    @pytest.mark.parametrize(("change", "message"), BACKWARDS.values(), ids=BACKWARDS)
+    def test_of_a_backward(self, change, message):
+        wrong = variant(backward=lambda *given: change(*TOY.backward(*given)))
+        with nta.register_backend(wrong), pytest.raises(ValueError, match="'toy'") as error:
+            call("toy")
+        assert error.match(message)
+
+    def test_of_prepared_runs_and_in_graphs(self):
+        def prepare(query, key, value, call):
+            return lambda *inputs: [x.float() for x in TOY.forward(*inputs, call)]
+
+        x, layout = torch.randn(23, 4, 24, dtype=torch.float64), nta.SequenceLayout.from_lengths(LENGTHS)
+        with nta.register_backend(variant(prepare_forward=prepare)), pytest.raises(ValueError, match=r"out of .*'toy'"):
+            nta.varlen_attention(x, x, x, layout, backend="toy")
+        wrong = variant(forward=lambda *given: [x.float() for x in TOY.forward(*given)])
+        compiled = torch.compile(lambda x: nta.varlen_attention(x, x, x, layout, backend="toy"), backend="eager")
+        with nta.register_backend(wrong), pytest.raises(ValueError, match=r"out of .*'toy'"):
+            compiled(x)
+
+
 class TestGraphs:
     @staticmethod
     def compiled(backend="auto"):

@@ -1,14 +1,17 @@
 """``python -m nt_attention`` without a command, its devices, and packages that are not installed."""
 
 import importlib.util
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from nt_attention.__main__ import main
-from nt_attention.cli import environment
+from nt_attention.__main__ import main, run
+from nt_attention.cli import check_models, environment, timing
 from nt_attention.kernels.select import BACKENDS, ENVIRONMENT_VARIABLE
 
 
@@ -19,6 +22,16 @@ def test_prints_the_versions_and_every_backend(capsys):
     assert f"torch {torch.__version__}" in out.splitlines()[0]
     _, backends = out.split("\nbackends:\n")
     assert [line.split()[0] for line in backends.splitlines()] == list(BACKENDS)
+
+
+@pytest.mark.parametrize("page", ["start.md", "am_i_packed.md", "reference/command_line.md"])
+def test_pages_show_every_backend(page):
+    """The pages are run, but an ellipsis in their outputs would hide a backend."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
+    lists = re.findall(r"(?m)^backends:\n((?:  .*\n)+)|^backend='auto':.*\n((?:  .*\n)+)", text)
+    assert lists
+    for each in lists:
+        assert [line.split()[0] for line in "".join(each).splitlines()] == list(BACKENDS)
 
 
 def test_prints_the_environment_variable(monkeypatch, capsys):
@@ -34,6 +47,52 @@ def test_imports_no_other_command_and_no_optional_package():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['nt_attention.cli.environment']"
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench", "--device", "cpu", "--lengths", "5,3", "--backends", "cpu"]])
+def test_stdout_in_ascii(arguments, monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "wall_ms", lambda call: 1.0)
+    monkeypatch.setattr(sys, "argv", ["nt_attention", *arguments])
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert run() == 0
+    text = (tmp_path / "out").read_text("ascii")
+    assert "? auto" in text if arguments else text.startswith("nt_attention ")
+
+
+def test_a_closed_pipe_ends_it_quietly(monkeypatch, capfd):
+    """As in `python -m nt_attention | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "argv", ["nt_attention"])
+    with open(writer, "w", buffering=1) as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert run() == 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--jobs", "0"], "--jobs: must be an integer ≥ 1, got '0'"),
+        (["--write", str(Path(__file__).parent)], f"--write can't write {Path(__file__).parent}: Is a directory."),
+        (["--write", f"{__file__}/x.json"], f"--write can't write {__file__}/x.json: "),
+    ],
+    ids=["jobs", "directory", "in a file"],
+)
+def test_check_models_refuses_before_it_works(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(check_models, "ProcessPoolExecutor", None)
+    with pytest.raises(SystemExit):
+        main(["check-models", "bert", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_output_files_are_checked_and_their_directories_made(tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    for file in (tmp_path / "missing" / "x.json", tmp_path / "old.json"):
+        environment.check_writable(file, "--write")
+    assert (tmp_path / "old.json").read_text() == "{}"
+    assert list((tmp_path / "missing").iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["bench", "check"])

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from sweeps import pairwise
@@ -321,6 +322,29 @@ def test_negative_softcap_and_windows_mean_none():
     q = torch.randn(1, 6, 2, 32)
     found = compat.flash_attn_func(q, q, q, softcap=-1.0, window_size=[-2, -5])
     torch.testing.assert_close(found, compat.flash_attn_func(q, q, q), atol=0, rtol=0)
+
+
+WINDOWS_OF_TENSORS = {
+    "a tensor, as in flash-attn's tests": torch.tensor([2, 1]),
+    "tensors": (torch.tensor(2), torch.tensor([1])),
+    "NumPy": [np.int64(2), 1],
+}
+
+
+@pytest.mark.parametrize("window_size", WINDOWS_OF_TENSORS.values(), ids=WINDOWS_OF_TENSORS)
+def test_windows_of_integer_tensors(window_size):
+    q = torch.randn(1, 6, 2, 32)
+    want = compat.flash_attn_func(q, q, q, window_size=(2, 1))
+    torch.testing.assert_close(compat.flash_attn_func(q, q, q, window_size=window_size), want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "window_size", [torch.tensor([2.0, 1.0]), (torch.tensor([2, 1]), 1), torch.tensor(2), (2.5, 1)]
+)
+def test_windows_of_other_tensors_are_refused(window_size):
+    q = torch.randn(1, 6, 2, 32)
+    with pytest.raises(ValueError, match=r"window_size must be \(left, right\)"):
+        compat.flash_attn_func(q, q, q, window_size=window_size)
 
 
 def test_max_seqlen_may_be_a_bound():

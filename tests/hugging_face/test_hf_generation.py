@@ -86,13 +86,11 @@ def test_generate_gives_the_tokens_of_eager(model_type, mode):
     with nta.patch(model) as handle, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", NotPackedWarning)
         assert_same_tokens(generate(model, batch, **mode), want)
-        said = [w for w in said if w.category is NotPackedWarning]
+    assert not [w for w in said if w.category is NotPackedWarning]
     if mode.get("use_cache", True):
-        assert len(said) == 1
-        assert "it continues from a cache" in str(said[0].message)
+        assert handle.calls["it continues from a cache"] > 0
         assert None not in handle.calls
     else:  # all tokens at each step, so the calls run packed
-        assert not said
         assert handle.calls == {None: NEW}
     assert model.config._attn_implementation == "eager"
     assert_same_tokens(generate(model, batch, **mode), want)
@@ -154,7 +152,7 @@ def test_several_new_tokens_beside_a_cache(model_type, padded):
                 torch.testing.assert_close(in_parts(cuts, static), want, rtol=1e-4, atol=1e-4)
         model.set_attn_implementation("eager")
         with warnings.catch_warnings(), nta.patch(model):
-            warnings.simplefilter("ignore", NotPackedWarning)
+            warnings.simplefilter("error", NotPackedWarning)
             torch.testing.assert_close(in_parts([0, 3, LENGTH]), want, rtol=1e-4, atol=1e-4)
 
 
@@ -208,7 +206,7 @@ def test_assisted_generation_and_prompt_lookup(model_type, mode):
         assert torch.equal(model.generate(**batch, max_new_tokens=NEW, do_sample=False, **more), want)
     model.set_attn_implementation("eager")
     with warnings.catch_warnings(), nta.patch(model):
-        warnings.simplefilter("ignore", NotPackedWarning)
+        warnings.simplefilter("error", NotPackedWarning)
         assert torch.equal(model.generate(**batch, max_new_tokens=NEW, do_sample=False, **more), want)
 
 

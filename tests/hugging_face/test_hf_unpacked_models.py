@@ -121,6 +121,20 @@ def test_handle_of_unpacked_models_says_why(name):
         assert not any(isinstance(model.get_submodule(path), torch.nn.MultiheadAttention) for path in handle.layers)
 
 
+def test_speech_with_a_mask_runs_as_before_with_the_true_reason():
+    """Wav2Vec2 takes an attention_mask of its samples of sound, so this is not the reason."""
+    convolutions = {"conv_dim": (9, 9), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
+    config = transformers.Wav2Vec2Config(**SIZES, **convolutions, num_conv_pos_embedding_groups=3)
+    model = transformers.Wav2Vec2Model(config).eval()
+    batch = {"input_values": torch.randn(2, 101), "attention_mask": torch.arange(101) < torch.tensor([[101], [47]])}
+    want = model(**batch).last_hidden_state
+    reason = "its input is input_values, and only the tokens of input_ids are packed"
+    with nta.patch(model) as handle, pytest.warns(nta.NotPackedWarning, match=reason):
+        got = model(**batch).last_hidden_state
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert handle.calls == {reason: 1}
+
+
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
 def test_encoder_decoders_train_as_before(name):
     model, inputs = make(name).train(), inputs_of(name)
@@ -356,4 +370,12 @@ def test_models_that_do_not_use_the_attention_interface_are_refused(kind):
         ) as refusal:
             nta.patch(model, padding_free=padding_free)
         assert type(model).__name__ in str(refusal.value)
+        assert not padding_free or "varlen_attention (docs/coming_from/" in str(refusal.value)
     assert vars(model.config) == before
+
+
+def test_the_advice_for_a_model_without_attention_is_not_about_attention():
+    model = transformers.MambaModel(transformers.MambaConfig(vocab_size=41, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"MambaModel can't be packed: .* It has no attention to replace") as refusal:
+        nta.patch(model)
+    assert "padding_free=False" not in str(refusal.value)

@@ -31,6 +31,15 @@ def test_malformed_offsets(offsets, message):
             SequenceLayout.from_offsets(offsets)
 
 
+@pytest.mark.parametrize("wrong", [4.9, 7.0, T(7.5), "7", T([7, 7])], ids=str)
+@pytest.mark.parametrize("name", ["max_seqlen", "max_tokens"])
+def test_bounds_must_be_integers(name, wrong):
+    bounds = {"max_seqlen": 7, "max_tokens": 9, name: wrong}
+    with pytest.raises(ValueError, match=f"{name} must be an integer, got "):
+        SequenceLayout.from_offsets(T([0, 2, 5]), **bounds)
+    assert SequenceLayout.from_offsets(T([0, 2, 5]), **{**bounds, name: T(7)}).max_seqlen == 7
+
+
 def test_from_offsets_of_a_list():
     with pytest.raises(TypeError, match=r"got list: pass torch.tensor"):
         SequenceLayout.from_offsets([0, 3])

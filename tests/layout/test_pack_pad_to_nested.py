@@ -93,7 +93,8 @@ def test_pack_and_pad_derivatives_of_all_orders(mask):
     grad = torch.randn(layout.total, 3, dtype=torch.float64, requires_grad=True)
     (back,) = torch.autograd.grad(layout.pack(padded), padded, grad, create_graph=True)
     assert torch.equal(back, layout.pad(grad))
-    torch.autograd.gradcheck(layout.pack, (padded,))
+    torch.autograd.gradcheck(layout.pack, (padded,), check_batched_grad=True)
+    torch.autograd.gradcheck(layout.pad, (grad,), check_batched_grad=True)
     torch.autograd.gradgradcheck(layout.pack, (padded,))
     tangent = torch.randn_like(padded)
     pushed = torch.func.jvp(layout.pack, (padded.detach(),), (tangent,))[1]

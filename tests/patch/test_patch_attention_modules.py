@@ -252,3 +252,8 @@ def test_patching_a_copy_of_a_patched_model_is_refused():
     handle.remove()
     with pytest.raises(ValueError, match="it is already a VarlenMultiheadAttention"):
         nta.patch(copied)
+
+
+def test_a_model_without_attention_modules_is_told_to_call_varlen_attention():
+    with pytest.raises(ValueError, match=r"found nothing to change.*call nt_attention\.varlen_attention \(docs/coming"):
+        nta.patch(nn.Sequential(nn.Linear(3, 3)))

@@ -159,7 +159,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
 
 
 def _mask(tiles: Tiles, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (rows,) True in fully masked rows."""
+    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (…, rows) True in fully masked rows, if any."""
     rows, keys, diagonal, causal = tiles.shape
     spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
     if causal:
@@ -175,12 +175,16 @@ def _mask(tiles: Tiles, call: Call) -> tuple[Tensor | None, Tensor | None]:
         scores = _gather(relative, tiles).scores(_bucket(relative, tiles), dtype)
         scores = (scores if scores.dim() == 4 else scores.unsqueeze(0)).contiguous()
         bias = scores if bias is None else bias + scores
-    if visible is None:
-        return bias, None
-    if bias is None:
-        bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device="cpu")
-    masked = ~visible.any(1)
-    return bias.masked_fill(~visible, -torch.inf), masked if bool(masked.any()) else None
+    if visible is not None:
+        if bias is None:
+            bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device="cpu")
+        bias = bias.masked_fill(~visible, -torch.inf)
+    masked = None
+    if relative is not None and bias is not None:  # its values may be −inf as well
+        masked = bias.amax(-1) == -torch.inf
+    elif visible is not None:
+        masked = ~visible.any(1)
+    return bias, masked if masked is not None and bool(masked.any()) else None
 
 
 def _gather(relative: RelativeBias, tiles: Tiles) -> RelativeBias:

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...layout import SequenceLayout
 from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec, Call
+from ..masks import checked_mask_mod, checked_score_mod
 
 BLOCK = 128
 _RECOMPILE_LIMIT = 256  # kinds of calls; the default of 8 is for one function of one model
@@ -70,9 +71,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
 def _score_mod(call: Call) -> Callable[..., Tensor] | None:
     layout, key_layout, _, spec, *_ = call
-    user = spec.score_mod
-    if user is None:
+    if spec.score_mod is None:
         return None
+    user = checked_score_mod(spec.score_mod)
     query_sequence, query_position = layout.locate_rows(layout.total)
     _, key_position = key_layout.locate_rows(key_layout.total)
 
@@ -87,7 +88,7 @@ def _mask_mod(call: Call) -> Callable[..., Tensor]:
     query_sequence, query_position = layout.locate_rows(layout.total)
     key_sequence, key_position = key_layout.locate_rows(key_layout.total)
     shift = _shift(layout, key_layout, spec)
-    window, user = spec.window, spec.mask_mod
+    window, user = spec.window, spec.mask_mod and checked_mask_mod(spec.mask_mod)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         visible = query_sequence[i] == key_sequence[j]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..backend import Backend, BackwardInputs, Gradients
 from ..call import FEATURES, AttentionSpec, Call
-from ..masks import alibi_bias, distances, for_each_score
+from ..masks import alibi_bias, apply_mask_mod, apply_score_mod, distances
 from ..relative import RelativeBias
 
 
@@ -182,11 +182,11 @@ def _weights(sequence: _Sequence, spec: AttentionSpec) -> tuple[Tensor, Tensor, 
         scores = scores + relative.scores(_buckets(sequence, spec), scores.dtype)
     not_empty = scores.numel() > 0  # vmap does not support empty dimensions
     if spec.score_mod is not None and not_empty:
-        scores = for_each_score(spec.score_mod, scores, b)
+        scores = apply_score_mod(spec.score_mod, scores, b)
     queries, keys = scores.shape[1:]
     mask = spec.window.mask(queries, keys, spec.shift(queries, keys), q.device)
     if spec.mask_mod is not None and not_empty:
-        visible = for_each_score(lambda _, *indices: spec.mask_mod(*indices), scores, b)  # type: ignore[misc]
+        visible = apply_mask_mod(spec.mask_mod, scores, b)
         mask = visible if mask is None else mask & visible
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
