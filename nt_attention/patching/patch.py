@@ -9,7 +9,8 @@ from torch import nn
 
 from .._cuda_graphs import CudaGraphs
 from ..modules.multihead import VarlenMultiheadAttention
-from . import attention_modules, torch_modules
+from . import torch_modules
+from .attention_modules import swap_attention
 from .handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def patch(
     on_fallback: OnFallback = "warn",
     cuda_graphs: CudaGraphs = False,
     mesh: DeviceMesh | None = None,
+    need_weights: bool = True,
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
@@ -37,10 +39,11 @@ def patch(
     padded again at the exit, with 0 at padding. A layer of PyTorch's encoders and decoders that is in none of them
     packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the
     same parameters, which also takes NestedTensors, and skips padding in calls with `need_weights=False`, a boolean
-    `key_padding_mask` and no `attn_mask`.
+    `key_padding_mask` and no `attn_mask`. A model that calls it without `need_weights`, and drops the weights, packs
+    with `patch(model, need_weights=False)`: those of DETR and of point clouds do.
 
-    A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
-    `NotPackedWarning` is shown once for each reason.
+    A call that can't run packed falls back to the padded forward, the one before the patch: `handle.calls` counts it
+    with the reason, and a `NotPackedWarning` is shown once for each reason.
 
     A forward syncs with the device once to read the padding, and once more for the labels of question answering. A
     module of `torch.nn` syncs once for each padding mask, and once more for each that is additive, and for the mask of
@@ -86,6 +89,9 @@ def patch(
             its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
             call that falls back runs padded on every rank. For the modules of `torch.nn` that pack, and for Hugging
             Face models whose attention can be divided. Attention dropout in training raises an error.
+        need_weights: False says that nobody reads the attention weights of an `nn.MultiheadAttention`. In calls that
+            leave its own `need_weights` at the default, it then returns None in the place of weights, so that they can
+            run packed. Calls with `need_weights=True` return weights. Other modules have no such default.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -114,9 +120,11 @@ def patch(
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
     if on_fallback not in ("warn", "raise"):
         raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+    if not isinstance(need_weights, bool):
+        raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
     if mesh is not None:
         _check_mesh(mesh, bool(cuda_graphs), padding_free)
-    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh)
+    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights)
     try:
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
@@ -177,7 +185,7 @@ def _patch_modules(
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)
-        elif (reason := attention_modules.swap_attention(module, child_name, handle)) is not None:
+        elif (reason := swap_attention(module, child_name, handle, counts=padding_free)) is not None:
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
@@ -187,7 +195,6 @@ def _patch_modules(
                 description += (
                     ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
                 )
-                ragged.report = attention_modules.Report(handle)
             handle.change_layers(name, {child_name: description})
     if isinstance(module, nn.Transformer) and padding_free:
         torch_modules.patch_transformer(name, module, handle)

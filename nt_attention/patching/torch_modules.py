@@ -85,7 +85,7 @@ def patch_layer(name: str, layer: Layer, handle: PatchHandle) -> bool:
     if (reason := layer_not_supported(layer, kind)) is not None:
         handle.leave(name, f"{reason} Only its attention is replaced.")
         return False
-    patch_layers([layer], kind, handle, padding_free=False)
+    patch_layers([layer], kind, handle, padding_free=True, in_stack=False)
     override_forward(
         layer, functools.partial(_lone_encoder_layer if is_encoder else _lone_decoder_layer, handle), handle
     )

@@ -102,12 +102,14 @@ def part_not_supported(name: str, part: nn.Module, kinds: tuple[type[nn.Module],
     return None
 
 
-def patch_layers(layers: Iterable[nn.Module], kind: LayerKind, handle: PatchHandle, padding_free: bool) -> None:
-    """Replace the attention of layers in a stack, and make them take layouts if `padding_free`."""
+def patch_layers(
+    layers: Iterable[nn.Module], kind: LayerKind, handle: PatchHandle, padding_free: bool, in_stack: bool = True
+) -> None:
+    """Replace the attention of layers, and make those `in_stack` take layouts if `padding_free`."""
     for layer in layers:
         for attention in kind.attentions:
-            swap_attention(layer, attention, handle)
-        if padding_free:
+            swap_attention(layer, attention, handle, packs=not padding_free)
+        if padding_free and in_stack:
             override_forward(layer, _encoder_layer if kind is ENCODER_LAYER else _decoder_layer, handle)
 
 
