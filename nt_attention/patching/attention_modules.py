@@ -114,7 +114,10 @@ def _share(names: Iterable[str], of: nn.Module, to: nn.Module) -> None:
 
 
 def _share_parameters(stock: nn.MultiheadAttention, ragged: VarlenMultiheadAttention) -> None:
-    """Let both modules have one table of parameters: FSDP, applied before, goes on writing to that of `stock`."""
+    """Let both modules have one table of parameters: FSDP goes on writing to that of the module that it was applied to.
+
+    So `stock` keeps the names of parameters that only `ragged` can have, with the value None.
+    """
     table = stock._parameters
     table.update({name: None for name in ragged._parameters if name not in table})
     ragged.__dict__["_parameters"] = table
@@ -140,7 +143,6 @@ def _restore_attention(
             stacklevel=4,
         )
         return
-    stock.__dict__["_parameters"] = {key: x for key, x in ragged._parameters.items() if key in names}
     stock.out_proj = ragged.out_proj
     _share(_SETTINGS, ragged, stock)
     parent._modules[name] = stock.train(ragged.training)
