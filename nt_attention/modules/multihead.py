@@ -44,12 +44,12 @@ class Patched(NamedTuple):
 
     Attributes:
         need_weights: what `need_weights=None` means for padded batches.
-        packs: whether it packs padded batches. If not, only the module around it does.
+        padded_because: why it does not pack padded batches by itself, or None.
         report: called for each padded batch with a key_padding_mask: with the reason why it is not packed, or None.
     """
 
     need_weights: bool
-    packs: bool
+    padded_because: str | None
     report: Callable[[str | None], None] | None = None
 
     def record(self, reason: str | None) -> None:
@@ -465,8 +465,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         is_padded = all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value))
         if not is_padded or (is_causal and attn_mask is None):
             return None
-        reason: str | None = "the module around it packs"
-        if patched.packs:
+        reason = patched.padded_because
+        if reason is None:
             reason = self._why_all_scores(query, key_padding_mask, attn_mask, need_weights is not False)
         if reason is None or "parametrizations" in self._modules or not self._is_in_its_weights:
             return None

@@ -38,7 +38,7 @@ _swapped_by: WeakKeyDictionary[nn.Module, ref[PatchHandle]] = WeakKeyDictionary(
 
 
 def swap_attention(
-    parent: nn.Module, name: str, handle: PatchHandle, *, packs: bool = True, counts: bool = False
+    parent: nn.Module, name: str, handle: PatchHandle, *, padded_because: str | None = None, counts: bool = False
 ) -> str | None:
     """Replace the child `name` of `parent` by a `VarlenMultiheadAttention` with the same parameters and hooks.
 
@@ -46,7 +46,7 @@ def swap_attention(
         parent: the module that has it.
         name: its name in `parent`.
         handle: the handle of the patch.
-        packs: whether it packs padded batches by itself.
+        padded_because: why it does not pack padded batches by itself, or None.
         counts: whether the handle counts the padded batches that it gets.
 
     Returns:
@@ -71,7 +71,7 @@ def swap_attention(
         _share_parameters(stock, ragged)
         _share(_HOOKS, stock, ragged)
         _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_COPIED, stock, ragged)
-    ragged.patched = Patched(handle.need_weights, packs, Report(handle) if counts else None)
+    ragged.patched = Patched(handle.need_weights, padded_because, Report(handle) if counts else None)
     _swapped_by[ragged] = ref(handle)
     parent._modules[name] = ragged
     handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock, before))

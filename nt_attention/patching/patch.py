@@ -158,8 +158,12 @@ def _patch_modules(
     logits: Literal["padded"] | None,
     packing: Literal["auto", "always"],
     in_stack: bool = False,
+    padded_because: str | None = None,
 ) -> None:
-    """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
+    """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module".
+
+    `in_stack` is for the parts of a stack that does not pack, and `padded_because` says why attention may not pack.
+    """
     if isinstance(module, torch_modules.Stack):
         if torch_modules.patch_stack(name, module, handle, padding_free):
             return
@@ -176,6 +180,8 @@ def _patch_modules(
 
         if patch_model.patch_model(name, module, handle, padding_free, logits, packing):
             return
+    if padding_free and padded_because is None:
+        padded_because = torch_modules.why_attention_is_padded(module)
     for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
         if child is None:
@@ -184,14 +190,16 @@ def _patch_modules(
             handle.leave(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
-            _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)
-        elif (reason := swap_attention(module, child_name, handle, counts=padding_free)) is not None:
+            _patch_modules(path, child, handle, padding_free, logits, packing, in_stack, padded_because)
+            continue
+        options: dict[str, Any] = {"padded_because": padded_because, "counts": padding_free}
+        if (reason := swap_attention(module, child_name, handle, **options)) is not None:
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
             ragged = cast(VarlenMultiheadAttention, module._modules[child_name])
             ragged.graphs = handle.graphs
-            if padding_free:
+            if padding_free and padded_because is None:
                 description += (
                     ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
                 )
