@@ -46,9 +46,14 @@ class Masks(NamedTuple):
         """Drop `is_causal` or `attn_mask` if both are given: `is_causal` is then a hint that the mask is causal."""
         if not self.is_causal or self.attn_mask is None:
             return self
-        if need_weights or self.key_padding_mask is not None:
-            return self._replace(is_causal=False)
-        return self._replace(attn_mask=None, counts_added_keys=True)  # nn.MultiheadAttention also ignores the mask here
+        if self.hint_replaces_mask(need_weights):
+            return self._replace(attn_mask=None, counts_added_keys=True)
+        return self._replace(is_causal=False)
+
+    def hint_replaces_mask(self, need_weights: bool) -> bool:
+        """Whether `attn_mask` is ignored, as in nn.MultiheadAttention, because `is_causal` says what it is."""
+        both = self.is_causal and self.attn_mask is not None
+        return both and not need_weights and self.key_padding_mask is None
 
 
 class Inputs(NamedTuple):
@@ -250,7 +255,7 @@ def _from_dense(
         tensors, restore = _each(lambda x: x.unsqueeze(0), *tensors), lambda out: out.squeeze(0)
     elif not batch_first:
         tensors, restore = _each(lambda x: x.transpose(0, 1), *tensors), lambda out: out.transpose(0, 1).contiguous()
-    _check_padded(tensors, masks, num_heads, is_batched)
+    _check_padded(tensors, masks, num_heads, is_batched, masks.hint_replaces_mask(need_weights))
     if masks.is_causal and masks.attn_mask is None and need_weights:
         raise InputError("is_causal=True alone can't return weights: pass attn_mask as well, or need_weights=False.")
     if masks.key_padding_mask is not None and not is_batched:
@@ -258,7 +263,8 @@ def _from_dense(
     return Inputs(*tensors, masks.without_hint(need_weights), need_weights, None, restore, is_batched)
 
 
-def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: bool) -> None:
+def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: bool, ignores_attn_mask: bool) -> None:
+    """Check shapes and dtypes. Of a mask that is ignored only the number of dimensions, as nn.MultiheadAttention."""
     (batch, queries), (key_batch, keys), values = (tuple(x.shape[:2]) for x in tensors)
     if key_batch != batch or values != (key_batch, keys):
         raise InputError(
@@ -274,6 +280,8 @@ def _check_padded(tensors: _Tensors, masks: Masks, num_heads: int, is_batched: b
         if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and not mask.is_floating_point()):
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise InputError(f"{name} must be a boolean or floating-point tensor, got {got}.")
+        if name == "attn_mask" and ignores_attn_mask and mask.dim() in ((2, 3) if is_batched else (2,)):
+            continue
         if mask.shape not in shapes:
             raise InputError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}.")
 

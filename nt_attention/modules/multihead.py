@@ -7,7 +7,7 @@ query heads, G key heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,35 @@ from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
 from .rotary import Rotary
+from .stock_attention import reads_weight_only, stock_attention
 
+NEEDS_WEIGHTS = "need_weights is not False"
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 # Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
+_SCORE_DEFAULTS = tuple([OPTIONS[name].default for name in _SCORE_OPTIONS])
 _CHECKED = {*_SCORE_OPTIONS, "alibi", "backend", "dropout", "add_zero_attn"}
+
+
+class Patched(NamedTuple):
+    """What `patch` sets in a `VarlenMultiheadAttention` that replaces an `nn.MultiheadAttention`.
+
+    A padded batch that is not packed then runs as `nn.MultiheadAttention` would run it.
+
+    Attributes:
+        need_weights: what `need_weights=None` means for padded batches.
+        padded_because: why it does not pack padded batches by itself, or None.
+        report: called for each padded batch with a key_padding_mask: with the reason why it is not packed, or None.
+    """
+
+    need_weights: bool
+    padded_because: str | None
+    report: Callable[[str | None], None] | None = None
+
+    def record(self, reason: str | None) -> None:
+        """Report a padded batch with a key_padding_mask."""
+        if self.report is not None:
+            self.report(reason)
 
 
 class VarlenMultiheadAttention(nn.MultiheadAttention):
@@ -75,8 +99,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     """
 
     sinks: nn.Parameter | None
-    # Called for each padded batch with a key_padding_mask: with the reason why it runs padded, or None. Set by `patch`.
-    report: Callable[[str | None], None] | None = None
+    # What `patch` has set, if it has put this module in the place of an nn.MultiheadAttention.
+    patched: Patched | None = None
     # The CUDA graphs of packed calls; None without them. Set by `patch` and by `cuda_graphs=`.
     graphs: CapturedCalls | None = None
 
@@ -191,17 +215,31 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def _qkv_same_embed_dim(self) -> bool:
         """Whether nn.TransformerEncoderLayer may use its fast path, which does not call this module's `forward`.
 
-        True if nn.MultiheadAttention computes the same and `backend` is "auto". False in a graph, because the fast path
-        does not support jagged NestedTensors.
+        True if the fast path computes what `forward` computes, and `backend` is "auto". The fast path reads the weights
+        of this module and of `out_proj`, and adds no keys. False in a graph, because it does not support jagged
+        NestedTensors.
         """
-        if self.in_proj_weight is None or is_compiling():
+        if self.in_proj_weight is None or is_compiling() or self._adds_keys or "forward" in self.__dict__:
             return False
-        return self.is_stock and self.backend == "auto"
+        return type(self).forward is VarlenMultiheadAttention.forward and self._is_in_its_weights
+
+    @property
+    def _is_in_its_weights(self) -> bool:
+        """Whether nn.MultiheadAttention, which only reads the weights of `out_proj`, computes the same."""
+        return self.is_stock and self.backend == "auto" and reads_weight_only(self.out_proj)
 
     @property
     def is_stock(self) -> bool:
         """Whether nn.MultiheadAttention supports all options that are used."""
-        return not self._extra_options()
+        own = self.__dict__  # a hot path: nn.TransformerEncoderLayer asks in each forward, through _qkv_same_embed_dim
+        is_default = (
+            (own["window_size"], own["softcap"], own["scale"]) == _SCORE_DEFAULTS
+            and not own["alibi"]
+            and own["num_kv_heads"] == own["num_heads"]
+            and own["head_dim"] * own["num_heads"] == own["embed_dim"]
+            and own.get("q_norm", self) is own.get("rotation", self) is self._parameters.get("sinks") is None
+        )
+        return is_default or not self._extra_options()
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, backend: str = "auto") -> VarlenMultiheadAttention:
@@ -343,6 +381,12 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 "mask_mod and score_mod can't be used with add_bias_kv or add_zero_attn, whose keys have no position."
             )
+        if (patched := self.patched) is not None:
+            need_weights = False if need_weights is None and not patched.need_weights else need_weights
+            if layout is None and not (mask_mod or score_mod):
+                options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+                if (results := self._as_before_patch(patched, query, key, value, *options)) is not None:
+                    return results
         masks = Masks(is_causal, key_padding_mask, attn_mask, mask_mod, score_mod)
         embed_dims = self.embed_dim, self.kdim, self.vdim
         inputs = read_inputs(
@@ -351,8 +395,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if inputs.is_sharded:
             self._check_sharded()
         reason = self._why_padded(inputs)
-        if self.report is not None and inputs.layouts is None and key_padding_mask is not None:
-            self.report(reason)
+        if patched is not None and inputs.layouts is None and key_padding_mask is not None:
+            patched.record(reason)
         if reason is None:
             inputs = inputs.pack().without_rows_past_end()
             out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
@@ -402,31 +446,76 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             if is_used:
                 raise ValueError(f"{option} is not supported with a ShardedLayout: {instead}.")
 
+    def _as_before_patch(
+        self,
+        patched: Patched,
+        query: Any,
+        key: Any,
+        value: Any,
+        key_padding_mask: Tensor | None,
+        need_weights: bool | None,
+        attn_mask: Any,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The outputs and weights of nn.MultiheadAttention for a padded batch that is not packed.
+
+        None for other inputs, and for what nn.MultiheadAttention does not support.
+        """
+        is_padded = all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value))
+        if not is_padded or (is_causal and attn_mask is None):
+            return None
+        reason = patched.padded_because
+        if reason is None:
+            reason = self._why_all_scores(query, key_padding_mask, attn_mask, need_weights is not False)
+        if reason is None or "parametrizations" in self._modules or not self._is_in_its_weights:
+            return None
+        if key_padding_mask is not None:
+            patched.record(reason)
+        options = key_padding_mask, need_weights is not False, attn_mask, average_attn_weights, is_causal
+        return stock_attention(self, query, key, value, *options)
+
     def _why_padded(self, inputs: Inputs) -> str | None:
         """Why every score of the padded batch is computed, or None if the call runs on packed tensors."""
-        if inputs.need_weights:
-            return "need_weights is not False"
-        if inputs.masks.attn_mask is not None:
+        masks, is_ragged = inputs.masks, inputs.layouts is not None
+        padding = masks.key_padding_mask
+        reason = self._why_all_scores(inputs.query, padding, masks.attn_mask, inputs.need_weights, is_ragged)
+        if reason is not None or is_ragged:
+            return reason
+        uses_positions = masks.is_causal or self.alibi or self.rotation is not None
+        # In cross-attention the mask removes padding from keys only, so positions of queries and keys would not match.
+        uses_positions = uses_positions or tuple(self.window_size) != (-1, -1)
+        is_not_packed = uses_positions and padding is not None and not inputs.is_self_attention
+        return "it is cross-attention that uses positions" if is_not_packed else None
+
+    def _why_all_scores(
+        self,
+        query: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Any,
+        need_weights: bool,
+        is_ragged: bool = False,
+    ) -> str | None:
+        """Why every score of a call is computed, for reasons that do not depend on positions, or None."""
+        if need_weights:
+            return NEEDS_WEIGHTS
+        if attn_mask is not None:
             return "it has an attn_mask"
         if self.dropout == 1 and self.training:
             return "kernels do not support a dropout of 1"
-        if inputs.layouts is not None:
+        if is_ragged:
             return None
         if is_context_parallel():
             return CONTEXT_PARALLEL
-        if not can_be_read(inputs.query):
+        if not can_be_read(query):
             return "its values can't be read here"
-        padding = inputs.masks.key_padding_mask
-        if padding is None:
+        if key_padding_mask is None:
             return "it has no padding" if self.backend == "auto" and self.is_stock else None
-        if padding.dtype != torch.bool:
+        if key_padding_mask.dtype != torch.bool:
             return "key_padding_mask is not boolean"
-        if self.backend == "auto" and self.dropout and self.training and inputs.query.device.type == "cpu":
+        if self.backend == "auto" and self.dropout and self.training and query.device.type == "cpu":
             return "on a CPU, no fast backend supports dropout"
-        uses_positions = inputs.masks.is_causal or self.alibi or self.rotation is not None
-        # In cross-attention the mask removes padding from keys only, so positions of queries and keys would not match.
-        uses_positions = uses_positions or tuple(self.window_size) != (-1, -1)
-        return "it is cross-attention that uses positions" if uses_positions and not inputs.is_self_attention else None
+        return None
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (…, E) → q (…, H, D), k and v (…, G, D). In self-attention they are views of one matrix product."""

@@ -12,7 +12,7 @@ from torch import nn
 from .._forwards import CALL_REMOVE_FIRST
 from .._tracing import is_compiling
 from .._warnings import warn
-from ..modules.multihead import VarlenMultiheadAttention
+from ..modules.multihead import NEEDS_WEIGHTS, Patched, VarlenMultiheadAttention
 from .handle import PatchHandle
 
 
@@ -37,8 +37,17 @@ def attention_not_supported(attention: nn.Module) -> str | None:
 _swapped_by: WeakKeyDictionary[nn.Module, ref[PatchHandle]] = WeakKeyDictionary()
 
 
-def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | None:
+def swap_attention(
+    parent: nn.Module, name: str, handle: PatchHandle, *, padded_because: str | None = None, counts: bool = False
+) -> str | None:
     """Replace the child `name` of `parent` by a `VarlenMultiheadAttention` with the same parameters and hooks.
+
+    Args:
+        parent: the module that has it.
+        name: its name in `parent`.
+        handle: the handle of the patch.
+        padded_because: why it does not pack padded batches by itself, or None.
+        counts: whether the handle counts the padded batches that it gets.
 
     Returns:
         The reason if this is not possible, else None.
@@ -53,17 +62,26 @@ def swap_attention(parent: nn.Module, name: str, handle: PatchHandle) -> str | N
         if other is not None and other is not handle and other.active:
             raise ValueError(f"{type(parent).__name__} is already patched: {CALL_REMOVE_FIRST}")
         return "it is already a VarlenMultiheadAttention."
-    ragged = handle.replacements.get(stock)
+    ragged, before = handle.replacements.get(stock, (None, {}))
     if ragged is None:
         if (reason := attention_not_supported(stock)) is not None:
             return reason
-        ragged = handle.replacements[stock] = VarlenMultiheadAttention.from_torch(stock)
+        ragged, before = VarlenMultiheadAttention.from_torch(stock), _names(stock)
+        handle.replacements[stock] = ragged, before
+        _share_parameters(stock, ragged)
         _share(_HOOKS, stock, ragged)
         _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_COPIED, stock, ragged)
+    ragged.patched = Patched(handle.need_weights, padded_because, Report(handle) if counts else None)
     _swapped_by[ragged] = ref(handle)
     parent._modules[name] = ragged
-    handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock))
+    handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock, before))
     return None
+
+
+_ADVICE = (
+    "If nobody reads the weights, pass need_weights=False: in the call, or to nt_attention.patch if calls leave it at "
+    "its default."
+)
 
 
 class Report:
@@ -78,7 +96,8 @@ class Report:
         if reason is None:
             self.handle.count(None)
         else:
-            self.handle.fall_back(reason, "this call of an nn.MultiheadAttention")
+            advice = _ADVICE if reason == NEEDS_WEIGHTS else ""
+            self.handle.fall_back(reason, "this call of an nn.MultiheadAttention", advice)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Report:
         return self
@@ -94,20 +113,35 @@ def _share(names: Iterable[str], of: nn.Module, to: nn.Module) -> None:
     to.__dict__.update({name: of.__dict__[name] for name in names if name in of.__dict__})
 
 
+def _share_parameters(stock: nn.MultiheadAttention, ragged: VarlenMultiheadAttention) -> None:
+    """Let both modules have one table of parameters: FSDP goes on writing to that of the module that it was applied to.
+
+    So `stock` keeps the names of parameters that only `ragged` can have, with the value None.
+    """
+    table = stock._parameters
+    table.update({name: None for name in ragged._parameters if name not in table})
+    ragged.__dict__["_parameters"] = table
+
+
+def _names(module: nn.Module) -> dict[str, bool]:
+    """The names in a module's table of parameters, and whether each has one."""
+    return {name: x is not None for name, x in module._parameters.items()}
+
+
 def _restore_attention(
-    parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention
+    parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention, names: dict[str, bool]
 ) -> None:
-    """Put `stock` back, with the current parameters, because load_state_dict(assign=True) may have replaced them."""
+    """Put `stock` back, with the current parameters, if they have the `names` that they had before the patch."""
     if parent._modules.get(name) is not ragged:
         return
-    names = [{key for key, x in module._parameters.items() if x is not None} for module in (ragged, stock)]
     is_plain = type(ragged) is VarlenMultiheadAttention and ragged._modules.keys() == {"out_proj"}
-    if not is_plain or ragged._buffers or names[0] != names[1]:
+    has_same_names = all(names.get(name, False) == is_used for name, is_used in _names(ragged).items())
+    if not is_plain or ragged._buffers or not has_same_names:
         warn(
             f"{name} of {type(parent).__name__} was parametrized or extended while it was patched, so it remains a "
             "VarlenMultiheadAttention."
         )
         return
-    VarlenMultiheadAttention.share_parameters(ragged, stock)
+    stock.out_proj = ragged.out_proj
     _share(_SETTINGS, ragged, stock)
     parent._modules[name] = stock.train(ragged.training)

@@ -85,7 +85,12 @@ class PatchHandle:
     """
 
     def __init__(
-        self, model: str, on_fallback: OnFallback = "warn", cuda_graphs: CudaGraphs = False, mesh: Any = None
+        self,
+        model: str,
+        on_fallback: OnFallback = "warn",
+        cuda_graphs: CudaGraphs = False,
+        mesh: Any = None,
+        need_weights: bool = True,
     ) -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
@@ -95,7 +100,9 @@ class PatchHandle:
         self.on_fallback = on_fallback
         self.graphs = CapturedCalls.of_option(cuda_graphs)
         self.mesh = mesh
-        self.replacements: dict[nn.Module, VarlenMultiheadAttention] = {}  # only used by patch()
+        self.need_weights = need_weights
+        # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
+        self.replacements: dict[nn.Module, tuple[VarlenMultiheadAttention, dict[str, bool]]] = {}
         self._model = model
         self._undo: list[Callable[[], None]] = []
         self._warned: set[str] = set()
@@ -168,7 +175,7 @@ class PatchHandle:
         with _counting():
             self.calls[reason] += 1
 
-    def fall_back(self, reason: str, what: str = "this call") -> None:
+    def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
         """Count a call that falls back to the padded forward, and warn once for each reason, or raise an error.
 
         Without gradients, a call that continues from a cache is generation, which nobody expects to be packed. So it
@@ -177,6 +184,7 @@ class PatchHandle:
         Args:
             reason: why it falls back.
             what: the part that falls back, which begins the message.
+            advice: a sentence that ends the message.
 
         Raises:
             NotPackedError: the model was patched with `on_fallback="raise"`.
@@ -189,9 +197,9 @@ class PatchHandle:
                 self._warned.add(reason)
         if self.on_fallback == "raise":
             hint = 'With on_fallback="warn" it runs padded, as before the patch.'
-            raise NotPackedError(f"{what} can't run packed: {reason}. {hint}")
+            raise NotPackedError(f"{what} can't run packed: {reason}. {hint} {advice}".rstrip())
         if warns:
-            warn(f"{what} runs padded, as before the patch: {reason}.", NotPackedWarning)
+            warn(f"{what} runs padded, as before the patch: {reason}. {advice}".rstrip(), NotPackedWarning)
 
 
 def _counting() -> AbstractContextManager[Any]:

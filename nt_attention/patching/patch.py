@@ -9,7 +9,8 @@ from torch import nn
 
 from .._cuda_graphs import CudaGraphs
 from ..modules.multihead import VarlenMultiheadAttention
-from . import attention_modules, torch_modules
+from . import torch_modules
+from .attention_modules import swap_attention
 from .handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def patch(
     on_fallback: OnFallback = "warn",
     cuda_graphs: CudaGraphs = False,
     mesh: DeviceMesh | None = None,
+    need_weights: bool = True,
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
@@ -42,12 +44,13 @@ def patch(
     padded again at the exit, with 0 at padding. A layer of PyTorch's encoders and decoders that is in none of them
     packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the
     same parameters, which also takes NestedTensors, and skips padding in calls with `need_weights=False`, a boolean
-    `key_padding_mask` and no `attn_mask`.
+    `key_padding_mask` and no `attn_mask`. A model that calls it without `need_weights`, and drops the weights, packs
+    with `patch(model, need_weights=False)`: those of DETR and of point clouds do.
 
     Dropout draws random numbers for tokens only. So under the same seed it drops other values than before the patch.
 
-    A call that can't run packed falls back to the padded forward: `handle.calls` counts it with the reason, and a
-    `NotPackedWarning` is shown once for each reason.
+    A call that can't run packed falls back to the padded forward, the one before the patch: `handle.calls` counts it
+    with the reason, and a `NotPackedWarning` is shown once for each reason.
 
     A forward syncs with the device once to read the padding, and once more for the labels of question answering. A
     module of `torch.nn` syncs once for each padding mask, and once more for each that is additive, and for the mask of
@@ -93,6 +96,9 @@ def patch(
             its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
             call that falls back runs padded on every rank. For the modules of `torch.nn` that pack, and for Hugging
             Face models whose attention can be divided. Attention dropout in training raises an error.
+        need_weights: False says that nobody reads the attention weights of an `nn.MultiheadAttention`. In calls that
+            leave its own `need_weights` at the default, it then returns None in the place of weights, so that they can
+            run packed. Calls with `need_weights=True` return weights. Other modules have no such default.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -121,9 +127,11 @@ def patch(
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
     if on_fallback not in ("warn", "raise"):
         raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+    if not isinstance(need_weights, bool):
+        raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
     if mesh is not None:
         _check_mesh(mesh, bool(cuda_graphs), padding_free)
-    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh)
+    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights)
     try:
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
@@ -154,8 +162,12 @@ def _patch_modules(
     logits: Literal["padded"] | None,
     packing: Literal["auto", "always"],
     in_stack: bool = False,
+    padded_because: str | None = None,
 ) -> None:
-    """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module"."""
+    """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module".
+
+    `in_stack` is for the parts of a stack that does not pack, and `padded_because` says why attention may not pack.
+    """
     if isinstance(module, torch_modules.Stack):
         if torch_modules.patch_stack(name, module, handle, padding_free):
             return
@@ -172,6 +184,8 @@ def _patch_modules(
 
         if patch_model.patch_model(name, module, handle, padding_free, logits, packing):
             return
+    if padding_free and padded_because is None:
+        padded_because = torch_modules.why_attention_is_padded(module)
     for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
         if child is None:
@@ -180,18 +194,19 @@ def _patch_modules(
             handle.leave(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
-            _patch_modules(path, child, handle, padding_free, logits, packing, in_stack)
-        elif (reason := attention_modules.swap_attention(module, child_name, handle)) is not None:
+            _patch_modules(path, child, handle, padding_free, logits, packing, in_stack, padded_because)
+            continue
+        options: dict[str, Any] = {"padded_because": padded_because, "counts": padding_free}
+        if (reason := swap_attention(module, child_name, handle, **options)) is not None:
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
             ragged = cast(VarlenMultiheadAttention, module._modules[child_name])
             ragged.graphs = handle.graphs
-            if padding_free:
+            if padding_free and padded_because is None:
                 description += (
                     ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
                 )
-                ragged.report = attention_modules.Report(handle)
             handle.change_layers(name, {child_name: description})
     if isinstance(module, nn.Transformer) and padding_free:
         torch_modules.patch_transformer(name, module, handle)

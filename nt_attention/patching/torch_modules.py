@@ -20,15 +20,16 @@ from .. import nested
 from .._forwards import CONTEXT_PARALLEL, PatchedForward, is_context_parallel, override_forward
 from .._tracing import is_compiling, outside_of_graphs
 from ..modules.graphs import Packed, run_as_graph
+from .changed_modules import why_not_packed_now
 from .handle import PatchHandle
 from .padded_inputs import PackedInput, PaddedInput, pack_inputs, padding_of_memory
 from .transformer_layers import (
     DECODER_LAYER,
     ENCODER_LAYER,
-    NORMS,
     LayerKind,
+    final_norm_not_supported,
     layer_not_supported,
-    part_not_supported,
+    may_mix_tokens,
     patch_layers,
     run_decoder_layer,
     run_encoder_layer,
@@ -70,7 +71,7 @@ def _stack_not_supported(stack: Stack, stock: type[Stack], kind: LayerKind) -> t
     for i, layer in enumerate(stack.layers):
         if (reason := layer_not_supported(layer, kind)) is not None:
             return f".layers.{i}", reason
-    reason = None if stack.norm is None else part_not_supported("norm", stack.norm, (*NORMS, nn.Identity))
+    reason = final_norm_not_supported(stack)
     return None if reason is None else ("", reason)
 
 
@@ -85,13 +86,27 @@ def patch_layer(name: str, layer: Layer, handle: PatchHandle) -> bool:
     if (reason := layer_not_supported(layer, kind)) is not None:
         handle.leave(name, f"{reason} Only its attention is replaced.")
         return False
-    patch_layers([layer], kind, handle, padding_free=False)
+    patch_layers([layer], kind, handle, padding_free=True, in_stack=False)
     override_forward(
         layer, functools.partial(_lone_encoder_layer if is_encoder else _lone_decoder_layer, handle), handle
     )
     description = f"nn.{kind.stock.__name__}, packed at the entry, padded at the exit"
     handle.change_layers("", {name.removeprefix(".") or "model": description})
     return True
+
+
+def why_attention_is_padded(module: nn.Module) -> str | None:
+    """Why the attention in a stack or layer that does not pack may not pack by itself, or None.
+
+    Packed self-attention gives 0 at padding. Parts that mix tokens would pass that on to tokens.
+    """
+    if not isinstance(module, Stack | Layer):
+        return None
+    is_encoder = isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer)
+    kind = ENCODER_LAYER if is_encoder else DECODER_LAYER
+    layers = list(module.layers) if isinstance(module, Stack) else [module]
+    mixing = next((reason for x in layers if isinstance(x, Layer) and (reason := may_mix_tokens(x, kind))), None)
+    return None if mixing is None else f"a layer around it may mix tokens ({mixing.removesuffix('.')})"
 
 
 def patch_transformer(name: str, model: nn.Transformer, handle: PatchHandle) -> None:
@@ -301,6 +316,8 @@ def _pack_both(model: nn.Transformer, call: _TransformerCall) -> tuple[PackedInp
     stacks = model.encoder, model.decoder
     if not _is_patched(model.decoder, nn.TransformerDecoder) or any(map(_is_wrapped, stacks)):
         return None
+    if any(why_not_packed_now(stack) is not None for stack in stacks):
+        return None
     batch_first = _batch_first(model.encoder)
     if _batch_first(model.decoder) != batch_first:
         return None
@@ -328,16 +345,18 @@ def _pack(
     """Pack the inputs of a call, and count the call. None if it has to run padded; see `pack_inputs`."""
     if all(x.padding is None for x in inputs) and handle.mesh is None:
         return None
-    return _pack_and_count(handle, _batch_first(module), inputs, reason)
+    return _pack_and_count(handle, module, inputs, reason)
 
 
 @outside_of_graphs  # the host reads the masks, and graphs support no locks
 def _pack_and_count(
-    handle: PatchHandle, batch_first: bool, inputs: tuple[PaddedInput, ...], reason: str | None
+    handle: PatchHandle, module: nn.Module, inputs: tuple[PaddedInput, ...], reason: str | None
 ) -> tuple[PackedInput, ...] | None:
+    reason = why_not_packed_now(module) or reason
     if handle.mesh is None and is_context_parallel():
         reason = CONTEXT_PARALLEL
-    packed = pack_inputs(*inputs, batch_first=batch_first, reason=reason, always=handle.mesh is not None)
+    always = handle.mesh is not None
+    packed = pack_inputs(*inputs, batch_first=_batch_first(module), reason=reason, always=always)
     if isinstance(packed, str):
         handle.fall_back(packed)
         return None
@@ -421,8 +440,19 @@ def _nested_encoder(
             "a NestedTensor has no padding and supports no dense mask: pass is_causal=True for a causal encoder, "
             "and leave out src_key_padding_mask."
         )
+    _check_unchanged(encoder)
     (source,) = nested.unwrap_each(src=src)
     return source.rewrap(_run(handle, _run_encoder, encoder, is_causal, source))
+
+
+def _check_unchanged(stack: Stack) -> None:
+    """Raise an error if a stack can't run packed any more: NestedTensors can't run padded."""
+    reason = None if is_compiling() else why_not_packed_now(stack)
+    if reason is not None:
+        raise ValueError(
+            f"NestedTensors can only run packed, but {reason}. Call remove() on the handle of the patch, and patch the "
+            "model again."
+        )
 
 
 def _nested_decoder(handle: PatchHandle, decoder: nn.TransformerDecoder, call: _DecoderCall) -> Tensor | None:
@@ -431,5 +461,6 @@ def _nested_decoder(handle: PatchHandle, decoder: nn.TransformerDecoder, call: _
     has_mask = (call.tgt_mask is not None and not call.tgt_is_causal) or call.not_packed_because is not None
     if has_padding or has_mask or not (call.tgt.is_nested and call.memory.is_nested):
         return None
+    _check_unchanged(decoder)
     target, memory = nested.unwrap_each(tgt=call.tgt, memory=call.memory)
     return target.rewrap(_run(handle, _run_decoder, decoder, bool(call.tgt_is_causal), target, memory))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._forwards import PatchedForward, override_forward
+from .._forwards import PatchedForward, override_forward, replacement_of
 from ..layout import SequenceLayout
 from ..modules.multihead import VarlenMultiheadAttention
 from .attention_modules import attention_not_supported, swap_attention
@@ -58,13 +58,14 @@ def layer_not_supported(layer: nn.Module, kind: LayerKind) -> str | None:
     inherited = all(getattr(type(layer), part) is getattr(kind.stock, part) for part in kind.methods)
     if not inherited or not all(isinstance(x, PatchedForward) for x in own):
         return f"{name} overrides {', '.join(kind.methods[:-1])} or {kind.methods[-1]}."
-    if (reason := _may_mix_tokens(layer, kind)) is not None:
+    if (reason := may_mix_tokens(layer, kind)) is not None:
         return reason
     attentions: list[Any] = [getattr(layer, attention) for attention in kind.attentions]
     for attention_name, attention in zip(kind.attentions, attentions, strict=True):
         if attention._forward_hooks or attention._forward_pre_hooks:
             return f"its {attention_name} has hooks, which would get packed tokens."
         why = None if type(attention) is VarlenMultiheadAttention else attention_not_supported(attention)
+        why = why or part_not_supported(f"{attention_name}.out_proj", attention.out_proj, (nn.Linear,))
         if why is not None:
             return why
     if any(x.batch_first is not attentions[0].batch_first for x in attentions):
@@ -72,7 +73,7 @@ def layer_not_supported(layer: nn.Module, kind: LayerKind) -> str | None:
     return None
 
 
-def _may_mix_tokens(layer: nn.Module, kind: LayerKind) -> str | None:
+def may_mix_tokens(layer: nn.Module, kind: LayerKind) -> str | None:
     """Which part of a layer may mix tokens, such as stochastic depth in place of a dropout, or None."""
     numbers = range(1, kind.blocks + 1)
     parts = {
@@ -92,22 +93,42 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6)
 
 
+def final_norm_not_supported(stack: nn.TransformerEncoder | nn.TransformerDecoder) -> str | None:
+    """Why the norm after the layers of a stack may mix tokens, or None."""
+    return None if stack.norm is None else part_not_supported("norm", stack.norm, (*NORMS, nn.Identity))
+
+
 def part_not_supported(name: str, part: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:
     """Why a part of a layer or a stack may mix tokens, or None if it is one of `kinds`."""
     base = getattr(part, "base_layer", part)  # an adapter has the layer as base_layer
-    if not isinstance(base, kinds):
+    layers = [part] if base is part else [part, base]
+    if not isinstance(base, kinds) or not all(map(_runs_known_code, layers)):
         return f"its {name} is a {type(part).__name__}, which may mix tokens."
     if isinstance(base, NORMS) and len(base.normalized_shape) != 1:
         return f"its {name} normalizes over {len(base.normalized_shape)} dimensions, which may mix tokens."
     return None
 
 
-def patch_layers(layers: Iterable[nn.Module], kind: LayerKind, handle: PatchHandle, padding_free: bool) -> None:
-    """Replace the attention of layers in a stack, and make them take layouts if `padding_free`."""
+# Packages whose layers compute each token alone, also those that extend nn.Linear: quantized, or with adapters.
+_TOKEN_WISE = {"bitsandbytes", "peft", "torch", "torchao"}
+_MIX_TOKENS = ("peft.tuners.lily", "peft.tuners.poly", "peft.tuners.xlora")  # they weight experts by all tokens
+
+
+def _runs_known_code(part: nn.Module) -> bool:
+    """Whether the forward of a part comes from a package in `_TOKEN_WISE`, and was not replaced."""
+    owner = next(x for x in type(part).__mro__ if "forward" in vars(x)).__module__
+    known = owner.partition(".")[0] in _TOKEN_WISE and not owner.startswith(_MIX_TOKENS)
+    return known and ("forward" not in vars(part) or replacement_of(part.forward, type(part)) is None)
+
+
+def patch_layers(
+    layers: Iterable[nn.Module], kind: LayerKind, handle: PatchHandle, padding_free: bool, in_stack: bool = True
+) -> None:
+    """Replace the attention of layers, and make those `in_stack` take layouts if `padding_free`."""
     for layer in layers:
         for attention in kind.attentions:
-            swap_attention(layer, attention, handle)
-        if padding_free:
+            swap_attention(layer, attention, handle, padded_because="its layer packs" if padding_free else None)
+        if padding_free and in_stack:
             override_forward(layer, _encoder_layer if kind is ENCODER_LAYER else _decoder_layer, handle)
 
 

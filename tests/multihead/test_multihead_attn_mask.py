@@ -136,3 +136,16 @@ def test_is_causal_beside_a_causal_attn_mask(form, kind, options):
     assert_same_results(call(form, ours, parts, attn_mask=mask, is_causal=True), (want, None), leaves)
     arguments = {"need_weights": True, "average_attn_weights": False}
     assert_same_results(call(form, ours, parts, attn_mask=mask, is_causal=True, **arguments), (want, weights), leaves)
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (1, 7), (2, 11, 11)], ids=str)
+def test_mask_that_a_hint_replaces_may_have_any_shape_as_in_nn_multihead_attention(shape):
+    stock, ours = pair()
+    x, mask = torch.randn(2, 7, stock.embed_dim, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    want, _ = stock(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)
+    torch.testing.assert_close(ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0], want)
+    for module in (stock, ours):
+        with pytest.raises(RuntimeError):  # with weights, the mask is read
+            module(x, x, x, attn_mask=mask, is_causal=True)
+        with pytest.raises(AssertionError):
+            module(x, x, x, attn_mask=mask.int(), is_causal=True, need_weights=False)

@@ -4,10 +4,12 @@ import itertools
 import warnings
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from parameters import with_random_parameters
 from torch import nn
+from torch.nn.utils import parametrizations
 from transformer_layers import (
     BATCH,
     EMBED,
@@ -145,6 +147,83 @@ def test_encoder_layer_fast_path_is_not_taken_with_options_set_later(option):
     layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn)
     for name, value in option.items():
         setattr(layer.self_attn, name, value)
+    x = torch.randn(2, 7, 16)
+    want = layer.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer.eval()(x), want)
+
+
+class Doubled(nn.Module):
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return 2 * self.base_layer(x)
+
+
+def lora(layer):
+    config = peft.LoraConfig(target_modules=["out_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, layer)
+
+
+def wrapped(layer):
+    layer.self_attn.out_proj = Doubled(layer.self_attn.out_proj)
+
+
+def parametrized(layer):
+    parametrizations.weight_norm(layer.self_attn.out_proj, "weight")
+    parametrizations.weight_norm(layer.self_attn, "in_proj_weight")
+
+
+def with_forward_of_its_own(layer):
+    original = layer.self_attn.out_proj.forward
+    layer.self_attn.out_proj.forward = lambda x: 2 * original(x)
+
+
+def with_attention_forward_of_its_own(layer):
+    original = layer.self_attn.forward
+    layer.self_attn.forward = lambda *args, **kwargs: (2 * original(*args, **kwargs)[0], None)
+
+
+class Scaled(nta.VarlenMultiheadAttention):
+    def forward(self, *args, **kwargs):
+        out, weights = super().forward(*args, **kwargs)
+        return 2 * out, weights
+
+
+def of_a_subclass(layer):
+    layer.self_attn = Scaled(16, 2, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"add_zero_attn": True}, None),
+        ({"add_bias_kv": True}, None),
+        ({}, lora),
+        ({}, wrapped),
+        ({}, parametrized),
+        ({}, with_forward_of_its_own),
+        ({}, with_attention_forward_of_its_own),
+        ({}, of_a_subclass),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) or "".join(x or "as it is"),
+)
+def test_encoder_layer_fast_path_is_not_taken_if_weights_do_not_say_what_forward_computes(options, change):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    layer.self_attn = nta.VarlenMultiheadAttention(16, 2, batch_first=True, **options)
+    with_random_parameters(layer.self_attn)
+    if change is not None:
+        change(layer)
     x = torch.randn(2, 7, 16)
     want = layer.train()(x)
     with torch.no_grad():

@@ -50,7 +50,8 @@ def test_to_torch_and_from_torch_share_parameters_and_options(options, training)
             assert a is b, name
         for name in ("dropout", "batch_first", "kdim", "vdim", "add_zero_attn"):
             assert getattr(other, name) == getattr(ours, name), name
-    assert stock._qkv_same_embed_dim == ours._qkv_same_embed_dim
+    # False with added keys too, which the encoder layer's fast path would leave out
+    assert ours._qkv_same_embed_dim == (stock._qkv_same_embed_dim and not ours._adds_keys)
     assert not again._qkv_same_embed_dim  # the encoder layer's fast path would not ask the named backend
     x = torch.randn(2, 7, EMBED, dtype=options["dtype"])
     k, v = (torch.randn(2, 7, width, dtype=options["dtype"]) for width in (ours.kdim, ours.vdim))

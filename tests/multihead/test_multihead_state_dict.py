@@ -85,7 +85,7 @@ def test_quantizable_multihead_attention_reads_our_module():
     class FromOurs(quantizable.MultiheadAttention):
         _FLOAT_MODULE = VarlenMultiheadAttention
 
-    for options in ({}, {"add_bias_kv": True}, {"bias": False}, {"kdim": 6, "vdim": 9}, {"batch_first": True}):
+    for options in ({}, {"bias": False}, {"kdim": 6, "vdim": 9, "add_bias_kv": True}, {"batch_first": True}):
         stock, ours = pair(dtype=torch.float32, **options)
         assert type(ours.out_proj) is type(stock.out_proj)  # which dynamic quantization knows to leave alone
         x = torch.randn(4, 4, EMBED)

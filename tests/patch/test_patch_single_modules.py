@@ -151,9 +151,9 @@ def test_encoder_layer_whose_part_was_replaced_by_one_that_may_mix_tokens(name, 
         setattr(layer, name, part)
     want = model(x, src_key_padding_mask=PADDING)
     handle = nta.patch(model)
-    with pytest.warns(NotPackedWarning, match="key_padding_mask is not boolean"):
+    with pytest.warns(NotPackedWarning, match=r"a layer around it may mix tokens \(its "):
         torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), want)
-    assert handle.calls == {"key_padding_mask is not boolean": 3}
+    assert list(handle.calls.values()) == [3]
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), torch.nn.functional.gelu])
