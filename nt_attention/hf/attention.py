@@ -32,6 +32,7 @@ from ..layout import SequenceLayout
 from . import masks, positions
 from .packed_mask import PackedMask
 from .packed_row import PaddedRun, padded_run_of
+from .trial_draws import rate_of
 
 Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -305,6 +306,7 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
             "and values over the same ranks."
         )
     window = call.sliding_window - 1 if call.sliding_window else -1
+    dropout = call.options.get("dropout", 0.0)
     out = varlen_attention(
         query,
         key,
@@ -316,7 +318,7 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
         scale=call.options.get("scaling"),
         softcap=call.options.get("softcap", 0.0),
         sinks=call.options.get("s_aux"),
-        dropout_p=call.options.get("dropout", 0.0),
+        dropout_p=rate_of(dropout) if dropout else 0.0,
     )
     return cast(Tensor, out).unflatten(0, (call.query.shape[0], -1))
 
