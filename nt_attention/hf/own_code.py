@@ -167,7 +167,7 @@ class OwnCode:
         elif isinstance(value, type):
             if not is_known(value.__module__):
                 self._add_class(value)
-        elif depth > 2 or isinstance(value, ModuleType) and is_known(value.__name__):
+        elif depth > 2 or (isinstance(value, ModuleType) and is_known(value.__name__)):
             return
         elif isinstance(value, ModuleType):
             if value.__name__.partition(".")[0] != "nt_attention":

@@ -74,7 +74,8 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
     if _ADDRESS not in key:
         made[key] = proof
     if not can_be_kept:
-        return proof, f"{where}, not kept, because a class is defined in a function or has no source file, or reads what can't be compared"
+        why = "a class is defined in a function or has no source file, or reads what can't be compared"
+        return proof, f"{where}, not kept, because {why}"
     return proof, f"{where}, kept in {file.parent}" if _write(file, proof) else f"{where}, not kept"
 
 
@@ -131,7 +132,8 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
         "family": [family.positions, *map(_code_of, quirks)],
         "replaced": sorted({_replacement(*each) for each in replaced_functions(classes)}),
         "own code": [
-            *sorted([kind.__qualname__, *sorted(_codes_of(kind))] for kind in code.classes), *_own_files(code.classes)
+            *sorted([kind.__qualname__, *sorted(_codes_of(kind))] for kind in code.classes),
+            *_own_files(code.classes),
         ],
         "sources": sorted({_digest(file) for each in classes if (file := _file_of(each))}),
         "versions": [transformers.__version__, _kernels()],

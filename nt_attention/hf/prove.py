@@ -17,7 +17,6 @@ from .trial import UNPATCHED_IS_WRONG, NotProven, Trial, first_line
 from .trial_encoder_decoder import EncoderDecoderTrial
 from .twin import CannotBuild, build_twin, build_whole_twin, isolated, whole_fields
 
-
 MakeTrial = Callable[..., Trial]
 
 
@@ -88,9 +87,7 @@ def _prove_or_in_float32(make: MakeTrial, twin: PreTrainedModel) -> Proof:
     return make(twin.float()).prove()
 
 
-def _confirm(
-    model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make: MakeTrial, proof: Proof
-) -> Proof:
+def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make: MakeTrial, proof: Proof) -> Proof:
     """What is proven also with the model's own config, or one that differs in widths only.
 
     Raises:
@@ -101,7 +98,9 @@ def _confirm(
         if twin.config._attn_implementation == "eager":
             whole.set_attn_implementation("eager")
     except CannotBuild as error:
-        raise NotProven(f"no model of its class with all of its layers and ids can be built, to try it: {error}") from error
+        raise NotProven(
+            f"no model of its class with all of its layers and ids can be built, to try it: {error}"
+        ) from error
     found = make(whole, proof=proof).prove()
     return replace(
         proof,

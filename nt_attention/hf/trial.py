@@ -123,6 +123,7 @@ class Trial:
         else:
             self._check_training(proof)
         self._check_long(proof)
+        self._check_counters()
         return replace(
             proof, holes=self._holes(proof), embeds=self._embeds(proof), token_types=self._token_types(proof)
         )
@@ -261,23 +262,22 @@ class Trial:
         batch = self._batch("right")
         self.twin.train()
         try:
-            try:
-                want = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in batch.rows()])
-            except Exception as error:
-                raise self._refusal(proof, f"output ({first_line(error)})") from error
-            again = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
-            if self._different(again, want) is not None:
-                raise NotProven("in training its values are random, though dropout is 0, and can't be compared")
+            unpatched = self._unpatched_in_training(batch)
+            if self.known and proof.head in (None, "token", "next token") and not self.scaled_by_length:
+                want = _of_tokens(batch.values(unpatched))  # which another twin gave for each sequence alone
+            else:
+                want = self._alone_in_training(proof, batch)
             weights = {name: _weights(value) for name, value in want.items()}
             want_gradients = self._gradients(want, weights)
             with self._patched(proof):
-                got = batch.values(self._call(self.twin, batch.inputs))
+                out = self._call(self.twin, batch.inputs)
+                got = {name: value for name, value in batch.values(out).items() if name in want}
                 wrong = self._different(got, want)
                 gradients = {} if wrong else self._gradients(got, weights)
             if wrong:
                 raise self._refusal(proof, f"{wrong} in training")
             self._compare_gradients(gradients, want_gradients)
-            self._check_padded_training(proof, batch)
+            self._compare_numbers(out, unpatched)
             self._check_evaluation(proof)
             self._check_buffers(proof)
             if proof.head is not None:
@@ -286,6 +286,31 @@ class Trial:
                     self._check_loss(proof, "left")
         finally:
             self.twin.eval()
+
+    def _alone_in_training(self, proof: Proof, batch: Batch) -> dict[str, Tensor]:
+        try:
+            want = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in batch.rows()])
+        except Exception as error:
+            raise self._refusal(proof, f"output ({first_line(error)})") from error
+        again = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
+        if self._different(again, want) is not None:
+            raise NotProven("in training its values are random, though dropout is 0, and can't be compared")
+        return want
+
+    def _unpatched_in_training(self, batch: Batch) -> Any:
+        """Run the padded batch, and see which random numbers are drawn."""
+        if self.draws is None:
+            return self._run(self.twin, batch.inputs)
+        rows, length = batch.mask.shape
+        self.draws.shape = rows, length
+        out = self._padded(batch.inputs)
+        self.draws.shape = None
+        if self.draws.by_row is not None:
+            raise NotProven(
+                f"in training it draws random numbers with {self.draws.by_row} that are not of single tokens, such as "
+                "for each row (stochastic depth), and a packed batch has one row"
+            )
+        return out
 
     def _check_loss(self, proof: Proof, side: str) -> None:
         batch, head = self._batch(side), proof.head
@@ -313,26 +338,6 @@ class Trial:
         if alone is None:
             self._compare_numbers(out, padded)
 
-    def _check_padded_training(self, proof: Proof, batch: Batch) -> None:
-        """Compare numbers of the whole batch with those of the padded batch in training, and see what is drawn."""
-        if self.draws is not None:
-            rows, length = batch.mask.shape
-            self.draws.shape = rows, length
-        unpatched = self._run(self.twin, batch.inputs)
-        if self.draws is not None:
-            self.draws.shape = None
-            if self.draws.by_row is not None:
-                raise NotProven(
-                    f"in training it draws random numbers with {self.draws.by_row} that are not of single tokens, such "
-                    "as for each row (stochastic depth), and a packed batch has one row"
-                )
-        out = self._packed(self.twin, batch.inputs, proof)
-        self._compare_numbers(out, unpatched)
-        if self.draws is not None and not self.scaled_by_length:
-            got = _of_tokens(batch.values(out))
-            if (wrong := self._different(got, _of_tokens(batch.values(unpatched)))) is not None:
-                raise NotProven(f"its {wrong} in training differs between a packed row and a padded batch")
-
     def _compare_numbers(self, out: Any, unpatched: Any) -> None:
         for name, value in unpatched.items():
             is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
@@ -344,15 +349,33 @@ class Trial:
         batch = self._batch("right")
         self.twin.eval()
         try:
-            alone = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
+            unpatched = self._run(self.twin, batch.inputs)
+            if self.known and proof.head in (None, "token", "next token") and not self.scaled_by_length:
+                alone = _of_tokens(batch.values(unpatched))
+            else:
+                alone = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
             out = self._packed(self.twin, batch.inputs, proof)
             if (wrong := self._different(batch.values(out), alone)) is not None:
                 raise NotProven(f"its {wrong} in evaluation differs between a packed row and each sequence alone")
-            self._compare_numbers(out, self._run(self.twin, batch.inputs))
+            self._compare_numbers(out, unpatched)
             if proof.head is not None:
                 self._check_loss(proof, "right")
         finally:
             self.twin.train()
+
+    def _check_counters(self) -> None:
+        """Check that no module counts its calls, because later calls may depend on it."""
+        if self.known is None:
+            return
+        inputs, states = self._batch("right").inputs, []
+        self.twin.train()
+        for _ in range(2):
+            self._run(self.twin, inputs)
+            states.append(_numbers_of(self.twin))
+        self.twin.eval()
+        changed = next((name for name, value in states[1].items() if states[0].get(name) != value), None)
+        if changed is not None:
+            raise NotProven(f"each call changes its {changed}, on which the values of later calls may depend")
 
     def _check_buffers(self, proof: Proof) -> None:
         """Check that training updates buffers, such as running means, as without the patch."""
@@ -548,6 +571,16 @@ class Trial:
 def _of_tokens(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the values for each row, such as a pooled output, which models read from padding if it is on the left."""
     return {name: value for name, value in values.items() if len(value) > len(LENGTHS)}
+
+
+def _numbers_of(model: PreTrainedModel) -> dict[str, float]:
+    """The numbers and small buffers of the modules of a model, but for parameters, by name."""
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float) and name != "training":
+                found[f"{path}.{name}".lstrip(".")] = value
+    return found | {name: float(x) for name, x in model.named_buffers() if x.numel() == 1}
 
 
 def _takes_any(model: PreTrainedModel) -> bool:

@@ -93,14 +93,18 @@ class _Constant(TorchFunctionMode):
             elif "dropout_p" in kwargs:
                 kwargs = kwargs | {"dropout_p": 0.0}
         out = function(*args, **kwargs)
-        if kwargs.get("generator") is None and isinstance(out, Tensor) and (_DRAWS.fullmatch(name) or name in _WITH_DRAWS):
+        if (
+            kwargs.get("generator") is None
+            and isinstance(out, Tensor)
+            and (_DRAWS.fullmatch(name) or name in _WITH_DRAWS)
+        ):
             self.draws.examine(name.strip("_"), out)
             _fill(name, out, args, kwargs)
         return out
 
     def _drop(self, name: str, input: Tensor, p: float = 0.5, training: bool = True, **options: Any) -> Tensor:
         shape = self.draws.shape
-        is_by_row = shape is not None and input.dim() > 1 and input.shape[0] == shape[0] and 1 == input.shape[1]
+        is_by_row = shape is not None and input.dim() > 1 and input.shape[0] == shape[0] and input.shape[1] == 1
         if is_by_row and p and training and options.get("train", True):
             self.draws.examine(name, input)
         return input

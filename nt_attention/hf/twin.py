@@ -70,9 +70,9 @@ _SIZES = {
     **dict.fromkeys(("type_vocab_size",), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index"), 1),
 }  # fmt: skip
-_WIDTHS = _SIZES.keys() - {
-    name for name, size in _SIZES.items() if size in (WINDOW, VOCABULARY, 128, 1) and name != "n_group"
-} - {"type_vocab_size", "query_pre_attn_scalar"}
+_NO_WIDTHS = (WINDOW, VOCABULARY, 128, 1)
+_WIDTHS = {name for name, size in _SIZES.items() if size not in _NO_WIDTHS} | {"n_group", "topk_group"}
+_WIDTHS -= {"type_vocab_size", "query_pre_attn_scalar"}
 _KEY_HEADS = re.compile("num_key_value_heads|swa_num_key_value_heads|num_kv_heads|num_query_groups|multi_query_heads")
 _LAYERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")
 # Sizes that models need, though they are None in the default configs of some.
@@ -100,7 +100,9 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
     """
     given = config.to_dict()
     own = not is_of_transformers(type(config))
-    left_out = _NO_MATTER if is_of_transformers(kind) else _NO_MATTER & (_SWITCHES | _NAMES)
+    left_out = _NO_MATTER & (_SWITCHES | _NAMES)
+    if is_of_transformers(kind):
+        left_out = _NO_MATTER if own else _NO_MATTER | (_OLD - _default_fields(type(config)))
     fields = _shrink(given, not own if unknown is None else unknown, LAYERS, own, left_out)
     if is_of_transformers(kind):  # whose code has no padding id of its own
         fields["pad_token_id"] = 0 if _default_padding(config.__class__) == 0 else PADDING
@@ -110,6 +112,8 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
     return fields
 
 
+# Fields that older versions of transformers wrote for all models. They matter where they are in a default config.
+_OLD = {"gradient_checkpointing", "position_embedding_type", "pruned_heads", "use_bfloat16", "torchscript"}
 # Fields that name a checkpoint or its files. The code of few classes reads them.
 _NAMES = {"_name_or_path", "transformers_version", "_commit_hash", "architectures", "transformers.js_config"}
 # Switches of a call, and what a twin sets itself.
@@ -138,15 +142,17 @@ def _narrow(fields: dict[str, Any], small: dict[str, Any], others: bool, names: 
         new = small.get(name, value)
         if isinstance(value, dict) and isinstance(new, dict):
             if _is_by_index(value):
-                narrow[name] = {key: _narrow(value[key], _of_layer(new, int(key)) or {}, others, names) for key in value}
+                of_layers = {key: _of_layer(new, int(key)) or {} for key in value}
+                narrow[name] = {key: _narrow(value[key], of_layers[key], others, names) for key in value}
             elif "model_type" in value:
                 narrow[name] = _narrow(value, new, others, names)
             else:  # of RoPE, lists with a number for each dimension
                 narrow[name] = {**value, **{k: x for k, x in new.items() if isinstance(x, list | dict)}}
         else:
-            is_unknown = name not in _SIZES and not _LAYERS.fullmatch(name) and not name.endswith("_id")
-            is_small = name in _WIDTHS or _KEY_HEADS.fullmatch(name)
-            narrow[name] = new if is_small or (others and is_unknown and _is_int(value) and name not in names) else value
+            is_small = name in _WIDTHS or _KEY_HEADS.fullmatch(name) is not None
+            if others and name not in _SIZES and not _LAYERS.fullmatch(name) and not name.endswith("_id"):
+                is_small = is_small or (_is_int(value) and name not in names)
+            narrow[name] = new if is_small else value
     return narrow
 
 
@@ -164,6 +170,15 @@ def _halved(fields: dict[str, Any]) -> dict[str, Any]:
 def is_of_transformers(kind: type) -> bool:
     """Whether a class is from transformers."""
     return kind.__module__.startswith("transformers.")
+
+
+@functools.cache
+def _default_fields(kind: Any) -> frozenset[str]:
+    """The names of the fields of a default config of a class."""
+    try:
+        return frozenset(kind().to_dict())
+    except Exception:  # there is no default config
+        return frozenset(_OLD)
 
 
 @functools.cache
@@ -420,6 +435,8 @@ def _build(
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
+                if _shares_keys(model.config) != _shares_keys(config):
+                    raise CannotBuild("it runs only with another number of key heads")
                 kept = marks_of(model)
                 flags = (mark for mark in marks if mark[2] not in ("None", "a number"))
                 if lost := next((mark for mark in flags if mark not in kept), None):
@@ -436,6 +453,14 @@ def _build(
             except (Exception, SystemExit) as failure:  # any class, any config
                 error = error or failure
     raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+def _shares_keys(config: Any) -> bool | None:
+    """Whether several query heads of a model share a key head, or None if the config does not say."""
+    fields = config.get_text_config().to_dict()
+    heads = next((x for name, x in fields.items() if name == "num_attention_heads" and _is_int(x)), None)
+    keys = next((x for name, x in fields.items() if name == "num_key_value_heads" and _is_int(x)), heads)
+    return None if heads is None else keys < heads
 
 
 def fill_config(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Classes of users' own whose values in a packed row differ only for some lengths, ids, layers, fields or in training."""
+"""Classes of users' own that differ in a packed row only for some lengths, ids, layers, fields or in training."""
 
 from types import SimpleNamespace
 
@@ -130,6 +130,16 @@ class MixesByRate(Before):
         return x + self.config.mix_dropout * x.cumsum(1) if self.training else x
 
 
+class Counting(Before):
+    def __init__(self, config):
+        super().__init__(config)
+        self.steps = 0
+
+    def change(self, x, ids):
+        self.steps += self.training
+        return x + shifted(x) if self.steps > 1000 else x
+
+
 class AuxiliaryLoss(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -171,7 +181,7 @@ PLANTED = {
     Segments: {}, HighIds: {}, FirstId: {}, ByPrefix: {"prefix": "mixed"}, ByHelper: {}, ManyRows: {}, Limited: {},
     InOneLayer: {"num_hidden_layers": 24}, DropPath: {"drop_path_rate": 0.1}, DropRows: {},
     MixesByRate: {"mix_dropout": 0.2}, AuxiliaryLoss: {}, AuxiliaryLossWithLabels: {}, HeadOfLongRows: {},
-    OwnDropout: {},
+    OwnDropout: {}, Counting: {},
 }  # fmt: skip
 
 
@@ -214,9 +224,6 @@ class WithTable(Before):
 
     def change(self, x, ids):
         return x * 2 if ids is None else x * (1 + (ids == 7).to(x)[..., None])
-
-
-
 
 
 class Plain(BertForTokenClassification):
