@@ -337,7 +337,7 @@ def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None
     return _eager_of(cast(Any, type(module)))(module, query, key, value, mask, **options)
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _eager_of(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The eager attention function of the file that defines a class or, if there is none, its base class."""
     for base in kind.__mro__:
@@ -347,7 +347,7 @@ def _eager_of(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     raise NotImplementedError(f"no module that defines {kind.__name__} or a base class has eager_attention_forward.")
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _has_sdpa(kind: Any) -> bool:
     """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
     found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]

@@ -38,7 +38,7 @@ def is_known(module: str) -> bool:
 
 
 def own_code_of(model: nn.Module) -> OwnCode:
-    """The code of a model and its config that is not from known packages, also of functions replaced in transformers."""
+    """The code of a model and its config that is not from known packages, and functions replaced in transformers."""
     classes = {class_of(module) for module in model.modules()} | {type(getattr(model, "config", None))}
     classes = {each for each in classes if not is_of_layers(each)}
     functions = [x for name, _, x in replaced_functions(classes) if is_known(name) and _is_replacement(x)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from .families import class_of
@@ -16,10 +18,24 @@ _OF_TORCH = (
 )  # fmt: skip
 
 
+# The methods of PEFT whose layers compute each token alone. Others, such as Lily's router, may mix tokens.
+_OF_PEFT = re.compile(
+    r"peft\.(peft_model|mixed_model|utils\..*|tuners\.(_buffer_dict|lycoris_utils|tuners_utils|mixed|adalora|adamss"
+    r"|adaption_prompt|beft|boft|c3a|deft|delora|fourierft|frod|glora|gralora|hira|hra|ia3|ln_tuning|loha|lokr|lora"
+    r"|miss|multitask_prompt_tuning|oft|osf|p_tuning|peanut|prefix_tuning|prompt_tuning|psoft|pvera|randlora|road"
+    r"|shira|supertuning|tinylora|trainable_tokens|unilora|vblora|vera|waveft)(\..*)?)"
+)
+_QUANTIZED = re.compile(r"torch\.ao\.nn\.quantized\..*\.(Linear|Embedding|LinearPackedParams|EmbeddingPackedParams)")
+
+
 def is_of_layers(kind: type) -> bool:
     """Whether a class is a layer that computes each token alone: of torch, or of a package such as peft."""
     module = kind.__module__
     if kind in _OF_TORCH or (issubclass(kind, nn.modules.dropout._DropoutNd) and module.startswith("torch.")):
+        return True
+    if module.partition(".")[0] == "peft":
+        return _OF_PEFT.fullmatch(module) is not None
+    if _QUANTIZED.fullmatch(name_of(kind)):
         return True
     return module.partition(".")[0] in OF_LAYERS or module.startswith(("transformers.integrations", "torch.nn.utils"))
 

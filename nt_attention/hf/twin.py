@@ -172,7 +172,7 @@ def is_of_transformers(kind: type) -> bool:
     return kind.__module__.startswith("transformers.")
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _default_fields(kind: Any) -> frozenset[str]:
     """The names of the fields of a default config of a class."""
     try:
@@ -181,7 +181,7 @@ def _default_fields(kind: Any) -> frozenset[str]:
         return frozenset(_OLD)
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _default_padding(kind: Any) -> int | None:
     """The padding id of a default config of a class."""
     try:
