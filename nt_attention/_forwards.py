@@ -205,6 +205,8 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     every function in the chain of wrappers must come from a package in `_WRAPPERS`.
     """
     if isinstance(forward, functools.partial) and forward.func is kind.forward:  # a hot path: `PatchedForward.original`
+        if "<locals>" in kind.__qualname__:  # a cache would keep the class
+            return _replacement_of(_links(kind.forward), kind)
         return _class_replacement_of(kind, kind.forward)  # type: ignore[arg-type]  # classes are hashable
     return _replacement_of(_links(forward), kind)
 

@@ -32,6 +32,7 @@ from ..layout import SequenceLayout
 from . import masks, positions
 from .packed_mask import PackedMask
 from .packed_row import PaddedRun, padded_run_of
+from .trial_draws import rate_of
 
 Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -305,6 +306,7 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
             "and values over the same ranks."
         )
     window = call.sliding_window - 1 if call.sliding_window else -1
+    dropout = call.options.get("dropout", 0.0)
     out = varlen_attention(
         query,
         key,
@@ -316,7 +318,7 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
         scale=call.options.get("scaling"),
         softcap=call.options.get("softcap", 0.0),
         sinks=call.options.get("s_aux"),
-        dropout_p=call.options.get("dropout", 0.0),
+        dropout_p=rate_of(dropout) if dropout else 0.0,
     )
     return cast(Tensor, out).unflatten(0, (call.query.shape[0], -1))
 
@@ -335,7 +337,7 @@ def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None
     return _eager_of(cast(Any, type(module)))(module, query, key, value, mask, **options)
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _eager_of(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The eager attention function of the file that defines a class or, if there is none, its base class."""
     for base in kind.__mro__:
@@ -345,7 +347,7 @@ def _eager_of(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     raise NotImplementedError(f"no module that defines {kind.__name__} or a base class has eager_attention_forward.")
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _has_sdpa(kind: Any) -> bool:
     """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
     found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]

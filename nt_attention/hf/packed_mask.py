@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from .._tracing import outside_of_graphs
 from ..functional import varlen_attention
 from ..layout import SequenceLayout
+from .trial_draws import rate_of
 
 if TYPE_CHECKING:
     from .packing import Packing
@@ -111,6 +112,8 @@ class PackedMask(Tensor):
         """
         q, k, v = (x.reshape(-1, *x.shape[-2:]).transpose(0, 1) for x in (query, key, value))
         is_causal = self.is_causal if is_causal is None else is_causal
+        if options.get("dropout_p"):
+            options["dropout_p"] = rate_of(options["dropout_p"])
         out = varlen_attention(q, k, v, self.query_layout, self.key_layout, is_causal=is_causal, **options)
         assert isinstance(out, Tensor)
         return out.transpose(0, 1)

@@ -136,7 +136,8 @@ def _not_provable(model: PreTrainedModel) -> str | None:
         if "forward" in vars(part) and (reason := replacement_of(part.forward, type(part))) is not None:
             return f"can't be packed: in {path}, {reason}. {_ALONE}"
         for name, value in vars(part).items():
-            is_method = name != "forward" and not name.startswith("_") and inspect.isroutine(value)
+            computes = name not in ("forward", "extra_repr") and not name.startswith("_")  # torchao sets extra_repr
+            is_method = computes and inspect.isroutine(value)
             if is_method and inspect.isfunction(getattr(type(part), name, None)):
                 return f"can't be packed: {name} of {path} replaces that of {type(part).__name__}. {_ALONE}"
     return None

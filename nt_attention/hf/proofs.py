@@ -20,10 +20,10 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -32,15 +32,21 @@ from transformers import PreTrainedModel
 
 from . import families
 from .families import class_of
+from .own_code import own_code_of, replaced_functions
+from .parts import is_of_layers, marks_of, name_of, parts_of
 from .proof import Proof
 from .prove import prove
-from .twin import is_of_layers, isolated, marks_of, name_of, parts_of, twin_config
+from .twin import isolated, twin_config, whole_fields
 
 SHIPPED = Path(__file__).parent / "proofs"
 
 _logger = logging.getLogger(__name__)
 _made: dict[str, Proof] = {}
-_alive: dict[str, Any] = {}  # the classes and functions whose address is in a key
+# Classes that are defined in functions → key → proof. Such a key is of this process, and of no other class.
+_made_for: weakref.WeakKeyDictionary[type, dict[str, Proof]] = weakref.WeakKeyDictionary()
+
+
+_ADDRESS = " at 0x"
 
 
 def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
@@ -52,8 +58,9 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
     key, can_be_kept = key_of(model)
     if can_be_kept and key in shipped():
         return shipped()[key], f"shipped with nt_attention for transformers {transformers.__version__}"
-    if key in _made:
-        return _made[key], "made before in this process"
+    made = _made if can_be_kept else _made_for.setdefault(class_of(model), {})
+    if key in made:
+        return made[key], "made before in this process"
     file = cache_directory() / f"{key}.json"
     if can_be_kept and (read := _read(file)) is not None:
         return read, f"kept in {file.parent}"
@@ -64,10 +71,11 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
     where = f"made in {time.perf_counter() - begin:.1f} s"
     if not proof.tried:
         return proof, f"{where}, not kept"
-    classes = {class_of(module) for module in model.modules()}
-    _made[key], _alive[key] = proof, (families.family_of(model), [(kind, dict(vars(kind))) for kind in classes])
+    if _ADDRESS not in key:
+        made[key] = proof
     if not can_be_kept:
-        return proof, f"{where}, not kept, because a class is defined in a function or has no source file"
+        why = "a class is defined in a function or has no source file, or reads what can't be compared"
+        return proof, f"{where}, not kept, because {why}"
     return proof, f"{where}, kept in {file.parent}" if _write(file, proof) else f"{where}, not kept"
 
 
@@ -107,30 +115,38 @@ def _changed_after_construction(model: PreTrainedModel) -> str | None:
 def key_of(model: PreTrainedModel) -> tuple[str, bool]:
     """The key of a model's proof, and whether the proof can be kept for other processes.
 
-    It can't be kept if a class has no source file, or is defined in a function, whose variables may differ.
+    It can't be kept if a class has no source file, or is defined in a function, whose variables may differ, or if its
+    code reads a large table, or an object without a value of its own. Of the last, it is not even kept in this process.
     """
     kind, family = class_of(model), families.family_of(model)
     classes = {class_of(module) for module in model.modules()} | {type(model.config)}
     classes = {each for each in classes if not is_of_layers(each)}
-    own = {base for each in classes for base in each.__mro__ if not _is_known(base.__module__)}
+    code = own_code_of(model)
     quirks = [function for function in (family.pool, family.embed) if function is not None]
     fields = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "config": twin_config(kind, families.config_of(model)),
-        "attention": model.config._attn_implementation if own else None,
+        "attention": model.config._attn_implementation if code.classes else None,
         "parts": sorted(parts_of(model)),
         "marks": sorted(marks_of(model)),
         "family": [family.positions, *map(_code_of, quirks)],
-        "replaced": sorted(set(_replaced_functions(classes))),
-        "own code": sorted(map(_state_of, own), key=repr) + (_own_files(own) if own else []),
+        "replaced": sorted({_replacement(*each) for each in replaced_functions(classes)}),
+        "own code": [
+            *sorted([kind.__qualname__, *sorted(_codes_of(kind))] for kind in code.classes),
+            *_own_files(code.classes),
+        ],
         "sources": sorted({_digest(file) for each in classes if (file := _file_of(each))}),
         "versions": [transformers.__version__, _kernels()],
     }
+    if code.exists:
+        fields |= {"whole config": whole_fields(families.config_of(model), code), "values": sorted(code.values)}
     text = _canonical(fields)
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     functions = [getattr(quirk, "__qualname__", "<locals>") for quirk in quirks]
+    if _ADDRESS in text:  # of an object that may be freed
+        return f"{key}{_ADDRESS}", False
     if (
-        " at 0x" in text
+        not code.is_complete
         or not all(map(_file_of, classes))
         or any("<locals>" in name for name in functions + [c.__qualname__ for c in classes])
     ):
@@ -155,17 +171,6 @@ def _canonical(value: Any) -> str:
     return repr(value)
 
 
-def _state_of(kind: type) -> list[Any]:
-    """What the methods and the attributes of a class are now, and the plain values in its module."""
-    module = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
-    named = {**module, **vars(kind)}.items()
-    plain = [f"{name} = {_canonical(x)}" for name, x in named if isinstance(x, _PLAIN) and not name.startswith("__")]
-    return [kind.__qualname__, sorted(plain), sorted(_codes_of(kind))]
-
-
-_PLAIN = (bool, int, float, str, NoneType, dict, list, tuple, set, frozenset)
-
-
 def _codes_of(kind: type) -> Iterator[str]:
     for name, value in vars(kind).items():
         function = getattr(value, "__func__", value)
@@ -175,6 +180,8 @@ def _codes_of(kind: type) -> Iterator[str]:
 
 def _own_files(own: set[type]) -> list[str]:
     """Digests of all loaded files in the packages of the user's classes, and of all that are not installed packages."""
+    if not own:
+        return []
     packages = {kind.__module__.partition(".")[0] for kind in own}
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     digests = []
@@ -266,11 +273,6 @@ def _variable(value: Any) -> Any:
     return repr(value)
 
 
-# The version of transformers stands for the code of these packages.
-def _is_known(module: str) -> bool:
-    return module.partition(".")[0] in ("builtins", "collections", "torch", "transformers", "typing")
-
-
 def _file_of(kind: type) -> str | None:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file if file and os.path.isfile(file) else None
@@ -297,22 +299,9 @@ def _own_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-_KNOWN = {"huggingface_hub", "torch", "transformers", *sys.stdlib_module_names}
-
-
-def _replaced_functions(classes: set[type]) -> Iterator[str]:
-    """Functions of these classes, and of the files that define them, that come from a package that is not theirs."""
-    for name in {each.__module__ for each in classes} & sys.modules.keys():
-        owners = [vars(sys.modules[name]), *(vars(each) for each in classes if each.__module__ == name)]
-        for attribute, value in (item for owner in owners for item in owner.items()):
-            if isinstance(value, functools.partial | functools.partialmethod):
-                options = _canonical([value.args, value.keywords])
-                yield f"{name} {attribute} = partial({_name_of_function(value.func)}, {options})"
-            if not inspect.isfunction(value):
-                continue
-            function = inspect.unwrap(value)
-            if not inspect.isfunction(function):
-                continue  # what torch.compile has compiled, which it puts into the namespace of the file
-            module = str(function.__globals__.get("__name__"))
-            if module.partition(".")[0] not in _KNOWN | {name.partition(".")[0]}:
-                yield f"{name} {attribute} = {module} {_code_of(function)}"
+def _replacement(module: str, attribute: str, value: Any) -> str:
+    """A text for a function that is not of the package of the file in which it is."""
+    if isinstance(value, functools.partial | functools.partialmethod):
+        options = _canonical([value.args, value.keywords])
+        return f"{module} {attribute} = partial({_name_of_function(value.func)}, {options})"
+    return f"{module} {attribute} = {value.__globals__.get('__name__')} {_code_of(value)}"

@@ -181,7 +181,7 @@ def check_same_batch(inputs: Mapping[str, Any], mesh: DeviceMesh) -> None:
         )
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _passes_arguments_to_loss(kind: Any) -> bool:
     """Whether the forward of a class calls the loss function of transformers with its other arguments.
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -30,8 +30,9 @@ from .own_attention import has_adapter
 from .packed_mask import CannotMaskError, Form, MixesSequencesError
 from .proof import Extra, Head, Positions, Proof
 from .rope import scales_by_length
-from .trial_batch import LENGTHS, LONG, Batch
-from .twin import padding_of, vocabulary_of
+from .trial_batch import LENGTHS, LONG_PACKED_ROW, LONG_ROW, LONGEST_PACKED_ROW, LONGEST_ROW, Batch, special_ids
+from .trial_draws import Draws
+from .twin import VOCABULARY, padding_of, vocabulary_of
 
 UNPATCHED_IS_WRONG = "without the patch"  # the reason begins with it if padded batches are wrong even then
 # The largest error, relative to the largest value. Many models compute norms in float32 even if they are in float64.
@@ -70,12 +71,32 @@ class _Handle:
 
 
 class Trial:
-    """The proof of one twin."""
+    """The proof of one twin.
 
-    def __init__(self, twin: PreTrainedModel, family: Family) -> None:
+    Args:
+        twin: the twin.
+        family: what is known about its family.
+        numbers: ids of tokens that its code or config may compare with.
+        lengths: lengths of rows that its code may compare with. A packed row is always longer than 4,096.
+        is_own: whether it has code that is not from torch or transformers.
+        proof: what was proven with another twin. Only this is tried, with random numbers that are constants.
+    """
+
+    def __init__(
+        self,
+        twin: PreTrainedModel,
+        family: Family,
+        numbers: Iterable[int] = (),
+        lengths: Iterable[int] = (),
+        is_own: bool = False,
+        proof: Proof | None = None,
+    ) -> None:
         self.twin: Any = twin
         self.base: Any = families.base_model(twin)
-        self.family = family
+        self.family, self.numbers, self.lengths = family, set(numbers), set(lengths)
+        self.is_own, self.known = is_own, proof
+        self.vocabulary = vocabulary_of(twin, None if proof else VOCABULARY)
+        self.draws = Draws(self.twin, self.base) if is_own else None
         self.tolerance = TOLERANCE[next(iter(twin.parameters())).dtype]
         # Unpatched, such RoPE is scaled for the longest row of a batch, so a padded batch is no reference.
         self.scaled_by_length = any(scales_by_length(module) for module in twin.modules())
@@ -86,6 +107,15 @@ class Trial:
         self.choices = type(twin).__name__.endswith("ForMultipleChoice")
 
     def prove(self) -> Proof:
+        """Find how the twin is packed.
+
+        Raises:
+            NotProven: it can't be packed.
+        """
+        with self.draws() if self.draws else nullcontext():
+            return self._prove()
+
+    def _prove(self) -> Proof:
         has_head = self.base is not self.twin
         proof = self._find_way()
         if has_head or "logits" in self._run(self.twin, self._batch("right").inputs):
@@ -93,12 +123,14 @@ class Trial:
         else:
             self._check_training(proof)
         self._check_long(proof)
+        self._check_counters()
         return replace(
             proof, holes=self._holes(proof), embeds=self._embeds(proof), token_types=self._token_types(proof)
         )
 
     def _batch(self, side: str) -> Batch:
-        return Batch(side, vocabulary_of(self.twin), padding_of(self.twin))
+        special = special_ids(self.numbers, self.vocabulary, 12) if self.known else ()
+        return Batch(side, self.vocabulary, padding_of(self.twin), special)
 
     # Runs
 
@@ -180,6 +212,9 @@ class Trial:
 
     def _ways(self, pool: bool) -> Iterator[Proof]:
         """The ways to pack the model that are tried, the usual ones first."""
+        if self.known is not None:
+            yield replace(self.known, head=None, holes=True, embeds=True, token_types=True)
+            return
         positions = [self.family.positions] if self.family.positions else get_args(Positions)
         forms = get_args(Form)
         if has_adapter(self.twin):
@@ -209,7 +244,7 @@ class Trial:
     def _find_head(self, proof: Proof) -> Proof:
         shape = self._run(self.twin, self._batch("right").inputs)
         failure = None
-        for head in get_args(Head):
+        for head in get_args(Head) if self.known is None else (self.known.head,):
             if (head == "span") != ("start_logits" in shape) and head != "sequence":
                 continue
             if head == "sequence" and self.base is self.twin:
@@ -227,22 +262,22 @@ class Trial:
         batch = self._batch("right")
         self.twin.train()
         try:
-            try:
-                want = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in batch.rows()])
-            except Exception as error:
-                raise self._refusal(proof, f"output ({first_line(error)})") from error
-            again = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in batch.rows()])
-            if self._different(again, want) is not None:
-                raise NotProven("in training its values are random, though dropout is 0, and can't be compared")
+            unpatched = self._unpatched_in_training(batch)
+            if self.known and proof.head in (None, "token", "next token") and not self.scaled_by_length:
+                want = _of_tokens(batch.values(unpatched))  # which another twin gave for each sequence alone
+            else:
+                want = self._alone_in_training(proof, batch)
             weights = {name: _weights(value) for name, value in want.items()}
             want_gradients = self._gradients(want, weights)
             with self._patched(proof):
-                got = batch.values(self._call(self.twin, batch.inputs))
+                out = self._call(self.twin, batch.inputs)
+                got = {name: value for name, value in batch.values(out).items() if name in want}
                 wrong = self._different(got, want)
                 gradients = {} if wrong else self._gradients(got, weights)
             if wrong:
                 raise self._refusal(proof, f"{wrong} in training")
             self._compare_gradients(gradients, want_gradients)
+            self._compare_numbers(out, unpatched)
             self._check_evaluation(proof)
             self._check_buffers(proof)
             if proof.head is not None:
@@ -252,6 +287,31 @@ class Trial:
         finally:
             self.twin.eval()
 
+    def _alone_in_training(self, proof: Proof, batch: Batch) -> dict[str, Tensor]:
+        try:
+            want = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in batch.rows()])
+        except Exception as error:
+            raise self._refusal(proof, f"output ({first_line(error)})") from error
+        again = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
+        if self._different(again, want) is not None:
+            raise NotProven("in training its values are random, though dropout is 0, and can't be compared")
+        return want
+
+    def _unpatched_in_training(self, batch: Batch) -> Any:
+        """Run the padded batch, and see which random numbers are drawn."""
+        if self.draws is None:
+            return self._run(self.twin, batch.inputs)
+        rows, length = batch.mask.shape
+        self.draws.shape = rows, length
+        out = self._padded(batch.inputs)
+        self.draws.shape = None
+        if self.draws.by_row is not None:
+            raise NotProven(
+                f"in training it draws random numbers with {self.draws.by_row} that are not of single tokens, such as "
+                "for each row (stochastic depth), and a packed batch has one row"
+            )
+        return out
+
     def _check_loss(self, proof: Proof, side: str) -> None:
         batch, head = self._batch(side), proof.head
         assert head is not None
@@ -260,38 +320,62 @@ class Trial:
             return
         inputs = {**batch.inputs, **labels}
         with self._patched(proof):
-            got = self._call(self.twin, {name: x.clone() for name, x in inputs.items()}).get("loss")
+            out = self._call(self.twin, {name: x.clone() for name, x in inputs.items()})
+            got = out.get("loss")
             gradients = {} if got is None else self._gradients({"loss": got}, {"loss": torch.ones(())})
         if got is None:
             return
         try:
             # Question answering counts the logits of padding in the loss of a padded batch.
             alone = self._loss_alone(batch, labels, head) if head == "span" or self.scaled_by_length else None
-            want = self._loss_padded(inputs) if alone is None else alone
+            padded = self._padded(inputs)
+            want = padded.loss if alone is None else alone
         except Exception as error:
             raise NotProven(f"unpatched, it takes no labels of this form: {first_line(error)}") from error
         if self._error(got, want) > self.tolerance:
             raise NotProven("its loss of a packed row differs from that of a padded batch")
         self._compare_gradients(gradients, self._gradients({"loss": want}, {"loss": torch.ones(())}))
+        if alone is None:
+            self._compare_numbers(out, padded)
+
+    def _compare_numbers(self, out: Any, unpatched: Any) -> None:
+        for name, value in unpatched.items():
+            is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
+            if is_number and self._error(torch.as_tensor(out[name]), torch.as_tensor(value)) > self.tolerance:
+                raise NotProven(f"its {name} is a number of all positions of the batch, with padding")
 
     def _check_evaluation(self, proof: Proof) -> None:
         """Compare outputs in evaluation, also numbers of the whole batch, and the loss."""
         batch = self._batch("right")
         self.twin.eval()
         try:
-            alone = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
+            unpatched = self._run(self.twin, batch.inputs)
+            if self.known and proof.head in (None, "token", "next token") and not self.scaled_by_length:
+                alone = _of_tokens(batch.values(unpatched))
+            else:
+                alone = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
             out = self._packed(self.twin, batch.inputs, proof)
             if (wrong := self._different(batch.values(out), alone)) is not None:
                 raise NotProven(f"its {wrong} in evaluation differs between a packed row and each sequence alone")
-            unpatched = self._run(self.twin, batch.inputs)
-            for name, value in unpatched.items():
-                is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
-                if is_number and self._error(torch.as_tensor(out[name]), torch.as_tensor(value)) > self.tolerance:
-                    raise NotProven(f"its {name} is a number of all positions of the batch, with padding")
+            self._compare_numbers(out, unpatched)
             if proof.head is not None:
                 self._check_loss(proof, "right")
         finally:
             self.twin.train()
+
+    def _check_counters(self) -> None:
+        """Check that no module counts its calls, because later calls may depend on it."""
+        if self.known is None:
+            return
+        inputs, states = self._batch("right").inputs, []
+        self.twin.train()
+        for _ in range(2):
+            self._run(self.twin, inputs)
+            states.append(_numbers_of(self.twin))
+        self.twin.eval()
+        changed = next((name for name, value in states[1].items() if states[0].get(name) != value), None)
+        if changed is not None:
+            raise NotProven(f"each call changes its {changed}, on which the values of later calls may depend")
 
     def _check_buffers(self, proof: Proof) -> None:
         """Check that training updates buffers, such as running means, as without the patch."""
@@ -305,10 +389,9 @@ class Trial:
             if self._error(buffer.double(), want[name].double()) > self.tolerance:
                 raise NotProven(f"training updates its buffer {name} from all positions, with padding")
 
-    def _loss_padded(self, inputs: dict[str, Tensor]) -> Tensor:
+    def _padded(self, inputs: dict[str, Tensor]) -> Any:
         copies = {name: x.clone() for name, x in inputs.items()}  # some losses change positions in place
-        loss: Tensor = self.twin(**self._form(self.twin, copies)).loss
-        return loss
+        return self.twin(**self._form(self.twin, copies))
 
     def _loss_alone(self, batch: Batch, labels: dict[str, Tensor], head: Head) -> Tensor | None:
         """The mean loss of all labels, from the losses of each sequence alone. None if a row alone has no loss."""
@@ -354,17 +437,63 @@ class Trial:
         return None
 
     def _check_long(self, proof: Proof) -> None:
-        """Compare long sequences, and special ids."""
-        batch = self._batch("long")
-        try:
-            # copies, because RoPE that is scaled by length keeps the scale of a longer sequence
-            bases = [copy.deepcopy(self.base) if self.scaled_by_length else self.base for _ in LONG]
-            alone = batch.values_alone([self._run(*pair) for pair in zip(bases, batch.rows(), strict=True)])
-        except Exception:  # unpatched, it does not take sequences of this length
-            return
-        wrong = self._different(batch.values(self._packed(self.base, batch.inputs, proof)), alone)
-        if wrong is not None:
+        """Compare long sequences, rows longer than any number of the config and the code, and special ids."""
+        batch = self._long_batch()
+        # with the head, if its logits need little memory
+        is_small = self.is_own and proof.head in ("token", "next token") and batch.ids.numel() * self.vocabulary < 3e7
+        model = self.twin if is_small else self.base
+        alone = self._in_groups(model, batch)
+        if (wrong := self._different(batch.values(self._packed(model, batch.inputs, proof)), alone)) is not None:
             raise self._refusal(proof, f"{wrong} of long sequences, or with special ids,")
+        if self.known is None:
+            return
+        self.twin.train()
+        try:
+            got = batch.values(self._packed(model, batch.inputs, proof))
+            # most models give the same as in evaluation, because there is no dropout
+            wrong = self._different(got, alone) and self._different(got, self._in_groups(model, batch))
+        finally:
+            self.twin.eval()
+        if wrong:
+            raise self._refusal(proof, f"{wrong} of long sequences, or with special ids, in training")
+
+    def _long_batch(self) -> Batch:
+        """A batch with sequences as long as the twin takes.
+
+        Raises:
+            NotProven: the twin raises an error for ids that it has, or for batches of many rows.
+        """
+        row = max([LONG_ROW, *(number + 9 for number in self.lengths if number + 9 <= LONGEST_ROW)])
+        packed_row = max([LONG_PACKED_ROW, *(n + 9 for n in self.lengths if n + 9 <= LONGEST_PACKED_ROW)])
+        special = special_ids(self.numbers, self.vocabulary, 500)
+
+        def batch(length: int, most: int) -> Batch:
+            return Batch.long(self.vocabulary, padding_of(self.twin), special, length, most)
+
+        if self._raised(batch(row, row)) is None:
+            return batch(row, packed_row)
+        takes, raises = max(LENGTHS), row
+        if (error := self._raised(batch(takes, LONG_ROW))) is not None:
+            raise NotProven(f"a small model raises an error without the patch, for some ids: {first_line(error)}")
+        while raises - takes > 1:
+            middle = (takes + raises) // 2
+            takes, raises = (middle, raises) if self._raised(batch(middle, middle)) is None else (takes, middle)
+        return batch(takes, packed_row)
+
+    def _raised(self, batch: Batch) -> Exception | None:
+        """The error that the unpatched base model raises for the sequences of a batch, or None."""
+        try:
+            self._in_groups(self.base, batch)
+        except Exception as error:  # whatever the class raises for a length that it does not take
+            return error
+        return None
+
+    def _in_groups(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """The values of each sequence without padding, in batches of equal lengths."""
+        groups = batch.groups()
+        # copies, because RoPE that is scaled by length keeps the scale of a longer sequence
+        models = [copy.deepcopy(model) if self.scaled_by_length else model for _ in groups]
+        return batch.values_alone([self._run(*pair) for pair in zip(models, groups, strict=True)], groups)
 
     def _token_types(self, proof: Proof) -> bool:
         """Whether `token_type_ids` give the same packed and padded."""
@@ -372,12 +501,14 @@ class Trial:
             return True
         batch = self._batch("right")
         types = (torch.arange(batch.mask.shape[1]) % 5 > 2).long().expand(batch.mask.shape)
-        inputs = {**batch.inputs, "token_type_ids": types}
-        try:
-            want = batch.values(self._run(self.base, inputs))
-        except Exception:  # unpatched, it does not take them either
-            return True
-        return self._gives(proof, batch, inputs, want)
+        for several in (types, torch.zeros_like(types)):  # it may have a single type
+            inputs = {**batch.inputs, "token_type_ids": several}
+            try:
+                want = batch.values(self._run(self.base, inputs))
+            except Exception:  # unpatched, it takes other ones
+                continue
+            return self._gives(proof, batch, inputs, want)
+        return False
 
     def _holes(self, proof: Proof) -> bool:
         """Whether rows with padding between tokens give the same packed and padded."""
@@ -396,8 +527,8 @@ class Trial:
         inputs["inputs_embeds"] = self.base.get_input_embeddings()(inputs.pop("input_ids")).detach()
         try:
             want = batch.values(self._run(self.base, inputs))
-        except Exception:  # unpatched, it does not take them either
-            return True
+        except Exception:  # unpatched, it does not take them either, or not of this form
+            return False
         if self._different(want, _of_tokens(by_ids)) is None:
             want = packed_by_ids  # the same as `want`, but for RoPE that is scaled by length
         return self._gives(proof, batch, inputs, want)
@@ -440,6 +571,16 @@ class Trial:
 def _of_tokens(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the values for each row, such as a pooled output, which models read from padding if it is on the left."""
     return {name: value for name, value in values.items() if len(value) > len(LENGTHS)}
+
+
+def _numbers_of(model: PreTrainedModel) -> dict[str, float]:
+    """The numbers and small buffers of the modules of a model, but for parameters, by name."""
+    found: dict[str, float] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float) and name != "training":
+                found[f"{path}.{name}".lstrip(".")] = value
+    return found | {name: float(x) for name, x in model.named_buffers() if x.numel() == 1}
 
 
 def _takes_any(model: PreTrainedModel) -> bool:

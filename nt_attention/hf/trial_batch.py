@@ -5,34 +5,65 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 LENGTHS = (7, 1, 23, 12)
-LONG = (3, 120, 70, 1)  # for what happens at a distance, such as a window that the config does not name
+# Of long batches. Most rows are short, so that their packed row is longer than any length that a config or code names.
+SHORT_ROW, LONG_ROW, LONG_PACKED_ROW = 31, 400, 4_200
+LONGEST_ROW, LONGEST_PACKED_ROW = 1_100, 8_300  # if code names such lengths
+_FIRST_IDS = 300  # ids of which each is in a long batch
 
 
 class Batch:
-    """A batch of four sequences, with padding on the right, on the left, or between the tokens.
+    """A batch of sequences, with padding on the right, on the left, or between the tokens.
 
-    A long batch also has special ids, such as those of beginnings and ends.
+    Args:
+        side: "right", "left" or "holes".
+        vocabulary: the number of ids.
+        padding: the id at padding. No token has it.
+        special: ids that must be among the tokens, also at the beginning of rows, as far as there are enough tokens.
+        lengths: of the sequences.
+        first: the lowest id of a token.
     """
 
-    def __init__(self, side: str, vocabulary: int, padding: int) -> None:
+    def __init__(
+        self,
+        side: str,
+        vocabulary: int,
+        padding: int,
+        special: Sequence[int] = (),
+        lengths: tuple[int, ...] = LENGTHS,
+        first: int = 6,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.lengths = LONG if side == "long" else LENGTHS
+        self.lengths = lengths
         self.mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         if side == "left":
             self.mask = self.mask.flip(1)
         if side == "holes":
             self.mask[3] = self.mask[3].roll(5).logical_or(torch.arange(max(LENGTHS)) < 2)
             self.lengths = tuple(self.mask.sum(1).tolist())
-        first = padding + 1 if side == "long" else 6
-        tokens = torch.randint(first, vocabulary, (sum(self.lengths),), generator=generator)
+        tokens = torch.randint(min(first, vocabulary - 1), vocabulary, (sum(self.lengths),), generator=generator)
+        special = [number for number in special if 0 <= number < vocabulary and number != padding]
+        if special:
+            _put(tokens, torch.tensor(special), torch.tensor(self.lengths).cumsum(0)[:-1], generator)
         self.ids = torch.full(self.mask.shape, padding).masked_scatter(self.mask, tokens)
+
+    @classmethod
+    def long(
+        cls, vocabulary: int, padding: int, special: Sequence[int], row: int, packed_row: int, short: int = SHORT_ROW
+    ) -> Batch:
+        """A batch whose packed row is longer than `packed_row`, with one long row, and with all low and special ids."""
+        short = min(short, row)
+        rows = -(-max(0, packed_row - row) // short) // 2 + 1
+        lengths = (*[short] * rows, row, min(3, row), *[short] * rows)
+        special = [*special, *range(padding + 1, min(vocabulary, _FIRST_IDS))]
+        return cls("right", vocabulary, padding, special, lengths, padding + 1)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -40,8 +71,16 @@ class Batch:
 
     def rows(self) -> list[dict[str, Tensor]]:
         """The inputs of each sequence alone, without padding."""
-        alone = [ids[mask][None] for ids, mask in zip(self.ids, self.mask, strict=True)]
-        return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in alone]
+        return [self._alone(row, row + 1) for row in range(len(self.ids))]
+
+    def groups(self) -> list[dict[str, Tensor]]:
+        """As `rows`, but neighbors of the same length are one batch."""
+        ends = [n for n in range(1, len(self.ids)) if self.lengths[n] != self.lengths[n - 1]]
+        return [self._alone(begin, end) for begin, end in itertools.pairwise([0, *ends, len(self.ids)])]
+
+    def _alone(self, begin: int, end: int) -> dict[str, Tensor]:
+        ids = self.ids[begin:end][self.mask[begin:end]].view(end - begin, -1)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def values(self, out: Any) -> dict[str, Tensor]:
         """The outputs of a padded run: (T, …) for tokens, (B, …) for rows."""
@@ -53,18 +92,37 @@ class Batch:
                 found[name] = value.reshape(len(self.ids), -1)
         return found
 
-    def values_alone(self, outs: list[Any]) -> dict[str, Tensor]:
-        """The same, from the runs of each sequence alone."""
+    def values_alone(self, outs: list[Any], inputs: list[dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """The same, from the runs of each sequence alone, or of the batches `inputs`."""
         found: dict[str, Tensor] = {}
         by_name = [dict(_tensors(out)) for out in outs]
+        shapes = [x["input_ids"].shape for x in inputs] if inputs else [(1, length) for length in self.lengths]
         for name, first in by_name[0].items():
             parts = [tensors[name] for tensors in by_name]
-            per_token = first.dim() > 1 and all(x.shape[1] == n for x, n in zip(parts, self.lengths, strict=True))
+            per_token = first.dim() > 1 and all(x.shape[1] == n for x, (_, n) in zip(parts, shapes, strict=True))
             if per_token:
-                found[name] = torch.cat([part[0] for part in parts])
+                found[name] = torch.cat([part.flatten(0, 1) for part in parts])
             elif first.dim():
-                found[name] = torch.cat([part.reshape(1, -1) for part in parts])
+                found[name] = torch.cat([x.reshape(rows, -1) for x, (rows, _) in zip(parts, shapes, strict=True)])
         return found
+
+
+def special_ids(numbers: Iterable[int], vocabulary: int, most: int) -> list[int]:
+    """At most `most` of some numbers that are ids, the largest first: low ones are drawn more often anyway."""
+    return sorted({number for number in numbers if 0 <= number < vocabulary}, reverse=True)[:most]
+
+
+def _put(tokens: Tensor, special: Tensor, starts: Tensor, generator: torch.Generator) -> None:
+    """Write special ids to the tokens (T,), in place: some alone, some twice, some at the ends of rows."""
+    width = 4 if len(tokens) > 4 * len(special) else 2
+    blocks = torch.randperm(len(tokens) // width, generator=generator)[: max(1, len(tokens) // (2 * width))] * width
+    chosen = special.repeat(len(blocks) // len(special) + 1)[: len(blocks)]
+    for place in (0, 1, 3) if width == 4 else (0,):
+        tokens[blocks + place] = chosen
+    # every other row begins with one, and the row before it ends with one
+    begins = starts[::2]
+    tokens[begins] = special.repeat(len(begins) // len(special) + 1)[: len(begins)]
+    tokens[begins - 1] = special.flip(0).repeat(len(begins) // len(special) + 1)[: len(begins)]
 
 
 def _tensors(out: Any) -> Iterator[tuple[str, Tensor]]:

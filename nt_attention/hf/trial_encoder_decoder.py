@@ -16,7 +16,7 @@ from .encoder_decoder import OF_SOURCE
 from .proof import Positions, Proof
 from .trial import NotProven, Trial
 from .trial_batch import Batch
-from .twin import padding_of, vocabulary_of
+from .twin import padding_of
 
 _TARGETS = (5, 9, 1, 14)  # lengths
 
@@ -24,14 +24,14 @@ _TARGETS = (5, 9, 1, 14)  # lengths
 class EncoderDecoderTrial(Trial):
     """The proof of one twin of an encoder-decoder."""
 
-    def prove(self) -> Proof:
+    def _prove(self) -> Proof:
         self.source = self._batch("right")
         tokens = torch.arange(max(_TARGETS)) < torch.tensor(_TARGETS)[:, None]
         generator = torch.Generator().manual_seed(4)
-        drawn = torch.randint(6, vocabulary_of(self.twin), tokens.shape, generator=generator)
+        drawn = torch.randint(6, self.vocabulary, tokens.shape, generator=generator)
         self.target_mask, self.target = tokens, drawn.masked_fill(~tokens, padding_of(self.twin))
         failure = None
-        for positions in get_args(Positions):
+        for positions in get_args(Positions) if self.known is None else (self.known.positions,):
             proof = Proof(positions=positions, mask="pairs")
             try:
                 self._check_base(proof)
@@ -118,14 +118,21 @@ class EncoderDecoderTrial(Trial):
         self._compare_gradients(gradients, want_gradients)
 
     def _check_long_source(self, proof: Proof) -> None:
-        """Compare outputs for long sources, whose attention may be windowed or sparse, and for special ids."""
-        self.source = self._batch("long")
-        try:
-            alone = self._alone([self._run(self.base, row) for row in self._rows()])
-        except Exception:  # unpatched, it does not take sequences of this length
-            return
-        got = self._of_tokens(self._packed(self.base, self._inputs(self.source), proof), self.source)
-        self._require(got, alone, " for long sources")
+        """Compare outputs for long rows, whose attention may be windowed or sparse, and for special ids."""
+        self.source = self._long_batch()
+        self.target, self.target_mask = self.source.ids, self.source.mask
+        for training in (False, True) if self.known else (False,):
+            self.twin.train(training)
+            alone = self._in_groups(self.base, self.source)
+            got = self._of_tokens(self._packed(self.base, self._inputs(self.source), proof), self.source)
+            self.twin.eval()
+            self._require(got, alone, " for long sources, or with special ids")
+
+    def _in_groups(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """The values of each pair of equal sequences, in batches of equal lengths."""
+        outs = [self._run(model, {**x, "decoder_input_ids": x["input_ids"]}) for x in batch.groups()]
+        names = [name for name, x in outs[0].items() if isinstance(x, Tensor) and x.dim() > 1]
+        return {name: torch.cat([out[name].flatten(0, 1) for out in outs]) for name in names}
 
     def _require(self, got: dict[str, Tensor], want: dict[str, Tensor], when: str) -> None:
         if (wrong := self._different(got, want)) is not None:

@@ -13,7 +13,7 @@ import random
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,15 @@ from transformers.utils import logging
 
 from ..kernels.select import automatic_choice
 from .families import base_model, class_of, config_of, is_encoder_decoder
+from .own_code import OwnCode, leaves_of
+from .parts import marks_of, parts_of
 
 HEADS, HEAD_DIM, WIDTH, HIDDEN = 4, 16, 64, 96
 VOCABULARY, PADDING = 99, 1
 WINDOW = 8
-LAYERS, MORE_LAYERS = 4, 12  # if all are of one kind
+LAYERS = 4  # if all are of one kind
 LARGEST = 2_000_000  # parameters
+LARGEST_TABLES = 40_000_000  # parameters of the embeddings, and of an output layer, of a whole twin
 
 # Config field → its value in a twin.
 _SIZES = {
@@ -67,6 +70,9 @@ _SIZES = {
     **dict.fromkeys(("type_vocab_size",), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index"), 1),
 }  # fmt: skip
+_NO_WIDTHS = (WINDOW, VOCABULARY, 128, 1)
+_WIDTHS = {name for name, size in _SIZES.items() if size not in _NO_WIDTHS} | {"n_group", "topk_group"}
+_WIDTHS -= {"type_vocab_size", "query_pre_attn_scalar"}
 _KEY_HEADS = re.compile("num_key_value_heads|swa_num_key_value_heads|num_kv_heads|num_query_groups|multi_query_heads")
 _LAYERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")
 # Sizes that models need, though they are None in the default configs of some.
@@ -88,15 +94,16 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
     """The fields of the twin's config, for a class and the config of a model.
 
     Args:
-        kind: the class. Twins of classes that are not from transformers have more layers.
+        kind: the class.
         config: the config of the model.
         unknown: whether large integers whose name is not known become small too. None: if transformers has the config.
     """
     given = config.to_dict()
     own = not is_of_transformers(type(config))
-    fields = _shrink(
-        given, not own if unknown is None else unknown, LAYERS if is_of_transformers(kind) else MORE_LAYERS, own
-    )
+    left_out = _NO_MATTER & (_SWITCHES | _NAMES)
+    if is_of_transformers(kind):
+        left_out = _NO_MATTER if own else _NO_MATTER | (_OLD - _default_fields(type(config)))
+    fields = _shrink(given, not own if unknown is None else unknown, LAYERS, own, left_out)
     if is_of_transformers(kind):  # whose code has no padding id of its own
         fields["pad_token_id"] = 0 if _default_padding(config.__class__) == 0 else PADDING
     labels = 1 if len(given.get("id2label") or "12") == 1 else 2
@@ -105,12 +112,76 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
     return fields
 
 
+# Fields that older versions of transformers wrote for all models. They matter where they are in a default config.
+_OLD = {"gradient_checkpointing", "position_embedding_type", "pruned_heads", "use_bfloat16", "torchscript"}
+# Fields that name a checkpoint or its files. The code of few classes reads them.
+_NAMES = {"_name_or_path", "transformers_version", "_commit_hash", "architectures", "transformers.js_config"}
+# Switches of a call, and what a twin sets itself.
+_SWITCHES = {
+    "output_attentions", "output_router_logits", "return_dict", "dtype", "torch_dtype", "quantization_config",
+    "auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+}  # fmt: skip
+
+
+def whole_fields(config: Any, code: OwnCode) -> dict[str, Any]:
+    """All fields of a config that a model of a class with code of its own may read."""
+    left_out = _SWITCHES | (_NAMES - code.names)
+    return {name: value for name, value in config.to_dict().items() if name not in left_out}
+
+
+def _narrow(fields: dict[str, Any], small: dict[str, Any], others: bool, names: set[str]) -> dict[str, Any]:
+    """The fields of a config with the widths, and the numbers of heads and experts, of a small one.
+
+    Args:
+        fields: all fields.
+        small: the fields of the small config, which has as many layers.
+        others: whether integers whose name is not known become small too, if they are not in `names`.
+    """
+    narrow = {}
+    for name, value in fields.items():
+        new = small.get(name, value)
+        if isinstance(value, dict) and isinstance(new, dict):
+            if _is_by_index(value):
+                of_layers = {key: _of_layer(new, int(key)) or {} for key in value}
+                narrow[name] = {key: _narrow(value[key], of_layers[key], others, names) for key in value}
+            elif "model_type" in value:
+                narrow[name] = _narrow(value, new, others, names)
+            else:  # of RoPE, lists with a number for each dimension
+                narrow[name] = {**value, **{k: x for k, x in new.items() if isinstance(x, list | dict)}}
+        else:
+            is_small = name in _WIDTHS or _KEY_HEADS.fullmatch(name) is not None
+            if others and name not in _SIZES and not _LAYERS.fullmatch(name) and not name.endswith("_id"):
+                is_small = is_small or (_is_int(value) and name not in names)
+            narrow[name] = new if is_small else value
+    return narrow
+
+
+def _halved(fields: dict[str, Any]) -> dict[str, Any]:
+    """A small config with half of the widths."""
+    halves = {**fields}
+    for name, value in fields.items():
+        if isinstance(value, dict) and "model_type" in value:
+            halves[name] = _halved(value)
+        elif name in _WIDTHS and _is_int(value) and not re.search("heads?$|expert|topk|_k$|group", name):
+            halves[name] = value // 2 if value >= HEAD_DIM // 2 else value
+    return halves
+
+
 def is_of_transformers(kind: type) -> bool:
     """Whether a class is from transformers."""
     return kind.__module__.startswith("transformers.")
 
 
-@functools.cache
+@functools.lru_cache(64)
+def _default_fields(kind: Any) -> frozenset[str]:
+    """The names of the fields of a default config of a class."""
+    try:
+        return frozenset(kind().to_dict())
+    except Exception:  # there is no default config
+        return frozenset(_OLD)
+
+
+@functools.lru_cache(64)
 def _default_padding(kind: Any) -> int | None:
     """The padding id of a default config of a class."""
     try:
@@ -120,10 +191,17 @@ def _default_padding(kind: Any) -> int | None:
     return padding if isinstance(padding, int) else None
 
 
-def _shrink(given: dict[str, Any], unknown: bool, most: int = LAYERS, own: bool = False) -> dict[str, Any]:
-    fields = {name: value for name, value in given.items() if name not in _NO_MATTER}
+def _shrink(
+    given: dict[str, Any],
+    unknown: bool,
+    most: int | None = LAYERS,
+    own: bool = False,
+    left_out: Collection[str] = _NO_MATTER,
+) -> dict[str, Any]:
+    """The fields of a small config. `most`: of how many layers, if all are of one kind; None keeps all layers."""
+    fields = {name: value for name, value in given.items() if name not in left_out}
     layers = next((v for k, v in given.items() if _LAYERS.fullmatch(k) and isinstance(v, int)), 0)
-    chosen = _choose_layers(fields, layers, most)
+    chosen = list(range(layers)) if most is None else _choose_layers(fields, layers, most)
     by_value = {fields[name]: size for name, size in _SIZES.items() if _is_int(fields.get(name)) and fields[name] > 32}
     heads = next((fields[k] for k, v in _SIZES.items() if v == HEADS and "head" in k and _is_int(fields.get(k))), None)
     for name, value in fields.items():
@@ -133,7 +211,7 @@ def _shrink(given: dict[str, Any], unknown: bool, most: int = LAYERS, own: bool 
                 kept = {place: _shrink(of_layer, unknown) for place, of_layer in new if of_layer is not None}
                 fields[name] = {n: {k: x for k, x in kept[n].items() if k != "pad_token_id"} for n in kept}
             elif "model_type" in value:
-                fields[name] = _shrink(value, unknown)
+                fields[name] = _shrink(value, unknown, None if most is None else LAYERS)
             elif "rope_type" in str(value):
                 fields[name] = _shrink_rope(value)
             else:
@@ -321,23 +399,49 @@ def build_twin(original: PreTrainedModel) -> PreTrainedModel:
     Raises:
         CannotBuild: no small config gives a model that has all kinds of modules of the original and runs.
     """
+    attempts = _attempts(class_of(original), config_of(original))
+    return _build(original, attempts, (torch.float64, torch.float32), LARGEST, LARGEST)
+
+
+def build_whole_twin(original: PreTrainedModel, code: OwnCode, dtype: torch.dtype) -> PreTrainedModel:
+    """As `build_twin`, with the model's own config if it is small. If not, with smaller widths, and fewer heads.
+
+    Raises:
+        CannotBuild: as for `build_twin`, or the model has too many layers or too large a vocabulary.
+    """
+    return _build(original, _whole_attempts(config_of(original), code), (dtype,), LARGEST, LARGEST_TABLES, True)
+
+
+def _build(
+    original: PreTrainedModel,
+    attempts: Iterable[dict[str, Any]],
+    dtypes: Iterable[torch.dtype],
+    largest: int,
+    largest_tables: int,
+    keep_dropout: bool = False,
+) -> PreTrainedModel:
     kind, config, parts, marks = class_of(original), config_of(original), parts_of(original), marks_of(original)
     error: BaseException | None = None
-    for fields in _attempts(kind, config):
-        for dtype in (torch.float64, torch.float32):
+    for fields in attempts:
+        for dtype in dtypes:
             try:
                 with torch.device("meta"):
-                    size = sum(p.numel() for p in kind(type(config)(**fields)).parameters())
-                if size > LARGEST:
+                    new = kind(type(config)(**fields))
+                vocabulary = vocabulary_of(new, None)
+                tables = sum(p.numel() for p in new.parameters() if vocabulary in p.shape)
+                size = sum(p.numel() for p in new.parameters())
+                if size - tables > largest or tables > largest_tables:
                     raise CannotBuild(f"it still has {size / 1e6:.0f} million parameters")
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
+                if _shares_keys(model.config) != _shares_keys(config):
+                    raise CannotBuild("it runs only with another number of key heads")
                 kept = marks_of(model)
                 flags = (mark for mark in marks if mark[2] not in ("None", "a number"))
                 if lost := next((mark for mark in flags if mark not in kept), None):
                     raise CannotBuild(f"none of its {lost[0]} has {lost[1]} = {lost[2]}")
-                _randomize(model)
+                _randomize(model, keep_dropout)
                 model.to(dtype).eval()
                 model.config.use_cache = False
                 if is_encoder_decoder(model) and getattr(model.config, "decoder_start_token_id", None) is None:
@@ -349,6 +453,14 @@ def build_twin(original: PreTrainedModel) -> PreTrainedModel:
             except (Exception, SystemExit) as failure:  # any class, any config
                 error = error or failure
     raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+def _shares_keys(config: Any) -> bool | None:
+    """Whether several query heads of a model share a key head, or None if the config does not say."""
+    fields = config.get_text_config().to_dict()
+    heads = next((x for name, x in fields.items() if name == "num_attention_heads" and _is_int(x)), None)
+    keys = next((x for name, x in fields.items() if name == "num_key_value_heads" and _is_int(x)), heads)
+    return None if heads is None else keys < heads
 
 
 def fill_config(config: Any) -> Any:
@@ -373,60 +485,21 @@ def _attempts(kind: type, config: Any) -> Iterator[dict[str, Any]]:
                 yield {name: value for name, value in fields.items() if name not in without}
 
 
-# Packages that replace layers by layers which compute each token alone, and layers of torch that do so.
-_OF_LAYERS = ("accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torchao")
-_OF_TORCH = (
-    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential,
-    nn.ParameterList, nn.ParameterDict, nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh,
-    nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish, nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid,
-    nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss,
-)  # fmt: skip
-
-
-def is_of_layers(kind: type) -> bool:
-    """Whether a class is a layer that computes each token alone: of torch, or of a package such as peft."""
-    module = kind.__module__
-    if kind in _OF_TORCH or issubclass(kind, nn.modules.dropout._DropoutNd):
-        return True
-    return module.partition(".")[0] in _OF_LAYERS or module.startswith(("transformers.integrations", "torch.nn.utils"))
-
-
-def parts_of(model: nn.Module) -> frozenset[str]:
-    """The names of the classes of a model's modules, but for layers that compute each token alone."""
-    kinds = {class_of(module) for module in model.modules()}
-    return frozenset(name_of(kind) for kind in kinds if not is_of_layers(kind))
-
-
-def name_of(kind: type) -> str:
-    """The full name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def marks_of(model: nn.Module) -> dict[tuple[str, str, str], str]:
-    """The flags of a model's modules: (class, attribute, value) → the path of a module that has it.
-
-    Of numbers, only that they are numbers: they may be sizes. Their values are in the config.
-    """
-    found: dict[tuple[str, str, str], str] = {}
-    for path, module in model.named_modules():
-        kind = class_of(module)
-        if is_of_layers(kind):
-            continue
-        for name, value in vars(module).items():
-            if name.startswith("_") or name in _STATES:
-                continue
-            if value is None or isinstance(value, bool | str):
-                found.setdefault((kind.__qualname__, name, str(value)), path)
-            elif isinstance(value, int | float):
-                found.setdefault((kind.__qualname__, name, "a number"), path)
-    return found
-
-
-# Attributes that callers change, and that do not change what a token depends on.
-_STATES = {
-    "training", "gradient_checkpointing", "name_or_path", "warnings_issued", "use_cache", "padding_idx", "pad_token_id",
-    "loss_type", "attn_implementation", "_attn_implementation",
-}  # fmt: skip
+def _whole_attempts(config: Any, code: OwnCode) -> Iterator[dict[str, Any]]:
+    """The fields of the configs of a whole twin to try: all of the model, or those with smaller widths."""
+    fields = whole_fields(config, code)
+    if fields.get("pad_token_id") is None:
+        fields["pad_token_id"] = PADDING
+    yield fields
+    vocabulary = fields.get("vocab_size")
+    if _is_int(vocabulary) and "vocab_size" not in code.names:  # only ids that it may compare with
+        numbers = {*code.numbers, *(x for x in leaves_of(fields) if _is_int(x))}
+        fields["vocab_size"] = max([number + 64 for number in numbers if number + 64 < vocabulary] + [VOCABULARY])
+    for others, halves in ((False, True), (False, False), (True, False)):
+        small = _shrink(config.to_dict(), others, None)
+        yield (narrow := _narrow(fields, _halved(small) if halves else small, others, code.names))
+        for without in (("head_dim",), ("head_dim", "num_key_value_heads")):
+            yield {name: value for name, value in narrow.items() if name not in without}
 
 
 @torch.no_grad()
@@ -457,16 +530,17 @@ def padding_of(twin: Any) -> int:
     return PADDING if given is None else int(given)
 
 
-def vocabulary_of(model: Any) -> int:
-    """The number of ids that a twin takes."""
-    return min(VOCABULARY, getattr(model.config.get_text_config(), "vocab_size", None) or VOCABULARY)
+def vocabulary_of(model: Any, most: int | None = VOCABULARY) -> int:
+    """The number of ids that a twin takes, or `most`, if that is less."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None) or VOCABULARY
+    return size if most is None else min(most, size)
 
 
 @torch.no_grad()
-def _randomize(model: nn.Module) -> None:
+def _randomize(model: nn.Module, keep_dropout: bool) -> None:
     """Random weights at a scale at which every part of the model has an effect."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout) and not keep_dropout:
             module.p = 0.0
     for p in model.parameters():
         if p.is_floating_point() and p.dim() > 1:
