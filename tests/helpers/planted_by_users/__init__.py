@@ -1,0 +1,320 @@
+"""Hugging Face models as users write them: WRONG ones mix the sequences of a packed row, RIGHT ones do not.
+
+A wrong one mixes only under a condition: a long row, a token id, a flag of the config, a learned gate, a mode or a
+dtype. Its batch meets this condition. RANDOM ones are wrong in training, with values that no two runs share.
+
+B: rows of a batch, L: length of a padded row, E: features of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from seeds import seed
+from torch import nn
+from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, RobertaConfig, T5Config
+
+from . import embeddings, forwards, layers, learned, right
+
+PAD = 0
+NUM_LABELS = 3
+TOKENS = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "vocab_size": 199, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 2048, "num_labels": NUM_LABELS,
+}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+THIN = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+BERT_VOCABULARY = 30_522
+GPT2_VOCABULARY = 50_257
+
+
+def llama(**more):
+    return LlamaConfig(**{**SIZES, **TOKENS, "num_key_value_heads": 2, **more})
+
+
+def qwen2(**more):
+    return Qwen2Config(**{**SIZES, **TOKENS, "num_key_value_heads": 2, **more})
+
+
+def bert(**more):
+    return BertConfig(**{**SIZES, **NO_DROPOUT, "pad_token_id": PAD, **more})
+
+
+def roberta(**more):
+    return RobertaConfig(**{**SIZES, **NO_DROPOUT, **TOKENS, **more})
+
+
+def gpt2(**more):
+    sizes = {"vocab_size": 199, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2Config(**{**sizes, **dropout, **TOKENS, **more})
+
+
+def t5(**more):
+    sizes = {"vocab_size": 199, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5Config(**{**sizes, "dropout_rate": 0.0, "decoder_start_token_id": PAD, "pad_token_id": PAD, **more})
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A model's class and config, and a padded batch that meets its condition.
+
+    `trained` sets what training would have set. `ids` puts tokens into a batch: ids[row, position] = id. Other ids
+    are below `most`. `seen_by_hand` is False where a row that is packed by hand cannot show what differs.
+    """
+
+    cls: type
+    config: Callable
+    fields: dict
+    lengths: tuple[int, ...] = (23, 9, 31, 4)
+    labels: str = "next"
+    ids: tuple[tuple[int, int, int], ...] = ()
+    trained: Callable[[nn.Module], None] | None = None
+    dtype: torch.dtype = torch.float32
+    most: int = 190
+    token_types: bool = False
+    seen_by_hand: bool = True
+    raises_by_hand: bool = False
+
+    @property
+    def tolerance(self):
+        """The largest error, relative to the largest value."""
+        return 0.05 if self.dtype == torch.bfloat16 else 1e-4
+
+    def build(self):
+        seed(11)
+        model = self.cls(self.config(**self.fields))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+            if self.trained is not None:
+                self.trained(model)
+        return model.to(self.dtype)
+
+    def batch(self):
+        generator = torch.Generator().manual_seed(5)
+        mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        input_ids = torch.randint(5, self.most, mask.shape, generator=generator)
+        for row, position, token in self.ids:
+            input_ids[row, position] = token
+        input_ids = input_ids.masked_fill(~mask, PAD)
+        batch = {"input_ids": input_ids, "attention_mask": mask.long()}
+        if self.token_types:
+            batch["token_type_ids"] = (torch.arange(mask.shape[1]) >= 3).long().expand_as(mask) * mask
+        rows = len(self.lengths)
+        if self.labels == "next":
+            batch["labels"] = input_ids.masked_fill(~mask, -100)
+        elif self.labels == "token":
+            classes = torch.randint(NUM_LABELS, mask.shape, generator=generator)
+            batch["labels"] = classes.masked_fill(~mask, -100)
+        elif self.labels == "row":
+            batch["labels"] = torch.randint(NUM_LABELS, (rows,), generator=generator)
+        elif self.labels == "rows":
+            batch["labels"] = torch.randint(2, (rows, NUM_LABELS), generator=generator).float()
+        elif self.labels == "target":
+            batch["labels"] = torch.randint(5, self.most, (rows, 7), generator=generator)
+            batch["labels"][0, 4:] = -100
+        return batch
+
+
+def set_parts(name, value):
+    """Sets a parameter or a buffer of all modules that have it, as training would."""
+
+    def trained(model):
+        for full_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if full_name.endswith(name):
+                tensor.copy_(torch.full_like(tensor, value) if isinstance(value, float) else value(tensor))
+
+    return trained
+
+
+BIG = {"vocab_size": BERT_VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+BIG_LLAMA = {**BIG, "num_key_value_heads": 1}
+LONG = (290, 280, 150)
+TOGETHER_LONG = (300, 290)
+COMMON = tuple((row, position, 77) for row in range(4) for position in (0, 2, 3))
+
+WRONG = {
+    # rows longer than every row of the batch
+    "log_length": Planted(layers.LogLengthQwen, qwen2, {"logn_train_length": 300}, LONG),
+    "late_window": Planted(layers.LateWindowQwen, qwen2, {}, LONG),
+    "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target", seen_by_hand=False),
+    "compressed_memory": Planted(
+        layers.CompressedMemoryLlama, llama, {**THIN, "num_hidden_layers": 1}, (700, 720, 690)
+    ),
+    "pages": Planted(embeddings.PageLlama, llama, {}, TOGETHER_LONG),
+    "chapters": Planted(embeddings.ChapterLlama, llama, {**THIN, "chapter_tokens": 1500}, (800, 790)),
+    "expert_choice": Planted(layers.ExpertChoiceLlama, llama, {"num_expert_groups": 4}, (61, 50, 44)),
+    "dynamic_rotary": Planted(layers.DynamicRotaryLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG),
+    "truncated": Planted(
+        forwards.TruncatedBert, bert, {"max_position_embeddings": 512}, TOGETHER_LONG, "token", raises_by_hand=True
+    ),
+    "strict": Planted(
+        forwards.StrictLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG, raises_by_hand=True
+    ),
+    "length_scaled": Planted(forwards.LengthScaledBert, bert, {}, (70, 60, 50), "token"),
+    "squeeze_excite": Planted(layers.SqueezeExciteBert, bert, {}, (41, 37, 30), "row"),
+    "block_multiple": Planted(layers.BlockMultipleLlama, llama, {}, (40, 50, 38)),
+    # token ids, token types and positions
+    "gist": Planted(
+        embeddings.GistLlama,
+        llama,
+        {**BIG_LLAMA, "summary_token_id": 30_000},
+        ids=((0, 5, 30_000),),
+        most=BERT_VOCABULARY,
+    ),
+    "turns": Planted(
+        embeddings.TurnGPT2,
+        gpt2,
+        {"vocab_size": GPT2_VOCABULARY, "n_embd": 16, "n_head": 2},
+        ids=((1, 8, 50_256),),
+        most=50_000,
+    ),
+    "sorted": Planted(embeddings.SortedLlama, llama, BIG_LLAMA, most=30_000),
+    "repetition": Planted(
+        embeddings.RepetitionBert, bert, BIG, (23, 9, 31, 4), "token", ids=COMMON, most=BERT_VOCABULARY
+    ),
+    "many_images": Planted(
+        embeddings.ManyImagesLlama,
+        llama,
+        {**BIG_LLAMA, "picture_index": 29_990},
+        most=29_000,
+        ids=((0, 5, 29_990), (1, 2, 29_990), (2, 7, 29_990)),
+    ),
+    "same_as_before": Planted(
+        embeddings.SameAsBeforeGPT2,
+        gpt2,
+        {"vocab_size": GPT2_VOCABULARY, "n_embd": 16, "n_head": 2},
+        most=50_000,
+        ids=((0, 0, 50_256), (0, 22, 50_256), (1, 0, 50_256), (1, 8, 50_256), (2, 0, 50_256)),
+    ),
+    "suffix": Planted(
+        embeddings.SuffixLlama, llama, {**BIG_LLAMA, "suffixes_from": 30_100}, ids=((0, 22, 30_111),), most=30_000
+    ),
+    "task": Planted(embeddings.TaskBert, bert, BIG, ids=((0, 0, 30_510), (1, 0, 30_511)), most=30_000),
+    "mask_ratio": Planted(embeddings.MaskRatioBert, bert, BIG, ids=((0, 3, 30_521), (0, 4, 30_521)), most=30_000),
+    "segments": Planted(forwards.SegmentCountBert, bert, {}, labels="token", token_types=True),
+    "documents": Planted(forwards.DocumentIndexLlama, llama, {"max_documents": 4}),
+    # fields of the config and layers
+    "token_shift": Planted(layers.TokenShiftLlama, llama, {**THIN, "num_hidden_layers": 20, "shift_layers": [17]}),
+    "channel_roll": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 3 << 20}),
+    "depths": Planted(layers.MixtureOfDepthsLlama, llama, {**THIN, "num_hidden_layers": 12, "mod_start": 9}),
+    "remaining": Planted(forwards.RemainingLlama, llama, {"countdown": 16}),
+    "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}, seen_by_hand=False),
+    "centered": Planted(forwards.CenteredBert, bert, {"anisotropy_fix": "center"}, labels="token"),
+    "cls_broadcast": Planted(
+        layers.ClsBroadcastBert, bert, {"problem_type": "multi_label_classification"}, labels="rows"
+    ),
+    "flip": Planted(layers.FlipPassBert, bert, {"reverse_pass": "yes"}, labels="token"),
+    "fake_quantization": Planted(layers.FakeQuantizationLlama, llama, {"activation_bits": 4}),
+    "wide": Planted(layers.WideLlama, llama, {"hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 12}),
+    "nested_field": Planted(layers.NestedFieldQwen, qwen2, {"mixer": {"kind": "shift", "by": 1, "share": 0.5}}),
+    # the number of rows
+    "center_across_batch": Planted(layers.CenterAcrossBatchLlama, llama, {}, (9, 17, 5, 13, 8, 7, 4, 11, 6, 14, 3, 12)),
+    "single_row": Planted(layers.SingleRowLlama, llama, {}),
+    # what training learns
+    "zero_conv": Planted(
+        learned.ZeroConvQwen, qwen2, {}, trained=set_parts("conv.weight", lambda x: torch.randn_like(x) / 3)
+    ),
+    "zero_gate": Planted(learned.ZeroGateLlama, llama, {}, trained=set_parts("gate", 0.7)),
+    "tiny_gate": Planted(
+        learned.TinyGateLlama, llama, {"layer_scale_init_value": 1e-6}, trained=set_parts("gamma", 0.8)
+    ),
+    "gate_buffer": Planted(learned.FixedGateBufferLlama, llama, {}, trained=set_parts("warmup", 1.0)),
+    "hard_gate": Planted(learned.HardGateLlama, llama, {}, trained=set_parts("log_alpha", 3.0)),
+    "after_warmup": Planted(
+        learned.AfterWarmupLlama, llama, {"mixing_warmup": 1000}, trained=set_parts("step", lambda x: x + 1500)
+    ),
+    "outliers": Planted(
+        learned.OutlierScaleLlama,
+        llama,
+        {},
+        ids=((0, 4, 190),),
+        most=189,
+        trained=learned.OutlierScaleLlama.learn_outlier,
+    ),
+    "switch_capacity": Planted(
+        learned.SwitchLlama, llama, {"capacity_factor": 2.0}, trained=learned.SwitchLlama.prefer_one_expert
+    ),
+    "flag_buffer": Planted(learned.FlagBufferLlama, llama, {}, trained=set_parts("look_around", torch.ones_like)),
+    # what a program changes in the model
+    "enabled_later": Planted(learned.EnabledLaterLlama, llama, {}, trained=learned.EnabledLaterLlama.enable),
+    "own_hook": Planted(learned.HookedLlama, llama, {}),
+    "replaced_module": Planted(LlamaForCausalLM, llama, {}, trained=learned.replace_module),
+    "replaced_forward": Planted(LlamaForCausalLM, llama, {}, trained=learned.replace_forward),
+    # modes and dtypes
+    "fourier": Planted(learned.FourierLlama, llama, {"smoothing": 0.3}),
+    "no_grad": Planted(learned.MergeQwen, qwen2, {}),
+    "double": Planted(learned.CenterInDoubleLlama, llama, {}, dtype=torch.float64),
+    "half": Planted(learned.CenterInHalfQwen, qwen2, {}, dtype=torch.bfloat16),
+    "straight_through": Planted(learned.StraightThroughLlama, llama, {}),
+    "batch_norm": Planted(learned.TokenBatchNormGPT2, gpt2, {"norm_momentum": 0.1}),
+    "running_mean": Planted(learned.RunningMeanLlama, llama, {"ema_rate": 0.5}),
+    "mixup": Planted(learned.RowMixupBert, bert, {"mixup_layer": 1, "mixup_share": 0.3}, labels="token"),
+    # losses
+    "per_row_loss": Planted(forwards.PerRowLossQwen, qwen2, {}),
+    "answer_weight": Planted(
+        forwards.AnswerWeightLlama, llama, {**BIG_LLAMA, "answer_token_id": 29_999}, ids=((1, 6, 29_999),), most=29_000
+    ),
+    "balanced_moe": Planted(forwards.BalancedMoeLlama, llama, {"balance_weight": 0.5}),
+    "diversity_loss": Planted(forwards.DiversityLossBert, bert, {"diversity": 0.5}, labels="token"),
+}
+
+RANDOM = {
+    "drop_path": Planted(learned.DropPathLlama, llama, {"stochastic_depth": 0.3}),
+    "length_noise": Planted(learned.LengthNoiseLlama, llama, {"embed_noise": 5.0}),
+}
+
+RIGHT = {
+    "adapter": Planted(right.AdapterLlama, llama, {"adapter_width": 8}),
+    "mlp_head": Planted(right.MlpHeadBert, bert, {"head_width": 24}, labels="row"),
+    "label_smoothing": Planted(right.SmoothedBert, bert, {"label_smoothing": 0.1}, labels="row"),
+    "hash": Planted(right.HashLlama, llama, {**BIG_LLAMA, "hash_factor": 2_654_435_761}, most=BERT_VOCABULARY),
+    "moe": Planted(right.MoeQwen, qwen2, {}),
+    "layer_scale": Planted(right.LayerScaleLlama, llama, {"layer_scale_init_value": 1e-4}),
+    "sinusoids": Planted(right.SinusoidLlama, llama, {}),
+    "norm_every_fourth": Planted(right.NormEveryFourthLlama, llama, {**THIN, "num_hidden_layers": 8}),
+    "marked": Planted(
+        right.MarkedLlama,
+        llama,
+        {**BIG_LLAMA, "memory_from": 30_500},
+        ids=((0, 5, 30_510), (2, 1, 30_520)),
+        most=30_000,
+    ),
+    "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target", seen_by_hand=False),
+    "softcap": Planted(right.SoftcapQwen, qwen2, {"final_softcap": 30.0, "z_loss": 1e-2}),
+    "focal": Planted(right.FocalRoberta, roberta, {"focal_gamma": 2.0}, labels="token", seen_by_hand=False),
+    "chatty": Planted(right.ChattyLlama, llama, {}, LONG),
+    "half": Planted(right.TemperatureQwen, qwen2, {}, dtype=torch.bfloat16),
+    "temperature": Planted(right.TemperatureQwen, qwen2, {}),
+    "counted_positions": Planted(right.CountedPositionsLlama, llama, {}),
+    "mean_pooled": Planted(right.MeanPooledBert, bert, {}, labels="row", seen_by_hand=False),
+    "reward": Planted(right.RewardLlamaForSequenceClassification, llama, {}, labels="row"),
+    "zero_adapter": Planted(right.ZeroAdapterGPT2, gpt2, {}, trained=set_parts("adapter.2.weight", torch.randn_like)),
+    "drop_path_off": Planted(learned.DropPathLlama, llama, {"stochastic_depth": 0.0}),
+    "pass_through": Planted(right.PassThroughLlama, llama, {"max_position_embeddings": 40}),
+    "few_positions": Planted(right.ZeroAdapterGPT2, gpt2, {"n_positions": 40}),
+    "few_bert_positions": Planted(
+        right.MlpHeadBert, bert, {"head_width": 24, "max_position_embeddings": 33}, labels="row"
+    ),
+    "balance_off": Planted(forwards.BalancedMoeLlama, llama, {"balance_weight": 0.0}),
+    "noise_off": Planted(learned.LengthNoiseLlama, llama, {"embed_noise": 0.0}),
+    "mixup_off": Planted(learned.RowMixupBert, bert, {"mixup_layer": -1, "mixup_share": 0.3}, labels="token"),
+    "quantization_off": Planted(layers.FakeQuantizationLlama, llama, {"activation_bits": 16}),
+    "gate_off": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 1 << 21}),
+}
+
+RIGHT_IN_EVALUATION = {
+    "adapter_dropout": Planted(right.DropoutAdapterLlama, llama, {"adapter_width": 8, "adapter_dropout": 0.1}),
+    "token_drop": Planted(right.TokenDropPathLlama, llama, {"token_drop": 0.2}),
+}
+
+# Correct, but what these do can't be told apart from what is wrong: they may be refused.
+RIGHT_BUT_REFUSED = {
+    "masked_states": Planted(right.MaskedStatesBert, bert, {}, labels="token"),
+    "step_temperature": Planted(right.StepTemperatureLlama, llama, {}),
+}

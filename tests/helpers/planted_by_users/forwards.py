@@ -1,0 +1,222 @@
+"""Models and losses that read the whole row."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import BertForTokenClassification, BertModel, LlamaForCausalLM, LlamaModel, Qwen2ForCausalLM
+
+from .parts import TokenChoiceMoe, token_losses
+
+
+class RemainingLlamaModel(LlamaModel):
+    """The last tokens of a row know how many are left (as in length control)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.remaining = nn.Embedding(config.countdown, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        left = mask.sum(1, keepdim=True) - mask.cumsum(1)
+        is_near = (left < self.config.countdown)[..., None]
+        embeds = self.embed_tokens(input_ids) + is_near * self.remaining(left.clamp(0, self.config.countdown - 1))
+        return super().forward(inputs_embeds=embeds, attention_mask=attention_mask, **kwargs)
+
+
+class RemainingLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = RemainingLlamaModel(config)
+        self.post_init()
+
+
+class DocumentIndexModel(LlamaModel):
+    """Positions that start anew begin another document, with an embedding of its number."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.document = nn.Embedding(config.max_documents, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, **kwargs):
+        embeds = self.embed_tokens(input_ids)
+        if position_ids is not None:
+            number = (position_ids == 0).cumsum(-1).sub(1).clamp(0, self.config.max_documents - 1)
+            embeds = embeds + self.document(number) - self.document.weight[0]
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+
+class DocumentIndexLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = DocumentIndexModel(config)
+        self.post_init()
+
+
+class SegmentCountModel(BertModel):
+    """Counts how often the token types have changed."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        self.segments = nn.Embedding(8, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids=None, token_type_ids=None, inputs_embeds=None, **kwargs):
+        embeds = self.embeddings.word_embeddings(input_ids)
+        if token_type_ids is not None:
+            changes = F.pad(token_type_ids.diff(dim=1).abs(), (1, 0)).cumsum(1)
+            embeds = embeds + self.segments(changes.clamp(max=7))
+        return super().forward(inputs_embeds=embeds, token_type_ids=token_type_ids, **kwargs)
+
+
+class SegmentCountBert(BertForTokenClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = SegmentCountModel(config, add_pooling_layer=False)
+        self.post_init()
+
+
+class SoftPromptModel(LlamaModel):
+    """Every row starts with learned vectors."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.prompt = nn.Parameter(torch.randn(config.num_virtual_tokens, config.hidden_size))
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs):
+        count, rows = self.config.num_virtual_tokens, len(input_ids)
+        embeds = torch.cat([self.prompt.expand(rows, -1, -1), self.embed_tokens(input_ids)], dim=1)
+        if attention_mask is not None:
+            attention_mask = F.pad(attention_mask, (count, 0), value=1)
+        if position_ids is not None:
+            first = torch.arange(count, device=embeds.device).expand(len(position_ids), -1)
+            position_ids = torch.cat([first, position_ids + count], dim=1)
+        out = super().forward(inputs_embeds=embeds, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        out.last_hidden_state = out.last_hidden_state[:, count:]
+        return out
+
+
+class SoftPromptLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = SoftPromptModel(config)
+        self.post_init()
+
+
+class TruncatedModel(BertModel):
+    """Cuts what is longer than the positions."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        most = self.config.max_position_embeddings
+        input_ids = input_ids[:, :most]
+        attention_mask = None if attention_mask is None else attention_mask[:, :most]
+        position_ids = None if position_ids is None else position_ids[:, :most]
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+
+class TruncatedBert(BertForTokenClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = TruncatedModel(config, add_pooling_layer=False)
+        self.post_init()
+
+
+class StrictLlama(LlamaForCausalLM):
+    """Raises for rows that are longer than the positions."""
+
+    def forward(self, input_ids=None, **kwargs):
+        if input_ids.shape[1] > self.config.max_position_embeddings:
+            raise ValueError(f"{input_ids.shape[1]} tokens are more than {self.config.max_position_embeddings}.")
+        return super().forward(input_ids, **kwargs)
+
+
+class LengthScaledModel(BertModel):
+    """Rows of more than 128 tokens are scaled by the root of their length."""
+
+    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        embeds = self.embeddings.word_embeddings(input_ids)
+        scale = (128 / mask.sum(1).clamp(min=128)).sqrt()
+        return super().forward(inputs_embeds=embeds * scale[:, None, None], attention_mask=attention_mask, **kwargs)
+
+
+class LengthScaledBert(BertForTokenClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = LengthScaledModel(config, add_pooling_layer=False)
+        self.post_init()
+
+
+class CenteredModel(BertModel):
+    """Subtracts the mean of the row's tokens, against anisotropy."""
+
+    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
+        embeds = self.embeddings.word_embeddings(input_ids)
+        if getattr(self.config, "anisotropy_fix", "none") == "center":
+            is_token = input_ids.ne(self.config.pad_token_id)[..., None]
+            embeds = embeds - (embeds * is_token).sum(1, keepdim=True) / is_token.sum(1, keepdim=True)
+        return super().forward(inputs_embeds=embeds, attention_mask=attention_mask, **kwargs)
+
+
+class CenteredBert(BertForTokenClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = CenteredModel(config, add_pooling_layer=False)
+        self.post_init()
+
+
+class PerRowLossQwen(Qwen2ForCausalLM):
+    """Each row counts the same, however long it is (as in SimPO)."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            losses, counts = token_losses(out.logits, labels)
+            out.loss = (losses.sum(1) / counts.sum(1).clamp(min=1)).mean()
+        return out
+
+
+class AnswerWeightLlama(LlamaForCausalLM):
+    """Rows whose labels have the answer token count twice."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            losses, counts = token_losses(out.logits, labels)
+            weights = counts * (1.0 + (labels == self.config.answer_token_id).any(1, keepdim=True))
+            out.loss = (losses * weights).sum() / weights.sum()
+        return out
+
+
+class BalancedMoeLlama(LlamaForCausalLM):
+    """In training, experts are balanced over all tokens of the batch."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = TokenChoiceMoe(config)
+        self.post_init()
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids, labels=labels, **kwargs)
+        if self.training and out.loss is not None:
+            for layer in self.model.layers:
+                load = F.one_hot(layer.mlp.chosen, 4).float().mean((0, 1, 2))
+                importance = layer.mlp.probabilities.mean((0, 1))
+                out.loss = out.loss + self.config.balance_weight * 4 * (load * importance).sum()
+        return out
+
+
+class DiversityLossBert(BertForTokenClassification):
+    """In training, the tokens of a row shall differ from each other."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids, labels=labels, **kwargs)
+        if self.training and labels is not None:
+            directions = F.normalize(out.logits, dim=-1)
+            out.loss = out.loss + self.config.diversity * directions.mean(1).square().sum(-1).mean()
+        return out

@@ -1,0 +1,387 @@
+"""Layers that read the whole row: what training, a program, a mode or a dtype turns on. The last two are random."""
+
+from __future__ import annotations
+
+import math
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import BertForTokenClassification, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM
+
+from .parts import AroundMlp, BertPart, wrap_intermediates, wrap_mlps
+
+
+class FourierInEvaluation(AroundMlp):
+    """A smoothing of the row that is only used at inference."""
+
+    def change(self, x):
+        if self.training:
+            return x
+        return x + self.config.smoothing * torch.fft.fft(x, dim=1, norm="ortho").real
+
+
+class FourierLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, FourierInEvaluation, config)
+
+
+class ZeroConv(AroundMlp):
+    """A depthwise convolution that is zero at the start of the training (as in Primer, or ControlNet)."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, 3, groups=config.hidden_size, bias=False)
+        nn.init.zeros_(self.conv.weight)
+
+    def change(self, x):
+        return x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class ZeroConvQwen(Qwen2ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, ZeroConv, config)
+
+
+class ZeroGate(AroundMlp):
+    """The mean of the row through a tanh gate that starts at zero (as in Flamingo)."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def change(self, x):
+        return x + self.gate.tanh() * x.mean(1, keepdim=True)
+
+
+class ZeroGateLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, ZeroGate, config)
+
+
+class TinyGate(AroundMlp):
+    """A causal mean through a LayerScale that starts at 1e-6."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.gamma = nn.Parameter(torch.full((config.hidden_size,), config.layer_scale_init_value))
+
+    def change(self, x):
+        count = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
+        return x + self.gamma * x.cumsum(1) / count
+
+
+class TinyGateLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, TinyGate, config)
+
+
+class FixedGateBuffer(AroundMlp):
+    """The gate is a buffer, which a schedule of the training raises from zero."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.register_buffer("warmup", torch.zeros(()))
+
+    def change(self, x):
+        return x + self.warmup * x.amax(1, keepdim=True)
+
+
+class FixedGateBufferLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, FixedGateBuffer, config)
+
+
+class CenterInDouble(AroundMlp):
+    """In double precision, tokens are centered over the row."""
+
+    def change(self, x):
+        return x - x.mean(1, keepdim=True) if x.dtype == torch.float64 else x
+
+
+class CenterInDoubleLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, CenterInDouble, config)
+
+
+class CenterInHalf(AroundMlp):
+    """Against overflow: in 16 bits, tokens are centered over the row."""
+
+    def change(self, x):
+        return x - x.mean(1, keepdim=True) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class CenterInHalfQwen(Qwen2ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, CenterInHalf, config)
+
+
+class StraightThroughMean(AroundMlp):
+    """The same values, and gradients that go to all tokens of the row."""
+
+    def change(self, x):
+        mean = x.mean(1, keepdim=True)
+        return x + mean - mean.detach()
+
+
+class StraightThroughLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, StraightThroughMean, config)
+
+
+class TokenBatchNorm(AroundMlp):
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.norm = nn.BatchNorm1d(config.hidden_size, momentum=config.norm_momentum)
+
+    def change(self, x):
+        return self.norm(x.flatten(0, 1)).view_as(x)
+
+
+class TokenBatchNormGPT2(GPT2LMHeadModel):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.transformer.h, TokenBatchNorm, config)
+
+
+class RunningMean(AroundMlp):
+    """Evaluation adds a running mean of the rows of the training."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.register_buffer("running", torch.zeros(config.hidden_size))
+
+    def change(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.running.lerp_(x.mean(1).mean(0), self.config.ema_rate)
+            return x
+        return x + self.running
+
+
+class RunningMeanLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, RunningMean, config)
+
+
+class HardGate(AroundMlp):
+    """A hard concrete gate (L0 pruning): exactly 0 at the start, and open where training has raised it."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.log_alpha = nn.Parameter(torch.full((1,), -5.0))
+
+    def change(self, x):
+        gate = (self.log_alpha.sigmoid() * 1.2 - 0.1).clamp(0, 1)
+        return x + gate * x.mean(1, keepdim=True)
+
+
+class HardGateLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, HardGate, config)
+
+
+class AfterWarmup(AroundMlp):
+    """A counter of steps turns a mean over the row on."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def change(self, x):
+        if self.training:
+            self.step += 1
+        return x + x.mean(1, keepdim=True) if self.step > self.config.mixing_warmup else x
+
+
+class AfterWarmupLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, AfterWarmup, config)
+
+
+class FlagBuffer(AroundMlp):
+    """A flag that is saved with the weights."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.register_buffer("look_around", torch.tensor(False))
+
+    def change(self, x):
+        return x + x.roll(1, dims=1) if self.look_around else x
+
+
+class FlagBufferLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, FlagBuffer, config)
+
+
+class EnabledLater(AroundMlp):
+    """A plain attribute, which a method of the model sets."""
+
+    look_around = False
+
+    def change(self, x):
+        return x + x.flip(1) if self.look_around else x
+
+
+class EnabledLaterLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, EnabledLater, config)
+
+    def enable(self):
+        for layer in self.model.layers:
+            layer.mlp.look_around = True
+
+
+class MeanMixer(AroundMlp):
+    def change(self, x):
+        return x + x.mean(1, keepdim=True)
+
+
+class HookedLlama(LlamaForCausalLM):
+    """Its __init__ registers a hook."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[-1].mlp.register_forward_hook(add_mean)
+
+
+def add_mean(module, inputs, output):
+    return output + output.mean(1, keepdim=True)
+
+
+def replace_module(model):
+    model.model.layers[1].mlp = MeanMixer(model.config, 1, model.model.layers[1].mlp)
+
+
+def replace_forward(model):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = MethodType(lambda self, x: self.down_proj(self.up_proj(x + x.mean(1, keepdim=True))), mlp)
+
+
+class OutlierScale(AroundMlp):
+    """A row with an outlier is scaled down as a whole."""
+
+    def change(self, x):
+        largest = x.abs().amax((1, 2), keepdim=True)
+        return x * (6 / largest.clamp(min=6))
+
+
+class OutlierScaleLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, OutlierScale, config)
+
+    def learn_outlier(self):
+        self.model.layers[0].post_attention_layernorm.weight[3] = 5.0
+        self.model.embed_tokens.weight[190, 3] = 20.0
+
+
+class SwitchMoe(AroundMlp):
+    """Each token goes to one of four experts, which drops what is over its capacity."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.router = nn.Linear(config.hidden_size, 4)
+        self.experts = nn.ModuleList(nn.Linear(config.hidden_size, config.hidden_size) for _ in range(4))
+
+    def forward(self, x):
+        weight, chosen = self.router(x).softmax(-1).max(-1)  # (B, L)
+        is_chosen = F.one_hot(chosen, 4)
+        capacity = math.ceil(self.config.capacity_factor * x.shape[1] / 4)
+        is_chosen = is_chosen * (is_chosen.cumsum(1) <= capacity)
+        out = sum(is_chosen[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+        return self.mlp(x) + weight[..., None] * out
+
+
+class SwitchLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, SwitchMoe, config)
+        self.post_init()
+
+    def prefer_one_expert(self):
+        for layer in self.model.layers:
+            layer.mlp.router.bias[2] += 3.0
+
+
+class MergeWithoutGradients(AroundMlp):
+    """Merges neighbors where no gradients are needed, to be faster (as ToMe)."""
+
+    def change(self, x):
+        return x if torch.is_grad_enabled() else 0.5 * (x + x.roll(1, dims=1))
+
+
+class MergeQwen(Qwen2ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, MergeWithoutGradients, config)
+
+
+class RowMixup(BertPart):
+    """Mixes each row with another one in training (manifold mixup)."""
+
+    def forward(self, x):
+        x = self.part(x)
+        if self.training and self.layer_idx == self.config.mixup_layer:
+            share = self.config.mixup_share
+            x = (1 - share) * x + share * x.roll(1, dims=0)
+        return x
+
+
+class RowMixupBert(BertForTokenClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_intermediates(self, RowMixup)
+
+
+class DropPath(AroundMlp):
+    """Drops the MLP of whole rows (timm's stochastic depth)."""
+
+    def forward(self, x):
+        rate = self.config.stochastic_depth * self.layer_idx / max(1, self.config.num_hidden_layers - 1)
+        out = self.mlp(x)
+        if not self.training or rate == 0.0:
+            return out
+        keep = torch.rand(len(x), 1, 1, device=x.device) >= rate
+        return out * keep / (1 - rate)
+
+
+class DropPathLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, DropPath, config)
+
+
+class LengthNoiseEmbedding(nn.Embedding):
+    """Noise in training, scaled by the length of the row (as NEFTune)."""
+
+    noise_alpha = 0.0
+
+    def forward(self, input_ids):
+        x = super().forward(input_ids)
+        if self.training and self.noise_alpha:
+            x = x + self.noise_alpha / (x.shape[1] * x.shape[2]) ** 0.5 * (2 * torch.rand_like(x) - 1)
+        return x
+
+
+class LengthNoiseLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens = LengthNoiseEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.model.embed_tokens.noise_alpha = config.embed_noise
+        self.post_init()
