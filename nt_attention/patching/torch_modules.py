@@ -17,7 +17,14 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import Tensor, nn
 
 from .. import nested
-from .._forwards import CONTEXT_PARALLEL, PatchedForward, is_context_parallel, override_forward
+from .._forwards import (
+    CONTEXT_PARALLEL,
+    GRADIENTS_PER_SAMPLE,
+    PatchedForward,
+    has_gradients_per_sample,
+    is_context_parallel,
+    override_forward,
+)
 from .._tracing import is_compiling, outside_of_graphs
 from ..modules.graphs import Packed, run_as_graph
 from .handle import PatchHandle
@@ -280,7 +287,7 @@ def _plan_transformer(
     handle: PatchHandle, model: nn.Transformer, call: _TransformerCall, padding: Tensor
 ) -> tuple[PackedInput, ...] | Literal["padded encoder", "one by one"]:
     """Pack and count the call, or say how encoder and decoder are called."""
-    if handle.mesh is None and is_context_parallel():
+    if (handle.mesh is None and is_context_parallel()) or has_gradients_per_sample(model):
         return "one by one"  # they say why they do not pack
     in_memory = padding_of_memory(padding, call.memory_key_padding_mask)
     if in_memory == "visible":
@@ -328,16 +335,18 @@ def _pack(
     """Pack the inputs of a call, and count the call. None if it has to run padded; see `pack_inputs`."""
     if all(x.padding is None for x in inputs) and handle.mesh is None:
         return None
-    return _pack_and_count(handle, _batch_first(module), inputs, reason)
+    return _pack_and_count(handle, module, inputs, reason)
 
 
 @outside_of_graphs  # the host reads the masks, and graphs support no locks
 def _pack_and_count(
-    handle: PatchHandle, batch_first: bool, inputs: tuple[PaddedInput, ...], reason: str | None
+    handle: PatchHandle, module: nn.Module, inputs: tuple[PaddedInput, ...], reason: str | None
 ) -> tuple[PackedInput, ...] | None:
     if handle.mesh is None and is_context_parallel():
         reason = CONTEXT_PARALLEL
-    packed = pack_inputs(*inputs, batch_first=batch_first, reason=reason, always=handle.mesh is not None)
+    elif has_gradients_per_sample(module):
+        reason = GRADIENTS_PER_SAMPLE
+    packed = pack_inputs(*inputs, batch_first=_batch_first(module), reason=reason, always=handle.mesh is not None)
     if isinstance(packed, str):
         handle.fall_back(packed)
         return None
