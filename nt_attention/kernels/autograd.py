@@ -113,7 +113,12 @@ class Kernel:
 
 
 def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
-    wants_gradient = call.spec.needs_grad or forward_ad._current_level >= 0
+    wants_gradient = call.spec.needs_grad
+    if forward_ad._current_level >= 0:
+        wants_gradient = True
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in (*inputs, *_relative_tensors(call))):
+            # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
+            raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
     transformed = torch._C._are_functorch_transforms_active()
     if not wants_gradient or (is_tracing() and not transformed):
         out, lse, *_ = kernel.forward(inputs, call)  # in a graph, the custom operator itself is differentiable
@@ -156,9 +161,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         kernel, call = ctx.what
-        for x in (grad, grad_lse):
-            if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
-                raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
+        if not is_compiling():  # it can't trace the check
+            _refuse_batches(grad, grad_lse)
         query, key, value, slopes, *rest = ctx.saved_tensors
         relative, (out, lse, state, *more) = _split_relative(call, rest)
         call = as_in_forward(call, slopes)
@@ -175,12 +179,14 @@ class _Attention(torch.autograd.Function):
         return (*grads[:3], None, None, *of_biases)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
-
-    @staticmethod
     def vmap(*_: Any) -> Any:
         raise NotImplementedError(f"torch.vmap of a call that needs gradients, as in vmap(grad(...)), {_NOT_SUPPORTED}")
+
+
+def _refuse_batches(*grads: Tensor | None) -> None:
+    """Raise an error for gradients of `torch.autograd.grad(is_grads_batched=True)`."""
+    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
+        raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
 
 
 class _Gradients(torch.autograd.Function):

@@ -98,6 +98,10 @@ class RelativeBias:
         radius = self.buckets.shape[0] // 2
         return self.valid_buckets[distance.clamp(-radius, radius) + radius]
 
+    def lowest(self, dtype: torch.dtype) -> Tensor:
+        """() a lower bound of `scores` in this dtype."""
+        return functools.reduce(torch.add, [x.detach().amin().to(dtype) for x in self.tensors])
+
     def scores(self, bucket: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum of the biases of some queries and keys, for their buckets (Lq, Lk).
 

@@ -17,7 +17,14 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import Tensor, nn
 
 from .. import nested
-from .._forwards import CONTEXT_PARALLEL, PatchedForward, is_context_parallel, override_forward
+from .._forwards import (
+    CONTEXT_PARALLEL,
+    GRADIENTS_PER_SAMPLE,
+    PatchedForward,
+    has_gradients_per_sample,
+    is_context_parallel,
+    override_forward,
+)
 from .._tracing import is_compiling, outside_of_graphs
 from ..modules.graphs import Packed, run_as_graph
 from .changed_modules import why_not_packed_now
@@ -295,7 +302,7 @@ def _plan_transformer(
     handle: PatchHandle, model: nn.Transformer, call: _TransformerCall, padding: Tensor
 ) -> tuple[PackedInput, ...] | Literal["padded encoder", "one by one"]:
     """Pack and count the call, or say how encoder and decoder are called."""
-    if handle.mesh is None and is_context_parallel():
+    if (handle.mesh is None and is_context_parallel()) or has_gradients_per_sample(model):
         return "one by one"  # they say why they do not pack
     in_memory = padding_of_memory(padding, call.memory_key_padding_mask)
     if in_memory == "visible":
@@ -355,6 +362,8 @@ def _pack_and_count(
     reason = why_not_packed_now(module) or reason
     if handle.mesh is None and is_context_parallel():
         reason = CONTEXT_PARALLEL
+    elif has_gradients_per_sample(module):
+        reason = GRADIENTS_PER_SAMPLE
     always = handle.mesh is not None
     packed = pack_inputs(*inputs, batch_first=_batch_first(module), reason=reason, always=always)
     if isinstance(packed, str):

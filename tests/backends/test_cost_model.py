@@ -262,4 +262,4 @@ def test_slow_backend_warning_gives_the_reasons_of_the_fastest_backend(not_verif
     with pytest.warns(
         select.SlowBackendWarning, match="torch_flash .* dtype must be float16 or bfloat16, got torch.float64"
     ):
-        select.warn_if_slow(problem, "auto", stacklevel=1)
+        select.warn_if_slow(problem, "auto")

@@ -78,6 +78,29 @@ def test_calls_run_padded_and_say_so(order, per_sample):
         wrapped(**batch)
 
 
+@pytest.mark.parametrize("in_transformer", [False, True], ids=["encoder", "transformer"])
+def test_modules_of_torch_run_padded_too(in_transformer, per_sample):
+    """Opacus does not know `nn.MultiheadAttention`, so it is frozen here."""
+    if in_transformer:
+        model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+        encoder, names = model.encoder, ("src_key_padding_mask", "memory_key_padding_mask")
+    else:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        model = encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        names = ("src_key_padding_mask",)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.requires_grad_(False)
+    x, padding = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[7], [3], [5]])
+    inputs, masks = (x, torch.randn(3, 4, 16)) if in_transformer else (x,), dict.fromkeys(names, padding)
+    with nta.patch(model) as handle, pytest.warns(nta.NotPackedWarning, match="Opacus"):
+        per_sample(model, **({} if per_sample is GradSampleModule else {"strict": False}))(
+            *inputs, **masks
+        ).sum().backward()
+    assert encoder.layers[0].linear1.weight.grad_sample.shape == (3, 32, 16)
+    assert None not in handle.calls
+
+
 def test_encoder_decoders_run_padded_too(per_sample):
     with isolated():
         model = build_twin(on_meta_device("t5", "T5ForConditionalGeneration"))

@@ -158,8 +158,11 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     return tiles
 
 
-def _mask(tiles: Tiles, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (…, rows) True in fully masked rows, if any."""
+def _mask(tiles: Tiles, call: Call, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (…, rows) True in fully masked rows, if any.
+
+    `hides_keys`: see `_hides_keys`.
+    """
     rows, keys, diagonal, causal = tiles.shape
     spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
     if causal:
@@ -180,11 +183,19 @@ def _mask(tiles: Tiles, call: Call) -> tuple[Tensor | None, Tensor | None]:
             bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device="cpu")
         bias = bias.masked_fill(~visible, -torch.inf)
     masked = None
-    if relative is not None and bias is not None:  # its values may be −inf as well
+    if hides_keys and bias is not None:
         masked = bias.amax(-1) == -torch.inf
     elif visible is not None:
         masked = ~visible.any(1)
     return bias, masked if masked is not None and bool(masked.any()) else None
+
+
+def _hides_keys(call: Call) -> bool:
+    """Whether biases of a relative bias may be −inf, so that rows are fully masked that the window does not mask."""
+    if call.relative is None:
+        return False
+    dtype = torch.promote_types(call.spec.dtype, torch.float32)
+    return not bool(call.relative.lowest(dtype) > -torch.inf)  # NaN may hide a −inf
 
 
 def _gather(relative: RelativeBias, tiles: Tiles) -> RelativeBias:
@@ -230,9 +241,9 @@ def _run_plan(plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call)
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
     query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
-    has_mask = spec.has_bias or not spec.window.is_open
+    has_mask, hides_keys = spec.has_bias or not spec.window.is_open, _hides_keys(call)
     for tiles in plan.calls:
-        bias, masked = _mask(tiles, call) if has_mask else (None, None)
+        bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
         if masked is not None:
@@ -304,9 +315,9 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
-    has_mask = spec.has_bias or not spec.window.is_open
+    has_mask, hides_keys = spec.has_bias or not spec.window.is_open, _hides_keys(call)
     for tiles in plan.calls:
-        bias, masked = _mask(tiles, call) if has_mask else (None, None)
+        bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
         if masked is not None:  # the value of the kernel, with which its backward computes weights of 0
