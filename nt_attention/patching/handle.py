@@ -52,6 +52,9 @@ _lock = threading.Lock()
 _CALLERS = {"accelerate", "lightning", "nt_attention", "peft", "sentence_transformers", "torch", "transformers", "trl"}
 
 
+_PUBLIC = ("active", "calls", "changed", "graphs", "layers", "left", "mesh", "remove")
+
+
 class PatchHandle:
     """The result of `patch`: what was changed in a model, how its calls ran, and `remove()` to undo the patch.
 
@@ -123,6 +126,10 @@ class PatchHandle:
             self.graphs.clear()
         while self._undo:
             self._undo.pop()()
+
+    def __dir__(self) -> list[str]:
+        """What users read. The other methods are for the code that changes models and runs their calls."""
+        return [*_PUBLIC, *[name for name in super().__dir__() if name.startswith("__")]]
 
     def __enter__(self) -> PatchHandle:
         return self
