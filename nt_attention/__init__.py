@@ -47,6 +47,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, *[name for name in globals() if name.startswith("__")]])
+
+
 def _shard(layout: SequenceLayout, mesh: Any, **mask: Any) -> Any:
     return __getattr__("distributed").ShardedLayout(layout, mesh, **mask)
 

@@ -462,8 +462,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
         None for other inputs, and for what nn.MultiheadAttention does not support.
         """
-        is_padded = all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value))
-        if not is_padded or (is_causal and attn_mask is None):
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+            return None
+        if query.is_nested or key.is_nested or value.is_nested or (is_causal and attn_mask is None):
             return None
         reason = patched.padded_because
         if reason is None:

@@ -54,6 +54,9 @@ class NotPackedError(ValueError):
 _lock = threading.Lock()
 
 
+_PUBLIC = ("active", "calls", "changed", "graphs", "layers", "left", "mesh", "remove")
+
+
 class PatchHandle:
     """The result of `patch`: what was changed in a model, how its calls ran, and `remove()` to undo the patch.
 
@@ -125,6 +128,10 @@ class PatchHandle:
             self.graphs.clear()
         while self._undo:
             self._undo.pop()()
+
+    def __dir__(self) -> list[str]:
+        """What users read. The other methods are for the code that changes models and runs their calls."""
+        return [*_PUBLIC, *[name for name in super().__dir__() if name.startswith("__")]]
 
     def __enter__(self) -> PatchHandle:
         return self

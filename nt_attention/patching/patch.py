@@ -208,5 +208,5 @@ def _patch_modules(
                     ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
                 )
             handle.change_layers(name, {child_name: description})
-    if isinstance(module, nn.Transformer) and padding_free:
-        torch_modules.patch_transformer(name, module, handle)
+    if isinstance(module, nn.Transformer):
+        torch_modules.patch_transformer(name, module, handle, padding_free)

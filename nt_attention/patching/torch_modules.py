@@ -116,16 +116,16 @@ def why_attention_is_padded(module: nn.Module) -> str | None:
     return None if mixing is None else f"a layer around it may mix tokens ({mixing.removesuffix('.')})"
 
 
-def patch_transformer(name: str, model: nn.Transformer, handle: PatchHandle) -> None:
+def patch_transformer(name: str, model: nn.Transformer, handle: PatchHandle, padding_free: bool) -> None:
     """Make an `nn.Transformer` pass packed tokens from its encoder to its decoder, after both have been patched.
 
     If only the encoder was patched, the forward is replaced too: it makes the encoder run padded in calls in which the
-    decoder attends to the padding of the source.
+    decoder attends to the padding of the source. Without `padding_free` it only takes NestedTensors.
     """
     is_stock = type(model).forward is nn.Transformer.forward
     if not is_stock or not isinstance(model.__dict__.get("forward"), PatchedForward | None):
         return
-    if _is_patched(model.encoder, nn.TransformerEncoder):
+    if not padding_free or _is_patched(model.encoder, nn.TransformerEncoder):
         override_forward(model, functools.partial(_transformer, handle), handle)
         if _is_patched(model.decoder, nn.TransformerDecoder):
             handle.change(name, "nn.Transformer, passes packed tokens from its encoder to its decoder")
@@ -257,6 +257,12 @@ class _TransformerCall(NamedTuple):
         return PaddedInput(self.src, padding, "src_key_padding_mask", self.src_mask, "src_mask", self.src_is_causal)
 
     @property
+    def encoder_masks(self) -> dict[str, Any]:
+        """The keyword arguments that the encoder gets."""
+        padding = self.src_key_padding_mask
+        return {"mask": self.src_mask, "src_key_padding_mask": padding, "is_causal": self.src_is_causal}
+
+    @property
     def decoder_masks(self) -> dict[str, Any]:
         """The keyword arguments that the decoder gets."""
         return {
@@ -279,22 +285,33 @@ def _transformer(
     """
     call = _TransformerCall(*args, **kwargs)
     padding = call.src_key_padding_mask
-    is_nested = call.src.is_nested or call.tgt.is_nested
-    if padding is None or is_nested or not _is_patched(model.encoder, nn.TransformerEncoder):
+    if call.src.is_nested or call.tgt.is_nested:
+        _check_nested(call.src, call.tgt)
+        return model.decoder(call.tgt, model.encoder(call.src, **call.encoder_masks), **call.decoder_masks)
+    if padding is None or not _is_patched(model.encoder, nn.TransformerEncoder):
         return original(*args, **kwargs)
     plan = _plan_transformer(handle, model, call, padding)
     if plan == "padded encoder":
-        masks = {"mask": call.src_mask, "src_key_padding_mask": padding, "is_causal": call.src_is_causal}
-        return model.decoder(call.tgt, model.encoder(call.src, **masks, run_padded=True), **call.decoder_masks)
+        memory = model.encoder(call.src, **call.encoder_masks, run_padded=True)
+        return model.decoder(call.tgt, memory, **call.decoder_masks)
     if plan == "one by one":
         return original(*args, **kwargs)
     source, target = plan
     if handle.mesh is None:
-        memory = source._replace(values=_run(handle, _run_encoder, model.encoder, source.is_causal, source))
+        states = source._replace(values=_run(handle, _run_encoder, model.encoder, source.is_causal, source))
     else:  # the memory stays on the ranks
-        memory = cast(PackedInput, _tokens_of_rank(handle.mesh, source, source.is_causal))
-        memory = memory._replace(values=_run_encoder(model.encoder, source.is_causal, memory))
-    return target.restore(_run(handle, _run_decoder, model.decoder, target.is_causal, target, memory))
+        states = cast(PackedInput, _tokens_of_rank(handle.mesh, source, source.is_causal))
+        states = states._replace(values=_run_encoder(model.encoder, source.is_causal, states))
+    return target.restore(_run(handle, _run_decoder, model.decoder, target.is_causal, target, states))
+
+
+def _check_nested(src: Tensor, tgt: Tensor) -> None:
+    """The checks of nn.Transformer, for NestedTensors (B, j, E). It reads other dimensions if not batch_first."""
+    if not (src.is_nested and tgt.is_nested):
+        names = ("src", "tgt") if src.is_nested else ("tgt", "src")
+        raise ValueError(f"src and tgt must both be NestedTensors: {names[0]} is one, and {names[1]} is not.")
+    if src.size(0) != tgt.size(0):  # not shape, which strided ones do not have
+        raise ValueError(f"src and tgt must have the same number of sequences, got {src.size(0)} and {tgt.size(0)}.")
 
 
 @outside_of_graphs  # the host reads the masks, and graphs support no locks

@@ -130,3 +130,12 @@ def test_layout_is_made_once_per_forward(kind, monkeypatch):
             monkeypatch.setattr(SequenceLayout, other, lambda *_: pytest.fail("the layout is made a second time"))
         loss_of(model, batch).backward()
     assert len(made) == 1
+
+
+def test_names_that_users_see():
+    handle = nta.patch(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 1, enable_nested_tensor=False))
+    public = {name for name in dir(handle) if not name.startswith("__")}
+    assert public == {"active", "calls", "changed", "graphs", "layers", "left", "mesh", "remove"}
+    assert all(hasattr(handle, name) for name in dir(handle))
+    assert {name for name in dir(nta) if not name.startswith("__")} == set(nta.__all__)
+    assert all(hasattr(nta, name) for name in dir(nta))

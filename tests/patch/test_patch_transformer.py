@@ -449,6 +449,24 @@ def test_nested_tensors(layout, causal):
             model.decoder(given[1], source)
 
 
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_nested_tensors_of_a_transformer_that_is_not_batch_first(padding_free):
+    model, (source, target) = make(batch_first=False), draw(SOURCE_PADDING, PADDING)
+    parts = [
+        [x[~p] for x, p in zip(rows, padding, strict=True)]
+        for rows, padding in ((source, SOURCE_PADDING), (target, PADDING))
+    ]
+    want = torch.cat([model(x[:, None], y[:, None])[:, 0] for x, y in zip(*parts, strict=True)])
+    given = [torch.nested.as_nested_tensor(x, layout=torch.jagged) for x in parts]
+    with nta.patch(model, padding_free):
+        close(torch.cat(model(*given).unbind()), want)
+        fewer = torch.nested.as_nested_tensor(parts[1][:2], layout=torch.jagged)
+        with pytest.raises(ValueError, match="same number of sequences, got 5 and 2"):
+            model(given[0], fewer)
+        with pytest.raises(ValueError, match="must both be NestedTensors: src is one, and tgt is not"):
+            model(given[0], target)
+
+
 def test_nested_tensors_with_other_masks_run_as_before():
     decoder, (source, target) = make_decoder(), draw(SOURCE_PADDING, PADDING)
     want = run(decoder, source, target, tgt_mask=BAND, memory_mask=MEMORY_BAND)
