@@ -6,6 +6,7 @@ All other fields of the config stay as they are, so two models with the same twi
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -102,7 +103,7 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
     own = not is_of_transformers(type(config))
     left_out = _NO_MATTER & (_SWITCHES | _NAMES)
     if is_of_transformers(kind):
-        left_out = _NO_MATTER if own else _NO_MATTER | (_OLD - _default_fields(type(config)))
+        left_out = _NO_MATTER if own else _NO_MATTER | (_OLD - _default_fields(config.__class__))
     fields = _shrink(given, not own if unknown is None else unknown, LAYERS, own, left_out)
     if is_of_transformers(kind):  # whose code has no padding id of its own
         fields["pad_token_id"] = 0 if _default_padding(config.__class__) == 0 else PADDING
@@ -142,7 +143,7 @@ def _narrow(fields: dict[str, Any], small: dict[str, Any], others: bool, names: 
         new = small.get(name, value)
         if isinstance(value, dict) and isinstance(new, dict):
             if _is_by_index(value):
-                of_layers = {key: _of_layer(new, int(key)) or {} for key in value}
+                of_layers: dict[Any, Any] = {key: _of_layer(new, int(key)) or {} for key in value}
                 narrow[name] = {key: _narrow(value[key], of_layers[key], others, names) for key in value}
             elif "model_type" in value:
                 narrow[name] = _narrow(value, new, others, names)
@@ -391,6 +392,27 @@ class CannotBuild(Exception):
     """No small model of the class can be built."""
 
 
+def new_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """What the class makes from the config of a model, on the meta device. None if it raises an error."""
+    try:
+        with isolated(), torch.device("meta"):
+            return class_of(model)(copy.deepcopy(config_of(model)))
+    except (Exception, SystemExit):  # any class, any config
+        return None
+
+
+def changed_numbers(model: PreTrainedModel) -> dict[str, float]:
+    """The numbers of modules that are not what the class makes from the config of the model, by path."""
+    new = new_model(model)
+    parts = dict(new.named_modules()) if new is not None else {}
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if path in parts and type(value) in (int, float) and vars(parts[path]).get(name, value) != value
+    }
+
+
 def build_twin(original: PreTrainedModel) -> PreTrainedModel:
     """A small model of the class of a model, with random weights, in evaluation mode, on the CPU.
 
@@ -409,7 +431,13 @@ def build_whole_twin(original: PreTrainedModel, code: OwnCode, dtype: torch.dtyp
     Raises:
         CannotBuild: as for `build_twin`, or the model has too many layers or too large a vocabulary.
     """
-    return _build(original, _whole_attempts(config_of(original), code), (dtype,), LARGEST, LARGEST_TABLES, True)
+    twin = _build(original, _whole_attempts(config_of(original), code), (dtype,), LARGEST, LARGEST_TABLES, True)
+    parts = dict(twin.named_modules())
+    for path, value in changed_numbers(original).items():
+        path, _, name = path.rpartition(".")
+        if path in parts and hasattr(parts[path], name):
+            setattr(parts[path], name, value)
+    return twin
 
 
 def _build(
