@@ -71,9 +71,9 @@ _SIZES = {
     **dict.fromkeys(("type_vocab_size",), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index"), 1),
 }  # fmt: skip
-_NO_WIDTHS = (WINDOW, VOCABULARY, 128, 1)
-_WIDTHS = {name for name, size in _SIZES.items() if size not in _NO_WIDTHS} | {"n_group", "topk_group"}
-_WIDTHS -= {"type_vocab_size", "query_pre_attn_scalar"}
+# Names of other sizes than widths and numbers of heads and experts: a whole twin has those of the model.
+_NO_WIDTH = re.compile("window|chunk|local_attention|vocab|position|max_|n_ctx|context|attn_scalar|num_dense|first_k|layer_start")
+_WIDTHS = {name for name in _SIZES if not _NO_WIDTH.search(name)}
 _KEY_HEADS = re.compile("num_key_value_heads|swa_num_key_value_heads|num_kv_heads|num_query_groups|multi_query_heads")
 _LAYERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")
 # Sizes that models need, though they are None in the default configs of some.
@@ -456,10 +456,11 @@ def _build(
                 with torch.device("meta"):
                     new = kind(type(config)(**fields))
                 vocabulary = vocabulary_of(new, None)
-                tables = sum(p.numel() for p in new.parameters() if vocabulary in p.shape)
+                embeddings = {id(x.weight) for x in new.modules() if isinstance(x, nn.Embedding)}
+                tables = sum(p.numel() for p in new.parameters() if id(p) in embeddings or vocabulary in p.shape)
                 size = sum(p.numel() for p in new.parameters())
                 if size - tables > largest or tables > largest_tables:
-                    raise CannotBuild(f"it still has {size / 1e6:.0f} million parameters")
+                    raise _TooLarge(f"it still has {size / 1e6:.0f} million parameters")
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
@@ -479,7 +480,7 @@ def _build(
                 _try(model)
                 return model
             except (Exception, SystemExit) as failure:  # any class, any config
-                error = error or failure
+                error = failure if error is None or isinstance(error, _TooLarge) else error
     raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
@@ -489,6 +490,10 @@ def _shares_keys(config: Any) -> bool | None:
     heads = next((x for name, x in fields.items() if name == "num_attention_heads" and _is_int(x)), None)
     keys = next((x for name, x in fields.items() if name == "num_key_value_heads" and _is_int(x)), heads)
     return None if heads is None else keys < heads
+
+
+class _TooLarge(CannotBuild):
+    """A config gives a model with too many parameters."""
 
 
 def fill_config(config: Any) -> Any:
