@@ -24,9 +24,10 @@ from .change_model import attention_modules, make_padding_free, set_attention
 from .packed_forward import Logits, PackingMode
 from .packed_row import counts_positions
 from .proof import Proof
-from .proofs import new_model, proof_of
+from .proofs import proof_of
 from .rope import scales_by_length
 from .sharded_packing import why_not_sharded
+from .twin import new_model
 
 # Vision towers that get all images in one row only run them in one call if the name contains "flash".
 _VISION_NAME = "nt_attention_flash_for_packed_images"

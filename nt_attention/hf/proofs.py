@@ -7,7 +7,6 @@ directory for each state of the code that packs and proves.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -26,7 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -36,7 +34,7 @@ from .own_code import own_code_of, replaced_functions
 from .parts import is_of_layers, marks_of, name_of, parts_of
 from .proof import Proof
 from .prove import prove
-from .twin import isolated, twin_config, whole_fields
+from .twin import changed_numbers, new_model, twin_config, whole_fields
 
 SHIPPED = Path(__file__).parent / "proofs"
 
@@ -86,15 +84,6 @@ def make(model: PreTrainedModel) -> Proof:
     return prove(model, families.family_of(model))
 
 
-def new_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """What the class makes from the config of a model, on the meta device. None if it raises an error."""
-    try:
-        with isolated(), torch.device("meta"):
-            return class_of(model)(copy.deepcopy(families.config_of(model)))
-    except (Exception, SystemExit):  # any class, any config
-        return None
-
-
 def _changed_after_construction(model: PreTrainedModel) -> str | None:
     """Which module or flag is not what the class makes from the config of the model, or None."""
     new = new_model(model)
@@ -140,6 +129,7 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
     }
     if code.exists:
         fields |= {"whole config": whole_fields(families.config_of(model), code), "values": sorted(code.values)}
+        fields["changed"] = changed_numbers(model)
     text = _canonical(fields)
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     functions = [getattr(quirk, "__qualname__", "<locals>") for quirk in quirks]

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from . import families
@@ -34,7 +36,7 @@ def prove(model: PreTrainedModel, family: Family) -> Proof:
     code = own_code_of(model)
     fields = whole_fields(families.config_of(model), code)
     of_config = {x for x in leaves_of(fields) if _is_integer(x)}
-    tried = {"numbers": code.numbers | of_config, "lengths": code.numbers, "is_own": code.exists}
+    tried: dict[str, Any] = {"numbers": code.numbers | of_config, "lengths": code.numbers, "is_own": code.exists}
     with isolated():
         try:
             twin = build_twin(model)
@@ -102,6 +104,8 @@ def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make:
             f"no model of its class with all of its layers and ids can be built, to try it: {error}"
         ) from error
     found = make(whole, proof=proof).prove()
+    if next(whole.parameters()).dtype == torch.float64:  # code may ask for the dtype
+        make(whole.float(), proof=proof).check_values()
     return replace(
         proof,
         holes=proof.holes and found.holes,

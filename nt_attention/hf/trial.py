@@ -278,6 +278,7 @@ class Trial:
                 raise self._refusal(proof, f"{wrong} in training")
             self._compare_gradients(gradients, want_gradients)
             self._compare_numbers(out, unpatched)
+            self._check_draws(proof, batch)
             self._check_evaluation(proof)
             self._check_buffers(proof)
             if proof.head is not None:
@@ -362,6 +363,28 @@ class Trial:
                 self._check_loss(proof, "right")
         finally:
             self.twin.train()
+
+    def _check_draws(self, proof: Proof, batch: Batch) -> None:
+        """Compare values in training for low and high random numbers, if there are any: code may branch on them."""
+        if self.draws is None or not self.draws.any or self.scaled_by_length:
+            return
+        for level in (0.001, 0.999):
+            self.draws.level = level
+            unpatched = self._run(self.twin, batch.inputs)
+            out = self._packed(self.twin, batch.inputs, proof)
+            self.draws.level = 0.5
+            self._compare_numbers(out, unpatched)
+            wrong = self._different(_of_tokens(batch.values(out)), _of_tokens(batch.values(unpatched)))
+            if wrong is not None:
+                raise NotProven(f"its {wrong} in training, for some random numbers, is not that of a padded batch")
+
+    def check_values(self) -> None:
+        """Compare outputs of the base model in evaluation only.
+
+        Raises:
+            NotProven: they differ.
+        """
+        self._find_way()
 
     def _check_counters(self) -> None:
         """Check that no module counts its calls, because later calls may depend on it."""
@@ -464,6 +487,8 @@ class Trial:
             NotProven: the twin raises an error for ids that it has, or for batches of many rows.
         """
         row = max([LONG_ROW, *(number + 9 for number in self.lengths if number + 9 <= LONGEST_ROW)])
+        limit = self.twin.config.get_text_config().to_dict().get("max_position_embeddings")
+        row = min(row, limit) if isinstance(limit, int) and limit > max(LENGTHS) else row
         packed_row = max([LONG_PACKED_ROW, *(n + 9 for n in self.lengths if n + 9 <= LONGEST_PACKED_ROW)])
         special = special_ids(self.numbers, self.vocabulary, 500)
 

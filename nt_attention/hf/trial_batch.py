@@ -16,6 +16,7 @@ LENGTHS = (7, 1, 23, 12)
 # Of long batches. Most rows are short, so that their packed row is longer than any length that a config or code names.
 SHORT_ROW, LONG_ROW, LONG_PACKED_ROW = 31, 400, 4_200
 LONGEST_ROW, LONGEST_PACKED_ROW = 1_100, 8_300  # if code names such lengths
+_MULTIPLE = 512  # of the length of a long packed row
 _FIRST_IDS = 300  # ids of which each is in a long batch
 
 
@@ -61,7 +62,9 @@ class Batch:
         """A batch whose packed row is longer than `packed_row`, with one long row, and with all low and special ids."""
         short = min(short, row)
         rows = -(-max(0, packed_row - row) // short) // 2 + 1
-        lengths = (*[short] * rows, row, min(3, row), *[short] * rows)
+        rest = -(row + 2 * rows * short) % _MULTIPLE  # code may divide rows into chunks
+        rests = [short] * (rest // short) + [rest % short] * (rest % short > 0)
+        lengths = (*[short] * rows, row, *rests, *[short] * rows)
         special = [*special, *range(padding + 1, min(vocabulary, _FIRST_IDS))]
         return cls("right", vocabulary, padding, special, lengths, padding + 1)
 
@@ -119,6 +122,8 @@ def _put(tokens: Tensor, special: Tensor, starts: Tensor, generator: torch.Gener
     chosen = special.repeat(len(blocks) // len(special) + 1)[: len(blocks)]
     for place in (0, 1, 3) if width == 4 else (0,):
         tokens[blocks + place] = chosen
+    if width == 4:
+        tokens[blocks + 2] = chosen.roll(1)
     # every other row begins with one, and the row before it ends with one
     begins = starts[::2]
     tokens[begins] = special.repeat(len(begins) // len(special) + 1)[: len(begins)]

@@ -26,10 +26,7 @@ class EncoderDecoderTrial(Trial):
 
     def _prove(self) -> Proof:
         self.source = self._batch("right")
-        tokens = torch.arange(max(_TARGETS)) < torch.tensor(_TARGETS)[:, None]
-        generator = torch.Generator().manual_seed(4)
-        drawn = torch.randint(6, self.vocabulary, tokens.shape, generator=generator)
-        self.target_mask, self.target = tokens, drawn.masked_fill(~tokens, padding_of(self.twin))
+        self._set_targets()
         failure = None
         for positions in get_args(Positions) if self.known is None else (self.known.positions,):
             proof = Proof(positions=positions, mask="pairs")
@@ -50,6 +47,19 @@ class EncoderDecoderTrial(Trial):
                 self._check_target_loss(proof, training)
         self._check_long_source(proof)
         return replace(proof, holes=False)
+
+    def check_values(self) -> None:
+        """As in `Trial`: all of the short checks of the base model."""
+        self.source = self._batch("right")
+        self._set_targets()
+        assert self.known is not None
+        self._check_base(self.known)
+
+    def _set_targets(self) -> None:
+        tokens = torch.arange(max(_TARGETS)) < torch.tensor(_TARGETS)[:, None]
+        generator = torch.Generator().manual_seed(4)
+        drawn = torch.randint(6, self.vocabulary, tokens.shape, generator=generator)
+        self.target_mask, self.target = tokens, drawn.masked_fill(~tokens, padding_of(self.twin))
 
     def _inputs(self, source: Batch) -> dict[str, Tensor]:
         given = {"decoder_input_ids": self.target, "decoder_attention_mask": self.target_mask.long()}

@@ -6,6 +6,7 @@ All other fields of the config stay as they are, so two models with the same twi
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -70,9 +71,9 @@ _SIZES = {
     **dict.fromkeys(("type_vocab_size",), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index"), 1),
 }  # fmt: skip
-_NO_WIDTHS = (WINDOW, VOCABULARY, 128, 1)
-_WIDTHS = {name for name, size in _SIZES.items() if size not in _NO_WIDTHS} | {"n_group", "topk_group"}
-_WIDTHS -= {"type_vocab_size", "query_pre_attn_scalar"}
+# Names of other sizes than widths and numbers of heads and experts: a whole twin has those of the model.
+_NO_WIDTH = re.compile("window|chunk|local_attention|vocab|position|max_|n_ctx|context|attn_scalar|num_dense|first_k|layer_start")
+_WIDTHS = {name for name in _SIZES if not _NO_WIDTH.search(name)}
 _KEY_HEADS = re.compile("num_key_value_heads|swa_num_key_value_heads|num_kv_heads|num_query_groups|multi_query_heads")
 _LAYERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")
 # Sizes that models need, though they are None in the default configs of some.
@@ -102,7 +103,7 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
     own = not is_of_transformers(type(config))
     left_out = _NO_MATTER & (_SWITCHES | _NAMES)
     if is_of_transformers(kind):
-        left_out = _NO_MATTER if own else _NO_MATTER | (_OLD - _default_fields(type(config)))
+        left_out = _NO_MATTER if own else _NO_MATTER | (_OLD - _default_fields(config.__class__))
     fields = _shrink(given, not own if unknown is None else unknown, LAYERS, own, left_out)
     if is_of_transformers(kind):  # whose code has no padding id of its own
         fields["pad_token_id"] = 0 if _default_padding(config.__class__) == 0 else PADDING
@@ -142,7 +143,7 @@ def _narrow(fields: dict[str, Any], small: dict[str, Any], others: bool, names: 
         new = small.get(name, value)
         if isinstance(value, dict) and isinstance(new, dict):
             if _is_by_index(value):
-                of_layers = {key: _of_layer(new, int(key)) or {} for key in value}
+                of_layers: dict[Any, Any] = {key: _of_layer(new, int(key)) or {} for key in value}
                 narrow[name] = {key: _narrow(value[key], of_layers[key], others, names) for key in value}
             elif "model_type" in value:
                 narrow[name] = _narrow(value, new, others, names)
@@ -391,6 +392,27 @@ class CannotBuild(Exception):
     """No small model of the class can be built."""
 
 
+def new_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """What the class makes from the config of a model, on the meta device. None if it raises an error."""
+    try:
+        with isolated(), torch.device("meta"):
+            return class_of(model)(copy.deepcopy(config_of(model)))
+    except (Exception, SystemExit):  # any class, any config
+        return None
+
+
+def changed_numbers(model: PreTrainedModel) -> dict[str, float]:
+    """The numbers of modules that are not what the class makes from the config of the model, by path."""
+    new = new_model(model)
+    parts = dict(new.named_modules()) if new is not None else {}
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if path in parts and type(value) in (int, float) and vars(parts[path]).get(name, value) != value
+    }
+
+
 def build_twin(original: PreTrainedModel) -> PreTrainedModel:
     """A small model of the class of a model, with random weights, in evaluation mode, on the CPU.
 
@@ -409,7 +431,13 @@ def build_whole_twin(original: PreTrainedModel, code: OwnCode, dtype: torch.dtyp
     Raises:
         CannotBuild: as for `build_twin`, or the model has too many layers or too large a vocabulary.
     """
-    return _build(original, _whole_attempts(config_of(original), code), (dtype,), LARGEST, LARGEST_TABLES, True)
+    twin = _build(original, _whole_attempts(config_of(original), code), (dtype,), LARGEST, LARGEST_TABLES, True)
+    parts = dict(twin.named_modules())
+    for path, value in changed_numbers(original).items():
+        path, _, name = path.rpartition(".")
+        if path in parts and hasattr(parts[path], name):
+            setattr(parts[path], name, value)
+    return twin
 
 
 def _build(
@@ -428,10 +456,11 @@ def _build(
                 with torch.device("meta"):
                     new = kind(type(config)(**fields))
                 vocabulary = vocabulary_of(new, None)
-                tables = sum(p.numel() for p in new.parameters() if vocabulary in p.shape)
+                embeddings = {id(x.weight) for x in new.modules() if isinstance(x, nn.Embedding)}
+                tables = sum(p.numel() for p in new.parameters() if id(p) in embeddings or vocabulary in p.shape)
                 size = sum(p.numel() for p in new.parameters())
                 if size - tables > largest or tables > largest_tables:
-                    raise CannotBuild(f"it still has {size / 1e6:.0f} million parameters")
+                    raise _TooLarge(f"it still has {size / 1e6:.0f} million parameters")
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
@@ -451,7 +480,7 @@ def _build(
                 _try(model)
                 return model
             except (Exception, SystemExit) as failure:  # any class, any config
-                error = error or failure
+                error = failure if error is None or isinstance(error, _TooLarge) else error
     raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
@@ -461,6 +490,10 @@ def _shares_keys(config: Any) -> bool | None:
     heads = next((x for name, x in fields.items() if name == "num_attention_heads" and _is_int(x)), None)
     keys = next((x for name, x in fields.items() if name == "num_key_value_heads" and _is_int(x)), heads)
     return None if heads is None else keys < heads
+
+
+class _TooLarge(CannotBuild):
+    """A config gives a model with too many parameters."""
 
 
 def fill_config(config: Any) -> Any:

@@ -1,5 +1,6 @@
 """Classes of users' own that differ in a packed row only for some lengths, ids, layers, fields or in training."""
 
+import random
 from types import SimpleNamespace
 
 import torch
@@ -130,6 +131,26 @@ class MixesByRate(Before):
         return x + self.config.mix_dropout * x.cumsum(1) if self.training else x
 
 
+class SometimesMixes(Before):
+    def change(self, x, ids):
+        return x + shifted(x) if self.training and torch.rand(()) < 0.2 else x
+
+
+class SometimesMixesByPython(Before):
+    def change(self, x, ids):
+        return x + shifted(x) if random.random() > 0.9 else x
+
+
+class InFloat32(Before):
+    def change(self, x, ids):
+        return x + shifted(x) if x.dtype == torch.float32 else x
+
+
+class InChunks(Before):
+    def change(self, x, ids):
+        return x + x.unflatten(1, (-1, 128)).mean(2).repeat_interleave(128, 1) if x.shape[1] % 128 == 0 else x
+
+
 class Counting(Before):
     def __init__(self, config):
         super().__init__(config)
@@ -181,7 +202,8 @@ PLANTED = {
     Segments: {}, HighIds: {}, FirstId: {}, ByPrefix: {"prefix": "mixed"}, ByHelper: {}, ManyRows: {}, Limited: {},
     InOneLayer: {"num_hidden_layers": 24}, DropPath: {"drop_path_rate": 0.1}, DropRows: {},
     MixesByRate: {"mix_dropout": 0.2}, AuxiliaryLoss: {}, AuxiliaryLossWithLabels: {}, HeadOfLongRows: {},
-    OwnDropout: {}, Counting: {},
+    OwnDropout: {}, Counting: {}, SometimesMixes: {}, SometimesMixesByPython: {}, InFloat32: {},
+    InChunks: {},
 }  # fmt: skip
 
 
