@@ -68,7 +68,8 @@ def patch_model(
     if not_packed is not None:
         for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
             names = tuple(inspect.signature(part.forward).parameters)
-            override_forward(part, functools.partial(_run_padded, handle, not_packed, names), handle)
+            if any(name.endswith("attention_mask") for name in names):
+                override_forward(part, functools.partial(_run_padded, handle, not_packed, names), handle)
     elif padding_free:
         make_padding_free(model, proof, families.family_of(model), handle, logits, packing)
     handle.change(name, f"{type(model).__name__}, {how}")
@@ -105,15 +106,14 @@ def _run_padded(
 
     `names` are the names of the model's arguments. Syncs with the device once for each mask.
     """
-    if is_planned_by_head(model):
+    if is_planned_by_head(model):  # the model around it has counted the call
         return original(*args, **kwargs)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     masks = [x for name, x in given.items() if name.endswith("attention_mask") and isinstance(x, Tensor)]
-    if not masks:  # models in it may get some
-        return original(*args, **kwargs)
     if any(mask.dim() == 2 and _has_padding(mask) for mask in masks):
         handle.fall_back(reason)
-    with planned_by_head(*(module for module in model.modules() if isinstance(module, PreTrainedModel))):
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
+    with planned_by_head(*(parts if masks else ())):
         return original(*args, **kwargs)
 
 
