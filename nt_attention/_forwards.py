@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import CodeType, MethodType
@@ -107,7 +108,18 @@ class PatchedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
         before = copy.deepcopy(self.before, memo)  # a bound method is copied together with its module
         # The handle is not copied: it refers to the whole model, and the copied module may be a part of it.
-        return PatchedForward(copy.deepcopy(self.module, memo), self.forward, before, self.handle)
+        copied = PatchedForward(copy.deepcopy(self.module, memo), self.forward, before, self.handle)
+        _copies.setdefault(self.handle, weakref.WeakSet()).add(copied.module)
+        return copied
+
+
+# Handle → copies of modules that it has patched, which `remove` also ends.
+_copies: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def copies_of(handle: Handle) -> list[nn.Module]:
+    """The deep copies of modules that this handle has patched."""
+    return list(_copies.get(handle, ()))
 
 
 @inline_only

@@ -89,6 +89,10 @@ _NOT_READ = (
 )
 
 
+class OtherLengthError(ValueError):
+    """A patched model has cut its packed row, or added tokens to it."""
+
+
 class _Call(NamedTuple):
     """A call of `attention`, with the module's defaults. `options` are for the underlying implementation too."""
 
@@ -241,6 +245,9 @@ def _plan(
         mask = None if is_ours else mask
     elif ids is not None and _may_be_packed(call, ids):
         layouts, mask = _plan_by_positions(call, mask, ids, marker)
+    if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
+        layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
+        layouts = layouts or (None if layout is None else (layout, layout))
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
         if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
@@ -378,7 +385,7 @@ def _layouts_of(
     for which, what, lengths, tokens in (("q", "queries", layout, call.query), ("k", "keys", key_layout, call.key)):
         expected = tokens.shape[0] * tokens.shape[2]
         if not traced and lengths.total != expected:  # in a graph, the operator checks this
-            raise ValueError(
+            raise (OtherLengthError if is_ours else ValueError)(
                 f"cu_seq_lens_{which} ends at {lengths.total}, but there are {expected} {what}: pass the offsets of "
                 f"all {what}{'; in cross-attention, these are those of the encoder' if which == 'k' else ''}."
             )
@@ -387,11 +394,16 @@ def _layouts_of(
 
 def _may_be_packed(call: _Call, position_ids: Tensor) -> bool:
     """Whether positions can show where sequences begin: only in self-attention without a cache."""
-    query, key, module = call.query, call.key, call.module
-    if position_ids.dim() != 2 or not position_ids.shape[1] == query.shape[2] == key.shape[2] > 1:
+    query = call.query
+    if position_ids.dim() != 2 or position_ids.shape[1] != query.shape[2]:
         return False  # with three dimensions (M-RoPE), positions need not increase by one
-    is_cross = bool(getattr(module, "is_cross_attention", False)) or "Cross" in type(module).__name__
-    return position_ids.shape[0] in (1, query.shape[0]) and not is_cross
+    return position_ids.shape[0] in (1, query.shape[0]) and _is_self(call)
+
+
+def _is_self(call: _Call) -> bool:
+    """Whether a call is self-attention without a cache, of several tokens."""
+    is_cross = bool(getattr(call.module, "is_cross_attention", False)) or "Cross" in type(call.module).__name__
+    return call.query.shape[2] == call.key.shape[2] > 1 and not is_cross
 
 
 def _causal_mask(call: _Call) -> Tensor:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, override_forward
+from .._forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, copies_of, override_forward
 from . import families
 from .attention import NAME_OVER, register
 from .encoder_decoder import EncoderDecoderCall
 from .families import Family
 from .own_attention import override_attention, override_methods
-from .packed_forward import Logits, PackedCall, PackingMode
+from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
 from .packed_row import counts_positions, embed_positions
 from .proof import Head, Proof
 from .rope import rotate_per_sequence, scales_by_length
@@ -66,9 +67,12 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     handle.on_remove(functools.partial(_restore_configs, handle, kept, over and before))
     if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
         # calls that are not packed run on the implementation that the model had, eager or sdpa
-        model.set_attn_implementation(
-            register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager"))
-        )
+        name = register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager"))
+        model.set_attn_implementation(name)
+        for config in _configs_of_layers(model, configs):
+            if config._attn_implementation in (before, over and NAME_OVER[over]):
+                kept.append((config, {"_attn_implementation_internal": over or config._attn_implementation}))
+                config._attn_implementation_internal = name
     return before
 
 
@@ -95,7 +99,25 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
+def _configs_of_layers(model: PreTrainedModel, configs: list[Any]) -> list[Any]:
+    """The configs that only layers have, without duplicates: a layer that was copied has a copy of the config."""
+    known = {id(config) for config in configs}
+    own = (vars(module).get("config") for module in model.modules())
+    return list({id(x): x for x in own if isinstance(x, PreTrainedConfig) and id(x) not in known}.values())
+
+
+def _restore_copies(handle: Handle, kept: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Restore the configs of copies of the model, whose patch also ends."""
+    before = {type(config): attributes for config, attributes in reversed(kept)}
+    for copied in copies_of(handle):
+        models = [module for module in copied.modules() if isinstance(module, PreTrainedModel)]
+        for config in itertools.chain(*(_configs(x) + _configs_of_layers(x, []) for x in models)):
+            if config._attn_implementation in NAME_OVER.values() and type(config) in before:
+                config.__dict__.update(before[type(config)])
+
+
 def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], replace_ours: str | None) -> None:
+    _restore_copies(handle, kept)
     for config, attributes in kept:
         if _other_renamings(config, handle):
             continue  # the last of the patches that share the config restores it
@@ -166,6 +188,8 @@ def make_padding_free(
         entries = [(model, head)]
     elif head != "sequence":
         entries.append((model, head))
+    if head == "sequence" and model is not base:
+        override_forward(model, SequenceHeadCall(_arguments(model)[0]), handle)
     for entry, works_on in entries:
         call = packed_call(entry, works_on)
         override_forward(entry, call, handle)

@@ -33,6 +33,7 @@ from .._forwards import (
 )
 from .._tracing import inline_only, outside_of_graphs
 from . import families
+from .hand_packed import is_packed
 from .own_attention import make_cached_tensors
 from .packed_forward import (
     Logits,
@@ -103,6 +104,7 @@ class EncoderDecoderCall:
         """
         if is_planned_by_head(model):
             return "head"
+        _refuse_packed_rows(model, given)
         _add_target(model, given)
         reason = CONTEXT_PARALLEL if is_context_parallel() else replacement_of(original, type(model))
         reason = reason or (GRADIENTS_PER_SAMPLE if has_gradients_per_sample(model) else None)
@@ -184,6 +186,20 @@ def _packed_outputs(outputs: Any, source: Packing) -> BaseModelOutput:
     hidden = outputs.get("hidden_states") if isinstance(outputs, ModelOutput) else None
     packed = None if hidden is None else tuple(source.pack(x) for x in hidden)
     return BaseModelOutput(last_hidden_state=source.pack(states), hidden_states=packed)
+
+
+def _refuse_packed_rows(model: Any, given: dict[str, Any]) -> None:
+    """Raise an error if the caller packed rows: nothing says which source a target in a row belongs to.
+
+    Raises:
+        ValueError: there are `cu_seq_lens_q`, or positions that restart.
+    """
+    decoder = {name.removeprefix("decoder_"): x for name, x in given.items() if name.startswith("decoder_")}
+    if "cu_seq_lens_q" in given or is_packed(given) or is_packed(decoder):
+        raise ValueError(
+            f"{type(model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that restart), "
+            "which an encoder-decoder can't keep apart: pass padded batches with attention_mask."
+        )
 
 
 def _add_target(model: Any, given: dict[str, Any]) -> None:

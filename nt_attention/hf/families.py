@@ -93,12 +93,17 @@ OWN_ATTENTION = {
 
 # Inputs with a value for each token, except position_ids.
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
+# The sequences of rows that the caller packed, as transformers' DataCollatorWithFlattening gives them.
+ROW_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 # Arguments of a model. A call with any other one can't run packed.
-INPUTS = TOKEN_INPUTS | {
+INPUTS = TOKEN_INPUTS | ROW_INPUTS | {
     "attention_mask", "position_ids", "logits_to_keep", "start_positions", "end_positions", "next_sentence_label",
     "num_items_in_batch", "ignore_index", "past_key_values", "encoder_hidden_states", "encoder_attention_mask",
     "return_dict", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
 }  # fmt: skip
+# Arguments that models ignore, unless they name them. sentence-transformers adds them to a dict of features, which may
+# be used again.
+IGNORED = {"token_embeddings", "sentence_embedding", "all_layer_embeddings"}
 # Outputs with a value for each token. Those in LOWEST_AT_PADDING have the lowest number at padding, the others 0.
 TOKEN_OUTPUTS = {"last_hidden_state", "hidden_states", "logits", "start_logits", "end_logits"}
 LOWEST_AT_PADDING = {"start_logits", "end_logits"}
@@ -198,6 +203,21 @@ def base_model(module: Any) -> PreTrainedModel:
     inner = module.base_model
     inner = getattr(inner, "_orig_mod", inner)  # it was replaced by torch.compile(inner)
     return inner if isinstance(inner, PreTrainedModel) else module
+
+
+# Packages of adapters that compute something for each row of a batch, which a packed row does not have.
+_OF_ROWS = ("peft.tuners.poly", "peft.tuners.shadow", "peft.tuners.xlora")
+
+
+def adapter_of_rows(model: nn.Module) -> str | None:
+    """Why a model with an adapter for rows can't be packed, or None."""
+    for path, module in model.named_modules():
+        owners = type(module), type(getattr(vars(module).get("forward"), "__self__", None))
+        package = next((x.__module__ for x in owners if x.__module__.startswith(_OF_ROWS)), None)
+        if package is not None:
+            where = path or type(model).__name__
+            return f"{where} has an adapter of PEFT ({package.split('.')[2]}) that computes with the rows of a batch"
+    return None
 
 
 def first_parameter(module: nn.Module) -> Tensor | None:

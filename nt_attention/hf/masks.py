@@ -6,7 +6,7 @@ Dimensions: B rows, L positions of a row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -16,16 +16,20 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .._tracing import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
+from ..layout import SequenceLayout
 from .packed_row import PaddedRun, padded_run_with
 from .positions import new_marker
+from .running_call import has_scaled_rope, running_call
 
 MaskFunction = Callable[..., Any]
-
 # Models that pass is_causal, sliding_window, cu_seq_lens and position_ids to every attention call.
 _PASS_GEOMETRY = {
     "albert", "bert", "deepseek_v3", "distilbert", "electra", "esm", "eurobert", "gemma2", "gemma3_text", "gpt2",
     "gpt_neox", "gpt_oss", "llama", "mistral", "modernbert", "opt", "phi3", "qwen2", "qwen3", "roberta", "xlm-roberta",
 }  # fmt: skip
+
+# Those of them that pass on cu_seq_lens, but not position_ids.
+_PASS_LENGTHS_ONLY = {"distilbert", "esm", "modernbert"}
 
 # Mask functions whose masks attention can compute from is_causal, sliding_window, cu_seq_lens and position_ids.
 _PLAIN = {
@@ -39,6 +43,7 @@ _PLAIN = {
     )
 }
 _AND = stock.and_masks().__code__
+_CHUNKED = stock.chunked_overlay(1, torch.empty(0)).__code__
 _REMAP = {  # older versions of transformers have none
     remap(stock.causal_mask_function, torch.empty(0)).__code__
     for name, remap in vars(stock).items()
@@ -65,8 +70,10 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     run = padded_run_with(given.get("config"))
     if run is not None:
         return _mask_of_padded_rows(over, given, run, whole)
+    layout = _packed_by_caller(over, given) if whole and not (is_tracing() or is_in_jit_trace()) else None
     if (
         whole
+        and layout is None
         and not given.get("use_vmap")  # set if the caller combined another mask with the model's
         and _passes_geometry(given.get("config"))
         and is_plain(given.get("mask_function", stock.causal_mask_function))
@@ -74,10 +81,72 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         and (token_mask is None or is_all_true(token_mask))
     ):
         return new_marker(given.get("device") or torch.device("cpu")) if is_tracing() else None
+    if layout is not None:
+        given = _kept_apart(given, layout)
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor):
         _set_source(made, token_mask)
     return made
+
+
+def _packed_by_caller(over: str, given: dict[str, Any]) -> SequenceLayout | None:
+    """The sequences of rows that the caller packed, if the mask must keep them apart, because the model does not pass
+    on where they begin. None if there are no such rows.
+
+    Raises:
+        ValueError: the model can't keep them apart.
+    """
+    if (call := running_call()) is None:
+        return None
+    call.check(over)
+    config = given.get("config")
+    passes = _passes_geometry(config) and (bool(call.lengths) or config.model_type not in _PASS_LENGTHS_ONLY)  # type: ignore[union-attr]
+    if not call.names_sequences or (passes and not has_scaled_rope(call.model)):
+        return None
+    layout = call.layout(given["batch_size"], given["q_length"], given.get("attention_mask"))
+    return None if passes else layout
+
+
+def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLayout | None:
+    """The sequences of rows that the caller packed, for a mask (B, 1, L, L) that the model has made by itself.
+
+    None if there are no such rows, or if the caller passed a mask of four dimensions, which has its own packing.
+
+    Raises:
+        ValueError: the model can't keep them apart.
+    """
+    storage = made.untyped_storage()
+    if not hasattr(storage, _ROWS):  # all layers get the same mask
+        call, layout = running_call(), None
+        if call is not None and not call.has_own_mask:
+            call.check(over)
+            layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
+        setattr(storage, _ROWS, layout)
+    found: SequenceLayout | None = getattr(storage, _ROWS)
+    return found
+
+
+_ROWS = "_nt_attention_rows"
+
+
+def _kept_apart(given: dict[str, Any], layout: SequenceLayout) -> dict[str, Any]:
+    """The arguments of a mask function for a mask in which a token sees its own sequence only."""
+    shape, function = (given["batch_size"], given["q_length"]), given.get("mask_function", stock.causal_mask_function)
+    sequence, position = layout.sequence_ids.view(shape), layout.position_ids.view(shape)
+    if _CHUNKED in set(_codes(function)) and _REMAP.isdisjoint(_codes(function)):
+        function = stock.remap_positions_for_packed_sequence(function, position)
+    function = stock.and_masks(function, stock.packed_sequence_mask_function(sequence))
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return {**given, **skips, "mask_function": function}
+
+
+def _codes(mask_function: MaskFunction) -> Iterator[Any]:
+    """The code of a mask function, and of those that it combines."""
+    code = getattr(mask_function, "__code__", None)
+    yield code
+    if code is _AND:
+        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
+            yield from _codes(part)
 
 
 def _set_source(made: Tensor, token_mask: Tensor | None) -> None:

@@ -44,9 +44,10 @@ from .._module_state import Snapshot
 from .._tracing import TRACING, active_compiler, can_be_read, compiled_by, inline_only, outside_of_graphs
 from ..layout import SequenceLayout
 from . import families
-from .attention import NAME_OVER, NAMES, bypass_mask, is_bypass_mask, register
+from .attention import NAME_OVER, NAMES, OtherLengthError, bypass_mask, is_bypass_mask, register
 from .families import Family
 from .graphs import BoundedPacking, run_as_graph
+from .hand_packed import is_packed, layout_of_lengths
 from .masks import is_all_true
 from .own_attention import make_cached_tensors
 from .packed_mask import PackedMask
@@ -122,6 +123,50 @@ def is_planned_by_head(model: Any) -> bool:
 # Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
 _checked: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
+# The base model of the head that runs, and the arguments of the head that say which sequences its rows have.
+_rows_of_head: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("rows of the head", default=(None, {}))
+_set_rows = outside_of_graphs(lambda base, rows: _rows_of_head.set((base, rows)))
+_reset_rows = outside_of_graphs(lambda token: _rows_of_head.reset(token))
+
+
+class passing_rows:
+    """A context in which the base model gets the arguments of its head that say which sequences its rows have.
+
+    Many heads do not pass them on. A head that does is followed.
+    """
+
+    @inline_only
+    def __init__(self, model: PreTrainedModel, given: dict[str, Any]) -> None:
+        names = families.ROW_INPUTS | {"position_ids"}
+        self.rows = {name: x for name, x in given.items() if name in names}
+        self.model = model
+
+    @inline_only
+    def __enter__(self) -> None:
+        self.before = _set_rows(families.base_model(self.model), self.rows) if self.rows else None
+
+    @inline_only
+    def __exit__(self, *error: object) -> None:
+        if self.before is not None:
+            _reset_rows(self.before)
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceHeadCall:
+    """The `forward` of a head that runs as before, on a base model that packs.
+
+    Attributes:
+        defaults: as in `PackedCall`.
+    """
+
+    defaults: dict[str, Any]
+
+    @inline_only
+    def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with passing_rows(model, given_arguments(self.defaults, args, kwargs) or {}):
+            return original(*args, **kwargs)
+
+
 # Models that were called with graphs → whether they return a cache.
 _returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
@@ -196,10 +241,15 @@ class PackedCall:
                 return self._run_small(model, original, given)
             if isinstance(plan, Packing):
                 return self._run_packed(model, original, plan, given)
-        except _UnknownOutput as unknown:  # the call runs again, and both are counted
-            plan = self._fall_back(str(unknown))
+        except (_UnknownOutput, OtherLengthError) as unknown:  # the call runs again, and both are counted
+            plan = self._fall_back(model, given, str(unknown))
+        except (RuntimeError, ValueError):
+            if (reason := families.adapter_of_rows(model)) is None:
+                raise
+            plan = self._fall_back(model, given, reason)
         if plan == "head":
-            return original(*args, **kwargs)
+            with passing_rows(model, given):
+                return original(*args, **kwargs)
         return self._run_unpacked(model, original, args, kwargs)
 
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
@@ -213,25 +263,26 @@ class PackedCall:
         """
         if is_planned_by_head(model):
             return "all"
-        if "cu_seq_lens_q" in given and self.handle.mesh is None:
-            return self._count("it was packed already")
         base = model if self.is_base else families.base_model(model)
+        of_model, rows = _rows_of_head.get()
+        if of_model is model:
+            given.update({name: x for name, x in rows.items() if name not in given})
         if self.handle.mesh is None and is_context_parallel():
-            return self._fall_back(CONTEXT_PARALLEL)
+            return self._fall_back(model, given, CONTEXT_PARALLEL)
         if has_gradients_per_sample(model):
-            return self._fall_back(GRADIENTS_PER_SAMPLE)
+            return self._fall_back(model, given, GRADIENTS_PER_SAMPLE)
         if (reason := replacement_of(original, type(model))) is not None:
             return self._fall_back_head(model, reason)
         if base is not model and (reason := replacement_of(base.forward, type(base))) is not None:
-            return self._fall_back(reason)  # the base model would get the packed row of the head
+            return self._fall_back(model, given, reason)  # the base model would get the packed row of the head
         if (reason := not_supported(given, model, self.is_routed)) is not None:
-            return self._fall_back(reason)
+            return self._fall_back(model, given, reason)
         if "inputs_embeds" in given and not self.proof.embeds:
-            return self._fall_back("its inputs_embeds give other values in a packed row")
+            return self._fall_back(model, given, "its inputs_embeds give other values in a packed row")
         if "token_type_ids" in given and not self.proof.token_types:
-            return self._fall_back("its token_type_ids give other values in a packed row")
+            return self._fall_back(model, given, "its token_type_ids give other values in a packed row")
         if self.proof.positions == "ids" and _padding_id(base) is None and "position_ids" not in given:
-            return self._fall_back("its positions depend on pad_token_id, which its config has not set")
+            return self._fall_back(model, given, "its positions depend on pad_token_id, which its config has not set")
         if self.head is not None and (reason := _head_not_supported(given, model)) is not None:
             return self._fall_back_head(model, reason)
         if compiler is not TRACING and (done := self._run_graph(model, original, given, compiler)) is not None:
@@ -243,17 +294,20 @@ class PackedCall:
         packing = _read_packing(given, self.handle.mesh is not None)
         if packing is not None and packing.has_holes:
             if not self.proof.holes:
-                return self._fall_back("its rows have padding between tokens, which changes its values (windows do)")
+                reason = "its rows have padding between tokens, which changes its values (windows do)"
+                return self._fall_back(model, given, reason)
             if self.head == "next token" and "labels" in given:
-                return self._fall_back("its rows have padding between tokens, and labels are shifted over it")
+                reason = "its rows have padding between tokens, and labels are shifted over it"
+                return self._fall_back(model, given, reason)
         if packing is not None and self.handle.mesh is not None and packing.layout.total:
             if isinstance(sharded := self._shard(model, packing, given), str):
-                return self._fall_back(sharded)
+                return self._fall_back(model, given, sharded)
             packing = sharded
         if packing is None or packing.saves_nothing:
             return self._count("there is no padding to skip")
         if self.head == "span" and _points_at_padding(given, packing):
-            return self._fall_back("its start_positions or end_positions point at padding, which has no logits")
+            reason = "its start_positions or end_positions point at padding, which has no logits"
+            return self._fall_back(model, given, reason)
         self.handle.count(None)
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(model, packing.layout.device)
@@ -342,9 +396,24 @@ class PackedCall:
         self.handle.count(reason)
         return "all"
 
-    def _fall_back(self, reason: str) -> Unpacked:
+    def _fall_back(self, model: PreTrainedModel, given: dict[str, Any], reason: str) -> Unpacked:
+        """Count a call that runs the original forward.
+
+        Raises:
+            ValueError: its rows have several sequences, which the original forward would mix.
+        """
+        if not self._keeps_apart(model) and is_packed(given):
+            raise ValueError(
+                f"{type(model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that "
+                f"restart), and would mix them, because this call can't run packed: {reason}."
+            )
         self.handle.fall_back(reason)
         return "all"
+
+    def _keeps_apart(self, model: PreTrainedModel) -> bool:
+        """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
+        is_ours = self.is_routed and model.config._attn_implementation in NAMES
+        return is_ours and not self.needs_row and self.proof.extra is None
 
     def _fall_back_head(self, model: PreTrainedModel, reason: str) -> Unpacked:
         is_base = families.base_model(model) is model
@@ -412,7 +481,8 @@ class PackedCall:
         self, model: PreTrainedModel, original: Callable[..., Any], packing: Packing, given: dict[str, Any]
     ) -> Any:
         family, head = self.family, self.head
-        given = dict(given)  # a graph that removes items of its argument does not notice items that other calls add
+        # A copy: a graph that removes items of its argument does not notice items that other calls add.
+        given = {name: x for name, x in given.items() if name not in families.ROW_INPUTS}
         as_dict = given.pop("return_dict", model.config.return_dict)
         spans = {key: given.pop(key) for key in ("start_positions", "end_positions") if head == "span" and key in given}
         keep = given.pop("logits_to_keep", 0)
@@ -457,6 +527,8 @@ def given_arguments(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dic
         if len(args) > len(defaults) or positional.keys() & kwargs.keys():
             return None
         given = {**positional, **kwargs}
+    if ignored := (families.IGNORED & given.keys()) - defaults.keys():
+        given = {name: x for name, x in given.items() if name not in ignored}
     inputs = families.INPUTS
     return {
         name: x for name, x in given.items() if x is not defaults.get(name) and (x is not None or name not in inputs)
@@ -535,15 +607,16 @@ def _has_axes(position_ids: Tensor, mask: Tensor | None) -> bool:
 
 
 def _read_packing(given: dict[str, Any], always: bool) -> Packing | None:
-    """The packing of a call. Unless `always`, it is None for a call that has neither a mask nor positions."""
+    """The packing of a call. Unless `always`, it is None for a call that has neither a mask, positions nor offsets."""
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if position_ids is not None and _has_axes(position_ids, mask):
-        position_ids = None
-    if tokens is None or (mask is None and position_ids is None and not always):
+        position_ids = position_ids[0] if len(position_ids) == 4 else None  # transformers has those of text first
+    is_by_hand = "cu_seq_lens_q" in given
+    if tokens is None or (mask is None and position_ids is None and not (always or is_by_hand)):
         return None
     rows, length = tokens.shape[:2]
-    if mask is None and position_ids is None:
+    if mask is None and position_ids is None and not is_by_hand:
         return Packing(SequenceLayout.from_lengths([length] * rows, device=tokens.device), None, rows, length)
     for name, x in (("attention_mask", mask), ("position_ids", position_ids)):
         if x is not None and x.shape != (rows, length) and (name == "attention_mask" or x.shape != (1, length)):
@@ -555,8 +628,10 @@ def _read_packing(given: dict[str, Any], always: bool) -> Packing | None:
     shapes = [given[key].shape[:2] for key in families.TOKEN_INPUTS & given.keys()]
     if any(shape not in ((rows, length), (1, length)) for shape in shapes):
         return None  # the model raises an error
-    # Any value but 0 is a token, as in transformers.
-    return Packing.of(None if mask is None else mask != 0, position_ids, rows, length)
+    mask = None if mask is None else mask != 0  # any value but 0 is a token, as in transformers
+    if is_by_hand:
+        return Packing.of_packed_rows(layout_of_lengths(given, tokens), mask, rows, length)
+    return Packing.of(mask, position_ids, rows, length)
 
 
 # Not compiled, because it would become dozens of small graphs.
@@ -612,10 +687,10 @@ def _pack_inputs(
 
 
 def default_position_ids(proof: Proof, base: Any, packing: Packing, input_ids: Tensor | None) -> Tensor:
-    """(1, T), the positions that the model would use in the padded row."""
+    """(1, T), the positions that the model would use in the padded row, or for each sequence of a row alone."""
     if proof.positions == "tokens":
         return packing.layout.position_ids.unsqueeze(0)
-    padded = packing.padded_positions.unsqueeze(0)
+    padded = packing.own_positions.unsqueeze(0)
     if proof.positions == "padded":
         return padded
     padding = _padding_id(base)
@@ -623,6 +698,11 @@ def default_position_ids(proof: Proof, base: Any, packing: Packing, input_ids: T
     if input_ids is None:
         return padded + padding + 1
     is_token = (input_ids != padding).long()
+    if packing.shares_rows:
+        is_token = packing.pack(is_token)
+        total = is_token.cumsum(1) - is_token
+        first = packing.layout.offsets[:-1].clamp(max=packing.layout.total - 1)
+        return (total - total[:, first[packing.layout.sequence_ids]] + 1) * is_token + padding
     return packing.pack(is_token.cumsum(1) * is_token + padding)
 
 
@@ -673,11 +753,20 @@ def _pad_outputs(
             out[name] = packing.pad(packed, torch.finfo(packed.dtype).min)
         else:
             if isinstance(packing, Packing):
+                if name in families.TOKEN_OUTPUTS:
+                    _check_length(name, packed, packing.token_shape)
                 _check_form(name, packed, packing.token_shape[1])
             elif name == "hidden_states" and any(x.dim() != 3 for x in pytree.tree_leaves(packed)):
                 raise _UnknownOutput(_UNKNOWN.format(name))  # (altup, B, L, D) in Gemma3n
             whole = isinstance(packed, Tensor)  # pytrees take time
             out[name] = pad_tokens(packed) if whole else pytree.tree_map_only(Tensor, pad_tokens, packed)
+
+
+def _check_length(name: str, value: Any, token_shape: tuple[int, int]) -> None:
+    """Raise an error if an output has values for more or fewer tokens than the row."""
+    for part in [value] if isinstance(value, Tensor) else pytree.tree_leaves(value):
+        if isinstance(part, Tensor) and part.dim() == 3 and part.shape[:2] != token_shape:
+            raise _UnknownOutput(f"its output {name!r} has {part.shape[1]} tokens, but the row has {token_shape[1]}")
 
 
 def _check_form(name: str, value: Any, total: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,6 +71,29 @@ class Packing:
         index = to_device(on_host.nonzero()[0], mask.device) if layout.total < mask.numel() else None
         shares_rows = bool(((on_host & 2) > 0).reshape(rows, length).sum(1).max(initial=0) > 1)
         return cls(layout, index, rows, length, bool((of_tokens & 4).any()), shares_rows)
+
+    @classmethod
+    def of_packed_rows(cls, layout: SequenceLayout, mask: Tensor | None, rows: int, length: int) -> Packing:
+        """The packing of rows that the caller packed. Syncs with the device once if there is a mask.
+
+        Args:
+            layout: the sequences of all B · L positions. No sequence is in two rows.
+            mask: as in `of`. A sequence has the tokens that the mask leaves of it.
+            rows, length: B and L.
+        """
+        if mask is None:
+            return cls(layout, None, rows, length, shares_rows=layout.batch_size > rows)
+        tokens = mask.flatten().cpu().numpy()
+        if tokens.all():
+            return cls.of_packed_rows(layout, None, rows, length)
+        index, ends = tokens.nonzero()[0], np.asarray(layout.host_offsets)[1:]
+        sequence = np.searchsorted(ends, index, side="right")
+        lengths = np.bincount(sequence)
+        lengths = lengths[lengths > 0]
+        in_row = np.bincount(index[np.diff(sequence, prepend=-1) > 0] // length)
+        has_holes = bool(((np.diff(index) > 1) & (np.diff(sequence) == 0)).any())
+        layout = SequenceLayout.from_lengths(lengths.tolist(), device=mask.device)
+        return cls(layout, to_device(index, mask.device), rows, length, has_holes, in_row.max(initial=0) > 1)
 
     @property
     def token_shape(self) -> tuple[int, int]:

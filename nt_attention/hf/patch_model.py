@@ -21,7 +21,7 @@ from .._tracing import can_be_read, outside_of_graphs
 from . import families
 from .attention import attention, is_stock
 from .change_model import attention_modules, make_padding_free, set_attention
-from .packed_forward import Logits, PackingMode
+from .packed_forward import Logits, PackingMode, is_planned_by_head, planned_by_head
 from .packed_row import counts_positions
 from .proof import Proof
 from .proofs import proof_of
@@ -38,6 +38,8 @@ def patch_model(
 ) -> bool:
     """Patch a Hugging Face model, or tell the handle why not. Returns False if `model` is not a Hugging Face model."""
     if not isinstance(model, PreTrainedModel):
+        if padding_free and hasattr(type(model), "query_expansion"):  # of sentence-transformers
+            override_forward(model, functools.partial(_run_expanded, handle), handle)
         return False
     not_routed = families.why_not_routed(model)
     proof, not_packed = Proof(), families.why_not_packed(model) if padding_free else None
@@ -66,9 +68,10 @@ def patch_model(
     if not_routed is None:
         how += f"; attn_implementation was {set_attention(model, handle)!r}"
     if not_packed is not None:
-        names = tuple(inspect.signature(model.forward).parameters)
-        if any(name.endswith("attention_mask") for name in names):
-            override_forward(model, functools.partial(_run_padded, handle, not_packed, names), handle)
+        for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
+            names = tuple(inspect.signature(part.forward).parameters)
+            if any(name.endswith("attention_mask") for name in names):
+                override_forward(part, functools.partial(_run_padded, handle, not_packed, names), handle)
     elif padding_free:
         make_padding_free(model, proof, families.family_of(model), handle, logits, packing)
     handle.change(name, f"{type(model).__name__}, {how}")
@@ -101,15 +104,31 @@ def _run_padded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a model that can't be packed, and count the call as a fallback if its batch has padding.
+    """Run a model that can't be packed, or a model in it, and count the call as a fallback if its batch has padding.
 
     `names` are the names of the model's arguments. Syncs with the device once for each mask.
     """
+    if is_planned_by_head(model):  # the model around it has counted the call
+        return original(*args, **kwargs)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    masks = (x for name, x in given.items() if name.endswith("attention_mask"))
-    if any(isinstance(mask, Tensor) and mask.dim() == 2 and _has_padding(mask) for mask in masks):
+    masks = [x for name, x in given.items() if name.endswith("attention_mask") and isinstance(x, Tensor)]
+    if any(mask.dim() == 2 and _has_padding(mask) for mask in masks):
         handle.fall_back(reason)
-    return original(*args, **kwargs)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
+    with planned_by_head(*(parts if masks else ())):
+        return original(*args, **kwargs)
+
+
+def _run_expanded(
+    handle: Handle, module: nn.Module, original: Callable[..., Any], features: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module of sentence-transformers: padded, if it reads states at positions that the mask hides (ColBERT)."""
+    expansion, positions = cast(Any, module).query_expansion, features.get("query_expansion_positions")
+    if not expansion or expansion["attend"] or positions is None:
+        return original(features, *args, **kwargs)
+    handle.fall_back("its query_expansion has attend=False, which reads states at positions that attention_mask hides")
+    with planned_by_head(*(part for part in module.modules() if isinstance(part, PreTrainedModel))):
+        return original(features, *args, **kwargs)
 
 
 @outside_of_graphs
@@ -127,6 +146,8 @@ def _not_provable(model: PreTrainedModel) -> str | None:
     implementation = model.config._attn_implementation
     if families.routes_attention(model) and not is_stock(implementation):
         return f"can't be packed: {implementation!r} is not an attention implementation of transformers. {_ALONE}"
+    if (adapter := families.adapter_of_rows(model)) is not None:
+        return f"can't be packed: {adapter}. {_ALONE}"
     if (changed := _changed_window(model)) is not None:
         return f"can't be packed: {changed}. {_ALONE}"
     for path, part in model.named_modules():

@@ -40,9 +40,9 @@ def rotate_per_sequence(
         return original(x, position_ids, **options)
     parts, end = [], 0
     lengths = row.layout.host_offsets.diff().tolist()
-    for scaled_for, neighbours in itertools.groupby(lengths, lambda length: _scaled_for(rotary, length, layer_type)):
+    for scaled_length, neighbours in itertools.groupby(lengths, lambda length: scaled_for(rotary, length, layer_type)):
         begin, end = end, end + sum(neighbours)
-        fixed = _with_fixed_frequencies(rotary, scaled_for, layer_type, x.device)
+        fixed = _with_fixed_frequencies(rotary, scaled_length, layer_type, x.device)
         parts.append(type(rotary).forward(fixed, x, position_ids[..., begin:end], **options))
     cosines, sines = zip(*parts, strict=True)
     return torch.cat(cosines, -2), torch.cat(sines, -2)
@@ -56,7 +56,7 @@ def _type_of(rotary: Any, layer_type: str | None) -> str:
     return rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
 
 
-def _scaled_for(rotary: Any, length: int, layer_type: str | None) -> int:
+def scaled_for(rotary: Any, length: int, layer_type: str | None) -> int:
     """The length to scale a sequence for, or 0 for no scaling. Longrope only distinguishes long and short sequences."""
     if _type_of(rotary, layer_type) != "longrope":
         return length if length > rotary.original_max_seq_len else 0

@@ -108,7 +108,7 @@ def _launches_of(leaf: nn.Module) -> int:
 
 # Arguments with which shapes do not decide: positions may show several sequences in a row, and some heads do not take
 # `ignore_index`.
-_READ = ("position_ids", "logits_to_keep", "start_positions", "end_positions", "ignore_index")
+_READ = ("position_ids", "cu_seq_lens_q", "logits_to_keep", "start_positions", "end_positions", "ignore_index")
 
 
 def may_run_padded(given: dict[str, Any]) -> bool:

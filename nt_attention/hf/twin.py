@@ -72,7 +72,9 @@ _SIZES = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index"), 1),
 }  # fmt: skip
 # Names of other sizes than widths and numbers of heads and experts: a whole twin has those of the model.
-_NO_WIDTH = re.compile("window|chunk|local_attention|vocab|position|max_|n_ctx|context|attn_scalar|num_dense|first_k|layer_start")
+_NO_WIDTH = re.compile(
+    "window|chunk|local_attention|vocab|position|max_|n_ctx|context|attn_scalar|num_dense|first_k|layer_start"
+)
 _WIDTHS = {name for name in _SIZES if not _NO_WIDTH.search(name)}
 _KEY_HEADS = re.compile("num_key_value_heads|swa_num_key_value_heads|num_kv_heads|num_query_groups|multi_query_heads")
 _LAYERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")

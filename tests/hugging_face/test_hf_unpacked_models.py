@@ -10,6 +10,7 @@ from transformers import AutoModel
 
 import nt_attention as nta
 from nt_attention.hf import families
+from nt_attention.patching.handle import NotPackedError
 
 VOCABULARY, PAD, EOS = 97, 1, 3
 
@@ -379,3 +380,34 @@ def test_the_advice_for_a_model_without_attention_is_not_about_attention():
     with pytest.raises(ValueError, match=r"MambaModel can't be packed: .* It has no attention to replace") as refusal:
         nta.patch(model)
     assert "padding_free=False" not in str(refusal.value)
+
+
+class TwoModels(transformers.PreTrainedModel):
+    """As in retrieval: one model for queries, one for passages. Their inputs have names of their own."""
+
+    config_class, base_model_prefix, _supports_sdpa = transformers.BertConfig, "bert", True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.query, self.passage = transformers.BertModel(config), transformers.BertModel(config)
+        self.post_init()
+
+    def forward(self, query, passage):
+        return self.query(**query).pooler_output + self.passage(**passage).pooler_output
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_models_inside_of_a_model_that_is_not_packed_count_their_padding(padded):
+    model = TwoModels(transformers.BertConfig(**TEXT)).eval()
+    ids = torch.randint(5, VOCABULARY, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = int(not padded)
+    inputs = {name: {"input_ids": ids, "attention_mask": mask} for name in ("query", "passage")}
+    want = model(**inputs)
+    with nta.patch(model, on_fallback="raise") as handle:
+        if padded:
+            with pytest.raises(NotPackedError, match="its input is query, which has no padding mask"):
+                model(**inputs)
+        else:
+            torch.testing.assert_close(model(**inputs), want)
+    assert sum(handle.calls.values()) == int(padded)

@@ -79,7 +79,7 @@ def test_packed_rows_of_the_caller_are_counted_once():
         got = model(**packed).logits
         close(got[:, 4:], model(ids[:, 4:]).logits)
         model.model(**packed)
-    assert handle.calls["it was packed already"] == 2
+    assert handle.calls == {None: 2}
 
 
 def test_on_fallback_raise():

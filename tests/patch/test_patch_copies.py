@@ -96,3 +96,15 @@ def test_save_pretrained_of_a_patched_model_is_unpatched(kind, tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert loaded.config._attn_implementation == "sdpa"
     assert torch.equal(loss_of(loaded, batch), loss_of(model, batch))
+
+
+@every_kind
+def test_remove_also_restores_the_config_of_a_copy(kind):
+    model = make(kind)
+    handle = nta.patch(model)
+    copied = copy.deepcopy(model)
+    assert copied.config._attn_implementation == "nt_attention"
+    handle.remove()
+    assert copied.config._attn_implementation == "sdpa"
+    nta.patch(copied).remove()
+    assert_plain(copied, make(kind))

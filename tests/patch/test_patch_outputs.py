@@ -4,12 +4,13 @@ import pytest
 import tiny
 import torch
 from packed_rows import LENGTHS, MASK, PACKED, close, make, make_batch
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaModel, Trainer, TrainingArguments
 from transformers.utils import ModelOutput
 
 import nt_attention as nta
-from nt_attention.hf import packed_forward
+from nt_attention.hf import packed_forward, patch_model
 from nt_attention.hf.packing import Packing
+from nt_attention.hf.proof import Proof
 from nt_attention.patching.patch import NotPackedWarning
 
 
@@ -123,3 +124,38 @@ def test_trainer_saves_a_patched_config(tmp_path):
     with nta.patch(model):
         Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])).save_model()
     assert type(model).from_pretrained(tmp_path, attn_implementation="eager").config.output_attentions
+
+
+def test_config_that_asks_for_attention_weights_after_the_patch():
+    """transformers lets a config ask for them only with eager attention, so that must be set first."""
+    model, batch = make("bert", "BertModel", "eager"), make_batch()
+    want = model(**batch, output_attentions=True)
+    with nta.patch(model) as handle:
+        with pytest.raises(ValueError, match="Please set it to 'eager' instead"):
+            model.config.output_attentions = True
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+        with pytest.warns(NotPackedWarning, match="the config asks for attention weights"):
+            got = model(**batch)
+    assert set(handle.calls) == {"the config asks for attention weights"}
+    close(got.attentions, want.attentions)
+
+
+class ShortModel(LlamaModel):
+    """Cuts its rows, as some models do at the length that they were trained with."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **more):
+        cut = {"attention_mask": attention_mask, "position_ids": position_ids}
+        whole = {name: x if x is None or x.dim() != 2 else x[:, :30] for name, x in cut.items()}
+        return super().forward(input_ids=input_ids[:, :30], **whole, **more)
+
+
+def test_model_that_cuts_its_rows_falls_back(monkeypatch):
+    """A packed row is longer than each of its rows."""
+    model, batch = make(), make_batch()
+    short = ShortModel(model.config)
+    want = short(**batch).last_hidden_state
+    monkeypatch.setattr(patch_model, "proof_of", lambda _: (Proof(), "assumed"))
+    with nta.patch(short) as handle, pytest.warns(NotPackedWarning, match="ends at 40, but there are 30"):
+        close(short(**batch).last_hidden_state, want)
+    assert len(handle.calls) == 2

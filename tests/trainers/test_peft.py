@@ -9,12 +9,15 @@ import pytest
 import torch
 from peft import (
     AdaptionPromptConfig,
+    CPTConfig,
     IA3Config,
     LNTuningConfig,
     LoraConfig,
+    PolyConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
+    ShadowConfig,
     VeraConfig,
     get_peft_model,
 )
@@ -158,4 +161,48 @@ def test_peft_qlora(record, tmp_path):
         got = step(model, batch)
     record(f"{LIBRARY}, bitsandbytes {bitsandbytes.__version__}", "QLoRA, NF4", "after", handle)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert handle.calls == {None: 1}
+
+
+OF_ROWS = {
+    "poly": (PolyConfig(**CAUSAL, target_modules=["q_proj"], r=2, n_tasks=2, n_skills=2), {"task_ids": [0, 1] * 4}),
+    "shadow": (ShadowConfig(**CAUSAL), {}),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_adapters_that_compute_with_rows_run_padded(name):
+    config, more = OF_ROWS[name]
+    more = {key: torch.tensor(value) for key, value in more.items()}
+    batch = padded_batch(TEXTS)
+    batch.pop("labels", None)
+    model = make(name).eval()
+    with torch.no_grad(), nta.patch(model) as handle:
+        adapted = get_peft_model(model, config).eval()
+        with pytest.warns(NotPackedWarning, match=rf"has an adapter of PEFT \({name}\)"):
+            got = adapted(**batch, **more).logits
+    assert len(handle.calls) == 2
+    with torch.no_grad():
+        want = adapted(**batch, **more).logits
+    tokens = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[tokens], want[tokens], rtol=1e-4, atol=1e-5)
+
+
+def test_adapter_that_computes_with_rows_is_refused():
+    model = get_peft_model(make("poly"), OF_ROWS["poly"][0])
+    with pytest.raises(ValueError, match=r"has an adapter of PEFT \(poly\) that computes with the rows of a batch"):
+        nta.patch(model)
+
+
+def test_cpt_with_labels_needs_padded_logits():
+    """CPT computes a loss of its own from the logits."""
+    ids = [5, 6, 7, 8]
+    config = CPTConfig(**CAUSAL, cpt_token_ids=ids, cpt_mask=[1, 2, 3, 4], cpt_tokens_type_mask=[1, 2, 3, 4])
+    model, batch = get_peft_model(make("CPT"), config), padded_batch(TEXTS)
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    inputs["input_type_mask"] = torch.full_like(inputs["input_ids"], 4)
+    want = model.train()(**inputs).loss
+    with nta.patch(model, logits="padded") as handle:
+        torch.testing.assert_close(model(**inputs).loss, want)
     assert handle.calls == {None: 1}

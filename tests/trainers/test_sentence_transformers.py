@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
+import warnings
 
 import pytest
 import sentence_transformers
@@ -112,3 +113,33 @@ def test_sentence_transformers_encode_and_predict(record):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert set(handle.calls) <= {None, "there is no padding to skip"}
         assert handle.calls[None] > 0
+
+
+def test_dict_of_features_that_is_used_again():
+    """The first call adds its embeddings to the dict, which the second call passes to the model."""
+    model = embedder().eval()
+    features = model.preprocess(TEXTS[:4])
+    with torch.no_grad(), nta.patch(model) as handle:
+        first = model(features)["sentence_embedding"].clone()
+        assert "token_embeddings" in features
+        torch.testing.assert_close(model(features)["sentence_embedding"], first)
+    assert handle.calls == {None: 2}
+
+
+@pytest.mark.parametrize("attend", [False, True])
+def test_query_expansion_that_reads_hidden_positions_runs_padded(attend):
+    """ColBERT scores the states of positions that the mask hides. Documents have none."""
+    model = embedder().eval()
+    model[0].query_expansion = {"strategy": "fixed", "attend": attend, "length": 32, "token": "a"}
+    features = model.preprocess(TEXTS[:4], task="query")
+    assert "query_expansion_positions" in features
+    documents = model.preprocess(TEXTS[:4])
+    with torch.no_grad():
+        want = model[0](dict(features))["token_embeddings"]
+        with nta.patch(model) as handle, warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            got = model[0](dict(features))["token_embeddings"]
+            model[0](dict(documents))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len(shown) == (0 if attend else 1)
+    assert handle.calls[None] >= 1

@@ -1,0 +1,260 @@
+"""Runs every text class of transformers on padded batches and on rows packed by hand, patched and registered.
+
+    python tests/hugging_face/rows_matrix.py [TYPE ...] [--jobs N] [--write FILE]
+
+Each class runs as a small model (`hf/twin.py`) on the CPU, in float64 if it can. Each run is compared with each
+sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON", "takes none: ERROR"
+(Python or transformers refuses the argument), and "WRONG: OUTPUT". They are kept in `rows_outcomes.json`, from which
+`tools/supported_models.py` makes tables for docs/reference/hugging_face.md.
+
+Dimensions: B rows, L positions in a row, T tokens of a packed row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import json
+import logging
+import signal
+import sys
+import warnings
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import nt_attention as nta
+from nt_attention.hf import families, packed_forward, patch_model, proofs, twin
+from nt_attention.hf.text_models import on_meta_device, text_classes
+
+OUTCOMES = Path(__file__).with_name("rows_outcomes.json")
+LENGTHS = (7, 1, 23, 12)
+LAYOUT = nta.SequenceLayout.from_lengths(LENGTHS)
+FORMS = ("padded", "cu_seq_lens_q", "position_ids", "both", "with a mask", "several rows")
+WAYS = ("patch", "register")
+SECONDS = 120  # for one class
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3}
+
+
+def sequences(model: Any) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(6, twin.vocabulary_of(model), (1, n), generator=generator) for n in LENGTHS]
+
+
+def inputs_of(form: str, ids: list[torch.Tensor], padding: int, first: int) -> dict[str, torch.Tensor]:
+    """The inputs of a form; `first` is the position of the first token of a sequence."""
+    row, positions = torch.cat(ids, 1), LAYOUT.position_ids[None] + first
+    offsets, longest = LAYOUT.cu_seqlens, LAYOUT.max_seqlen
+    lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+    if form == "padded":
+        mask = torch.arange(longest) < torch.tensor(LENGTHS)[:, None]
+        return {"input_ids": torch.full(mask.shape, padding).masked_scatter(mask, row), "attention_mask": mask.long()}
+    if form == "several rows":  # the second one has the sequences in another order
+        other = torch.cat(ids[::-1], 1)
+        backwards = torch.cat([torch.arange(n) for n in LENGTHS[::-1]])[None] + first
+        return {"input_ids": torch.cat([row, other]), "position_ids": torch.cat([positions, backwards])}
+    by_positions = {"position_ids": positions}
+    more = {
+        "cu_seq_lens_q": lengths,
+        "position_ids": by_positions,
+        "both": {**lengths, **by_positions},
+        "with a mask": {**by_positions, "attention_mask": torch.ones_like(row)},
+    }
+    return {"input_ids": row, **more[form]}
+
+
+def tokens_in(form: str, values: torch.Tensor) -> torch.Tensor:
+    """The values of the tokens (T, …), or (2 T, …) of several rows."""
+    if form == "padded":
+        return values[torch.arange(values.shape[1]) < torch.tensor(LENGTHS)[:, None]]
+    return values.flatten(0, 1)
+
+
+def tensors_of(out: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, value in out.items():
+        parts = enumerate(value) if isinstance(value, tuple | list) else [("", value)]
+        if name not in ("past_key_values", "loss", "attentions"):
+            found |= {f"{name}{number}": part for number, part in parts if isinstance(part, torch.Tensor)}
+    return found
+
+
+def outputs_alone(model: Any, rows: list[dict[str, Any]]) -> dict[str, list[torch.Tensor]]:
+    """The outputs for each token, from each sequence alone."""
+    outs = [tensors_of(model(**row, return_dict=True)) for row in rows]
+    return {
+        name: [out[name][0] for out in outs]
+        for name, first in outs[0].items()
+        if first.dim() > 1 and all(out[name].shape[:2] == (1, n) for out, n in zip(outs, LENGTHS, strict=True))
+    }
+
+
+def compare(form: str, out: Any, alone: dict[str, list[torch.Tensor]], tolerance: float) -> str:
+    rows = {"padded": (len(LENGTHS), max(LENGTHS)), "several rows": (2, sum(LENGTHS))}
+    got = tensors_of(out)
+    for name, parts in alone.items():
+        want = torch.cat([*parts, *parts[::-1]] if form == "several rows" else parts)
+        if name not in got or got[name].shape[:2] != rows.get(form, (1, sum(LENGTHS))):
+            return f"WRONG: {name} has the shape {tuple(got[name].shape) if name in got else None}"
+        error = float((tokens_in(form, got[name]) - want).abs().max() / want.abs().max().clamp(min=1e-6))
+        if not error <= tolerance:
+            return f"WRONG: {name} differs by {error:.1e}"
+    return "right" if alone else "no output has a value for each token"
+
+
+def refusal(error: BaseException) -> str:
+    """Whether a call was refused: by an error with a reason, or by one from inside of the model."""
+    text = " ".join(str(error).split())[:300]
+    if "unexpected keyword argument" in text:
+        return f"takes none: {text}"
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    is_ours = isinstance(error, ValueError | NotImplementedError) and frames[-1].startswith("nt_attention")
+    is_ours = is_ours or frames[-1] == "transformers.modeling_utils"  # it does not support our name
+    return f"{'refused' if is_ours else 'error inside'}: {'' if is_ours else type(error).__name__ + ': '}{text}"
+
+
+def fit(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs in the form that a class takes: with a target, or as choices."""
+    if families.is_encoder_decoder(model):
+        inputs = {**inputs, "decoder_input_ids": inputs["input_ids"]}
+        if "attention_mask" in inputs:
+            inputs["decoder_attention_mask"] = inputs["attention_mask"]
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        rows = {"input_ids", "attention_mask"}
+        if "position_ids.view" in inspect.getsource(type(model).forward):
+            rows |= {"position_ids"}
+        inputs = {name: x.unsqueeze(1) if name in rows else x for name, x in inputs.items()}
+    return {**inputs, "output_hidden_states": True}
+
+
+def form_outcomes(model: Any, way: str, ids: list[torch.Tensor], first: int, alone: Any) -> dict[str, str]:
+    """The outcome of each form. `alone` has the outputs of each sequence alone."""
+    outcomes, padding = {}, twin.padding_of(model)
+    tolerance = TOLERANCE[next(p.dtype for p in model.parameters() if p.is_floating_point())]
+    before, handle = model.config._attn_implementation, None
+    try:
+        if way == "patch":
+            handle = nta.patch(model)
+        else:
+            model = registered(model)
+    except Exception as error:
+        by_transformers = f"refused by transformers: {type(error).__name__}: {error}"
+        return dict.fromkeys(FORMS, refusal(error) if isinstance(error, ValueError) else by_transformers)
+    for form in FORMS:
+        try:
+            out = model(**fit(model, inputs_of(form, ids, padding, first)), return_dict=True)
+            outcomes[form] = compare(form, out, alone, tolerance)
+        except Exception as error:
+            outcomes[form] = refusal(error)
+        if handle is not None:
+            calls = [str(reason) for reason in handle.calls if reason is not None]
+            outcomes[form] += f" (padded: {'; '.join(calls)})" if calls and outcomes[form] == "right" else ""
+            handle.calls.clear()
+    if handle is not None:
+        handle.remove()
+    model.config._attn_implementation_internal = before
+    return outcomes
+
+
+def registered(model: Any) -> Any:
+    """The model with our attention. transformers only warns if it can't set it later, but not in `from_config`."""
+    name = nta.hf.register()
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation == name:
+        return model
+    made = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=name).to(model.dtype).eval()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def first_position(model: Any, proof: Any) -> int:
+    """The position of the first token: the padding id + 1 in models that count positions as RoBERTa does."""
+    counts = proof is not None and proof.positions == "ids"
+    counts = counts or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    padding = packed_forward._padding_id(families.base_model(model)) if counts else None
+    return 0 if padding is None else padding + 1
+
+
+def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
+    """The outcomes of a class."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    warnings.filterwarnings("ignore")
+    model_type, class_name, head = row
+    entry: dict[str, Any] = {"type": model_type, "class": class_name, "head": head}
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"no outcome after {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        try:
+            original = on_meta_device(model_type, class_name)
+            with twin.isolated():
+                model = twin.build_twin(original)
+            if hasattr(original.config, "use_cache"):
+                model.config.use_cache = original.config.use_cache
+        except Exception as error:  # whatever a class raises
+            return {**entry, "not built": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
+        key, _ = proofs.key_of(original)
+        proof = proofs.shipped().get(key)
+        known = mock.patch.object(patch_model, "proof_of", return_value=(proof, "shipped"))
+        shipped = known if proof else nullcontext()
+        with torch.no_grad(), twin.isolated():
+            ids, first = sequences(model), first_position(model, proof)
+            alone = outputs_alone(model, [fit(model, {"input_ids": x}) for x in ids])
+            padded = model(**fit(model, inputs_of("padded", ids, twin.padding_of(model), first)), return_dict=True)
+            entry["stock"] = compare("padded", padded, alone, TOLERANCE[model.dtype])
+            for way in WAYS:
+                with shipped:
+                    entry[way] = form_outcomes(model, way, ids, first, alone)
+    except BaseException as error:
+        entry["not built"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    finally:
+        signal.alarm(0)
+    return entry
+
+
+def count(entries: list[dict[str, Any]]) -> str:
+    lines = []
+    for way in WAYS:
+        for form in FORMS:
+            counts = Counter(entry[way][form].partition(":")[0].partition(" (")[0] for entry in entries if way in entry)
+            lines.append(f"{way:10}{form:16}{', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
+    return "\n".join([*lines, f"{sum(1 for entry in entries if 'not built' in entry)} not built"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
+    parser.add_argument("--heads", nargs="+", metavar="HEAD", help="heads, such as base; by default all")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="by default rows_outcomes.json, if all types run")
+    options = parser.parse_args(argv)
+    rows = [row for row in text_classes() if not options.types or row[0] in options.types]
+    rows = [row for row in rows if not options.heads or row[2] in options.heads]
+    entries = []
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for entry in pool.map(outcome_of, rows):
+            entries.append(entry)
+            print(json.dumps(entry), flush=True)
+    file = options.write or (None if options.types or options.heads else OUTCOMES)
+    if file is not None:
+        file.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
+    print(count(entries))
+    return int(any("WRONG" in str(entry) for entry in entries))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
