@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._tracing import check_readable, is_replayed, outside_of_graphs
+from ._tracing import check_readable, is_compiling, is_replayed, outside_of_graphs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -392,6 +392,14 @@ def creating_cached_tensors() -> AbstractContextManager[None]:
 def _without_modes() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), no_modes():
         yield
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy for a user, who may change it. It is no inference tensor, so it can be saved for a backward."""
+    if is_compiling() or not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def plain(tensor: Tensor) -> Tensor:

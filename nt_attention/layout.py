@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _offsets
-from ._offsets import HostFacts, creating_cached_tensors, facts_of_lengths, on_host, plain
+from ._offsets import HostFacts, copy_of, creating_cached_tensors, facts_of_lengths, on_host, plain
 from ._operators import define
 from ._tracing import (
     TracedLayout,
@@ -374,14 +374,14 @@ class SequenceLayout:
     def host_offsets(self) -> Tensor:
         """(B+1,) int64, a copy of `offsets` on the CPU."""
         if is_compiling():
-            return self._facts.host.clone()
+            return copy_of(self._facts.host)
         with _offsets.no_modes():  # which would make a fake tensor of it
-            return self._facts.host.clone()
+            return copy_of(self._facts.host)
 
     @property
     def padded_index(self) -> Tensor | None:
         """(T,) int64, the position of each token in the mask that the layout was made from, flattened to (B·L)."""
-        return None if self._padded_index is None else self._padded_index.clone()
+        return None if self._padded_index is None else copy_of(self._padded_index)
 
     @property
     def lengths(self) -> Tensor:
@@ -392,7 +392,7 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).lengths
             tensor([2, 0, 3])
         """
-        return self._cached_lengths.clone()
+        return copy_of(self._cached_lengths)
 
     @property
     def _cached_lengths(self) -> Tensor:
@@ -408,7 +408,7 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).sequence_ids
             tensor([0, 0, 2, 2, 2])
         """
-        return self.locate_rows(self.total)[0].clone()
+        return copy_of(self.locate_rows(self.total)[0])
 
     @property
     def position_ids(self) -> Tensor:
@@ -419,7 +419,7 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).position_ids
             tensor([0, 1, 0, 1, 2])
         """
-        return self.locate_rows(self.total)[1].clone()
+        return copy_of(self.locate_rows(self.total)[1])
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past `total`.

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import nested
-from .._offsets import creating_cached_tensors, tensor_of, to_device
+from .._offsets import copy_of, creating_cached_tensors, tensor_of, to_device
 from .._tracing import outside_of_graphs
 from ..functional import format_lengths
 from ..kernels.call import OPTIONS
@@ -111,7 +111,7 @@ class ShardedLayout:
 
     @property
     def rows(self) -> Tensor:
-        return self._own_rows.clone()
+        return copy_of(self._own_rows)
 
     @property
     def _own_rows(self) -> Tensor:
@@ -121,7 +121,8 @@ class ShardedLayout:
     @property
     def position_ids(self) -> Tensor:
         """(N,) int64, the position of each token of this rank in its sequence."""
-        return self.layout.position_ids.index_select(0, self._own_rows)
+        make = lambda: self.layout.position_ids.index_select(0, self._own_rows)  # noqa: E731
+        return copy_of(self.cached("position_ids", make))
 
     @property
     def order(self) -> Tensor:

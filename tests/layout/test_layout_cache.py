@@ -183,6 +183,13 @@ class TestInferenceMode:
         assert torch.equal(got.detach(), want)
         assert padded.grad.any()
 
+    @pytest.mark.parametrize("name", ["position_ids", "sequence_ids", "lengths", "host_offsets", "padded_index"])
+    def test_copies_that_are_made_in_inference_mode(self, name):
+        layout = SequenceLayout.from_attention_mask(torch.arange(7) < torch.tensor([[5], [2]]))
+        with torch.inference_mode():
+            copy = getattr(layout, name)
+        torch.nn.Embedding(100, 3)(copy).sum().backward()
+
     def test_nested_tensors_with_holes_from_inference_mode_train(self):
         x = torch.nested.nested_tensor_from_jagged(
             torch.randn(11, 3, 5, requires_grad=True), torch.tensor([0, 5, 11]), lengths=torch.tensor([4, 6])
