@@ -1,4 +1,5 @@
-"""Writes the tables of supported models in docs/reference/hugging_face.md, from the newest proofs that are shipped.
+"""Writes the tables of supported models in docs/reference/hugging_face.md, from the newest proofs that are shipped, and
+from the outcomes of rows packed by hand (tests/hugging_face/rows_outcomes.json).
 
 With ``--check``, the exit status is 1 if the page is not up to date. Needs the standard library only.
 """
@@ -15,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "hugging_face.md"
 TABLES = re.compile(r"(?<=<!-- tables: begin -->\n).*(?=<!-- tables: end -->)", re.DOTALL)
+ROWS = re.compile(r"(?<=<!-- rows: begin -->\n).*(?=<!-- rows: end -->)", re.DOTALL)
+OUTCOMES = ROOT / "tests" / "hugging_face" / "rows_outcomes.json"
 BORDER = re.compile("^|(?= |$)")  # of the first word
 HEADS = ("base, text encoding, causal LM, masked LM, seq2seq LM, token, sequence, QA, multiple choice, next sentence, "
          "pretraining")  # fmt: skip
@@ -34,6 +37,20 @@ WORDS = {
     "no small model of its class": "it could not be tried: no small model could be built",
     "an error without the patch": "it could not be tried: the small model raised an error",
     "no default config": "no model could be made from its default config; `patch` tries the config of your model",
+}
+
+
+# What an outcome of a registered model contains → what the table says.
+REGISTERED = {
+    "without position_ids": "needs `position_ids` beside `cu_seq_lens_q`",
+    "do not know where sequences begin": "a layer mixes the sequences of a row",
+    "need cu_seq_lens_q": "needs `cu_seq_lens_q`",
+    "takes no position_ids": "takes no `position_ids`, and counts positions along the row: use `patch`",
+    "the mask of eager": 'needs `register("eager")`',
+    "arguments to its attention": "is not supported by `register`",
+    "does not run its attn_implementation": "does not run the attention in its config: use `patch`",
+    "refused by transformers": "transformers refuses the name of our attention: use `patch`",
+    "WRONG": "**mixes sequences, and is not noticed**: it runs layers of its own, and calls none of our functions",
 }
 
 
@@ -65,12 +82,32 @@ def tables(file: Path) -> str:
     return f"\n{counts}\n\n{table('heads', by_heads)}\n\nNot packed:\n\n{table('because', by_reason)}\n\n"
 
 
+def rows_tables(file: Path) -> str:
+    """The tables of rows packed by hand."""
+    entries = [entry for entry in json.loads(file.read_text()) if "register" in entry]
+    lines = ["| | | right | refused | wrong |", "|---|---|---|---|---|"]
+    for way in ("patch", "register"):
+        for form in entries[0][way]:
+            found = [entry[way][form] for entry in entries]
+            right, wrong = sum(x.startswith("right") for x in found), sum(x.startswith("WRONG") for x in found)
+            lines.append(f"| `{way}` | {form} | {right} | {len(found) - right - wrong} | {wrong} |")
+    by_reason: dict[str, set[str]] = defaultdict(set)
+    for entry in entries:
+        for form, outcome in entry["register"].items():
+            if form != "padded" and (text := next((x for part, x in REGISTERED.items() if part in outcome), None)):
+                by_reason[text].add(entry["type"])
+    counts = f"{len(entries)} classes, each as a small model in float64, compared with each sequence alone:"
+    types = table("registered, with rows packed by hand", {text: list(x) for text, x in by_reason.items()})
+    return f"\n{counts}\n\n" + "\n".join(lines) + f"\n\n{types}\n\n"
+
+
 def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     parser = argparse.ArgumentParser(description="Writes the tables of supported models.")
     parser.add_argument("--check", action="store_true", help="exit status 1 if the page is not up to date")
     files = (ROOT / "nt_attention" / "hf" / "proofs").glob("*.json")
     newest = max(files, key=lambda file: [int(part) for part in file.stem.split(".")])
     updated = TABLES.sub(lambda _: tables(newest), page.read_text())
+    updated = ROWS.sub(lambda _: rows_tables(OUTCOMES), updated)
     if not parser.parse_args(argv).check:
         page.write_text(updated)
     elif updated != page.read_text():

@@ -179,6 +179,8 @@ def make_padding_free(
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)
+        if head != "token" and model is not base:
+            override_forward(model, SequenceHeadCall(_arguments(model)[0]), handle)
         for entry in [base, model] if head == "token" and model is not base else [base]:
             defaults, _ = _arguments(entry)
             override_forward(entry, EncoderDecoderCall(handle, proof, defaults, logits, is_routed), handle)

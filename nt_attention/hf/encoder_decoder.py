@@ -37,6 +37,7 @@ from .hand_packed import is_packed
 from .own_attention import make_cached_tensors
 from .packed_forward import (
     Logits,
+    add_rows_of_head,
     default_position_ids,
     given_arguments,
     is_planned_by_head,
@@ -104,6 +105,7 @@ class EncoderDecoderCall:
         """
         if is_planned_by_head(model):
             return "head"
+        add_rows_of_head(model, given)
         _refuse_packed_rows(model, given)
         _add_target(model, given)
         reason = CONTEXT_PARALLEL if is_context_parallel() else replacement_of(original, type(model))

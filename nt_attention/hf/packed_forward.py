@@ -151,6 +151,13 @@ class passing_rows:
             _reset_rows(self.before)
 
 
+def add_rows_of_head(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    """Add the arguments of the head that runs, if it is that of this base model and has not passed them on."""
+    base, rows = _rows_of_head.get()
+    if base is model:
+        given.update({name: x for name, x in rows.items() if name not in given})
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceHeadCall:
     """The `forward` of a head that runs as before, on a base model that packs.
@@ -264,9 +271,7 @@ class PackedCall:
         if is_planned_by_head(model):
             return "all"
         base = model if self.is_base else families.base_model(model)
-        of_model, rows = _rows_of_head.get()
-        if of_model is model:
-            given.update({name: x for name, x in rows.items() if name not in given})
+        add_rows_of_head(model, given)
         if self.handle.mesh is None and is_context_parallel():
             return self._fall_back(model, given, CONTEXT_PARALLEL)
         if has_gradients_per_sample(model):

@@ -156,8 +156,10 @@ NEED_LENGTHS = frozenset({
     "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "t5gemma2",
     "t5gemma2_decoder",
 })  # fmt: skip
-# Models with RoPE that also scale queries by their positions.
-COUNT_POSITIONS = frozenset({"llama4_text", "ministral3", "mistral4"})
+# Models without a table of positions whose values also depend on the position in the row.
+COUNT_POSITIONS = frozenset({
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "ministral3", "mistral4", "tipsv2_text_model",
+})  # fmt: skip
 # Models that compute with the mask of eager attention, in numbers.
 NEED_EAGER = frozenset({"bigbird_pegasus", "deepseek_v4", "git", "inkling2_text", "nllb-moe"})
 # Models whose attention takes more arguments than ours.
