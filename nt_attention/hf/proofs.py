@@ -34,7 +34,8 @@ from .own_code import own_code_of, replaced_functions
 from .parts import is_of_layers, marks_of, name_of, parts_of
 from .proof import Proof
 from .prove import prove
-from .twin import changed_numbers, new_model, twin_config, whole_fields
+from .twin import changed_numbers, new_model, twin_config
+from .whole_twin import whole_fields
 
 SHIPPED = Path(__file__).parent / "proofs"
 

@@ -17,7 +17,8 @@ from .own_code import OwnCode, leaves_of, own_code_of
 from .proof import Proof
 from .trial import UNPATCHED_IS_WRONG, NotProven, Trial, first_line
 from .trial_encoder_decoder import EncoderDecoderTrial
-from .twin import CannotBuild, build_twin, build_whole_twin, isolated, whole_fields
+from .twin import CannotBuild, build_twin, isolated
+from .whole_twin import build_whole_twin, whole_fields
 
 MakeTrial = Callable[..., Trial]
 

@@ -26,7 +26,6 @@ from transformers.utils import logging
 
 from ..kernels.select import automatic_choice
 from .families import base_model, class_of, config_of, is_encoder_decoder
-from .own_code import OwnCode, leaves_of
 from .parts import marks_of, parts_of
 
 HEADS, HEAD_DIM, WIDTH, HIDDEN = 4, 16, 64, 96
@@ -34,10 +33,9 @@ VOCABULARY, PADDING = 99, 1
 WINDOW = 8
 LAYERS = 4  # if all are of one kind
 LARGEST = 2_000_000  # parameters
-LARGEST_TABLES = 40_000_000  # parameters of the embeddings, and of an output layer, of a whole twin
 
 # Config field → its value in a twin.
-_SIZES = {
+SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embedding_dim", "emb_dim"), WIDTH),
     **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "lru_width"), WIDTH),
     **dict.fromkeys(("output_embedding_size", "pooler_hidden_size", "shared_experts_intermediate_size"), WIDTH),
@@ -71,13 +69,8 @@ _SIZES = {
     **dict.fromkeys(("type_vocab_size",), 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index"), 1),
 }  # fmt: skip
-# Names of other sizes than widths and numbers of heads and experts: a whole twin has those of the model.
-_NO_WIDTH = re.compile(
-    "window|chunk|local_attention|vocab|position|max_|n_ctx|context|attn_scalar|num_dense|first_k|layer_start"
-)
-_WIDTHS = {name for name in _SIZES if not _NO_WIDTH.search(name)}
-_KEY_HEADS = re.compile("num_key_value_heads|swa_num_key_value_heads|num_kv_heads|num_query_groups|multi_query_heads")
-_LAYERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")
+KEY_HEADS = re.compile("num_key_value_heads|swa_num_key_value_heads|num_kv_heads|num_query_groups|multi_query_heads")
+LAYER_NUMBERS = re.compile("(num_)?(hidden_|encoder_|decoder_)?layers?|n_layers?")
 # Sizes that models need, though they are None in the default configs of some.
 _NEEDED = {"head_dim", "n_routed_experts", "num_experts_per_tok", "num_key_value_heads", "vocab_size"}
 _PERIOD = re.compile("period|interval|every_n|pattern|_step$|freq")
@@ -103,10 +96,10 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
     """
     given = config.to_dict()
     own = not is_of_transformers(type(config))
-    left_out = _NO_MATTER & (_SWITCHES | _NAMES)
+    left_out = _NO_MATTER & (SWITCHES | NAMES)
     if is_of_transformers(kind):
         left_out = _NO_MATTER if own else _NO_MATTER | (_OLD - _default_fields(config.__class__))
-    fields = _shrink(given, not own if unknown is None else unknown, LAYERS, own, left_out)
+    fields = shrink(given, not own if unknown is None else unknown, LAYERS, own, left_out)
     if is_of_transformers(kind):  # whose code has no padding id of its own
         fields["pad_token_id"] = 0 if _default_padding(config.__class__) == 0 else PADDING
     labels = 1 if len(given.get("id2label") or "12") == 1 else 2
@@ -118,56 +111,12 @@ def twin_config(kind: type, config: Any, unknown: bool | None = None) -> dict[st
 # Fields that older versions of transformers wrote for all models. They matter where they are in a default config.
 _OLD = {"gradient_checkpointing", "position_embedding_type", "pruned_heads", "use_bfloat16", "torchscript"}
 # Fields that name a checkpoint or its files. The code of few classes reads them.
-_NAMES = {"_name_or_path", "transformers_version", "_commit_hash", "architectures", "transformers.js_config"}
+NAMES = {"_name_or_path", "transformers_version", "_commit_hash", "architectures", "transformers.js_config"}
 # Switches of a call, and what a twin sets itself.
-_SWITCHES = {
+SWITCHES = {
     "output_attentions", "output_router_logits", "return_dict", "dtype", "torch_dtype", "quantization_config",
     "auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
 }  # fmt: skip
-
-
-def whole_fields(config: Any, code: OwnCode) -> dict[str, Any]:
-    """All fields of a config that a model of a class with code of its own may read."""
-    left_out = _SWITCHES | (_NAMES - code.names)
-    return {name: value for name, value in config.to_dict().items() if name not in left_out}
-
-
-def _narrow(fields: dict[str, Any], small: dict[str, Any], others: bool, names: set[str]) -> dict[str, Any]:
-    """The fields of a config with the widths, and the numbers of heads and experts, of a small one.
-
-    Args:
-        fields: all fields.
-        small: the fields of the small config, which has as many layers.
-        others: whether integers whose name is not known become small too, if they are not in `names`.
-    """
-    narrow = {}
-    for name, value in fields.items():
-        new = small.get(name, value)
-        if isinstance(value, dict) and isinstance(new, dict):
-            if _is_by_index(value):
-                of_layers: dict[Any, Any] = {key: _of_layer(new, int(key)) or {} for key in value}
-                narrow[name] = {key: _narrow(value[key], of_layers[key], others, names) for key in value}
-            elif "model_type" in value:
-                narrow[name] = _narrow(value, new, others, names)
-            else:  # of RoPE, lists with a number for each dimension
-                narrow[name] = {**value, **{k: x for k, x in new.items() if isinstance(x, list | dict)}}
-        else:
-            is_small = name in _WIDTHS or _KEY_HEADS.fullmatch(name) is not None
-            if others and name not in _SIZES and not _LAYERS.fullmatch(name) and not name.endswith("_id"):
-                is_small = is_small or (_is_int(value) and name not in names)
-            narrow[name] = new if is_small else value
-    return narrow
-
-
-def _halved(fields: dict[str, Any]) -> dict[str, Any]:
-    """A small config with half of the widths."""
-    halves = {**fields}
-    for name, value in fields.items():
-        if isinstance(value, dict) and "model_type" in value:
-            halves[name] = _halved(value)
-        elif name in _WIDTHS and _is_int(value) and not re.search("heads?$|expert|topk|_k$|group", name):
-            halves[name] = value // 2 if value >= HEAD_DIM // 2 else value
-    return halves
 
 
 def is_of_transformers(kind: type) -> bool:
@@ -194,7 +143,7 @@ def _default_padding(kind: Any) -> int | None:
     return padding if isinstance(padding, int) else None
 
 
-def _shrink(
+def shrink(
     given: dict[str, Any],
     unknown: bool,
     most: int | None = LAYERS,
@@ -203,23 +152,23 @@ def _shrink(
 ) -> dict[str, Any]:
     """The fields of a small config. `most`: of how many layers, if all are of one kind; None keeps all layers."""
     fields = {name: value for name, value in given.items() if name not in left_out}
-    layers = next((v for k, v in given.items() if _LAYERS.fullmatch(k) and isinstance(v, int)), 0)
+    layers = next((v for k, v in given.items() if LAYER_NUMBERS.fullmatch(k) and isinstance(v, int)), 0)
     chosen = list(range(layers)) if most is None else _choose_layers(fields, layers, most)
-    by_value = {fields[name]: size for name, size in _SIZES.items() if _is_int(fields.get(name)) and fields[name] > 32}
-    heads = next((fields[k] for k, v in _SIZES.items() if v == HEADS and "head" in k and _is_int(fields.get(k))), None)
+    by_value = {fields[name]: size for name, size in SIZES.items() if is_int(fields.get(name)) and fields[name] > 32}
+    heads = next((fields[k] for k, v in SIZES.items() if v == HEADS and "head" in k and is_int(fields.get(k))), None)
     for name, value in fields.items():
         if isinstance(value, dict):
-            if _is_by_index(value):
-                new = ((place, _of_layer(value, layer)) for place, layer in enumerate(chosen))
-                kept = {place: _shrink(of_layer, unknown) for place, of_layer in new if of_layer is not None}
+            if is_by_index(value):
+                new = ((place, of_layer(value, layer)) for place, layer in enumerate(chosen))
+                kept = {place: shrink(of_layer, unknown) for place, of_layer in new if of_layer is not None}
                 fields[name] = {n: {k: x for k, x in kept[n].items() if k != "pad_token_id"} for n in kept}
             elif "model_type" in value:
-                fields[name] = _shrink(value, unknown, None if most is None else LAYERS)
+                fields[name] = shrink(value, unknown, None if most is None else LAYERS)
             elif "rope_type" in str(value):
                 fields[name] = _shrink_rope(value)
             else:
                 small = {
-                    k: _shrink_integer(str(k), v, 0, heads, by_value, unknown) for k, v in value.items() if _is_int(v)
+                    k: _shrink_integer(str(k), v, 0, heads, by_value, unknown) for k, v in value.items() if is_int(v)
                 }
                 fields[name] = {**value, **small}
         elif isinstance(value, list | tuple):
@@ -231,7 +180,7 @@ def _shrink(
                 fields[name] = 0.02 if "init" in name else 1e-6
             elif name == "rope_theta":
                 fields[name] = 10000.0
-        elif _is_int(value):
+        elif is_int(value):
             fields[name] = _shrink_integer(name, value, len(chosen), heads, by_value, unknown)
     rope = fields.get("rope_parameters") or fields.get("rope_scaling")
     if rope and re.search("dynamic|longrope", str(rope)) and "max_position_embeddings" in fields:
@@ -249,15 +198,15 @@ def _shrink(
 def _shrink_integer(
     name: str, value: int, layers: int, heads: int | None, by_value: dict[int, int], unknown: bool
 ) -> int:
-    if _LAYERS.fullmatch(name):
+    if LAYER_NUMBERS.fullmatch(name):
         return layers
     if name.endswith(("_token_id", "_token_index", "_id")) and value >= 0:
         known = {"bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3, "mask_token_id": 4}
         return known.get(name, 5 if value > 16 else value)
-    if _KEY_HEADS.fullmatch(name):
+    if KEY_HEADS.fullmatch(name):
         return 1 if value == 1 else HEADS if value == heads else 2
-    if name in _SIZES:
-        return value if value <= 0 or (value == 1 and _SIZES[name] <= HEADS) else _SIZES[name]
+    if name in SIZES:
+        return value if value <= 0 or (value == 1 and SIZES[name] <= HEADS) else SIZES[name]
     if _PERIOD.search(name) or not unknown or value <= 16:
         return value
     for size in sorted(by_value, reverse=True):
@@ -271,11 +220,11 @@ def _choose_layers(fields: dict[str, Any], layers: int, most: int) -> list[int]:
     kinds: list[tuple[Any, ...]] = []
     lists = [value for name, value in fields.items() if _is_by_layer(value, layers)]
     indices = [value for name, value in fields.items() if _is_of_indices(name, value, layers)]
-    periods = [v for k, v in fields.items() if _PERIOD.search(k) and _is_int(v) and 1 < v <= 8]
+    periods = [v for k, v in fields.items() if _PERIOD.search(k) and is_int(v) and 1 < v <= 8]
     shared = _shared_layers(fields)
     for layer in range(layers):
         of_lists = [_hashable(value[layer]) for value in lists]
-        of_dicts = [_hashable(_of_layer(value, layer)) for value in fields.values() if _is_by_index(value)]
+        of_dicts = [_hashable(of_layer(value, layer)) for value in fields.values() if is_by_index(value)]
         kinds.append((*of_lists, *of_dicts, *(layer in value for value in indices), layer >= layers - shared))
     if len(set(kinds)) > 1:
         by_kind = {kind: [n for n in range(layers) if kinds[n] == kind] for kind in kinds}
@@ -294,7 +243,7 @@ def _is_by_layer(value: Any, layers: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == layers > 1 and list(value) != list(range(layers))
 
 
-def _is_by_index(value: Any) -> bool:
+def is_by_index(value: Any) -> bool:
     """Whether a field has a dict with layer indices as keys, such as per_layer_config."""
     return (
         isinstance(value, dict)
@@ -303,7 +252,7 @@ def _is_by_index(value: Any) -> bool:
     )
 
 
-def _of_layer(value: dict[Any, Any], layer: int) -> Any:
+def of_layer(value: dict[Any, Any], layer: int) -> Any:
     return next((kept for key, kept in value.items() if int(key) == layer), None)
 
 
@@ -311,14 +260,14 @@ def _is_of_indices(name: str, value: Any, layers: int) -> bool:
     """Whether a field lists layers by their indices."""
     if not isinstance(value, list | tuple) or not 0 < len(value) <= layers or not re.search("layer|idx|index", name):
         return False
-    return not _is_by_layer(value, layers) and all(_is_int(v) and 0 <= v < layers for v in value)
+    return not _is_by_layer(value, layers) and all(is_int(v) and 0 <= v < layers for v in value)
 
 
 def _shrink_list(name: str, value: Any, layers: int, chosen: list[int]) -> Any:
     if _is_by_layer(value, layers):
         kept = [value[layer] for layer in chosen]
         window = re.search("window|span|chunk|local", name)
-        return [v if not _is_int(v) or v <= 16 else WINDOW if window else min(v, HIDDEN) for v in kept]
+        return [v if not is_int(v) or v <= 16 else WINDOW if window else min(v, HIDDEN) for v in kept]
     if _is_of_indices(name, value, layers):
         return [new for new, old in enumerate(chosen) if old in value]
     if name == "eos_token_id":
@@ -345,7 +294,7 @@ def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -424,25 +373,10 @@ def build_twin(original: PreTrainedModel) -> PreTrainedModel:
         CannotBuild: no small config gives a model that has all kinds of modules of the original and runs.
     """
     attempts = _attempts(class_of(original), config_of(original))
-    return _build(original, attempts, (torch.float64, torch.float32), LARGEST, LARGEST)
+    return build(original, attempts, (torch.float64, torch.float32), LARGEST, LARGEST)
 
 
-def build_whole_twin(original: PreTrainedModel, code: OwnCode, dtype: torch.dtype) -> PreTrainedModel:
-    """As `build_twin`, with the model's own config if it is small. If not, with smaller widths, and fewer heads.
-
-    Raises:
-        CannotBuild: as for `build_twin`, or the model has too many layers or too large a vocabulary.
-    """
-    twin = _build(original, _whole_attempts(config_of(original), code), (dtype,), LARGEST, LARGEST_TABLES, True)
-    parts = dict(twin.named_modules())
-    for path, value in changed_numbers(original).items():
-        path, _, name = path.rpartition(".")
-        if path in parts and hasattr(parts[path], name):
-            setattr(parts[path], name, value)
-    return twin
-
-
-def _build(
+def build(
     original: PreTrainedModel,
     attempts: Iterable[dict[str, Any]],
     dtypes: Iterable[torch.dtype],
@@ -489,8 +423,8 @@ def _build(
 def _shares_keys(config: Any) -> bool | None:
     """Whether several query heads of a model share a key head, or None if the config does not say."""
     fields = config.get_text_config().to_dict()
-    heads = next((x for name, x in fields.items() if name == "num_attention_heads" and _is_int(x)), None)
-    keys = next((x for name, x in fields.items() if name == "num_key_value_heads" and _is_int(x)), heads)
+    heads = next((x for name, x in fields.items() if name == "num_attention_heads" and is_int(x)), None)
+    keys = next((x for name, x in fields.items() if name == "num_key_value_heads" and is_int(x)), heads)
     return None if heads is None else keys < heads
 
 
@@ -501,7 +435,7 @@ class _TooLarge(CannotBuild):
 def fill_config(config: Any) -> Any:
     """Set sizes that are None in a default config, such as head_dim, in place, if models of the class need them."""
     fields = config.to_dict()
-    for name, size in {**_SIZES, "num_key_value_heads": HEADS}.items():
+    for name, size in {**SIZES, "num_key_value_heads": HEADS}.items():
         if fields.get(name, 0) is None and name in _NEEDED:
             setattr(config, name, size)
     return config
@@ -513,28 +447,11 @@ def _attempts(kind: type, config: Any) -> Iterator[dict[str, Any]]:
         for unknown in (None, not is_of_transformers(type(config))):
             fields = twin_config(kind, config, unknown)
             if fill:
-                fields |= {name: size for name, size in _SIZES.items() if name in fields and fields[name] is None}
-                fields |= {name: 2 for name in fields if _KEY_HEADS.fullmatch(name) and fields[name] is None}
+                fields |= {name: size for name, size in SIZES.items() if name in fields and fields[name] is None}
+                fields |= {name: 2 for name in fields if KEY_HEADS.fullmatch(name) and fields[name] is None}
             yield fields
             for without in (("head_dim",), ("head_dim", "num_key_value_heads")):
                 yield {name: value for name, value in fields.items() if name not in without}
-
-
-def _whole_attempts(config: Any, code: OwnCode) -> Iterator[dict[str, Any]]:
-    """The fields of the configs of a whole twin to try: all of the model, or those with smaller widths."""
-    fields = whole_fields(config, code)
-    if fields.get("pad_token_id") is None:
-        fields["pad_token_id"] = PADDING
-    yield fields
-    vocabulary = fields.get("vocab_size")
-    if _is_int(vocabulary) and "vocab_size" not in code.names:  # only ids that it may compare with
-        numbers = {*code.numbers, *(x for x in leaves_of(fields) if _is_int(x))}
-        fields["vocab_size"] = max([number + 64 for number in numbers if number + 64 < vocabulary] + [VOCABULARY])
-    for others, halves in ((False, True), (False, False), (True, False)):
-        small = _shrink(config.to_dict(), others, None)
-        yield (narrow := _narrow(fields, _halved(small) if halves else small, others, code.names))
-        for without in (("head_dim",), ("head_dim", "num_key_value_heads")):
-            yield {name: value for name, value in narrow.items() if name not in without}
 
 
 @torch.no_grad()
