@@ -396,7 +396,7 @@ def build(
                 tables = sum(p.numel() for p in new.parameters() if id(p) in embeddings or vocabulary in p.shape)
                 size = sum(p.numel() for p in new.parameters())
                 if size - tables > largest or tables > largest_tables:
-                    raise _TooLarge(f"it still has {size / 1e6:.0f} million parameters")
+                    raise TooLargeError(f"it still has {size / 1e6:.0f} million parameters")
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
@@ -416,7 +416,7 @@ def build(
                 _try(model)
                 return model
             except (Exception, SystemExit) as failure:  # any class, any config
-                error = failure if error is None or isinstance(error, _TooLarge) else error
+                error = failure if error is None or isinstance(error, TooLargeError) else error
     raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
@@ -428,7 +428,7 @@ def _shares_keys(config: Any) -> bool | None:
     return None if heads is None else keys < heads
 
 
-class _TooLarge(CannotBuild):
+class TooLargeError(CannotBuild):
     """A config gives a model with too many parameters."""
 
 

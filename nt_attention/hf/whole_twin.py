@@ -32,6 +32,7 @@ from .twin import (
     shrink,
 )
 
+_FEW_IDS = 32_768  # if tables for the largest ids have too many parameters
 LARGEST_TABLES = 40_000_000  # parameters of the embeddings, and of an output layer
 # Names of other sizes than widths and numbers of heads and experts: a whole twin has those of the model.
 _NO_WIDTH = re.compile(
@@ -99,18 +100,36 @@ def build_whole_twin(original: PreTrainedModel, code: OwnCode, dtype: torch.dtyp
     return twin
 
 
+def _fewer_ids(fields: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
+    """The fields with vocabularies that have the numbers, but not all other ids."""
+    fewer = {**fields}
+    for name, value in fields.items():
+        if isinstance(value, dict) and "model_type" in value:
+            fewer[name] = _fewer_ids(value, numbers)
+        elif name in ("vocab_size", "vocab_size_per_layer_input") and is_int(value):
+            largest = max([number for number in numbers if number < fields.get("vocab_size", value)], default=0)
+            fewer[name] = min(value, max(largest + 64, VOCABULARY))
+    return fewer
+
+
 def _whole_attempts(config: Any, code: OwnCode) -> Iterator[dict[str, Any]]:
     """The fields of the configs of a whole twin to try: all of the model, or those with smaller widths."""
     fields = whole_fields(config, code)
     if fields.get("pad_token_id") is None:
         fields["pad_token_id"] = PADDING
     yield fields
-    vocabulary = fields.get("vocab_size")
-    if is_int(vocabulary) and "vocab_size" not in code.names:  # only ids that it may compare with
-        numbers = {*code.numbers, *(x for x in leaves_of(fields) if is_int(x))}
-        fields["vocab_size"] = max([number + 64 for number in numbers if number + 64 < vocabulary] + [VOCABULARY])
-    for others, halves in ((False, True), (False, False), (True, False)):
+    numbers = {*code.numbers, *(x for x in leaves_of(fields) if is_int(x))}
+    few = _fewer_ids(fields, numbers)
+    fewest = _fewer_ids(fields, code.numbers | {number for number in numbers if number <= _FEW_IDS})
+    whole = fields if "vocab_size" in code.names else few  # only ids that the code may compare with
+    for ids, others, halves in (
+        (whole, False, True),
+        (whole, False, False),
+        (whole, True, False),
+        (fewest, False, True),
+        (fewest, True, False),
+    ):
         small = shrink(config.to_dict(), others, None)
-        yield (narrow := _narrow(fields, _halved(small) if halves else small, others, code.names))
+        yield (narrow := _narrow(ids, _halved(small) if halves else small, others, code.names))
         for without in (("head_dim",), ("head_dim", "num_key_value_heads")):
             yield {name: value for name, value in narrow.items() if name not in without}

@@ -50,7 +50,7 @@ def test_fields_that_a_small_model_does_not_have_are_in_the_key():
 
 ITSELF = {"options": []}
 ITSELF["options"].append(ITSELF)
-WORDS = [str(number) for number in range(2_000_000)]
+WORDS = ["word"] * 2_000_000
 OPTIONS = types.SimpleNamespace(mixes=False)
 
 
