@@ -76,6 +76,8 @@ def is_packed(given: dict[str, Any]) -> bool:
         return bool(offsets.numel() != 2)
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or not can_be_read(position_ids):
         return False
+    if isinstance(mask, Tensor) and mask.dim() != 2:  # the caller's own mask says what is visible
+        return False
     length = position_ids.shape[1]
     token_mask = None
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
@@ -41,7 +42,7 @@ def own_code_of(model: nn.Module) -> OwnCode:
     """The code of a model and its config that is not from known packages, and functions replaced in transformers."""
     classes = {class_of(module) for module in model.modules()} | {type(getattr(model, "config", None))}
     classes = {each for each in classes if not is_of_layers(each)}
-    functions = [x for name, _, x in replaced_functions(classes) if is_known(name) and _is_replacement(x)]
+    functions = [x for name, _, x in replaced_functions(classes) if is_known(name) and _is_replacement(x, name)]
     return OwnCode.of({base for each in classes for base in each.__mro__ if not is_known(base.__module__)}, functions)
 
 
@@ -66,10 +67,20 @@ def replaced_functions(classes: set[type]) -> Iterator[tuple[str, str, Any]]:
                 yield name, attribute, function
 
 
-def _is_replacement(function: Any) -> bool:
-    """Whether a function in the files of transformers is not one that transformers itself imports."""
+def _is_replacement(function: Any, module: str) -> bool:
+    """Whether a function in a module of transformers is not one that this module imports by itself."""
     package = str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0]
-    return inspect.isfunction(function) and package not in {"safetensors", "tokenizers", "numpy", *OF_LAYERS}
+    return inspect.isfunction(function) and package not in {*OF_LAYERS, *_imported_by(module)}
+
+
+@functools.lru_cache(256)
+def _imported_by(module: str) -> frozenset[str]:
+    """The packages that the source of a module imports, also in functions."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # it has no source file
+        return frozenset()
+    return frozenset(re.findall(r"^\s*(?:from|import)\s+(\w+)", source, re.MULTILINE))
 
 
 @dataclass

@@ -534,7 +534,7 @@ def test_shipped_proof_needs_no_twin(monkeypatch, cache):
 def test_new_proof_is_said_and_kept(caplog, cache, monkeypatch):
     model = OwnModel(OwnConfig()).eval()
     first = str(nta.patch(model))
-    assert "OwnModel with this config can be packed: trying a small model" in caplog.text
+    assert "OwnModel with this config can be packed; trying a small model" in caplog.text
     assert f"kept in {cache}" in first
     assert len(entries_of(cache)) == 1
     model.forward.handle.remove()

@@ -406,7 +406,7 @@ def test_models_inside_of_a_model_that_is_not_packed_count_their_padding(padded)
     want = model(**inputs)
     with nta.patch(model, on_fallback="raise") as handle:
         if padded:
-            with pytest.raises(NotPackedError, match="its input is query, which has no padding mask"):
+            with pytest.raises(NotPackedError, match="its input is query, and only the tokens of input_ids are packed"):
                 model(**inputs)
         else:
             torch.testing.assert_close(model(**inputs), want)
