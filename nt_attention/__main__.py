@@ -19,10 +19,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name.
-
-    Returns:
-        The exit status.
+    """Run the command that the arguments name, and return the exit status.
 
     Raises:
         SystemExit: status 2 for invalid arguments, or if a package that the command needs is not installed.
@@ -40,19 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == [name]:  # the modules of the other commands are not imported
             if importlib.util.find_spec("rich") is None:
                 command.error(f"{name} needs rich: pip install 'nt-attention[cli]'")
-            importlib.import_module(f".cli.{_module(name)}", __package__).add_arguments(command)
+            importlib.import_module(f".cli.{name.replace('-', '_')}", __package__).add_arguments(command)
     options = parser.parse_args(arguments)
-    module = importlib.import_module(f".cli.{_module(options.command or 'environment')}", __package__)
-    status: int = module.main(options)
+    command_name = (options.command or "environment").replace("-", "_")
+    status: int = importlib.import_module(f".cli.{command_name}", __package__).main(options)
     return status
 
 
 def run() -> int:
-    """`main` as a program: characters that stdout can't encode become "?", and a closed pipe ends it without a message.
-
-    Returns:
-        The exit status, 1 if the reader of stdout has ended (`python -m nt_attention | head -1`).
-    """
+    """`main` as a program: "?" for characters that stdout can't encode; 1 and no message if the reader has ended."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -62,10 +55,6 @@ def run() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it exits
         return 1
     return status
-
-
-def _module(command: str) -> str:
-    return command.replace("-", "_")
 
 
 if __name__ == "__main__":

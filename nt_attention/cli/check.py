@@ -25,7 +25,7 @@ from rich.progress import track
 from ..kernels import registry, support
 from ..kernels.call import AttentionSpec
 from .cases import Case, Finding, cases_of, run_case
-from .environment import check_writable, device_name, devices, positive, versions
+from .environment import device_name, devices, output_file, positive, versions
 
 Results = dict[str, dict[str, dict[str, dict[str, str]]]]  # as in ``VerifiedSupport.results``
 RESULTS = {"both": "right", "forward": "right without gradients", "no": "not right"}
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--which", nargs="+", help="only these head dims and features, such as 64 192/128 causal")
     add("--jobs", type=positive, help="processes, which compile kernels in parallel; default: 8 on a GPU, else 1")
     about = "save the results as the verified support on this kind of GPU, or in a file"
-    add("--save", type=Path, nargs="?", const=Path(), metavar="FILE", help=about)
+    add("--save", type=output_file, nargs="?", const=Path(), metavar="FILE", help=about)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -46,8 +46,6 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.save == Path() and device.type != "cuda":
             raise ValueError("--save without a file is for a CUDA device: verified support is kept for GPUs only.")
-        if options.save not in (None, Path()):
-            check_writable(options.save, "--save")
         cases = requested_cases(options.backends, options.which, device)
     except ValueError as error:
         options.error(str(error))
@@ -147,6 +145,5 @@ def save(results: Results, device: torch.device, file: Path, command: str) -> No
                 saved.setdefault(name, {}).setdefault(dtype, {}).setdefault(kind, {}).update(row)
     header = {"command": command, "date": str(date.today()), "gpu": device_name(device)}
     header["versions"] = before["versions"] | versions()
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(header | {"results": saved}, indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(f"\nsaved in {file}")

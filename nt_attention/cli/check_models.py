@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from rich.markup import escape
 from ..hf import families, proofs
 from ..hf.proof import Proof
 from ..hf.text_models import on_meta_device, text_classes
-from .environment import check_writable, positive
+from .environment import output_file, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model_types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the proofs to a JSON file")
+    parser.add_argument("--write", type=output_file, metavar="FILE", help="write the proofs to a JSON file")
     parser.add_argument("--jobs", type=positive, default=1, help="number of processes (default: 1)")
 
 
@@ -33,11 +32,6 @@ def main(options: argparse.Namespace) -> int:
     unknown = set(options.model_types) - {model_type for model_type, _, _ in text_classes()}
     if unknown:
         options.error(f"no text models of type {', '.join(sorted(unknown))}: pass values of config.model_type")
-    if options.write:
-        try:
-            check_writable(options.write, "--write")
-        except ValueError as error:
-            options.error(str(error))
     wanted = [row for row in text_classes() if not options.model_types or row[0] in options.model_types]
     console, entries = Console(highlight=False, soft_wrap=True), []
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
@@ -65,20 +59,15 @@ def _prove(row: tuple[str, str, str]) -> dict[str, Any]:
     try:
         model = on_meta_device(model_type, class_name)
     except Exception as error:  # whatever a class raises
-        return {
-            **entry,
-            "proof": {"reason": f"no default config: {type(error).__name__}: {' '.join(str(error).split())[:100]}"},
-        }
-    entry["key"], _ = proofs.key_of(model)
-    if (reason := families.why_not_packed(model)) is not None:
+        reason = f"no default config: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return {**entry, "proof": {"reason": reason}}
-    return {**entry, "proof": proofs.as_fields(proofs.make(model))}
+    entry["key"], _ = proofs.key_of(model)
+    not_packed = families.why_not_packed(model)
+    return {**entry, "proof": {"reason": not_packed} if not_packed else proofs.as_fields(proofs.make(model))}
 
 
 def _state(entry: dict[str, Any]) -> str:
-    if not entry["key"]:
-        return "not built"
-    return "refused" if "reason" in entry["proof"] else "packed"
+    return "not built" if not entry["key"] else "refused" if "reason" in entry["proof"] else "packed"
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -54,20 +54,11 @@ def devices() -> list[str]:
     return [*(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus)), "cpu"]
 
 
-def check_writable(file: Path, option: str) -> None:
-    """Check before the work that a file can be written after it. Makes its directory.
-
-    Raises:
-        ValueError: It can't.
-    """
-    is_new = not file.exists()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
-    except OSError as error:
-        raise ValueError(f"{option} can't write {file}: {error.strerror}. Pass another file.") from error
-    if is_new:
-        file.unlink()
+def output_file(text: str) -> Path:
+    file = Path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, got {text!r}")
+    return file
 
 
 def positive(text: str) -> int:
@@ -81,6 +72,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    lines = (line.partition(":") for line in (info.read_text().splitlines() if info.exists() else []))
+    names = (value.strip() for name, _, value in lines if name.startswith("model name"))
     return f"{next(names, platform.machine())}, torch threads: {torch.get_num_threads()}"

@@ -61,6 +61,8 @@ def _lengths(entry: Entry) -> list[Change]:
     found = changes_of_lengths(entry.sides)
     if entry.form is Padded or Padded in entry.outputs.values():  # tokens would have other positions
         found = [change for change in found if change.moment != "before forward"]
+    if "from_offsets-view" in entry.name:  # a view keeps the values of a tensor that gets other memory
+        found = [change for change in found if change.how != "set_"]
     return found
 
 

@@ -188,8 +188,11 @@ class TestCheckCommand:
             (["--backends", "torch_flash"], "torch_flash can't be verified on cpu: "),
             (["--which", "17"], "no case is left: pass --which some of ['16', "),
             (["--jobs", "0"], "must be an integer ≥ 1, got '0'"),
-            (["--save", str(Path(__file__).parent)], f"--save can't write {Path(__file__).parent}: Is a directory."),
-            (["--save", f"{__file__}/x.json"], f"--save can't write {__file__}/x.json: "),
+            (
+                ["--save", str(Path(__file__).parent)],
+                f"argument --save: can't write {Path(__file__).parent}: Is a directory.",
+            ),
+            (["--save", f"{__file__}/x.json"], f"argument --save: can't write {__file__}/x.json: "),
         ],
     )
     def test_invalid_check_arguments(self, arguments, details, capsys):
