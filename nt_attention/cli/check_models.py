@@ -38,8 +38,7 @@ def main(options: argparse.Namespace) -> int:
         for entry in pool.map(_prove, wanted):
             entries.append(entry)
             console.print(escape(_line(entry)))
-    counts = Counter(_state(entry) for entry in entries)
-    console.print(", ".join(f"{number} {what}" for what, number in counts.items()))
+    console.print(", ".join(f"{number} {what}" for what, number in Counter(map(_state, entries)).items()))
     if options.write:
         options.write.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
         return 0

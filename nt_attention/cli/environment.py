@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,10 +29,11 @@ def main(options: argparse.Namespace) -> int:
         print(f"  {ENVIRONMENT_VARIABLE} is {named!r}{note}")
     print("backends:")
     backends = registry.backends()
-    width = max(map(len, backends))
     for name, backend in backends.items():
         missing = backend.missing()
-        print(f"  {name:<{width}}  {backend.about if missing is None else 'not available: ' + missing}")
+        print(
+            f"  {name:<{max(map(len, backends))}}  {backend.about if missing is None else 'not available: ' + missing}"
+        )
     return 0
 
 
@@ -55,9 +57,12 @@ def devices() -> list[str]:
 
 
 def output_file(text: str) -> Path:
+    """A file to write after the work. Makes its directory."""
     file = Path(text)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
     if file.is_dir() or not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a file in a directory, got {text!r}")
     return file
 
 
