@@ -28,12 +28,10 @@ def main(options: argparse.Namespace) -> int:
         note = "" if named in (*registry.backends(), "auto") else ", which is not a backend"
         print(f"  {ENVIRONMENT_VARIABLE} is {named!r}{note}")
     print("backends:")
-    backends = registry.backends()
-    for name, backend in backends.items():
+    width = max(map(len, registry.backends()))
+    for name, backend in registry.backends().items():
         missing = backend.missing()
-        print(
-            f"  {name:<{max(map(len, backends))}}  {backend.about if missing is None else 'not available: ' + missing}"
-        )
+        print(f"  {name:<{width}}  {backend.about if missing is None else 'not available: ' + missing}")
     return 0
 
 
@@ -57,7 +55,6 @@ def devices() -> list[str]:
 
 
 def output_file(text: str) -> Path:
-    """A file to write after the work. Makes its directory."""
     file = Path(text)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

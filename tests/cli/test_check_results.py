@@ -94,6 +94,7 @@ class TestResults:
 
     def test_saved_results_become_the_verified_support(self, findings, tmp_path, monkeypatch, capsys):
         file, results = tmp_path / "verified" / "sm90.json", check.summarize(findings)
+        file.parent.mkdir()
         check.save(results, CPU, file, COMMAND)
         assert f"saved in {file}" in capsys.readouterr().out
         written = json.loads(file.read_text())
