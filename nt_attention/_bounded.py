@@ -218,6 +218,7 @@ class BoundedLayout(SequenceLayout):
         return f"BoundedLayout({self.batch_size} sequences, {bounds}, on {self.device})"
 
     def __getstate__(self) -> dict[str, object]:
+        self.check_unchanged("this layout")
         return {"offsets": self.given, "max_seqlen": self.max_seqlen, "max_tokens": self.total}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -442,7 +442,12 @@ class SequenceLayout:
         return ids, row - offsets[ids]
 
     def __getstate__(self) -> dict[str, object]:
-        """Without `_facts`, which `__setstate__` creates from its copy of the offsets on the host."""
+        """Without `_facts`, which `__setstate__` creates from its copy of the offsets on the host.
+
+        Raises:
+            ValueError: the offsets were changed in place.
+        """
+        self.check_unchanged("this layout")
         state = {name: value for name, value in self.__dict__.items() if name != "_facts"}
         return state | {"host": self._facts.host}
 

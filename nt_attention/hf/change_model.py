@@ -24,6 +24,7 @@ from .packed_row import counts_positions, embed_positions
 from .proof import Head, Proof
 from .rope import rotate_per_sequence, scales_by_length
 from .small_batches import Size
+from .twin import is_of_transformers
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,10 @@ def _override_positions(base: nn.Module, handle: Handle) -> bool:
     return found
 
 
+def _head_call(model: PreTrainedModel) -> SequenceHeadCall:
+    return SequenceHeadCall(_arguments(model)[0], is_of_transformers(families.class_of(model)))
+
+
 def make_padding_free(
     model: PreTrainedModel, proof: Proof, family: Family, handle: Handle, logits: Logits, packing: PackingMode
 ) -> None:
@@ -180,7 +185,7 @@ def make_padding_free(
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)
         if head != "token" and model is not base:
-            override_forward(model, SequenceHeadCall(_arguments(model)[0]), handle)
+            override_forward(model, _head_call(model), handle)
         for entry in [base, model] if head == "token" and model is not base else [base]:
             defaults, _ = _arguments(entry)
             override_forward(entry, EncoderDecoderCall(handle, proof, defaults, logits, is_routed), handle)
@@ -191,7 +196,7 @@ def make_padding_free(
     elif head != "sequence":
         entries.append((model, head))
     if head == "sequence" and model is not base:
-        override_forward(model, SequenceHeadCall(_arguments(model)[0]), handle)
+        override_forward(model, _head_call(model), handle)
     for entry, works_on in entries:
         call = packed_call(entry, works_on)
         override_forward(entry, call, handle)

@@ -94,7 +94,7 @@ OWN_ATTENTION = {
 # Inputs with a value for each token, except position_ids.
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
 # The sequences of rows that the caller packed, as transformers' DataCollatorWithFlattening gives them.
-ROW_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+ROW_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # Arguments of a model. A call with any other one can't run packed.
 INPUTS = TOKEN_INPUTS | ROW_INPUTS | {
     "attention_mask", "position_ids", "logits_to_keep", "start_positions", "end_positions", "next_sentence_label",

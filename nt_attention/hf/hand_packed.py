@@ -76,7 +76,7 @@ def is_packed(given: dict[str, Any]) -> bool:
         return bool(offsets.numel() != 2)
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or not can_be_read(position_ids):
         return False
-    if isinstance(mask, Tensor) and mask.dim() != 2:  # the caller's own mask says what is visible
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):  # masks that are made already
         return False
     length = position_ids.shape[1]
     token_mask = None

@@ -154,8 +154,13 @@ class passing_rows:
 def add_rows_of_head(model: PreTrainedModel, given: dict[str, Any]) -> None:
     """Add the arguments of the head that runs, if it is that of this base model and has not passed them on."""
     base, rows = _rows_of_head.get()
-    if base is model:
-        given.update({name: x for name, x in rows.items() if name not in given})
+    if base is not model:
+        return
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    length = None if tokens is None else tokens.shape[1]
+    for name in rows.keys() - given.keys():
+        if name != "position_ids" or rows[name].shape[-1] == length:  # heads may extend or cut rows
+            given[name] = rows[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,14 +169,28 @@ class SequenceHeadCall:
 
     Attributes:
         defaults: as in `PackedCall`.
+        is_known: whether the head is one of transformers, which reads one token of a row.
     """
 
     defaults: dict[str, Any]
+    is_known: bool
 
     @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with passing_rows(model, given_arguments(self.defaults, args, kwargs) or {}):
+        given = given_arguments(self.defaults, args, kwargs) or {}
+        if not self.is_known:
+            _refuse_packed_rows(model, given)
+        with passing_rows(model, given):
             return original(*args, **kwargs)
+
+
+@outside_of_graphs
+def _refuse_packed_rows(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    if is_packed(given):
+        raise ValueError(
+            f"{type(model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that restart), "
+            "and its head computes with whole rows: pass a padded batch with attention_mask."
+        )
 
 
 # Models that were called with graphs → whether they return a cache.

@@ -34,7 +34,7 @@ from .own_code import own_code_of, replaced_functions
 from .parts import is_of_layers, marks_of, name_of, parts_of
 from .proof import Proof
 from .prove import prove
-from .twin import changed_numbers, new_model, twin_config
+from .twin import changed_numbers, flags_of, new_model, twin_config
 from .whole_twin import whole_fields
 
 SHIPPED = Path(__file__).parent / "proofs"
@@ -130,7 +130,7 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
     }
     if code.exists:
         fields |= {"whole config": whole_fields(families.config_of(model), code), "values": sorted(code.values)}
-        fields["changed"] = changed_numbers(model)
+        fields["changed"] = [changed_numbers(model), {name: x.tolist() for name, x in flags_of(model).items()}]
     text = _canonical(fields)
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     functions = [getattr(quirk, "__qualname__", "<locals>") for quirk in quirks]

@@ -107,6 +107,9 @@ def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make:
     found = make(whole, proof=proof).prove()
     if next(whole.parameters()).dtype == torch.float64:  # code may ask for the dtype
         make(whole.float(), proof=proof).check_values()
+    for dtype in (torch.bfloat16, torch.float16):
+        if str(dtype).removeprefix("torch.") in code.names:
+            make(whole.to(dtype), proof=proof).check_values()
     return replace(
         proof,
         holes=proof.holes and found.holes,

@@ -133,6 +133,8 @@ class RunningCall(NamedTuple):
             return "it has layers that do not know where sequences begin: pass a padded batch"
         if model_type in NEED_LENGTHS and not self.lengths:
             return "its layers need cu_seq_lens_q and cu_seq_lens_k"
+        if getattr(model.config, "token_dropout", False):
+            return "its token_dropout counts masks along the whole row: call nt_attention.patch(model)"
         if not self._takes_positions() and embeds_positions(model):
             return "it takes no position_ids, and counts positions along the whole row: call nt_attention.patch(model)"
         lengths = layout.lengths.tolist() if has_scaled_rope(model) else []

@@ -364,6 +364,18 @@ def changed_numbers(model: PreTrainedModel) -> dict[str, float]:
     }
 
 
+_MOST_FLAGS = 64
+
+
+def flags_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers with a few truth values or integers, by path, which a program may have set. Not those on meta."""
+    return {
+        path: buffer
+        for path, buffer in model.named_buffers()
+        if not buffer.is_floating_point() and buffer.numel() <= _MOST_FLAGS and not buffer.is_meta
+    }
+
+
 def build_twin(original: PreTrainedModel) -> PreTrainedModel:
     """A small model of the class of a model, with random weights, in evaluation mode, on the CPU.
 
@@ -407,6 +419,9 @@ def build(
                 if lost := next((mark for mark in flags if mark not in kept), None):
                     raise CannotBuild(f"none of its {lost[0]} has {lost[1]} = {lost[2]}")
                 _randomize(model, keep_dropout)
+                for path, buffer in flags_of(original).items():
+                    if (own := flags_of(model).get(path)) is not None and own.shape == buffer.shape:
+                        own.copy_(buffer)
                 model.to(dtype).eval()
                 model.config.use_cache = False
                 if is_encoder_decoder(model) and getattr(model.config, "decoder_start_token_id", None) is None:

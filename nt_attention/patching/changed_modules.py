@@ -25,13 +25,15 @@ def why_not_packed_now(module: nn.Module) -> str | None:
     is_encoder = isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
     kind = ENCODER_LAYER if is_encoder else DECODER_LAYER
     stack: Any = module
-    layers = list(stack.layers) if is_stack else [module]
+    # torch.compile puts a module around a layer
+    layers = [getattr(x, "_orig_mod", x) for x in stack.layers] if is_stack else [module]
     parts = [*stack._modules.values(), *layers] if is_stack else []
-    methods, attributes = kind.methods[1:], []
+    methods, attributes = kind.methods[1:], [id(type(module))]
     for layer in layers:
         own = layer.__dict__
         parts += layer._modules.values()
-        attributes += [id(own.get("activation")), id(own.get("forward")), *[name in own for name in methods]]
+        attributes += [id(type(layer)), id(own.get("activation")), id(own.get("forward"))]
+        attributes += [name in own for name in methods]
     modules = [x for x in parts if x is not None]
     known = _checked.get(module)
     if known is not None and known[1] == attributes and _are(known[0], modules):
@@ -46,6 +48,8 @@ def _are(references: list[ref[nn.Module]], modules: list[nn.Module]) -> bool:
 
 
 def _why_not(stack: Any, layers: list[nn.Module], kind: LayerKind, is_stack: bool) -> str | None:
+    if is_stack and type(stack).forward not in (nn.TransformerEncoder.forward, nn.TransformerDecoder.forward):
+        return f"its class was changed after the patch: {type(stack).__name__} has a forward of its own"
     for i, layer in enumerate(layers):
         if (reason := _why_layer_not(layer, kind)) is not None:
             name = f"layers.{i}" if is_stack else "the layer"
@@ -58,6 +62,8 @@ def _why_layer_not(layer: nn.Module, kind: LayerKind) -> str | None:
     """Why a layer can't take packed tokens. It may have wrappers that keep shapes around its patched forward."""
     if "forward" not in layer.__dict__:
         return "it is not patched"
+    if not all(getattr(type(layer), name) is getattr(kind.stock, name) for name in kind.methods):
+        return f"{type(layer).__name__} overrides {', '.join(kind.methods)}"
     replaced = [name for name in kind.methods[1:] if name in layer.__dict__]
     if replaced:
         return f"its {' and '.join(replaced)} may need padded rows"

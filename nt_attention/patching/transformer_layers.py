@@ -8,6 +8,7 @@ not. Layouts are arguments so that activation checkpointing finds them in the re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -85,12 +86,22 @@ def may_mix_tokens(layer: nn.Module, kind: LayerKind) -> str | None:
         if (reason := part_not_supported(name, getattr(layer, name), kinds)) is not None:
             return reason
     activation: Any = layer.activation
-    known = activation in (F.relu, F.gelu) or type(activation) in _ACTIVATIONS
+    while isinstance(activation, functools.partial):
+        activation = activation.func
+    is_module = isinstance(activation, nn.Module)
+    known = type(activation) in _ACTIVATIONS and _runs_known_code(activation) if is_module else activation in _POINTWISE
     return None if known else "its activation may mix tokens."
 
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
-_ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6)
+_ACTIVATIONS = (
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.ReLU6, nn.SELU,
+    nn.CELU, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Identity,
+)  # fmt: skip
+_POINTWISE = {
+    F.relu, F.gelu, F.silu, F.mish, F.elu, F.selu, F.celu, F.leaky_relu, F.relu6, F.hardswish, F.hardsigmoid, F.tanh,
+    F.sigmoid, F.softplus, F.softsign, F.logsigmoid, torch.relu, torch.tanh, torch.sigmoid,
+}  # fmt: skip
 
 
 def final_norm_not_supported(stack: nn.TransformerEncoder | nn.TransformerDecoder) -> str | None:

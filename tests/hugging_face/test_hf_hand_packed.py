@@ -8,6 +8,7 @@ import pytest
 import rows_matrix
 import tiny
 import torch
+import transformers
 from transformers import DataCollatorWithFlattening
 from transformers.models.auto import modeling_auto
 
@@ -65,8 +66,6 @@ def make(model_type="gptj", name="GPTJForCausalLM", **more):
     """A small model of a family that `tiny` may not have."""
     if model_type in tiny.CONFIGS:
         return tiny.make(model_type, name, **more)
-    import transformers
-
     kind = getattr(transformers, name)
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4, "n_positions": 64, "vocab_size": tiny.VOCABULARY}
     torch.manual_seed(0)
@@ -243,3 +242,59 @@ def test_models_of_the_lists_are_models_of_transformers():
     known = set(modeling_auto.MODEL_MAPPING_NAMES) | set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     lists = running_call.MIX_ROWS | running_call.NEED_LENGTHS | running_call.NEED_EAGER | running_call.NOT_SUPPORTED
     assert lists - known <= {"t5gemma2_decoder"}
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("gptj", "GPTJForCausalLM"), ("llama", "LlamaForCausalLM")])
+def test_seq_idx_of_a_collator_is_that_of_the_row(model_type, name):
+    model = make(model_type, name)
+    row = torch.randint(5, tiny.VOCABULARY, (1, LAYOUT.total))
+    given = {"input_ids": row, "position_ids": LAYOUT.position_ids[None], "use_cache": False}
+    with torch.no_grad(), nta.patch(model, on_fallback="raise") as handle:
+        want = model(**given).logits
+        close(model(**given, seq_idx=LAYOUT.sequence_ids.int()[None]).logits, want)
+    assert handle.calls == {None: 2}
+
+
+def test_left_padding_with_a_static_cache_is_no_packed_row():
+    config = transformers.Llama4TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_chunk_size=4, num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0], pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config).eval()
+    ids = torch.randint(5, tiny.VOCABULARY, (2, 9))
+    mask = (torch.arange(9) >= torch.tensor([[4], [0]])).long()
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    want = model.generate(ids, **options)
+    with nta.patch(model):
+        assert torch.equal(model.generate(ids, **options), want)
+
+
+class Smoothed(transformers.LlamaForCausalLM):
+    """Its head mixes the tokens of a row, so only its base model packs."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        out = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        return transformers.utils.ModelOutput(logits=out.logits + 0.1 * out.logits.cumsum(1))
+
+
+def test_head_that_mixes_the_tokens_of_a_row_refuses_packed_rows():
+    model = Smoothed(tiny.make("llama", "LlamaForCausalLM").config).eval()
+    row = torch.randint(5, tiny.VOCABULARY, (1, LAYOUT.total))
+    try:
+        nta.patch(model)
+    except ValueError:
+        return
+    with pytest.raises(ValueError, match="its head computes with whole rows: pass a padded batch"):
+        model(input_ids=row, position_ids=LAYOUT.position_ids[None])
+
+
+def test_token_dropout_of_esm_counts_masks_of_each_sequence():
+    config = transformers.EsmConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, pad_token_id=1,
+        mask_token_id=4, position_embedding_type="rotary", token_dropout=True, attn_implementation=nta.hf.register(),
+    )  # fmt: skip
+    model = transformers.EsmModel(config).eval()
+    row = torch.randint(5, 97, (1, LAYOUT.total))
+    with pytest.raises(ValueError, match="token_dropout counts masks along the whole row"):
+        model(input_ids=row, position_ids=LAYOUT.position_ids[None])

@@ -3,6 +3,9 @@
 Dimensions: T tokens, H heads, D head dim.
 """
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -217,6 +220,16 @@ class TestChangedOffsets:
         slopes.mul_(2)
         with pytest.raises(RuntimeError, match=MODIFIED):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_layout_of_changed_offsets_is_not_copied(copier):
+    """The copy would have the old lengths and the new offsets."""
+    offsets = torch.tensor([0, 3, 5, 8])
+    layout = SequenceLayout.from_offsets(offsets)
+    offsets[1] = 4
+    with pytest.raises(ValueError, match="changed in place after it was made"):
+        copier(layout)
 
 
 def attend(x, given, backend="auto"):

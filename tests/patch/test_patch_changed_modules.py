@@ -1,6 +1,7 @@
 """Modules of PyTorch that were changed after the patch: the result is that of the changed module, or a clear error."""
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -157,3 +158,56 @@ def test_model_is_freed():
     del model
     gc.collect()
     assert reference() is None
+
+
+class Shifted(nn.TransformerEncoderLayer):
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x, *args, **kwargs) + 1
+
+
+def change_class(model):
+    model.layers[0].__class__ = Shifted
+
+
+def replace_forward_of_activation(model):
+    model.layers[0].activation = nn.GELU()
+    model.layers[0].activation.forward = lambda x: x.softmax(-2)
+
+
+@pytest.mark.parametrize("change", [change_class, replace_forward_of_activation])
+def test_changed_class_or_activation_falls_back(change):
+    model = STACKS["encoder"]()
+    stock = copy.deepcopy(model)
+    nta.patch(model)
+    for each in (model, stock):
+        change(each)
+    x = torch.randn(2, LENGTH, E, dtype=torch.float64)
+    with pytest.warns(NotPackedWarning, match=r"layers\.0 was changed or added after the patch"):
+        got = model(x, src_key_padding_mask=PADDING)
+    want = stock(x, src_key_padding_mask=PADDING)
+    torch.testing.assert_close(got[~PADDING], want[~PADDING])
+
+
+def test_layers_that_are_compiled_after_the_patch_stay_packed(fresh_compiler):
+    model = STACKS["encoder"]()
+    handle = nta.patch(model)
+    x = torch.randn(2, LENGTH, E, dtype=torch.float64)
+    want = model(x, src_key_padding_mask=PADDING)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), want)
+    assert handle.calls == {None: 2}
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [nn.functional.silu, torch.tanh, functools.partial(nn.functional.gelu, approximate="tanh")],
+    ids=["silu", "tanh", "partial"],
+)
+def test_pointwise_activations_are_packed(activation):
+    layer = nn.TransformerDecoderLayer(E, HEADS, activation=activation, **OPTIONS)
+    stock, x = copy.deepcopy(layer), torch.randn(2, LENGTH, E, dtype=torch.float64)
+    masks = {"tgt_key_padding_mask": PADDING, "memory_key_padding_mask": PADDING}
+    handle = nta.patch(layer)
+    torch.testing.assert_close(layer(x, x, **masks)[~PADDING], stock(x, x, **masks)[~PADDING])
+    assert handle.calls == {None: 1}
