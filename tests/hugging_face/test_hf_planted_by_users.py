@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from planted_by_users import RANDOM, RIGHT, RIGHT_BUT_REFUSED, RIGHT_IN_EVALUATION, WRONG
+from sweeps import sweep_except
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -159,7 +160,7 @@ def test_right_models_are_right_by_hand(name):
     assert max(errors_by_hand(RIGHT[name]).values()) < RIGHT[name].tolerance
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", sweep_except(WRONG, "late_window", "sorted", "flag_buffer", "answer_weight", "half"))
 def test_models_that_mix_sequences_are_refused_or_right(name, cache):
     errors, _ = errors_of_patch(WRONG[name])
     assert all(x < WRONG[name].tolerance for x in errors.values()), errors
@@ -181,7 +182,7 @@ def test_rows_drawn_together_are_refused_or_not_packed_in_training(name, cache):
         assert handle.calls[None] == 0
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sweep_except(RIGHT, "adapter", "hash", "few_positions", "gate_off"))
 def test_right_models_are_packed(name, cache):
     errors, handle = errors_of_patch(RIGHT[name])
     assert not isinstance(handle, str), handle
