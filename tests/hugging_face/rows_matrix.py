@@ -185,11 +185,15 @@ def first_position(model: Any, proof: Any) -> int:
     return 0 if padding is None else padding + 1
 
 
-def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
-    """The outcomes of a class."""
+def begin() -> None:
+    """Begin a process that runs some classes."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.filterwarnings("ignore")
+
+
+def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
+    """The outcomes of a class."""
     model_type, class_name, head = row
     entry: dict[str, Any] = {"type": model_type, "class": class_name, "head": head}
 
@@ -245,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [row for row in text_classes() if not options.types or row[0] in options.types]
     rows = [row for row in rows if not options.heads or row[2] in options.heads]
     entries = []
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), initializer=begin) as pool:
         for entry in pool.map(outcome_of, rows):
             entries.append(entry)
             print(json.dumps(entry), flush=True)
