@@ -177,10 +177,10 @@ class SequenceHeadCall:
 
     @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = given_arguments(self.defaults, args, kwargs) or {}
+        arguments = given_arguments(self.defaults, args, kwargs) or {}
         if not self.is_known:
-            _refuse_packed_rows(model, given)
-        with passing_rows(model, given):
+            _refuse_packed_rows(model, arguments)
+        with passing_rows(model, arguments):
             return original(*args, **kwargs)
 
 

@@ -104,7 +104,7 @@ def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make:
         raise NotProven(
             f"no model of its class with all of its layers and ids can be built, to try it: {error}"
         ) from error
-    found = make(whole, proof=proof).prove()
+    of_whole = make(whole, proof=proof).prove()
     if next(whole.parameters()).dtype == torch.float64:  # code may ask for the dtype
         make(whole.float(), proof=proof).check_values()
     for dtype in (torch.bfloat16, torch.float16):
@@ -112,7 +112,7 @@ def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make:
             make(whole.to(dtype), proof=proof).check_values()
     return replace(
         proof,
-        holes=proof.holes and found.holes,
-        embeds=proof.embeds and found.embeds,
-        token_types=proof.token_types and found.token_types,
+        holes=proof.holes and of_whole.holes,
+        embeds=proof.embeds and of_whole.embeds,
+        token_types=proof.token_types and of_whole.token_types,
     )

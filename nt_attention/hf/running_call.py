@@ -112,8 +112,8 @@ class RunningCall(NamedTuple):
             ids = None
         if self.lengths:
             tokens = torch.empty((rows, length), device=self.lengths["cu_seq_lens_q"].device)
-            found = layout_of_lengths({**self.lengths, "position_ids": ids}, tokens, may_jump=False)
-            layout = found if found.batch_size > rows else None
+            by_lengths = layout_of_lengths({**self.lengths, "position_ids": ids}, tokens, may_jump=False)
+            layout = by_lengths if by_lengths.batch_size > rows else None
         elif ids is None or length < 2 or not positions.can_read_layout(ids, rows, None, token_mask):
             return None
         else:

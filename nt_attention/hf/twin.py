@@ -420,8 +420,8 @@ def build(
                     raise CannotBuild(f"none of its {lost[0]} has {lost[1]} = {lost[2]}")
                 _randomize(model, keep_dropout)
                 for path, buffer in flags_of(original).items():
-                    if (own := flags_of(model).get(path)) is not None and own.shape == buffer.shape:
-                        own.copy_(buffer)
+                    if (flag := flags_of(model).get(path)) is not None and flag.shape == buffer.shape:
+                        flag.copy_(buffer)
                 model.to(dtype).eval()
                 model.config.use_cache = False
                 if is_encoder_decoder(model) and getattr(model.config, "decoder_start_token_id", None) is None:
