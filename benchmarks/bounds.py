@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from by_turns import show
 
-from nt_attention._bounded import BoundedLayout
 from nt_attention.cli.implementations import Inputs, attention
 from nt_attention.cli.timing import device_ms
 from nt_attention.cli.workloads import WORKLOADS
 from nt_attention.functional import varlen_attention
+from nt_attention.layouts.bounded import BoundedLayout
 
 WAYS = {"exact": 0.0, "same size": 1.0, "twice": 2.0}  # → the bounds over the real size
 

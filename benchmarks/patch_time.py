@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import nt_attention as nta
-from nt_attention.hf import proofs
+from nt_attention.hf.prove import store
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 99, "num_attention_heads": 4}
 KINDS = ("BertForSequenceClassification", "LlamaForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "JambaModel")
@@ -54,11 +54,11 @@ def main() -> None:
         kind = getattr(transformers, name)
         more = {"head_dim": 16, "num_key_value_heads": 2} if name.startswith(("Gemma", "Llama")) else {}
         model = kind(kind.config_class(**SMALL, **more)).eval()
-        known = "" if proofs.key_of(model)[0] in proofs.shipped() else " (not shipped)"
-        proofs.proof_of(model)
+        known = "" if store.key_of(model)[0] in store.shipped() else " (not shipped)"
+        store.proof_of(model)
         whole = median_ms(lambda model=model: patch_and_remove(model), rounds)
-        lookup = median_ms(lambda model=model: proofs.proof_of(model), rounds)
-        new = median_ms(lambda model=model: proofs.make(model), 3)
+        lookup = median_ms(lambda model=model: store.proof_of(model), rounds)
+        new = median_ms(lambda model=model: store.make(model), 3)
         layers = model.config.num_hidden_layers
         print(f"| {name}{known} | {layers} | {whole:.1f} | {lookup:.1f} | {new:.0f} |", flush=True)
     command = [sys.executable, "-c", "import nt_attention"]

@@ -8,11 +8,11 @@ from .kernels.backend import Backend, HeadDims
 from .kernels.registry import register_backend
 from .kernels.relative import RelativeBias
 from .kernels.select import available_backends, use_backend
-from .layout import SequenceLayout
+from .layouts.known import SequenceLayout
+from .layouts.paged import PagedLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
-from .paged import PagedLayout
-from .patching.patch import NotPackedError, NotPackedWarning, patch
+from .patch import NotPackedError, NotPackedWarning, patch
 
 __version__ = "0.1.0"
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-from ._tracing import is_compiling
+from .compiler import is_compiling
 
 # Packages that call models and attention for the user.
 _CALLERS = {"accelerate", "lightning", "nt_attention", "peft", "sentence_transformers", "torch", "transformers", "trl"}

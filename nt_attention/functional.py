@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _bounded as _bounded  # it sets SequenceLayout._with_bounds
-from . import nested
-from ._tracing import is_compiling, is_traced, refuse_jit_trace
+from .compiler import is_compiling, is_traced, refuse_jit_trace
 from .kernels.autograd import run
 from .kernels.backend import Backend
 from .kernels.call import (
@@ -33,8 +31,9 @@ from .kernels.call import (
 )
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
-from .layout import SequenceLayout
-from .paged import PagedLayout
+from .layouts import nested
+from .layouts.known import SequenceLayout
+from .layouts.paged import PagedLayout
 
 _NO_OPERATOR = (
     "no custom operator supports this call (it has mask_mod, score_mod or backend='flex', or a backend for inference "

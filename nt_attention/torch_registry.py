@@ -27,8 +27,8 @@ from .kernels.backends.flash import heads_first, tokens_first
 from .kernels.call import AttentionSpec, Call, PreparedRuns
 from .kernels.paged import forward as forward_in_pool
 from .kernels.select import choose_for, selection_key
-from .layout import SequenceLayout
-from .paged import PagedLayout
+from .layouts.known import SequenceLayout
+from .layouts.paged import PagedLayout
 
 NAME = "nt_attention"
 

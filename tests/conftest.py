@@ -98,16 +98,16 @@ def backends_that_ran(registered_variant):
 @pytest.fixture
 def like_a_gpu(monkeypatch):
     """Snapshots of tensors have their version, but no content, as on a GPU. Returns the tensors that are read."""
-    from nt_attention import _offsets
+    from nt_attention.layouts import reading
 
-    reads, read = [], _offsets._read
+    reads, read = [], reading._read
 
     def counting(offsets):
         reads.append(offsets)
         return read(offsets)
 
-    monkeypatch.setattr(_offsets, "snapshot", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
-    monkeypatch.setattr(_offsets, "_read", counting)
+    monkeypatch.setattr(reading, "snapshot", lambda x: None if x.is_inference() else (x._version, x.data_ptr()))
+    monkeypatch.setattr(reading, "_read", counting)
     return reads
 
 

@@ -104,7 +104,7 @@ def rows_tables(file: Path) -> str:
 def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     parser = argparse.ArgumentParser(description="Writes the tables of supported models.")
     parser.add_argument("--check", action="store_true", help="exit status 1 if the page is not up to date")
-    files = (ROOT / "nt_attention" / "hf" / "proofs").glob("*.json")
+    files = (ROOT / "nt_attention" / "hf" / "prove" / "proofs").glob("*.json")
     newest = max(files, key=lambda file: [int(part) for part in file.stem.split(".")])
     updated = TABLES.sub(lambda _: tables(newest), page.read_text())
     updated = ROWS.sub(lambda _: rows_tables(OUTCOMES), updated)

@@ -10,13 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._bounded import BoundedLayout
 from ..kernels import registry, support
 from ..kernels.backend import Backend
 from ..kernels.call import FEATURES
 from ..kernels.relative import RelativeBias
-from ..layout import SequenceLayout
-from ..paged import PagedLayout
+from ..layouts.bounded import BoundedLayout
+from ..layouts.known import SequenceLayout
+from ..layouts.paged import PagedLayout
 from .implementations import Inputs, attention, padded
 from .workloads import CAUSAL, Workload
 

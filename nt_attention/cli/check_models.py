@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from ..hf import families, proofs
+from ..hf import families
 from ..hf.proof import Proof
-from ..hf.text_models import on_meta_device, text_classes
+from ..hf.prove import store, text_models
 from .environment import output_file, positive
 
 
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prove, print a line for each class, and return 1 if a proof differs from the shipped one."""
-    unknown = set(options.model_types) - {model_type for model_type, _, _ in text_classes()}
+    unknown = set(options.model_types) - {model_type for model_type, _, _ in text_models.text_classes()}
     if unknown:
         options.error(f"no text models of type {', '.join(sorted(unknown))}: pass values of config.model_type")
-    wanted = [row for row in text_classes() if not options.model_types or row[0] in options.model_types]
+    wanted = [row for row in text_models.text_classes() if not options.model_types or row[0] in options.model_types]
     console, entries = Console(highlight=False, soft_wrap=True), []
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         for entry in pool.map(_prove, wanted):
@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
     if options.write:
         options.write.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
         return 0
-    shipped = proofs.shipped()
+    shipped = store.shipped()
     differ = [e for e in entries if e["key"] and e["key"] in shipped and shipped[e["key"]] != Proof(**e["proof"])]
     for entry in differ:
         console.print(f"{entry['class']}: differs from the shipped proof")
@@ -56,13 +56,13 @@ def _prove(row: tuple[str, str, str]) -> dict[str, Any]:
     model_type, class_name, head = row
     entry: dict[str, Any] = {"type": model_type, "class": class_name, "head": head, "key": "", "proof": {}}
     try:
-        model = on_meta_device(model_type, class_name)
+        model = text_models.on_meta_device(model_type, class_name)
     except Exception as error:  # whatever a class raises
         reason = f"no default config: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return {**entry, "proof": {"reason": reason}}
-    entry["key"], _ = proofs.key_of(model)
+    entry["key"], _ = store.key_of(model)
     not_packed = families.why_not_packed(model)
-    return {**entry, "proof": {"reason": not_packed} if not_packed else proofs.as_fields(proofs.make(model))}
+    return {**entry, "proof": {"reason": not_packed} if not_packed else store.as_fields(store.make(model))}
 
 
 def _state(entry: dict[str, Any]) -> str:
@@ -71,5 +71,5 @@ def _state(entry: dict[str, Any]) -> str:
 
 def _line(entry: dict[str, Any]) -> str:
     proof = Proof(**entry["proof"])
-    how = proof.reason or ", ".join(f"{name} {x}" for name, x in proofs.as_fields(proof).items() if name != "pool")
+    how = proof.reason or ", ".join(f"{name} {x}" for name, x in store.as_fields(proof).items() if name != "pool")
     return f"{entry['type']:28}{entry['class']:44}{_state(entry)}: {how or 'as usual'}"

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..functional import explain, varlen_attention
 from ..kernels.masks import Window, distances
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
 from .workloads import Workload
 
 PADDED, NESTED = "padded SDPA", "NestedTensor SDPA"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._tracing import can_be_read
-from ..paged import PagedLayout, merge_pages
+from ..compiler import can_be_read
+from ..layouts.paged import PagedLayout, merge_pages
 from ._layouts import token_positions
 
 # The pools of keys and of values, and where the keys of each sequence are stored in them.

@@ -10,8 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .._tracing import is_captured, is_traced
-from ..layout import SequenceLayout
+from ..compiler import is_captured, is_traced
+from ..layouts.known import SequenceLayout
 
 # Layouts that were used while a CUDA graph was captured. They are kept, because replays of the graph read them.
 _captured: set[SequenceLayout] = set()

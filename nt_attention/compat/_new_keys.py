@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._tracing import can_be_read
+from ..compiler import can_be_read
 from ..modules.rotary import rotate_pairs
 from ._kv_cache import KVCache, Pools
 from ._layouts import token_positions

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ..functional import plan, varlen_attention
 from ..kernels.call import OPTIONS, Options, check_shapes
-from ..layout import SequenceLayout
-from ..paged import PagedLayout
+from ..layouts.known import SequenceLayout
+from ..layouts.paged import PagedLayout
 from ._kv_cache import KVCache
 from ._layouts import equal_lengths, layout_of_offsets
 from ._new_keys import Rotary, check_new, check_nothing_new, check_shape, prepare

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import functional
-from .._offsets import owner_of, tensor_of
-from .._operators import LIBRARY, define
-from .._tracing import TracedShardedLayout, is_traced, outside_of_graphs
+from ..compiler import TracedShardedLayout, is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, SCHEMA, all_options, check_options, from_schema, values_in_schema
+from ..layouts.reading import owner_of, tensor_of
+from ..operators import LIBRARY, define
 from .attention import exchange_of, prepare, sharded_attention
 from .exchange import Exchange
 from .local_attention import TensorInfo, accumulation_dtype

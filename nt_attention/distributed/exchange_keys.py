@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._offsets import to_device
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
+from ..layouts.reading import to_device
 from .exchange import Exchange
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .planner import Mask, Piece, needed_keys

@@ -20,7 +20,7 @@ from ..kernels.autograd import Kernel, as_in_forward
 from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
 from ..kernels.select import selection_key, warn_if_slow
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
 
 
 @dataclass

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
-from .. import nested
-from .._offsets import copy_of, creating_cached_tensors, tensor_of, to_device
-from .._tracing import outside_of_graphs
+from ..compiler import outside_of_graphs
 from ..functional import format_lengths
 from ..kernels.call import OPTIONS
-from ..layout import SequenceLayout
+from ..layouts import nested
+from ..layouts.known import SequenceLayout
+from ..layouts.reading import copy_of, creating_cached_tensors, tensor_of, to_device
 from .dtensor import check_in_backward, from_local
 from .local_attention import accumulation_dtype
 from .mesh import check_mesh

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
 from .proof import Positions
 
 
@@ -234,6 +234,11 @@ def first_parameter(module: nn.Module) -> Tensor | None:
 def kind(module: nn.Module) -> str:
     """The model type of a model as in NOT_PACKED and OWN_ATTENTION, for example "clip" also for the parts of a CLIP."""
     return re.sub("_(text|vision)(_model)?$", "", model_type(module))
+
+
+def is_of_transformers(kind: type) -> bool:
+    """Whether a class is from transformers."""
+    return kind.__module__.startswith("transformers.")
 
 
 def class_of(module: nn.Module) -> type:

@@ -16,18 +16,18 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .._forwards import Handle, override_forward, replacement_of
-from .._tracing import can_be_read, outside_of_graphs
+from ..compiler import can_be_read, outside_of_graphs
+from ..patching.forwards import Handle, override_forward, replacement_of
 from . import families
-from .attention import attention, is_stock
-from .change_model import attention_modules, make_padding_free, set_attention
-from .packed_forward import Logits, PackingMode, is_planned_by_head, planned_by_head
-from .packed_row import counts_positions
+from .pack.change_model import attention_modules, make_padding_free, set_attention
+from .pack.packed_forward import Logits, PackingMode, is_planned_by_head, planned_by_head
+from .pack.sharded_packing import why_not_sharded
 from .proof import Proof
-from .proofs import proof_of
-from .rope import scales_by_length
-from .sharded_packing import why_not_sharded
-from .twin import new_model
+from .prove.store import proof_of
+from .prove.twin import new_model
+from .route.attention import attention, is_stock
+from .route.packed_row import counts_positions
+from .route.rope import scales_by_length
 
 # Vision towers that get all images in one row only run them in one call if the name contains "flash".
 _VISION_NAME = "nt_attention_flash_for_packed_images"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .packed_mask import Form
-
 # How a model computes positions if the caller passes none: see `families.Family`.
 Positions = Literal["padded", "tokens", "ids"]
+
+# The form of a `PackedMask`: "row" is (1, S), as callers pass it; "pairs" is (1, 1, T, S), as transformers' mask
+# functions return it. T are query tokens, S key tokens.
+Form = Literal["row", "pairs"]
 
 # How a head runs:
 # "token": it predicts a value for each token. Head and loss run packed.

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from .._forwards import active_handles
-from .sharded_packing import check_same_batch
+from ..patching.forwards import active_handles
+from .pack.sharded_packing import check_same_batch
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin"]
 

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from .._offsets import creating_cached_tensors
-from .._tracing import is_compiling
+from ..compiler import is_compiling
+from ..layouts.reading import creating_cached_tensors
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:

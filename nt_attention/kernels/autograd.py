@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._tracing import is_compiling, is_observed, is_tracing
-from ..layout import SequenceLayout
+from ..compiler import is_compiling, is_observed, is_tracing
+from ..layouts.known import SequenceLayout
 from . import adapters, flops, paged
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs, Gradients

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
 from . import device
 from .launch import Launch, launch
 

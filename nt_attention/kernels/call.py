@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ..layout import SequenceLayout
-from ..paged import PagedLayout
+from ..layouts.known import SequenceLayout
+from ..layouts.paged import PagedLayout
 from .masks import Window
 from .relative import RelativeBias
 

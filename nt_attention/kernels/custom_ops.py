@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._bounded import BoundedLayout
-from .._operators import LIBRARY, define
-from .._tracing import is_traced
-from ..layout import SequenceLayout
-from ..paged import PagedLayout
+from ..compiler import is_traced
+from ..layouts.bounded import BoundedLayout
+from ..layouts.known import SequenceLayout
+from ..layouts.paged import PagedLayout
+from ..operators import LIBRARY, define
 from . import adapters
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._tracing import is_traced
+from ..compiler import is_traced
 from .call_size import CallSize
 from .custom_ops import call_of
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._tracing import can_be_read
+from ..compiler import can_be_read
 
 TERMS = ("bias", "query_bias", "key_bias")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
 from .backend import Backend
 from .call import AttentionSpec, Call
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from torch.nn.attention import current_flash_attention_impl
 
-from .._bounded import LengthsUnknownError
 from .._warnings import warn
+from ..layouts.bounded import LengthsUnknownError
 from . import cost_model, custom_ops, paged, registry, support
 from .backend import Backend
 from .call import AttentionSpec, Call

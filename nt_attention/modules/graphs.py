@@ -11,12 +11,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from .._bounded import BoundedLayout, LengthsUnknownError
-from .._cuda_graphs import CapturedCalls, check_call, is_part_of_a_graph, process_settings
-from .._graph_capture import Bucket, Computed, Sizes, Work
-from .._graph_device import NotCapturedError
+from ..graphs.cache import CapturedCalls, check_call, is_part_of_a_graph, process_settings
+from ..graphs.capture import Bucket, Computed, Sizes, Work
+from ..graphs.device import NotCapturedError
 from ..kernels.select import selection_key
-from ..layout import SequenceLayout
+from ..layouts.bounded import BoundedLayout, LengthsUnknownError
+from ..layouts.known import SequenceLayout
 
 
 class Packed(NamedTuple):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import nested
-from .._tracing import can_be_read, is_traced, refuse_jit_trace
+from ..compiler import can_be_read, is_traced, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
-from ..layout import SequenceLayout
+from ..layouts import nested
+from ..layouts.known import SequenceLayout
 
 _NAMES = ("query", "key", "value")
 _Tensors = tuple[Tensor, Tensor, Tensor]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._cuda_graphs import CapturedCalls, CudaGraphs
-from .._forwards import CONTEXT_PARALLEL, is_context_parallel
-from .._tracing import can_be_read, is_compiling
+from ..compiler import can_be_read, is_compiling
+from ..graphs.cache import CapturedCalls, CudaGraphs
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
+from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
 from . import graphs
 from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs

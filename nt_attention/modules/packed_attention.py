@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..functional import varlen_attention
-from ..layout import SequenceLayout
+from ..layouts.known import SequenceLayout
 from .config import AttentionConfig
 from .inputs import Inputs
 

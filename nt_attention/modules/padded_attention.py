@@ -18,11 +18,11 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._bounded import LengthsUnknownError
-from .._tracing import is_tracing
+from ..compiler import is_tracing
 from ..kernels.call import MaskMod, ScoreMod
 from ..kernels.masks import Window, alibi_bias, apply_mask_mod, apply_score_mod, distances
-from ..layout import SequenceLayout
+from ..layouts.bounded import LengthsUnknownError
+from ..layouts.known import SequenceLayout
 from .config import AttentionConfig
 from .inputs import InputError, Inputs
 

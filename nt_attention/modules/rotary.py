@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._offsets import creating_cached_tensors
-from .._tracing import is_traced, is_tracing
-from ..layout import SequenceLayout
+from ..compiler import is_traced, is_tracing
+from ..layouts.known import SequenceLayout
+from ..layouts.reading import creating_cached_tensors
 
 # Converts the frequencies (R/2,) to new frequencies, or to a tuple of them and a factor for rotated queries and keys.
 Scaling = Callable[[Tensor], "Tensor | tuple[Tensor, float]"]

@@ -1,1 +1,1 @@
-"""Makes existing models padding-free, and undoes that."""
+"""What every patch uses: the `forward` of a patched instance, and the handle."""

@@ -12,11 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .._cuda_graphs import CapturedCalls, CudaGraphs
-from .._forwards import CONTINUES_FROM_CACHE
-from .._tracing import is_compiling
 from .._warnings import warn
-from ..modules.multihead import VarlenMultiheadAttention
+from ..compiler import is_compiling
+from ..graphs.cache import CapturedCalls, CudaGraphs
+from .forwards import CONTINUES_FROM_CACHE
 
 OnFallback = Literal["warn", "raise"]
 
@@ -105,7 +104,7 @@ class PatchHandle:
         self.mesh = mesh
         self.need_weights = need_weights
         # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
-        self.replacements: dict[nn.Module, tuple[VarlenMultiheadAttention, dict[str, bool]]] = {}
+        self.replacements: dict[nn.Module, tuple[Any, dict[str, bool]]] = {}
         self._model = model
         self._undo: list[Callable[[], None]] = []
         self._warned: set[str] = set()
@@ -159,7 +158,7 @@ class PatchHandle:
             ]
         return "\n".join(lines)
 
-    # The methods of `_forwards.Handle`. A name may begin with a dot, because the name of a child is f"{parent}.{path}".
+    # The methods of `forwards.Handle`. A name may begin with a dot, because the name of a child is f"{parent}.{path}".
 
     def change(self, name: str, description: str) -> None:
         """Describe what was changed in a module."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nt_attention import SequenceLayout
-from nt_attention._bounded import BoundedLayout
+from nt_attention.layouts.bounded import BoundedLayout
 
 Lengths = tuple[int, ...]
 PADDED_LENGTH = 7

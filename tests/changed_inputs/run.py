@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nt_attention._bounded import LengthsUnknownError
+from nt_attention.layouts.bounded import LengthsUnknownError
 
 from .changes import HIDDEN, NO_VALUES, OPERATIONS, ORIGINS, WAYS, Change
 from .entries import ENTRIES, Entry, Subject, stock_module

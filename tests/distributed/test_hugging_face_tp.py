@@ -24,7 +24,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_
 from transformers.distributed.tensor_parallel import ColwiseParallel as OfTransformers
 
 import nt_attention as nta
-from nt_attention._module_state import ModuleState
+from nt_attention.graphs.module_state import ModuleState
 from nt_attention.patching.handle import NotPackedError, NotPackedWarning
 
 NAMES_LAYERS = hasattr(transformers.PreTrainedModel, "_expand_parallel_plan")  # not before transformers 5.21

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nt_attention as nta
-from nt_attention._bounded import BoundedLayout
 from nt_attention.distributed.planner import GOOD, Mask, Piece, chunk_sizes, make_plan, needed_keys
 from nt_attention.kernels.masks import Window
+from nt_attention.layouts.bounded import BoundedLayout
 
 MASKS = {"causal": (True, (-1, -1)), "full": (False, (-1, -1)), "behind": (True, (64, -1)), "around": (False, (3, 40))}
 lengths_of = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 300), st.integers(0, 5000)), max_size=40)

@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
-from nt_attention.hf.attention import attention
+from nt_attention.hf.route.attention import attention
 
 LENGTHS = [5, 1, 12, 3]
 

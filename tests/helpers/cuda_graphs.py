@@ -17,8 +17,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import nt_attention as nta
-from nt_attention import _cuda_graphs, _graph_capture, _graph_device, _offsets
+from nt_attention.graphs import cache as graph_cache
+from nt_attention.graphs import capture as graph_capture
+from nt_attention.graphs import device as graph_device
 from nt_attention.kernels import adapters, select
+from nt_attention.layouts import reading
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -92,7 +95,7 @@ def _key(x):
     return x.untyped_storage()._cdata
 
 
-class FakeDevice(_graph_device.Device):
+class FakeDevice(graph_device.Device):
     """Records in place of a capture."""
 
     def __init__(self, device):
@@ -175,10 +178,10 @@ def cuda_graphs(monkeypatch):
     if GPU:
         yield
         return
-    no_modes = _offsets.no_modes  # tensors that are cached in a capture are computed in each replay
-    monkeypatch.setattr(_offsets, "no_modes", lambda: nullcontext() if _recorders else no_modes())
-    monkeypatch.setattr(_cuda_graphs, "Device", FakeDevice)
-    for module in (_cuda_graphs, _graph_capture):
+    no_modes = reading.no_modes  # tensors that are cached in a capture are computed in each replay
+    monkeypatch.setattr(reading, "no_modes", lambda: nullcontext() if _recorders else no_modes())
+    monkeypatch.setattr(graph_cache, "Device", FakeDevice)
+    for module in (graph_cache, graph_capture):
         monkeypatch.setattr(module, "supports", lambda tensor: True)
     known = select.BACKENDS["token_tiled"]
     given = {"forward": forward, "backward": backward, "prepare_forward": None, "prepare_backward": None}

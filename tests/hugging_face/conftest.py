@@ -1,16 +1,16 @@
-"""A fixture for tests of proofs."""
+"""A fixture for tests of store."""
 
 import weakref
 
 import pytest
 
-from nt_attention.hf import proofs
+from nt_attention.hf.prove import store
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of proofs, on the disk and in this process."""
+    """An empty cache of store, on the disk and in this process."""
     monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
-    monkeypatch.setattr(proofs, "_made", {})
-    monkeypatch.setattr(proofs, "_made_for", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(store, "_made", {})
+    monkeypatch.setattr(store, "_made_for", weakref.WeakKeyDictionary())
     return tmp_path

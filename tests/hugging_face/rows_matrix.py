@@ -2,7 +2,7 @@
 
     python tests/hugging_face/rows_matrix.py [TYPE ...] [--jobs N] [--write FILE]
 
-Each class runs as a small model (`hf/twin.py`) on the CPU, in float64 if it can. Each run is compared with each
+Each class runs as a small model (`hf/prove/twin.py`) on the CPU, in float64 if it can. Each run is compared with each
 sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON", "takes none: ERROR"
 (Python or transformers refuses the argument), and "WRONG: OUTPUT". They are kept in `rows_outcomes.json`, from which
 `tools/supported_models.py` makes tables for docs/reference/hugging_face.md.
@@ -31,8 +31,10 @@ from unittest import mock
 import torch
 
 import nt_attention as nta
-from nt_attention.hf import families, packed_forward, patch_model, proofs, twin
-from nt_attention.hf.text_models import on_meta_device, text_classes
+from nt_attention.hf import families, patch_model
+from nt_attention.hf.pack import packed_forward
+from nt_attention.hf.prove import store, twin
+from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 
 OUTCOMES = Path(__file__).with_name("rows_outcomes.json")
 LENGTHS = (7, 1, 23, 12)
@@ -211,8 +213,8 @@ def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
                 model.config.use_cache = original.config.use_cache
         except Exception as error:  # whatever a class raises
             return {**entry, "not built": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
-        key, _ = proofs.key_of(original)
-        proof = proofs.shipped().get(key)
+        key, _ = store.key_of(original)
+        proof = store.shipped().get(key)
         known = mock.patch.object(patch_model, "proof_of", return_value=(proof, "shipped"))
         shipped = known if proof else nullcontext()
         with torch.no_grad(), twin.isolated():

@@ -21,7 +21,7 @@ from sweeps import covering
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
-from nt_attention.hf.attention import attention
+from nt_attention.hf.route.attention import attention
 
 
 @pytest.mark.parametrize("over", ["sdpa", "eager"])
@@ -255,7 +255,7 @@ def test_other_keywords_are_ignored():
 
 
 def test_bypass_mask():
-    from nt_attention.hf.attention import bypass_mask
+    from nt_attention.hf.route.attention import bypass_mask
 
     q, k, v = random_states()
     got = call(q, k, v, bypass_mask(q.device), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)

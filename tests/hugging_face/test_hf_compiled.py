@@ -9,7 +9,7 @@ from sweeps import covering, sweep_except
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
-from nt_attention.hf import masks, positions
+from nt_attention.hf.route import masks, positions
 
 LENGTHS, LENGTH = [11, 4, 7], 11
 

@@ -8,8 +8,8 @@ from graphs import CountsAttention, with_two_layers
 from transformers.modeling_outputs import BaseModelOutput
 
 import nt_attention as nta
-from nt_attention.hf.text_models import on_meta_device
-from nt_attention.hf.twin import build_twin, isolated
+from nt_attention.hf.prove.text_models import on_meta_device
+from nt_attention.hf.prove.twin import build_twin, isolated
 from nt_attention.patching.handle import NotPackedWarning
 
 SOURCES, TARGETS = (9, 1, 17, 4), (6, 3, 1, 11)

@@ -179,7 +179,7 @@ def test_head_that_falls_back_passes_the_rows_to_its_base_model():
 
 def test_axes_with_positions_of_text_first():
     """As in Qwen2-VL: the first of four axes has the positions in the text, which restart."""
-    from nt_attention.hf import packed_forward
+    from nt_attention.hf.pack import packed_forward
 
     ids, mask = torch.zeros(1, 26, dtype=torch.int64), torch.ones(1, 26)
     given = {"input_ids": ids, "attention_mask": mask, "position_ids": LAYOUT.position_ids.expand(4, 1, -1)}
@@ -237,7 +237,7 @@ def test_registered_models_see_the_arguments_of_their_caller_once(monkeypatch):
 
 
 def test_models_of_the_lists_are_models_of_transformers():
-    from nt_attention.hf import running_call
+    from nt_attention.hf.route import running_call
 
     known = set(modeling_auto.MODEL_MAPPING_NAMES) | set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     lists = running_call.MIX_ROWS | running_call.NEED_LENGTHS | running_call.NEED_EAGER | running_call.NOT_SUPPORTED

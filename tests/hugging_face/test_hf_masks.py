@@ -12,7 +12,7 @@ from tiny import TEXT, config_of
 from transformers import masking_utils as stock
 
 import nt_attention as nta
-from nt_attention.hf import masks
+from nt_attention.hf.route import masks
 
 # a CPU has no kernel with gemma2's softcap
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")

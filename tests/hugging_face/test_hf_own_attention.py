@@ -10,12 +10,12 @@ from graphs import CountsAttention, with_two_layers
 from transformers import AutoModel, DebertaV2Config, DebertaV2Model, T5Config, T5EncoderModel
 
 import nt_attention as nta
-from nt_attention.hf import own_attention
-from nt_attention.hf.deferred_scores import CannotDeferError, _Deferring
-from nt_attention.hf.packed_mask import CannotMaskError, MixesSequencesError, PackedMask
-from nt_attention.hf.text_models import on_meta_device
-from nt_attention.hf.twin import build_twin, isolated
-from nt_attention.layout import SequenceLayout
+from nt_attention.hf.pack import attention_code
+from nt_attention.hf.pack.deferred_scores import CannotDeferError, _Deferring
+from nt_attention.hf.prove.text_models import on_meta_device
+from nt_attention.hf.prove.twin import build_twin, isolated
+from nt_attention.hf.route.packed_mask import CannotMaskError, MixesSequencesError, PackedMask
+from nt_attention.layouts.known import SequenceLayout
 
 LENGTHS = (9, 1, 17, 4)
 MODELS = {
@@ -105,7 +105,7 @@ def test_packed_is_as_each_sequence_alone(model_type):
 @pytest.mark.parametrize("model_type", ["bloom", "deberta", "deberta-v2", "mpnet", "mpt", "t5"])
 def test_compiled_layers_are_one_graph(model_type, fresh_compiler, monkeypatch):
     for name in ("_cached_tensors", "_made_on"):  # as in a new process
-        monkeypatch.setattr(own_attention, name, type(getattr(own_attention, name))())
+        monkeypatch.setattr(attention_code, name, type(getattr(attention_code, name))())
     model, backend = with_two_layers(make(model_type)), CountsAttention()
     with nta.patch(model, on_fallback="raise", logits="padded") as handle:
         compiled = torch.compile(model, backend=backend, dynamic=True)
@@ -366,7 +366,7 @@ def test_bloom_with_sliced_products():
 @pytest.mark.parametrize("model_type", ["bloom", "deberta-v2", "mpnet", "mpt"])
 def test_training_after_a_first_call_in_inference_mode(model_type):
     """What is cached in the first call can be saved for a backward."""
-    own_attention._cached_tensors.clear()
+    attention_code._cached_tensors.clear()
     model = make(model_type)
     batch = batch_of(model)
     with nta.patch(model, on_fallback="raise", logits="padded"):

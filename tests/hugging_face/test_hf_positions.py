@@ -144,7 +144,7 @@ def test_encoder_without_is_causal_is_not_causal(over):
 
 
 def test_positions_are_read_once_for_all_kinds_of_masks(monkeypatch):
-    from nt_attention.hf import positions
+    from nt_attention.hf.route import positions
 
     model = tiny.make("gemma2", "Gemma2Model", nta.hf.register(), num_hidden_layers=6)
     reads, starts = [], positions.starts

@@ -18,8 +18,9 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import nt_attention as nta
-from nt_attention.hf import families, proofs
-from nt_attention.hf.text_models import on_meta_device, text_classes
+from nt_attention.hf import families
+from nt_attention.hf.prove import store
+from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -78,7 +79,7 @@ def test_bidirectional_attention_of_gemma(name):
     for bidirectional in (False, True):
         sizes = {**SIZES, "head_dim": 8, "num_key_value_heads": 2}
         model = kind(kind.config_class(**sizes, use_bidirectional_attention=bidirectional)).eval()
-        keys.add(proofs.key_of(model))
+        keys.add(store.key_of(model))
         if name == "GemmaModel" and bidirectional:  # it ignores the switch for batches with padding
             assert "without the patch, its last_hidden_state of a padded batch is not that of each" in refusal(model)
         else:
@@ -91,7 +92,7 @@ def test_bert_as_a_decoder(is_decoder):
     model = BertModel(BertConfig(**SIZES, is_decoder=is_decoder)).eval()
     check(model)
     other = BertModel(BertConfig(**SIZES, is_decoder=not is_decoder))
-    assert proofs.key_of(model) != proofs.key_of(other)
+    assert store.key_of(model) != store.key_of(other)
 
 
 ROPES = {
@@ -114,14 +115,14 @@ def test_every_kind_of_rope_has_its_own_proof():
         model = llama(rope_parameters={"rope_type": kind, "rope_theta": 1e4, **more})
         handle = nta.patch(model)
         handle.remove()
-        keys.add(proofs.key_of(model)[0])
+        keys.add(store.key_of(model)[0])
     assert len(keys) == len(ROPES)
 
 
 def test_sizes_do_not_change_the_key():
     sizes = {"hidden_size": 128, "intermediate_size": 96, "vocab_size": 70, "num_hidden_layers": 3}
     small, large = llama(), LlamaForCausalLM._from_config(LlamaConfig(**sizes, pad_token_id=0))
-    assert proofs.key_of(small) == proofs.key_of(large)
+    assert store.key_of(small) == store.key_of(large)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_sizes_do_not_change_the_key():
     ids=str,
 )  # fmt: skip
 def test_everything_else_changes_the_key(change):
-    assert proofs.key_of(llama()) != proofs.key_of(llama(**change))
+    assert store.key_of(llama()) != store.key_of(llama(**change))
 
 
 # Models of one's own
@@ -523,9 +524,9 @@ def entries_of(cache):
 
 
 def test_shipped_proof_needs_no_twin(monkeypatch, cache):
-    if not proofs.shipped():
+    if not store.shipped():
         pytest.skip("no proofs are shipped for this version of transformers")
-    monkeypatch.setattr(proofs, "make", None)
+    monkeypatch.setattr(store, "make", None)
     handle = nta.patch(llama())
     assert f"proof shipped with nt_attention for transformers {transformers.__version__}" in str(handle)
     assert not entries_of(cache)
@@ -538,8 +539,8 @@ def test_new_proof_is_said_and_kept(caplog, cache, monkeypatch):
     assert f"kept in {cache}" in first
     assert len(entries_of(cache)) == 1
     model.forward.handle.remove()
-    monkeypatch.setattr(proofs, "_made", {})  # as in a new process
-    monkeypatch.setattr(proofs, "make", None)
+    monkeypatch.setattr(store, "_made", {})  # as in a new process
+    monkeypatch.setattr(store, "make", None)
     assert f"proof kept in {cache}" in str(nta.patch(model))
 
 
@@ -549,7 +550,7 @@ def test_damaged_cache_is_replaced(cache, text):
     nta.patch(model).remove()
     (file,) = cache.rglob("*.json")
     file.write_text(text)
-    proofs._made.clear()
+    store._made.clear()
     nta.patch(model).remove()
     assert json.loads(file.read_text())["positions"] == "padded"
 
@@ -660,7 +661,7 @@ MADE_AGAIN = {*SELECTED, *TYPES[::16]}
 @pytest.mark.parametrize("model_type", sweep_except(TYPES, *SELECTED))
 def test_shipped_proofs_are_what_is_found_now(model_type):
     """Compares all keys, and the proofs of `MADE_AGAIN`."""
-    rows = {e["class"]: e for e in proofs.read_entries(proofs.SHIPPED / f"{transformers.__version__}.json")}
+    rows = {e["class"]: e for e in store.read_entries(store.SHIPPED / f"{transformers.__version__}.json")}
     if not rows:
         pytest.skip("no proofs are shipped for this version of transformers")
     for _, class_name, _ in (row for row in CLASSES if row[0] == model_type):
@@ -668,11 +669,11 @@ def test_shipped_proofs_are_what_is_found_now(model_type):
         if not entry["key"]:
             continue
         model = on_meta_device(model_type, class_name)
-        assert proofs.key_of(model)[0] == entry["key"], class_name
+        assert store.key_of(model)[0] == entry["key"], class_name
         if model_type not in MADE_AGAIN:
             continue
         if families.why_not_routed(model) is None and families.why_not_packed(model) is None:
-            found = proofs.as_fields(proofs.make(model))
+            found = store.as_fields(store.make(model))
             assert found.keys() == entry["proof"].keys(), (class_name, found)
             assert {k: v for k, v in found.items() if k != "reason"} == {
                 k: v for k, v in entry["proof"].items() if k != "reason"
@@ -680,5 +681,5 @@ def test_shipped_proofs_are_what_is_found_now(model_type):
 
 
 def read_all(model_type):
-    entries = proofs.read_entries(proofs.SHIPPED / f"{transformers.__version__}.json")
+    entries = store.read_entries(store.SHIPPED / f"{transformers.__version__}.json")
     return [entry for entry in entries if entry["type"] == model_type]

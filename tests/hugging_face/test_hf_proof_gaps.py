@@ -24,9 +24,9 @@ from transformers import (
 )
 
 import nt_attention as nta
-from nt_attention.hf import proofs
-from nt_attention.hf.text_models import on_meta_device
-from nt_attention.hf.twin import build_twin, isolated
+from nt_attention.hf.prove import store
+from nt_attention.hf.prove.text_models import on_meta_device
+from nt_attention.hf.prove.twin import build_twin, isolated
 from nt_attention.patching.handle import NotPackedWarning
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -221,7 +221,7 @@ def test_options_in_the_module_of_a_class_are_in_the_key(monkeypatch):
 
 def test_class_that_uses_super_is_kept(cache):
     for where in ("made in", "kept in"):
-        proofs._made.clear()
+        store._made.clear()
         assert f"proof {where}" in str(nta.patch(ByOption(BertConfig(**SIZES)))).replace("\n      ", " ")
     assert len(list(cache.rglob("*.json"))) == 1
 
@@ -250,7 +250,7 @@ def test_fields_of_an_own_config_keep_their_values():
 @pytest.mark.parametrize("how", ["use_backend", "environment variable"])
 def test_requested_backend_that_runs_on_gpus_only(how, monkeypatch):
     """The small model runs on the CPU, so a request for another backend must not refuse the model, nor be kept."""
-    monkeypatch.setattr(proofs, "shipped", dict)
+    monkeypatch.setattr(store, "shipped", dict)
     kind = type("AnotherBert", (BertModel,), {})
     if how == "environment variable":
         monkeypatch.setenv("NT_ATTENTION_BACKEND", "torch_flash")
@@ -268,9 +268,9 @@ def test_question_answering_with_one_position_only():
 def test_cache_directory_without_a_home(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert proofs.cache_directory().parts[-2] == "proofs"
+    assert store.cache_directory().parts[-2] == "proofs"
     monkeypatch.delenv("NT_ATTENTION_CACHE")
-    assert proofs.cache_directory().parts[-2] == "proofs"
+    assert store.cache_directory().parts[-2] == "proofs"
 
 
 @pytest.mark.skipif(not hasattr(transformers, "NeoMMEForMaskedLM"), reason="this version of transformers has no NeoMME")

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 import nt_attention as nta
-from nt_attention.hf import proofs
-from nt_attention.hf.own_code import own_code_of
+from nt_attention.hf.prove import store
+from nt_attention.hf.prove.user_code import own_code_of
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -44,7 +44,7 @@ def test_right_classes_of_users_are_packed(kind):
 
 def test_fields_that_a_small_model_does_not_have_are_in_the_key():
     kind = planted_users.Before
-    assert len({proofs.key_of(planted_users.make(kind, prefix=prefix)) for prefix in (None, "a", "b")}) == 3
+    assert len({store.key_of(planted_users.make(kind, prefix=prefix)) for prefix in (None, "a", "b")}) == 3
 
 
 # What the code of a class reads
@@ -68,7 +68,7 @@ class ReadsTables(LlamaModel):
 def test_large_and_recursive_values_in_the_file_of_a_class():
     model = ReadsTables(LlamaConfig(**SIZES)).eval()
     begin = time.process_time()
-    (_, can_be_kept), code = proofs.key_of(model), own_code_of(model)
+    (_, can_be_kept), code = store.key_of(model), own_code_of(model)
     assert time.process_time() - begin < 1
     assert not can_be_kept
     assert not code.is_complete
@@ -77,9 +77,9 @@ def test_large_and_recursive_values_in_the_file_of_a_class():
 
 def test_options_in_an_object_are_in_the_key(monkeypatch):
     model = ReadsTables(LlamaConfig(**SIZES)).eval()
-    key = proofs.key_of(model)
+    key = store.key_of(model)
     monkeypatch.setattr(OPTIONS, "mixes", True)
-    assert proofs.key_of(model) != key
+    assert store.key_of(model) != key
     with pytest.raises(ValueError, match="can't be packed"):
         nta.patch(model)
 
@@ -88,7 +88,7 @@ def test_mapping_of_transformers_is_not_read(monkeypatch):
     """Reading `MODEL_MAPPING` imports all models of transformers."""
     monkeypatch.setattr(planted_users, "MODEL_MAPPING", transformers.MODEL_MAPPING, raising=False)
     monkeypatch.setattr(type(transformers.MODEL_MAPPING), "items", None)
-    proofs.key_of(planted_users.make(planted_users.Before))
+    store.key_of(planted_users.make(planted_users.Before))
 
 
 def test_class_made_in_a_function_is_freed():
@@ -152,7 +152,7 @@ def test_another_number_of_key_heads_than_tried():
 
 def test_fields_that_older_versions_wrote_do_not_change_the_key():
     old = {"position_embedding_type": "absolute", "gradient_checkpointing": False}
-    assert proofs.key_of(BertModel(BertConfig(**SIZES))) == proofs.key_of(BertModel(BertConfig(**SIZES, **old)))
+    assert store.key_of(BertModel(BertConfig(**SIZES))) == store.key_of(BertModel(BertConfig(**SIZES, **old)))
 
 
 def test_token_types_that_the_small_model_does_not_take_are_not_packed():

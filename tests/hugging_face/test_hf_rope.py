@@ -5,9 +5,9 @@ import tiny
 import torch
 
 import nt_attention as nta
-from nt_attention.hf.packed_row import PackedRow, running_row
-from nt_attention.hf.rope import rotate_per_sequence
-from nt_attention.layout import SequenceLayout
+from nt_attention.hf.route.packed_row import PackedRow, running_row
+from nt_attention.hf.route.rope import rotate_per_sequence
+from nt_attention.layouts.known import SequenceLayout
 
 LENGTHS, LENGTH, TRAINED = [7, 23, 13, 2, 19], 29, 11
 

@@ -92,8 +92,8 @@ PROGRAM = """
     import torch
 
     import nt_attention as nta
-    from nt_attention.hf.text_models import on_meta_device
-    from nt_attention.hf.twin import build_twin, isolated
+    from nt_attention.hf.prove.text_models import on_meta_device
+    from nt_attention.hf.prove.twin import build_twin, isolated
 
     def check(model_type, class_name):
         with isolated():

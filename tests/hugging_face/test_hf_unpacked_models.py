@@ -205,7 +205,7 @@ def images(*grids):
 
 @towers
 def test_vision_tower_attends_to_all_images_in_one_call(kind, monkeypatch):
-    from nt_attention.hf import attention
+    from nt_attention.hf.route import attention
 
     calls, there = [], attention.varlen_attention
     monkeypatch.setattr(
@@ -226,10 +226,10 @@ def test_vision_tower_attends_to_all_images_in_one_call(kind, monkeypatch):
 
 @towers
 def test_vision_tower_reads_each_offsets_tensor_once(kind, monkeypatch):
-    from nt_attention import _offsets
+    from nt_attention.layouts import reading
 
-    reads, there = [], _offsets.HostFacts.__init__
-    monkeypatch.setattr(_offsets.HostFacts, "__init__", lambda *args: reads.append(0) or there(*args))
+    reads, there = [], reading.HostFacts.__init__
+    monkeypatch.setattr(reading.HostFacts, "__init__", lambda *args: reads.append(0) or there(*args))
     model, inputs = make_tower(kind), images((1, 4, 6), (1, 2, 2), (2, 8, 4))
     with nta.patch(model):
         run(model, inputs)

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import nt_attention as nta
-from nt_attention.hf.twin import build_twin, isolated
+from nt_attention.hf.prove.twin import build_twin, isolated
 
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nt_attention as nta
 from nt_attention import SequenceLayout
-from nt_attention._bounded import BoundedLayout, LengthsUnknownError, _layout_with, _made_of
+from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError, _layout_with, _made_of
 
 INT32, INT64 = torch.int32, torch.int64
 both_dtypes = pytest.mark.parametrize("dtype", [INT32, INT64], ids=str)
@@ -547,7 +547,7 @@ class TestChangedOffsets:
 
     def test_offsets_that_a_graph_of_torch_compile_writes(self, monkeypatch):
         """A replay changes them without a new version, so nothing about them is kept."""
-        monkeypatch.setattr("nt_attention._bounded.is_replayed", lambda tensor: True)
+        monkeypatch.setattr("nt_attention.layouts.bounded.is_replayed", lambda tensor: True)
         given, x = offsets(), randn(MAX_TOKENS, 2, 16)
         layout = BoundedLayout.of(given, MAX_SEQLEN, MAX_TOKENS)
         attend(layout, x=x)

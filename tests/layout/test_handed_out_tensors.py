@@ -12,7 +12,7 @@ from torch import Tensor
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention._bounded import BoundedLayout
+from nt_attention.layouts.bounded import BoundedLayout
 
 TOKENS, LONGEST = 13, 7
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)

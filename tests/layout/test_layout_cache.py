@@ -9,7 +9,7 @@ from layouts import LENGTHS, MAKERS
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention._offsets import _facts_of, read_offsets
+from nt_attention.layouts.reading import _facts_of, read_offsets
 
 
 class TestCachedOffsets:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from layouts import LENGTHS, MAKERS
 
-from nt_attention import SequenceLayout, _offsets, varlen_attention
+from nt_attention import SequenceLayout, varlen_attention
+from nt_attention.layouts import reading
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 0], [], [3], [2, 2, 2]], ids=str)
@@ -36,7 +37,7 @@ def test_all_constructors_give_the_same_layout(make, lengths):
 def test_offsets_of_a_layout_give_the_same_layout(monkeypatch, make, pickled):
     layout = make(LENGTHS)
     layout = pickle.loads(pickle.dumps(layout)) if pickled else layout
-    monkeypatch.setattr(_offsets, "_read", None)  # nothing is read again
+    monkeypatch.setattr(reading, "_read", None)  # nothing is read again
     for offsets in (layout.offsets, layout.cu_seqlens, layout.offsets_for_graph(len(LENGTHS) + 1)):
         other = SequenceLayout.from_offsets(offsets)
         assert (other.offsets.dtype, other.cu_seqlens.dtype) == (torch.int64, torch.int32)
@@ -52,11 +53,11 @@ def test_layouts_are_freed(dtype, use):
     other = use(layout)
     varlen_attention(x, x, x, layout), varlen_attention(x, x, x, other)
     freed = [weakref.ref(tensor) for each in (layout, other) for tensor in (each.offsets, each.cu_seqlens)]
-    before = len(_offsets._facts_of), len(_offsets._copies)
+    before = len(reading._facts_of), len(reading._copies)
     del layout, other, offsets
     gc.collect()
     assert not any(reference() is not None for reference in freed)
-    assert (len(_offsets._facts_of), len(_offsets._copies)) < before
+    assert (len(reading._facts_of), len(reading._copies)) < before
 
 
 @pytest.mark.parametrize("make", [MAKERS["list"], MAKERS["mask"]], ids=["list", "mask"])
@@ -66,7 +67,7 @@ def test_nested_tensors_are_not_read_after_their_layout_is_freed(monkeypatch, ma
     nested, want = layout.to_nested(x), varlen_attention(x, x, x, layout)
     del layout
     gc.collect()
-    monkeypatch.setattr(_offsets, "_read", None)
+    monkeypatch.setattr(reading, "_read", None)
     torch.testing.assert_close(varlen_attention(nested, nested, nested).values(), want)
 
 

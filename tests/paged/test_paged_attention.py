@@ -17,10 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
-from nt_attention._bounded import BoundedLayout
 from nt_attention.kernels.backend import COMMON
 from nt_attention.kernels.backends import reference
 from nt_attention.kernels.split_kv import launches
+from nt_attention.layouts.bounded import BoundedLayout
 
 pytestmark = IGNORED_WARNINGS
 

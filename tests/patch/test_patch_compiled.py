@@ -14,9 +14,9 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
-from nt_attention import _offsets
-from nt_attention._forwards import PatchedForward
-from nt_attention.hf.packed_forward import PackedCall
+from nt_attention.hf.pack.packed_forward import PackedCall
+from nt_attention.layouts import reading
+from nt_attention.patching.forwards import PatchedForward
 
 # Other types run the code of one of these.
 TYPES = (
@@ -164,8 +164,8 @@ def test_backward_finds_offsets_that_were_read(monkeypatch, kind):
         names = "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"
         return {"src": x, "tgt": x + 1, **dict.fromkeys(names, padding)}
 
-    read, reads = _offsets._read, []
-    monkeypatch.setattr(_offsets, "_read", lambda offsets: reads.append(offsets) or read(offsets))
+    read, reads = reading._read, []
+    monkeypatch.setattr(reading, "_read", lambda offsets: reads.append(offsets) or read(offsets))
     with nta.patch(model) as handle:
         compiled = torch.compile(model, backend="aot_eager", dynamic=True)
         for lengths in BATCHES:
@@ -213,11 +213,11 @@ def test_fullgraph(model_type):
         for batch in batches:
             want = solve(model, model, batch)
             torch.testing.assert_close(solve(compiled, model, batch), want, rtol=1e-4, atol=1e-5)
-        before = len(_offsets._facts_of)
+        before = len(reading._facts_of)
         with torch.no_grad():
             for batch in 5 * batches:
                 compiled(**batch)
-        assert len(_offsets._facts_of) - before < 3  # those of earlier batches were freed
+        assert len(reading._facts_of) - before < 3  # those of earlier batches were freed
 
 
 def test_parts_that_were_compiled_before_the_patch_raise_an_error():

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
-from nt_attention._forwards import is_context_parallel
+from nt_attention.patching.forwards import is_context_parallel
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 BART = {

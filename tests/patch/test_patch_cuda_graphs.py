@@ -27,11 +27,12 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor.compile_fx import compile_fx
 
 import nt_attention as nta
-from nt_attention import _cuda_graphs, _graph_capture
-from nt_attention._cuda_graphs import CapturedCalls
-from nt_attention._graph_capture import Sizes
-from nt_attention.hf import packed_forward
-from nt_attention.hf.graphs import BoundedPacking
+from nt_attention.graphs import cache as graph_cache
+from nt_attention.graphs import capture as graph_capture
+from nt_attention.graphs.cache import CapturedCalls
+from nt_attention.graphs.capture import Sizes
+from nt_attention.hf.pack import packed_forward
+from nt_attention.hf.pack.graphs import BoundedPacking
 from nt_attention.patching.handle import NotPackedWarning
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
@@ -110,7 +111,7 @@ class TestResults:
         import transformers
 
         if not GPU:  # the scalars of a `PackedMask` are on the CPU, and it reads them
-            monkeypatch.setattr(_graph_capture, "_READ_TAGS", ())
+            monkeypatch.setattr(graph_capture, "_READ_TAGS", ())
 
         config = getattr(transformers, f"{kind}Config")(**(tiny.TEXT | more))
         model, handle, other = pair(getattr(transformers, f"{kind}Model")(config).eval().to(DEVICE))
@@ -267,7 +268,7 @@ class TestReasons:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         model, handle, _ = pair(make("llama", "LlamaModel", max_position_embeddings=8, rope_parameters=rope))
         run(model, batch_of([12, 3, 5]))
-        monkeypatch.setattr(_cuda_graphs, "capture", None)  # calling it is an error
+        monkeypatch.setattr(graph_cache, "capture", None)  # calling it is an error
         run(model, batch_of([11, 4, 5]))
         assert handle.graphs.calls.total() == 2
 
@@ -389,7 +390,7 @@ class TestReasons:
         batch = batch_of([100, 100])
         for times in (failures, 1):
             with monkeypatch.context() as patched:
-                patched.setattr(_cuda_graphs.Device, "capture", out_of_memory)
+                patched.setattr(graph_cache.Device, "capture", out_of_memory)
                 for _ in range(times):
                     assert_same(run(model, batch), run(other, batch), TOLERANCE)
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
@@ -400,7 +401,7 @@ class TestReasons:
 
     def test_a_graph_with_large_outputs(self, monkeypatch):
         model, handle, other = pair(make())
-        monkeypatch.setattr(_graph_capture, "LARGEST", 10_000)
+        monkeypatch.setattr(graph_capture, "LARGEST", 10_000)
         small, large = batch_of([5, 2]), batch_of([30, 30])
         for batch in (large, small, large):
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
@@ -480,10 +481,8 @@ class TestState:
         else:
             model.set_input_embeddings(nn.Embedding(2 * rows, dims, old.padding_idx).to(DEVICE))
         replayed = []
-        once = _graph_capture.Graph.run
-        monkeypatch.setattr(
-            _graph_capture.Graph, "run", lambda self, work: (replayed.append(self), once(self, work))[1]
-        )
+        once = graph_capture.Graph.run
+        monkeypatch.setattr(graph_capture.Graph, "run", lambda self, work: (replayed.append(self), once(self, work))[1])
         (graph,) = handle.graphs._graphs.values()
         run(model, batch_of([5, 2, 9]))
         assert replayed
@@ -678,7 +677,7 @@ class nta_off:
 class TestBounds:
     def test_least_recently_used_is_freed(self, monkeypatch):
         model, handle, other = pair(make())
-        monkeypatch.setattr(_cuda_graphs, "GRAPHS", 2)
+        monkeypatch.setattr(graph_cache, "GRAPHS", 2)
         for length in (5, 100, 5, 300, 5):
             batch = batch_of([length, length])
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
@@ -692,7 +691,7 @@ class TestBounds:
         assert counted == {None: 1}
 
     def test_oldest_is_freed(self, monkeypatch):
-        monkeypatch.setattr(_cuda_graphs, "GRAPHS", 2)
+        monkeypatch.setattr(graph_cache, "GRAPHS", 2)
         monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
         model, handle, other = pair(make())
         batches = [batch_of([count] * rows) for rows, count in ((1, 14), (2, 14), (4, 14), (1, 14), (4, 14))]
@@ -702,7 +701,7 @@ class TestBounds:
         assert handle.graphs.captured == 4
 
     def test_memory(self, monkeypatch):
-        monkeypatch.setattr(_cuda_graphs, "MEMORY", 1)
+        monkeypatch.setattr(graph_cache, "MEMORY", 1)
         monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
         model, handle, other = pair(make())
         for rows in (1, 2, 4):
@@ -760,7 +759,7 @@ class TestBounds:
         (record,) = handle.graphs._records.values()
         record.module = lambda: None
         monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
-        monkeypatch.setattr(_cuda_graphs, "MEMORY", 1)
+        monkeypatch.setattr(graph_cache, "MEMORY", 1)
         for count in (5, 40):
             run(model, batch_of([count, 2]))
         assert len(handle.graphs) == 1
@@ -772,11 +771,11 @@ class TestBounds:
         for step in range(20):
             model.step = step
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.captured == _cuda_graphs.RENEWALS
-        assert handle.graphs.calls[often] == 20 - _cuda_graphs.RENEWALS
+        assert handle.graphs.captured == graph_cache.RENEWALS
+        assert handle.graphs.calls[often] == 20 - graph_cache.RENEWALS
         for _ in range(20):  # it stays the same
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.captured == _cuda_graphs.RENEWALS + 1
+        assert handle.graphs.captured == graph_cache.RENEWALS + 1
 
     @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deep", "pickle"])
     def test_copies_have_graphs_of_their_own(self, copier):
@@ -922,7 +921,7 @@ class Compiles:
         self.graphs += 1
 
         def run(*arguments):
-            self.captured += _graph_capture.is_capturing()
+            self.captured += graph_capture.is_capturing()
             return compiled(*arguments)
 
         return run

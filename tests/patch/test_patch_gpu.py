@@ -6,7 +6,7 @@ import torch
 from waiting import syncs
 
 import nt_attention as nta
-from nt_attention.hf import small_batches
+from nt_attention.hf.pack import small_batches
 
 LENGTHS, LENGTH = [7, 1, 113, 91, 64], 117
 

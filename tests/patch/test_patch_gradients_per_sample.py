@@ -12,8 +12,8 @@ from patched_models import loss_of, make, make_batch
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.hf.text_models import on_meta_device
-from nt_attention.hf.twin import build_twin, isolated
+from nt_attention.hf.prove.text_models import on_meta_device
+from nt_attention.hf.prove.twin import build_twin, isolated
 
 
 class GradSampleModule(nn.Module):

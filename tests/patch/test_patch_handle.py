@@ -10,7 +10,7 @@ from patched_models import assert_plain, close, every_kind, loss_of, make, make_
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.layout import SequenceLayout
+from nt_attention.layouts.known import SequenceLayout
 
 
 @every_kind

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import nt_attention as nta
-from nt_attention.patching.patch import NotPackedWarning
+from nt_attention.patch import NotPackedWarning
 
 LENGTHS, LENGTH, VOCABULARY = [7, 1, 13, 19], 23, 101
 

@@ -135,7 +135,7 @@ def test_training_gradients_and_gradient_checkpointing(model_type, name, checkpo
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::nt_attention.patching.patch.NotPackedWarning")
+@pytest.mark.filterwarnings("ignore::nt_attention.patch.NotPackedWarning")
 @every_class
 def test_retain_grad_on_hidden_states_and_attentions(model_type, name):
     model, batch = tiny.make(model_type, name, "eager"), make_batch(name)

@@ -8,10 +8,11 @@ from transformers import LlamaModel, Trainer, TrainingArguments
 from transformers.utils import ModelOutput
 
 import nt_attention as nta
-from nt_attention.hf import packed_forward, patch_model
-from nt_attention.hf.packing import Packing
+from nt_attention.hf import patch_model
+from nt_attention.hf.pack import packed_forward
+from nt_attention.hf.pack.packing import Packing
 from nt_attention.hf.proof import Proof
-from nt_attention.patching.patch import NotPackedWarning
+from nt_attention.patch import NotPackedWarning
 
 
 def test_unknown_output_comes_back_padded(monkeypatch):

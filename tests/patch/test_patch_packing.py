@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nt_attention as nta
-from nt_attention.hf.packing import Packing
+from nt_attention.hf.pack.packing import Packing
 
 
 @st.composite

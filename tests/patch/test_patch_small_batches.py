@@ -17,10 +17,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import nt_attention as nta
-from nt_attention.hf import masks, packed_forward, packed_row, positions, small_batches
-from nt_attention.hf.change_model import attention_modules
-from nt_attention.hf.small_batches import Costs, PaddedRows, Size
-from nt_attention.patching.patch import NotPackedWarning
+from nt_attention.hf.pack import packed_forward, small_batches
+from nt_attention.hf.pack.change_model import attention_modules
+from nt_attention.hf.pack.small_batches import Costs, PaddedRows, Size
+from nt_attention.hf.route import masks, packed_row, positions
+from nt_attention.patch import NotPackedWarning
 
 SMALL = "the batch is too small to gain from packing"
 TYPES = ("albert", "bert", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "mistral", "modernbert", "opt")

@@ -27,11 +27,11 @@ from torch._inductor.compile_fx import compile_fx
 from torch.utils import checkpoint
 
 import nt_attention as nta
-from nt_attention import _cuda_graphs
-from nt_attention._graph_capture import Sizes
-from nt_attention._graph_gradients import SLOTS
-from nt_attention._module_state import Snapshot
-from nt_attention.hf.graphs import BoundedPacking
+from nt_attention.graphs import cache as graph_cache
+from nt_attention.graphs.capture import Sizes
+from nt_attention.graphs.gradients import SLOTS
+from nt_attention.graphs.module_state import Snapshot
+from nt_attention.hf.pack.graphs import BoundedPacking
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
 
@@ -506,7 +506,7 @@ class TestBackwards:
         elif how == "remove":
             handle.remove()
         else:
-            monkeypatch.setattr(_cuda_graphs, "GRAPHS", 1)
+            monkeypatch.setattr(graph_cache, "GRAPHS", 1)
             for each, waiting in zip((model, other), losses, strict=True):
                 if how == "freeze":
                     next(x for x in each.modules() if isinstance(x, nn.Linear)).requires_grad_(False)
@@ -664,7 +664,7 @@ class TestAttempts:
         batches = [batch_of([14] * rows) for rows in (1, 2, 4)]
         monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
         loss_of(model(**batches[2])).backward()
-        monkeypatch.setattr(_cuda_graphs, "MEMORY", handle.graphs._memory_of_graphs())
+        monkeypatch.setattr(graph_cache, "MEMORY", handle.graphs._memory_of_graphs())
         for _ in range(20):
             for batch in batches:
                 check(model, other, batch)

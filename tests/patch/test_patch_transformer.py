@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import nt_attention as nta
-from nt_attention.layout import SequenceLayout
-from nt_attention.patching.patch import NotPackedError, NotPackedWarning
+from nt_attention.layouts.known import SequenceLayout
+from nt_attention.patch import NotPackedError, NotPackedWarning
 
 EMBED, HEADS = 20, 2
 SOURCE_LENGTHS, LENGTHS = [13, 7, 3, 17, 1], [4, 1, 9, 6, 2]

@@ -12,7 +12,7 @@ from sweeps import covering
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.patching.patch import NotPackedWarning
+from nt_attention.patch import NotPackedWarning
 
 EMBED, LENGTHS, LENGTH = 36, [7, 1, 13, 19], 19
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = runpy.run_path(str(ROOT / "tools" / "supported_models.py"))
-PROOFS = sorted((ROOT / "nt_attention" / "hf" / "proofs").iterdir())
+PROOFS = sorted((ROOT / "nt_attention" / "hf" / "prove" / "proofs").iterdir())
 
 
 def entry(model_type, head, reason=None):

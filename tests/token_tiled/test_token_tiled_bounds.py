@@ -15,9 +15,9 @@ from sweeps import covering, pairwise
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS, TOLERANCE, bits, exact, random_inputs
 
 import nt_attention as nta
-from nt_attention._bounded import BoundedLayout
 from nt_attention.kernels import bounds
 from nt_attention.kernels.token_tiled.bounded_plan import BoundedPlan
+from nt_attention.layouts.bounded import BoundedLayout
 
 gpu = pytest.mark.gpu
 

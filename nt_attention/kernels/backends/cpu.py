@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layout import SequenceLayout
-from ...paged import merge_pages
+from ...layouts.known import SequenceLayout
+from ...layouts.paged import merge_pages
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layout import SequenceLayout
+from ...layouts.known import SequenceLayout
 from ..call import AttentionSpec
 
 HALVES = (torch.float16, torch.bfloat16)

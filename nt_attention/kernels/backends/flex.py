@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import SequenceLayout
+from ...layouts.known import SequenceLayout
 from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import checked_mask_mod, checked_score_mod

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layout import SequenceLayout
-from ...paged import PagedLayout
+from ...layouts.known import SequenceLayout
+from ...layouts.paged import PagedLayout
 from .. import bounds, device
 from ..bounds import Checked
 from ..call import AttentionSpec, Call

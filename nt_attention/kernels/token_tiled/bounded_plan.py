@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import SequenceLayout
+from ...layouts.known import SequenceLayout
 from .. import bounds, device
 from ..launch import Launch, launch
 from .plan import Intervals, Tiles

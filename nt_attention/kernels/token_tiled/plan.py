@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..._offsets import to_device
-from ...layout import SequenceLayout
+from ...layouts.known import SequenceLayout
+from ...layouts.reading import to_device
 from .. import device
 from ..launch import Launch, launch
 

@@ -1,0 +1,1 @@
+"""Calls of modules as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""The call of a Hugging Face model as one packed row."""

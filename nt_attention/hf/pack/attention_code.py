@@ -1,0 +1,470 @@
+"""Adapters for attention modules whose code `deferred_scores` can't run: each computes the same on a packed row.
+
+An adapter is called as the module is, after the module and the mask of the row: `adapter(module, mask, *args)`. It
+returns what the module returns, with None for the attention weights.
+
+Dimensions: T tokens of a packed row, H heads, D head dim, E embedding width.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...compiler import outside_of_graphs
+from ...kernels.alibi import alibi_slopes
+from ...kernels.relative import RelativeBias
+from ...layouts.known import SequenceLayout
+from ...layouts.reading import creating_cached_tensors
+from ...patching.forwards import Handle, override_forward
+from ..route.packed_mask import PackedMask, packed_mask_in
+from ..route.packed_row import current_row
+from .deferred_scores import run_attention_module
+
+Adapter = Callable[..., Any]
+
+
+def override_attention(module: Any, is_routed: bool, handle: Handle) -> None:
+    """Make an attention module run packed rows: by its adapter if there is one, else with deferred scores.
+
+    If attention is routed through transformers' interface, a module without an adapter needs no change.
+    """
+    adapter = _adapter_of(module)
+    if adapter is None and is_routed:
+        return
+    forward = run_attention_module if adapter is None else functools.partial(_run_adapter, adapter)
+    override_forward(module, forward, handle)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether some module of a model has an adapter."""
+    return any(_adapter_of(module) is not None for module in model.modules())
+
+
+def _adapter_of(module: nn.Module) -> Adapter | None:
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return _ADAPTERS.get(name.removeprefix("transformers.models."))
+
+
+def make_cached_tensors(model: nn.Module, device: torch.device) -> None:
+    """Make the tensors that the adapters of a model cache, so that no graph breaks to make them."""
+    devices = _made_on.setdefault(model, set())
+    if device not in devices:
+        for module in model.modules():
+            adapter = _adapter_of(module)
+            if adapter in _CACHED and getattr(module, "relative_attention", True):  # DeBERTa may have none
+                _CACHED[adapter](module, device)
+        devices.add(device)
+
+
+_made_on: weakref.WeakKeyDictionary[nn.Module, set[torch.device]] = weakref.WeakKeyDictionary()
+
+
+def override_methods(model: nn.Module, handle: Handle) -> None:
+    """Override methods that compute something for each pair of tokens, which adapters do not need."""
+    for module in model.modules():
+        for name, replacement in _METHODS.items():
+            method = getattr(type(module), name, None)
+            if method is not None and name not in vars(module):
+                setattr(module, name, functools.partial(_run_method, replacement, method, module))
+                handle.on_remove(functools.partial(module.__delattr__, name))
+
+
+def _run_method(
+    replacement: Callable[[Any], Any], method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    is_packed = current_row() is not None or packed_mask_in(args, kwargs) is not None
+    return replacement(module) if is_packed else method(module, *args, **kwargs)
+
+
+# Method → what it returns in a packed row.
+_METHODS: dict[str, Callable[[Any], Any]] = {
+    "build_alibi_tensor": lambda model: None,  # BLOOM
+    "compute_position_bias": lambda encoder: _bias_of(encoder, encoder.config.relative_attention_num_buckets),  # MPNet
+    "get_rel_pos": lambda encoder: None,  # DeBERTa
+}
+
+
+def _run_adapter(
+    adapter: Adapter, module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    mask = packed_mask_in(args, kwargs)
+    return original(*args, **kwargs) if mask is None else adapter(module, mask, *args, **kwargs)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(1, T, H·D) to (1, H, T, D)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _merged(out: Tensor) -> Tensor:
+    """(H, T, D) to (1, T, H·D)."""
+    return out.transpose(0, 1).flatten(1).unsqueeze(0)
+
+
+def _bias_of(module: Any, buckets: int) -> Tensor:
+    """(H, N), the learned bias of each bucket. The embedding is called, because PEFT may have wrapped it."""
+    weight = module.relative_attention_bias.weight
+    bias: Tensor = module.relative_attention_bias(torch.arange(buckets, device=weight.device))
+    return bias.T
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's forward, by name."""
+    kind: Any = type(module)
+    return dict(zip(_parameter_names(kind), args, strict=False)) | kwargs
+
+
+def _parameter_names(kind: Any) -> tuple[str, ...]:
+    if kind not in _names:  # not functools.cache, of which torch.compile warns
+        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return _names[kind]
+
+
+_names: dict[Any, tuple[str, ...]] = {}
+
+
+def _rate(dropout: nn.Module) -> float:
+    """The rate of a dropout module now; 0 if another module took its place."""
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def _openai_gpt(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> list[Any]:
+    query, key, value = (_heads(part, module.n_head) for part in module.c_attn(x).split(module.split_size, dim=2))
+    scale = value.shape[-1] ** -0.5 if module.scale else 1.0
+    dropout = _rate(module.attn_dropout)
+    out = mask.attend(query, key, value, is_causal=True, scale=scale, dropout_p=dropout)
+    return [module.resid_dropout(module.c_proj(_merged(out)))]
+
+
+def _gpt_neo(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Scores are not scaled. Local layers see `window_size` keys."""
+    projections = module.q_proj, module.k_proj, module.v_proj
+    query, key, value = (_heads(project(x), module.num_heads) for project in projections)
+    before = module.config.window_size - 1 if module.attention_type == "local" else -1
+    dropout = _rate(module.attn_dropout)
+    out = mask.attend(query, key, value, window_size=(before, 0), scale=1.0, dropout_p=dropout)
+    return module.resid_dropout(module.out_proj(_merged(out))), None
+
+
+def _bloom(module: Any, mask: PackedMask, /, x: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    query, key, value = module._reshape(module.query_key_value(x))
+    out = mask.attend(
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=module.inv_norm_factor,
+        alibi_slopes=alibi_slopes(_all_heads(module, module.num_heads), x.device),
+        dropout_p=_rate(module.attention_dropout),
+    )
+    merged = _merged(out)
+    if module.pretraining_tp > 1 and module.slow_but_exact:  # this branch of BLOOM has no bias
+        out = F.linear(merged, module.dense.weight)
+    else:
+        out = module.dense(merged)
+    out = F.dropout(out, module.hidden_dropout, module.training)
+    return residual + out, None
+
+
+def _all_heads(module: Any, heads: int) -> int:
+    """The number of heads of a module with ALiBi.
+
+    Raises:
+        ValueError: the module was changed to have only some of the heads. Their slopes are not known.
+    """
+    if heads * module.head_dim != module.hidden_size:
+        raise ValueError(
+            f"{type(module).__name__} has {heads} of {module.hidden_size // module.head_dim} heads, so the ALiBi "
+            "slopes of its heads are not known: tensor parallelism is not supported for this model."
+        )
+    return heads
+
+
+def _mpt(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    qkv = module.Wqkv(x)
+    if module.clip_qkv:
+        qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
+    query, key, value = (_heads(part, module.n_heads) for part in qkv.chunk(3, dim=2))
+    dropout = module.attn_dropout_p if module.training else 0.0
+    slopes = _mpt_slopes(module, x.device)
+    out = mask.attend(
+        query, key, value, is_causal=True, scale=module.softmax_scale, alibi_slopes=slopes, dropout_p=dropout
+    )
+    return module.out_proj(_merged(out)), None
+
+
+def _mpt_slopes(module: Any, device: torch.device) -> Tensor:
+    """The slopes (H,) of MPT: for n heads, the next power of 2, the odd ones first if n is no power of 2."""
+    heads = _all_heads(module, module.n_heads)
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    if power != heads:
+        slopes = slopes[1::2] + slopes[::2]
+    return _cached(("slopes of MPT", heads, device), lambda: torch.tensor(slopes[:heads], device=device))
+
+
+def _mpnet(
+    module: Any, mask: PackedMask, /, x: Tensor, attention_mask: Any, position_bias: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor]:
+    """`position_bias` is (H, N), from `_METHODS`."""
+    query, key, value = (_heads(project(x), module.num_attention_heads) for project in (module.q, module.k, module.v))
+    relative = RelativeBias(_mpnet_buckets(module, x.device), bias=position_bias)
+    out = mask.attend(query, key, value, relative=relative, dropout_p=_rate(module.dropout))
+    return (module.o(_merged(out)),)
+
+
+def _mpnet_buckets(module: Any, device: torch.device) -> Tensor:
+    encoder: Any = sys.modules[type(module).__module__].MPNetEncoder
+    return _buckets((encoder,), encoder.relative_position_bucket, 128, device)
+
+
+def _t5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
+    """The bias of the first layer, (H, N), goes to the others as their `position_bias`. Scores are not scaled."""
+    given = _arguments(module, args, kwargs)
+    bias = given.get("position_bias")
+    if module.has_relative_attention_bias:
+        bias = _bias_of(module, module.relative_attention_num_buckets)
+    out = _t5_attention(module, mask, given["hidden_states"], given.get("key_value_states"), bias)
+    return out, bias, None
+
+
+def _umt5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Each layer has a bias of its own."""
+    given = _arguments(module, args, kwargs)
+    bias = None
+    if module.has_relative_attention_bias:
+        bias = _bias_of(module, module.relative_attention_num_buckets)
+    return _t5_attention(module, mask, given["hidden_states"], given.get("encoder_hidden_states"), bias), None
+
+
+def _t5_attention(module: Any, mask: PackedMask, /, x: Tensor, memory: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(1, T, E). `memory` is the output of the encoder (1, S, E) in cross-attention, and `bias` is (H, N) or None."""
+    source = x if memory is None else memory
+    projected = module.q(x), module.k(source), module.v(source)
+    query, key, value = (_heads(part, module.n_heads) for part in projected)
+    relative = None
+    if bias is not None:
+        relative = RelativeBias(_t5_buckets(module, x.device), bias=bias)
+    dropout = module.dropout if module.training else 0.0
+    return module.o(_merged(mask.attend(query, key, value, scale=1.0, relative=relative, dropout_p=dropout)))
+
+
+def _t5_buckets(module: Any, device: torch.device) -> Tensor:
+    sizes = (not module.is_decoder, module.relative_attention_num_buckets, module.relative_attention_max_distance)
+    return _buckets((type(module), *sizes), functools.partial(_t5_bucket, module, sizes), sizes[2], device)
+
+
+def _t5_bucket(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> Tensor:
+    """T5's bucket of each distance. `sizes`: whether both sides count, N, and the largest distance."""
+    bucket_of: Callable[..., Tensor] = module._relative_position_bucket
+    if "bidirectional" in inspect.signature(bucket_of).parameters:  # a static method, in UMT5 it is not one
+        return bucket_of(distance, **dict(zip(("bidirectional", "num_buckets", "max_distance"), sizes, strict=True)))
+    return bucket_of(distance)
+
+
+def _llama4(
+    module: Any, mask: PackedMask, /, hidden_states: Tensor, position_embeddings: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Layers without RoPE scale queries by their positions. In other layers, a query sees keys of its chunk only."""
+    shape = (*hidden_states.shape[:2], -1, module.head_dim)
+    projections = module.q_proj, module.k_proj, module.v_proj
+    query, key, value = (project(hidden_states).view(shape) for project in projections)
+    if module.use_rope:
+        rotate = sys.modules[type(module).__module__].apply_rotary_emb
+        query, key = rotate(query, key, position_embeddings.to(query.device))
+    if hasattr(module, "qk_norm"):
+        query, key = module.qk_norm(query), module.qk_norm(key)
+    if module.attn_temperature_tuning and not module.use_rope:
+        assert mask.packing is not None
+        steps = torch.floor((mask.packing.own_positions.float() + 1.0) / module.floor_scale)
+        scales = torch.log1p(steps) * module.attn_scale + 1.0
+        query = (query * scales[:, None, None]).to(query.dtype)
+    if module.config.layer_types[module.layer_idx] == "chunked_attention":
+        mask = PackedMask.of(_in_chunks(mask.query_layout, module.config.attention_chunk_size), form="pairs")
+    dropout = module.attention_dropout if module.training else 0.0
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    out = mask.attend(query, key, value, is_causal=True, scale=module.scaling, dropout_p=dropout)
+    return module.o_proj(_merged(out)), None
+
+
+def _in_chunks(layout: SequenceLayout, size: int) -> SequenceLayout:
+    """The layout in which each chunk of up to `size` tokens of a sequence is a sequence."""
+    if layout.max_seqlen <= size:
+        return layout
+
+    def build() -> SequenceLayout:
+        lengths = layout.host_offsets.diff().tolist()
+        chunks = [min(size, length - begin) for length in lengths for begin in range(0, length, size)]
+        return SequenceLayout.from_lengths(chunks, device=layout.device)
+
+    return layout.cached(("chunks", size), build)
+
+
+def _deberta(
+    module: Any, mask: PackedMask, /, x: Tensor, *_: Any, rel_embeddings: Tensor | None = None, **__: Any
+) -> tuple[Tensor, None]:
+    """Queries and values have biases. The scale also counts the terms of the positions."""
+    heads = module.num_attention_heads
+    if module.talking_head:
+        raise NotImplementedError("talking_head mixes the scores of all heads, which varlen_attention can't express")
+    query, key, value = _heads(module.in_proj(x), heads).chunk(3, dim=-1)
+    query = query + _heads(module.q_bias[None, None], heads)
+    value = value + _heads(module.v_bias[None, None], heads)
+    scale = (query.shape[-1] * (1 + len(module.pos_att_type))) ** -0.5
+    relative = None
+    if module.relative_attention and rel_embeddings is not None and module.pos_att_type:
+        positions = module.pos_dropout(rel_embeddings)
+        relative = _disentangled(
+            query * scale,
+            key * scale,
+            module.pos_proj(positions) if "c2p" in module.pos_att_type else None,
+            module.pos_q_proj(positions) if "p2c" in module.pos_att_type else None,
+            _deberta_buckets(module, x.device),
+        )
+    dropout = _rate(module.dropout)
+    return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
+
+
+def _deberta_buckets(module: Any, device: torch.device) -> Tensor:
+    span = module.max_relative_positions
+    return _buckets(("clamped", span), functools.partial(_clamped, span=span), span + 1, device)
+
+
+def _deberta_v2(
+    module: Any, mask: PackedMask, /, x: Tensor, *_: Any, rel_embeddings: Tensor | None = None, **__: Any
+) -> tuple[Tensor, None]:
+    """As in DeBERTa, with logarithmic buckets, and with keys and queries of positions that may share projections."""
+    heads, kinds = module.num_attention_heads, [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]
+    projected = module.query_proj(x), module.key_proj(x), module.value_proj(x)
+    query, key, value = (_heads(part, heads) for part in projected)
+    scale = (query.shape[-1] * (1 + len(kinds))) ** -0.5
+    relative = None
+    if module.relative_attention and rel_embeddings is not None and kinds:
+        positions = module.pos_dropout(rel_embeddings)[: 2 * module.pos_ebd_size]
+        of_keys, of_queries = module.key_proj, module.query_proj
+        if not module.share_att_key:
+            of_keys, of_queries = getattr(module, "pos_key_proj", None), getattr(module, "pos_query_proj", None)
+        relative = _disentangled(
+            query * scale,
+            key * scale,
+            of_keys(positions) if "c2p" in kinds else None,
+            of_queries(positions) if "p2c" in kinds else None,
+            _deberta_v2_buckets(module, x.device),
+        )
+    dropout = _rate(module.dropout)
+    return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
+
+
+def _deberta_v2_buckets(module: Any, device: torch.device) -> Tensor:
+    """The buckets of distances, `2 · pos_ebd_size` of them. They are logarithmic if there are `position_buckets`."""
+    span = module.pos_ebd_size
+    if module.position_buckets <= 0:
+        return _buckets(("clamped", span), functools.partial(_clamped, span=span), span + 1, device)
+    logarithmic = sys.modules[type(module).__module__].make_log_bucket_position
+    sizes = module.position_buckets, module.max_relative_positions
+    bucket_of = functools.partial(_clamped, span=span, function=logarithmic, sizes=sizes)
+    return _buckets((logarithmic, span, *sizes), bucket_of, None, device)
+
+
+def _clamped(
+    distance: Tensor, span: int, function: Callable[..., Tensor] | None = None, sizes: tuple[int, ...] = ()
+) -> Tensor:
+    """DeBERTa's bucket of a distance, which it counts from the key to the query."""
+    position = -distance if function is None else function(-distance, *sizes).long()
+    return (position + span).clamp(0, 2 * span - 1)
+
+
+def _disentangled(
+    query: Tensor, key: Tensor, position_keys: Tensor | None, position_queries: Tensor | None, buckets: Tensor
+) -> RelativeBias:
+    """The two terms of DeBERTa (He et al. 2021): content to position, and position to content.
+
+    Args:
+        query, key: (1, H, T, D), scaled.
+        position_keys, position_queries: (N, H·D), or None if the model does not have the term.
+        buckets: as in `RelativeBias`.
+    """
+
+    def products(x: Tensor, positions: Tensor | None) -> Tensor | None:
+        """(T, H, N), the product of each token with each position."""
+        return (
+            None if positions is None else torch.einsum("htd,nhd->thn", x[0], positions.unflatten(-1, (x.shape[1], -1)))
+        )
+
+    return RelativeBias(buckets, query_bias=products(query, position_keys), key_bias=products(key, position_queries))
+
+
+def _buckets(
+    key: tuple[Any, ...], bucket_of: Callable[[Tensor], Tensor], radius: int | None, device: torch.device
+) -> Tensor:
+    """(2 · radius + 1,) the bucket of each distance. Cached: `key` says which function `bucket_of` is.
+
+    A radius of None is the smallest one after which the bucket does not change any more.
+    """
+    return _cached((*key, radius, device), lambda: _new_buckets(bucket_of, radius, device))
+
+
+def _new_buckets(bucket_of: Callable[[Tensor], Tensor], radius: int | None, device: torch.device) -> Tensor:
+    farthest = _FARTHEST if radius is None else radius
+    buckets = bucket_of(torch.arange(-farthest, farthest + 1, device="cpu"))
+    if radius is None:
+        change = (buckets[1:] != buckets[:-1]).nonzero().flatten() - farthest
+        radius = int(change.abs().max()) + 1
+        buckets = buckets[farthest - radius : farthest + radius + 1]
+    return buckets.to(device)
+
+
+_FARTHEST = 2**17  # tokens
+
+
+def _cached(key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    """A tensor that all models share. A graph breaks to make one; see `make_cached_tensors`."""
+    if key not in _cached_tensors:
+        _cached_tensors[key] = _made(make)
+    return _cached_tensors[key]
+
+
+@outside_of_graphs
+def _made(make: Callable[[], Tensor]) -> Tensor:
+    with creating_cached_tensors():
+        return make()
+
+
+_cached_tensors: dict[tuple[Any, ...], Tensor] = {}
+
+
+# The class, after "transformers.models." → its adapter.
+_ADAPTERS: dict[str, Adapter] = {
+    "openai.modeling_openai.Attention": _openai_gpt,
+    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
+    "bloom.modeling_bloom.BloomAttention": _bloom,
+    "mpt.modeling_mpt.MptAttention": _mpt,
+    "llama4.modeling_llama4.Llama4TextAttention": _llama4,
+    "mpnet.modeling_mpnet.MPNetSelfAttention": _mpnet,
+    "t5.modeling_t5.T5Attention": _t5,
+    "mt5.modeling_mt5.MT5Attention": _t5,
+    "switch_transformers.modeling_switch_transformers.SwitchTransformersAttention": _t5,
+    "umt5.modeling_umt5.UMT5Attention": _umt5,
+    "deberta.modeling_deberta.DisentangledSelfAttention": _deberta,
+    "deberta_v2.modeling_deberta_v2.DisentangledSelfAttention": _deberta_v2,
+}
+
+# What an adapter caches.
+_CACHED: dict[Adapter | None, Callable[[Any, torch.device], Tensor]] = {
+    _mpt: _mpt_slopes,
+    _mpnet: _mpnet_buckets,
+    _t5: _t5_buckets,
+    _umt5: _t5_buckets,
+    _deberta: _deberta_buckets,
+    _deberta_v2: _deberta_v2_buckets,
+}

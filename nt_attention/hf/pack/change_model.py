@@ -1,0 +1,211 @@
+"""Changes the attention implementation and the `forward` of a Hugging Face model. The handle can undo both."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...patching.forwards import CALL_REMOVE_FIRST, Handle, PatchedForward, copies_of, override_forward
+from .. import families
+from ..families import Family, is_of_transformers
+from ..proof import Head, Proof
+from ..route.attention import NAME_OVER, register
+from ..route.packed_row import counts_positions, embed_positions
+from ..route.rope import rotate_per_sequence, scales_by_length
+from .attention_code import override_attention, override_methods
+from .encoder_decoder import EncoderDecoderCall
+from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
+from .small_batches import Size
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """A patch that has set our name in a config: its handle, its model, and the attributes that the config had."""
+
+    handle: weakref.ref[Handle]
+    model: weakref.ref[nn.Module]
+    before: dict[str, Any]
+
+
+# Config → renamings. Models may share a config, so there may be several.
+_renamings = WeakIdKeyDictionary()
+
+
+def _other_renamings(config: Any, handle: Handle) -> list[_Renaming]:
+    """The other active patches that have set our name in a config."""
+    found = [(renaming, renaming.handle()) for renaming in _renamings.get(config, ())]
+    return [renaming for renaming, other in found if other is not None and other.active and other is not handle]
+
+
+def set_attention(model: PreTrainedModel, handle: Handle) -> str:
+    """Set our name in the model's configs, let the handle undo it, and return the name that was there."""
+    configs = _configs(model)
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    handles = [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
+    _check_not_patched(model, configs, handles, handle)
+    before: str = model.config._attn_implementation
+    over = next((over for over, name in NAME_OVER.items() if name == before), None)
+    if over is not None and handles:
+        before = over  # the model is a copy, made before the patch of the original was removed
+    kept = []
+    for config in configs:
+        others = _other_renamings(config, handle)  # patches of other models with this config
+        attributes = {name: value for name, value in vars(config).items() if name.startswith("_attn")}
+        if others:
+            attributes = others[0].before
+            before = attributes["_attn_implementation_internal"] if config is model.config else before
+        kept.append((config, attributes))
+        _renamings[config] = [*others, _Renaming(weakref.ref(handle), weakref.ref(model), attributes)]
+    handle.on_remove(functools.partial(_restore_configs, handle, kept, over and before))
+    if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
+        # calls that are not packed run on the implementation that the model had, eager or sdpa
+        name = register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager"))
+        model.set_attn_implementation(name)
+        for config in _configs_of_layers(model, configs):
+            if config._attn_implementation in (before, over and NAME_OVER[over]):
+                kept.append((config, {"_attn_implementation_internal": over or config._attn_implementation}))
+                config._attn_implementation_internal = name
+    return before
+
+
+def _check_not_patched(model: PreTrainedModel, configs: list[Any], handles: list[Handle], handle: Handle) -> None:
+    renamings = [renaming for config in configs for renaming in _other_renamings(config, handle)]
+    owners = [owner for renaming in renamings if (owner := renaming.model()) is not None]
+    is_inside = any(part is model for owner in owners for part in owner.modules())
+    if is_inside or any(other.active and other is not handle for other in handles):
+        raise ValueError(
+            f"{type(model).__name__} or a part of it is already patched: {CALL_REMOVE_FIRST} "
+            "For a copied or loaded model, it is model.forward.handle."
+        )
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """The configs of a model and its parts, without duplicates."""
+    found: dict[int, Any] = {}
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+    return list(found.values())
+
+
+def _configs_of_layers(model: PreTrainedModel, configs: list[Any]) -> list[Any]:
+    """The configs that only layers have, without duplicates: a layer that was copied has a copy of the config."""
+    known = {id(config) for config in configs}
+    own = (vars(module).get("config") for module in model.modules())
+    return list({id(x): x for x in own if isinstance(x, PreTrainedConfig) and id(x) not in known}.values())
+
+
+def _restore_copies(handle: Handle, kept: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Restore the configs of copies of the model, whose patch also ends."""
+    before = {type(config): attributes for config, attributes in reversed(kept)}
+    for copied in copies_of(handle):
+        models = [module for module in copied.modules() if isinstance(module, PreTrainedModel)]
+        for config in itertools.chain(*(_configs(x) + _configs_of_layers(x, []) for x in models)):
+            if config._attn_implementation in NAME_OVER.values() and type(config) in before:
+                config.__dict__.update(before[type(config)])
+
+
+def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], replace_ours: str | None) -> None:
+    _restore_copies(handle, kept)
+    for config, attributes in kept:
+        if _other_renamings(config, handle):
+            continue  # the last of the patches that share the config restores it
+        for key in [key for key in vars(config) if key.startswith("_attn") and key not in attributes]:
+            del config.__dict__[key]
+        config.__dict__.update(attributes)
+        if replace_ours and config._attn_implementation_internal in NAME_OVER.values():
+            config._attn_implementation_internal = replace_ours
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The innermost attention modules, by name: those that compute attention."""
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if "Attention" in type(module).__name__ and not isinstance(module, nn.MultiheadAttention)
+    }
+    return {path: x for path, x in found.items() if not any(other.startswith(f"{path}.") for other in found)}
+
+
+def _override_positions(base: nn.Module, handle: Handle) -> bool:
+    """Override modules that count positions along the row, or scale them by its length. Returns whether there are."""
+    found = False
+    for module in base.modules():
+        override = (
+            rotate_per_sequence if scales_by_length(module) else embed_positions if counts_positions(module) else None
+        )
+        if override is not None:
+            override_forward(module, override, handle)
+            found = True
+    return found
+
+
+def _head_call(model: PreTrainedModel) -> SequenceHeadCall:
+    return SequenceHeadCall(_arguments(model)[0], is_of_transformers(families.class_of(model)))
+
+
+def make_padding_free(
+    model: PreTrainedModel, proof: Proof, family: Family, handle: Handle, logits: Logits, packing: PackingMode
+) -> None:
+    """Make the model pack, and also its base model, because callers may call it directly."""
+    base, head = families.base_model(model), proof.head
+    needs_row = _override_positions(base, handle) or proof.mask is not None
+    is_routed = families.routes_attention(model)
+    override_methods(base, handle)
+    attentions = attention_modules(base).values()
+    is_causal = any(getattr(module, "is_causal", False) is True for module in attentions)
+    for module in attentions:
+        override_attention(module, is_routed, handle)
+
+    # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
+    # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
+    differs = family.embed is not None or any(map(scales_by_length, base.modules()))
+    may_run_padded = packing == "auto" and handle.mesh is None and not differs
+
+    def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
+        defaults, takes_any = _arguments(entry)
+        is_base = families.base_model(entry) is entry
+        size = Size.of(entry, len(attention_modules(entry))) if may_run_padded else None
+        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size)
+        return PackedCall(handle, proof, family, head, *how)
+
+    if families.is_encoder_decoder(model):
+        encoder: Any = base.get_encoder()
+        override_forward(encoder, packed_call(encoder, None), handle)
+        if head != "token" and model is not base:
+            override_forward(model, _head_call(model), handle)
+        for entry in [base, model] if head == "token" and model is not base else [base]:
+            defaults, _ = _arguments(entry)
+            override_forward(entry, EncoderDecoderCall(handle, proof, defaults, logits, is_routed), handle)
+        return
+    entries: list[tuple[PreTrainedModel, Head | None]] = [(base, "sequence" if head == "sequence" else None)]
+    if model is base and head != "sequence":
+        entries = [(model, head)]
+    elif head != "sequence":
+        entries.append((model, head))
+    if head == "sequence" and model is not base:
+        override_forward(model, _head_call(model), handle)
+    for entry, works_on in entries:
+        call = packed_call(entry, works_on)
+        override_forward(entry, call, handle)
+        if works_on == "sequence":  # replaces the entry that another head with the same base model has made
+            cast(PatchedForward, entry.forward).forward = call
+
+
+def _arguments(entry: PreTrainedModel) -> tuple[dict[str, Any], bool]:
+    """The parameters of a forward and their defaults, and whether it takes other keyword arguments too."""
+    parameters = inspect.signature(entry.forward).parameters.values()
+    of_class = inspect.signature(type(entry).forward).parameters
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return {n: of_class[n].default if n in of_class else None for n in names}, len(names) < len(parameters)

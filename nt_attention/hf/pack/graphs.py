@@ -1,0 +1,283 @@
+"""Runs the packed call of a patched model as a CUDA graph.
+
+The graph has the whole call: it packs the padded batch, runs the model and pads the outputs. The host only reads the
+mask, to know the number of tokens.
+
+Dimensions: B rows of a padded batch and L positions in a row, as in the bucket; N tokens of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ...graphs.cache import CapturedCalls, check_call, process_settings
+from ...graphs.capture import Bucket, Computed, Sizes, Work, tensors_of
+from ...graphs.device import NotCapturedError
+from ...kernels.select import selection_key
+from ...layouts.bounded import BoundedLayout, LengthsUnknownError
+from ...patching.forwards import PatchedForward
+from .. import families
+from ..route.packed_row import extend_tables
+from .attention_code import make_cached_tensors
+from .packing import Packing
+
+# The arguments that a graph can take.
+_TENSORS = {"input_ids", "inputs_embeds", "token_type_ids", "attention_mask", "labels", "shift_labels"}
+_OTHERS = {"output_hidden_states", "return_dict", "use_cache"}
+_NUMBER = "num_items_in_batch"  # another number in each batch, so it is an input of the graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedPacking(Packing):
+    """The tokens of a batch that only the device knows. Packed rows have N rows, `layout.total`.
+
+    Attributes:
+        mask: (B, L) bool, True at tokens.
+        token: (B·L,) int64, the number of tokens up to each position, minus 1.
+        padded: the tensors (B, L, …) that were made.
+        packed: outputs (1, N, …) that callers get packed.
+    """
+
+    mask: Tensor
+    token: Tensor
+    padded: list[Tensor] = field(default_factory=list)
+    packed: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of_mask(cls, mask: Tensor, tokens: int) -> BoundedPacking:
+        """The packing of a mask (B, L) with up to `tokens` tokens, which the host does not read."""
+        mask = mask != 0
+        rows, length = mask.shape
+        offsets = torch.nn.functional.pad(mask.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+        token = mask.flatten().cumsum(0) - 1
+        index = offsets.new_zeros(tokens + 1, dtype=torch.int64)
+        positions = torch.arange(rows * length, device=mask.device)
+        index.scatter_(0, torch.where(mask.flatten(), token, tokens).clamp_(max=tokens), positions)
+        layout = BoundedLayout(offsets, length, tokens)
+        # further rows are copies of the first token, because ids at padding may be invalid
+        index = torch.where(torch.arange(tokens, device=mask.device) < offsets[-1], index[:-1], index[0])
+        token = token.clamp_(0, max(0, tokens - 1))
+        return cls(layout, index, rows, length, mask=mask, token=token)
+
+    @property
+    def saves_nothing(self) -> bool:
+        return False
+
+    def first_tokens(self, packed: Tensor) -> Tensor:
+        return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
+
+    def pad_with_nearest(self, packed: Tensor) -> Tensor:
+        return self._keep(self._nearest(packed, torch.arange(self.length, device=packed.device)))
+
+    def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        row = torch.arange(self.rows, device=positions.device)[:, None]
+        flat = row * self.length + positions
+        token = self.token[flat]
+        if nearest:
+            first = self.layout.offsets[:-1, None].clamp(max=self.layout.total - 1)
+            found = self.mask.any(1, keepdim=True).expand_as(flat)
+            token = torch.maximum(token, first)
+        else:
+            found = self.mask.flatten()[flat]
+        return token.where(found, 0), found
+
+    def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        assert self.index is not None
+        index = torch.where(self.mask.flatten(), self.token, packed.shape[1])  # one further row, for padding
+        padded = cast(Tensor, _Pad.apply(packed.squeeze(0), index, self.index, self.layout, value))
+        return self._keep(padded.unflatten(0, (self.rows, self.length)))
+
+    def _keep(self, padded: Tensor) -> Tensor:
+        self.padded.append(padded)
+        return padded
+
+
+class _Pad(torch.autograd.Function):
+    """Packed rows (N, …) → padded rows (B·L, …). Both directions gather: the gradient of a token is at its position.
+
+    It has no packing, which has the padded tensors: autograd would keep what it saves until Python collects cycles.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, of_padded: Tensor, of_packed: Tensor, layout: BoundedLayout, value: float
+    ) -> Tensor:
+        ctx.of_packed, ctx.layout = of_packed, layout
+        return torch.cat([packed, packed.new_full((1, *packed.shape[1:]), value)]).index_select(0, of_padded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed = ctx.layout.fill_past_end(grad.index_select(0, ctx.of_packed), 0.0)
+        return packed, None, None, None, None
+
+
+def run_as_graph(
+    graphs: CapturedCalls,
+    model: PreTrainedModel,
+    given: dict[str, Any],
+    is_compiled: bool,
+    holes: bool,
+    returns_cache: Callable[[], bool],
+    run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
+) -> Any:
+    """Run a packed call as a CUDA graph. Syncs with the device once, to read the mask.
+
+    Args:
+        graphs: the graphs of the model.
+        model: the model whose call it is.
+        given: the arguments that are not their defaults.
+        is_compiled: whether `run` runs a compiled model.
+        holes: whether rows may have padding between tokens.
+        returns_cache: whether the model returns a cache for a batch without padding.
+        run: runs the call for a packing and these arguments.
+
+    Raises:
+        NotCapturedError: the call can't run as a graph. Nothing was computed.
+    """
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor):
+        raise NotCapturedError("it has no input_ids and no inputs_embeds")
+    _check(model, given, tokens, graphs.training)
+    rows, length = tokens.shape[:2]
+    mask = given.get("attention_mask")
+    sizes = Sizes(rows, length, rows * length if mask is None else _count_tokens(mask, holes))
+    if not sizes.tokens:
+        raise NotCapturedError("the batch has no tokens")
+    if sizes.tokens == rows * length and returns_cache():
+        raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
+    number = given.get(_NUMBER)
+    inputs = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor) and name != _NUMBER}
+    if mask is None:
+        ones = torch.ones((rows, length), dtype=torch.bool, device=tokens.device)
+        inputs = {"attention_mask": ones, **inputs}
+    numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor) and name != _NUMBER}
+    if isinstance(number, Tensor):
+        inputs[_NUMBER] = number.detach().to(tokens.device)
+    elif number is not None:
+        inputs[_NUMBER] = torch.full((), number, device=tokens.device)
+
+    def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
+        first = bucket[0].sequences, bucket[0].longest
+        return {name: x.shape if name == _NUMBER else (*first, *x.shape[2:]) for name, x in inputs.items()}
+
+    def function(static: dict[str, Tensor], bucket: Bucket) -> Computed:
+        make_cached_tensors(model, tokens.device)
+        packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
+        try:
+            out = run(packing, {**numbers, **static})
+        except LengthsUnknownError as error:
+            raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
+        padded, packed = ({id(x) for x in each} for each in (packing.padded, packing.packed))
+        forms = [_form_of(x, id(x) in padded, id(x) in packed, bucket[0]) for x in tensors_of(out)]
+        return Computed(out, forms, packing.layout)
+
+    work = Work(
+        module=model,
+        key=(id(model), is_compiled, _settings(model, tokens.device), tuple(sorted(numbers.items())), _kinds(inputs)),
+        inputs=inputs,
+        shapes=shapes,
+        zeroed=frozenset({"attention_mask"}),
+        function=function,
+        part=lambda x, form: _part(x, form, sizes),
+        rebuild=_rebuild,
+        prepare=lambda bucket: extend_tables(model, bucket[0].longest),
+    )
+    return graphs.run(work, (sizes,))
+
+
+def _rebuild(computed: Computed, tensors: list[Tensor]) -> Any:
+    """Outputs of a model, with these tensors in the place of its own."""
+    rest = iter(tensors)
+    return _map(computed.value, lambda _: next(rest))
+
+
+def _map(out: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Outputs of a model, with other tensors. Faster than `pytree.tree_map`, and in the same order."""
+    if isinstance(out, Tensor):
+        return function(out)
+    if type(out) is tuple:
+        return tuple([_map(x, function) for x in out])
+    if isinstance(out, ModelOutput):
+        return type(out)(**{name: _map(x, function) for name, x in out.items()})
+    return pytree.tree_map_only(Tensor, function, out)
+
+
+# What the first dimensions of an output are, in a graph and for callers.
+_Form = Literal["padded", "packed", "rows", "other"]
+
+
+def _form_of(x: Tensor, is_padded: bool, is_packed: bool, bucket: Sizes) -> _Form:
+    if is_padded:
+        return "padded"
+    if is_packed:
+        return "packed"
+    return "rows" if x.dim() and x.shape[0] == bucket.sequences else "other"
+
+
+def _part(x: Tensor, form: _Form, sizes: Sizes) -> Tensor:
+    """The part of an output of a graph that belongs to the batch."""
+    if form == "padded":  # (B, L, …)
+        return x[: sizes.sequences, : sizes.longest]
+    if form == "packed":  # (1, T, …)
+        packed = x[:, : sizes.tokens]
+        has_padding = sizes.tokens < sizes.sequences * sizes.longest  # else nothing is packed, as without graphs
+        return packed if has_padding else packed.view(sizes.sequences, sizes.longest, *x.shape[2:])
+    return x[: sizes.sequences] if form == "rows" else x
+
+
+def _count_tokens(mask: Tensor, holes: bool) -> int:
+    """The number of tokens of a mask (B, L). Syncs with the device once."""
+    is_token: NDArray[np.bool_] = (mask != 0).numpy(force=True)
+    if not holes:
+        begins = is_token[:, 1:] & ~is_token[:, :-1]
+        if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
+            raise NotCapturedError("its rows have padding between tokens")
+    return int(np.count_nonzero(is_token))
+
+
+def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor, training: bool) -> None:
+    """Raise a NotCapturedError if a call can't run as a graph, for a reason that depends on no values."""
+    check_call(model, tokens, training)
+    if unknown := given.keys() - _TENSORS - _OTHERS - {_NUMBER}:
+        raise NotCapturedError(f"a graph can't take {', '.join(sorted(unknown))}")
+    config: Any = model.config
+    values = [("config.output_hidden_states", config.output_hidden_states)]
+    for name, x in (*values, *((name, given.get(name)) for name in _OTHERS)):
+        if x is not None and not isinstance(x, bool):
+            raise NotCapturedError(f"{name} is neither True nor False")
+    if tokens.dim() != (2 if "input_ids" in given else 3):
+        raise NotCapturedError("its inputs have another number of dimensions")
+    number = given.get(_NUMBER, 0)
+    if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
+        raise NotCapturedError(f"{_NUMBER} is no number")
+    given_tensors = [given[name] for name in _TENSORS & given.keys()]
+    if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in given_tensors):
+        raise NotCapturedError("its inputs differ in their device or in their first two dimensions")
+    base = families.base_model(model)
+    parameter = families.first_parameter(base)
+    if parameter is not None and parameter.device != tokens.device:
+        raise NotCapturedError("the model and its inputs are on different devices")
+    forward = vars(base).get("forward")
+    if not isinstance(forward, PatchedForward) or forward.module is not base:
+        raise NotCapturedError("its forward was replaced")
+
+
+def _settings(model: PreTrainedModel, device: torch.device) -> tuple[object, ...]:
+    """Settings of the process and the config on which the captured work depends."""
+    config: Any = model.config
+    of_config = (config.return_dict, config.output_hidden_states, config._attn_implementation)
+    return (*process_settings(device), *selection_key("auto"), *of_config)
+
+
+def _kinds(inputs: dict[str, Tensor]) -> tuple[object, ...]:
+    return tuple([(name, x.dtype, x.dim(), x.shape[2:], x.device) for name, x in inputs.items()])

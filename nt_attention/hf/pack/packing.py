@@ -1,0 +1,173 @@
+"""Conversion of a padded batch to one packed row and back.
+
+Dimensions: B rows, L positions in a padded row, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...layouts.known import SequenceLayout, layout_where, scatter_rows
+from ...layouts.reading import to_device
+from ..route.positions import previous_token, starts
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The tokens and the sequences of a batch (B, L).
+
+    Attributes:
+        layout: the sequences. A row may have several.
+        index: (T,) int64, the position of each token in the flattened batch. None if there is no padding.
+        rows, length: B and L.
+        has_holes: whether a sequence has padding between its tokens.
+        shares_rows: whether a row has several sequences.
+    """
+
+    layout: SequenceLayout
+    index: Tensor | None
+    rows: int
+    length: int
+    has_holes: bool = False
+    shares_rows: bool = False
+
+    @classmethod
+    def of(cls, mask: Tensor | None, position_ids: Tensor | None, rows: int, length: int) -> Packing:
+        """Find the tokens and sequences of a batch. Each row is one sequence, or several if its positions restart.
+
+        Syncs with the device once. For positions that restart, see `positions.starts`.
+
+        Args:
+            mask: (B, L), 1 at tokens and 0 at padding. None if there is no padding.
+            position_ids: (B, L) or (1, L). None if each row is one sequence.
+            rows, length: B and L.
+
+        Raises:
+            ValueError: the mask has values other than 0 and 1.
+        """
+        if position_ids is None:
+            assert mask is not None
+            layout = SequenceLayout.from_attention_mask(mask)
+            index = layout.index_of_tokens(length) if layout.total < mask.numel() else None
+            return cls(layout, index, rows, length, layout.has_holes)
+        if mask is None:
+            layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
+            return cls(layout, None, rows, length, shares_rows=layout.batch_size > rows)
+        tokens = mask != 0
+        before = previous_token(tokens)
+        first = tokens & (starts(position_ids, tokens) | (before < 0))
+        hole = tokens & ~first & (torch.arange(length, device=mask.device) - before > 1)
+        bits = tokens.to(torch.uint8) + 2 * first + 4 * hole + 8 * (tokens & (mask != 1))
+        on_host = bits.to(torch.uint8).flatten().cpu().numpy()  # one sync for all four
+        if (on_host >= 8).any():
+            raise ValueError("attention_mask has values other than 0 (padding) and 1 (token).")
+        of_tokens = on_host[on_host > 0]
+        layout = layout_where(of_tokens & 2, mask.device)
+        index = to_device(on_host.nonzero()[0], mask.device) if layout.total < mask.numel() else None
+        shares_rows = bool(((on_host & 2) > 0).reshape(rows, length).sum(1).max(initial=0) > 1)
+        return cls(layout, index, rows, length, bool((of_tokens & 4).any()), shares_rows)
+
+    @classmethod
+    def of_packed_rows(cls, layout: SequenceLayout, mask: Tensor | None, rows: int, length: int) -> Packing:
+        """The packing of rows that the caller packed. Syncs with the device once if there is a mask.
+
+        Args:
+            layout: the sequences of all B · L positions. No sequence is in two rows.
+            mask: as in `of`. A sequence has the tokens that the mask leaves of it.
+            rows, length: B and L.
+        """
+        if mask is None:
+            return cls(layout, None, rows, length, shares_rows=layout.batch_size > rows)
+        tokens = mask.flatten().cpu().numpy()
+        if tokens.all():
+            return cls.of_packed_rows(layout, None, rows, length)
+        index, ends = tokens.nonzero()[0], np.asarray(layout.host_offsets)[1:]
+        sequence = np.searchsorted(ends, index, side="right")
+        lengths = np.bincount(sequence)
+        lengths = lengths[lengths > 0]
+        in_row = np.bincount(index[np.diff(sequence, prepend=-1) > 0] // length)
+        has_holes = bool(((np.diff(index) > 1) & (np.diff(sequence) == 0)).any())
+        layout = SequenceLayout.from_lengths(lengths.tolist(), device=mask.device)
+        return cls(layout, to_device(index, mask.device), rows, length, has_holes, in_row.max(initial=0) > 1)
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """(1, T), the first two dimensions of outputs with a value for each token."""
+        return 1, self.layout.total
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether every row is one sequence without padding, or the batch has no tokens."""
+        full = self.index is None and self.layout.batch_size == self.rows
+        return full or self.layout.total == 0
+
+    @property
+    def padded_positions(self) -> Tensor:
+        """(T,) int64, the position of each token in its padded row."""
+        if self.index is None:
+            return torch.arange(self.length, device=self.layout.device).repeat(self.rows)
+        return self.index % self.length
+
+    @cached_property
+    def own_positions(self) -> Tensor:
+        """(T,) int64, the position of each token in its padded row, or in its sequence if rows have several."""
+        return self.layout.position_ids if self.shares_rows else self.padded_positions
+
+    def first_tokens(self, packed: Tensor) -> Tensor:
+        """The first token of each row, (1, T, …) → (B, …). It is 0 for a row without tokens."""
+        layout = self.layout
+        if layout.batch_size == self.rows and layout.min_seqlen and not self.shares_rows:
+            return packed[0].index_select(0, layout.offsets[:-1])
+        return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
+
+    def pad_with_nearest(self, packed: Tensor) -> Tensor:
+        """As `pad`, but padding repeats the last token before it, or else the first token of its row."""
+        if self.index is None:
+            return self.pad(packed)
+        return self._nearest(packed, torch.arange(self.length, device=packed.device))
+
+    def _nearest(self, packed: Tensor, positions: Tensor) -> Tensor:
+        tokens, found = self.tokens_at(positions, nearest=True)
+        values = packed[0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+        return values.masked_fill(~found.view(*found.shape, *[1] * (packed.dim() - 2)), 0)
+
+    def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        """Find the tokens at some positions of the padded rows.
+
+        Args:
+            positions: (K,) or (B, K).
+            nearest: for padding, use the last token before it, or else the first token of the row.
+
+        Returns:
+            The indices of the tokens, (B, K) int64, 0 where there is none; and (B, K) bool, where there is a token.
+        """
+        row = torch.arange(self.rows, device=positions.device)[:, None]
+        flat = row * self.length + positions
+        if self.index is None:
+            return flat, torch.ones_like(flat, dtype=torch.bool)
+        if not self.layout.total:
+            return torch.zeros_like(flat), torch.zeros_like(flat, dtype=torch.bool)
+        token = torch.searchsorted(self.index, flat, right=nearest)
+        if nearest:
+            token = torch.maximum(token - 1, torch.searchsorted(self.index, row * self.length))
+        token = token.clamp(max=self.layout.total - 1)
+        at = self.index[token]
+        found = at.div(self.length, rounding_mode="floor") == row if nearest else at == flat
+        return token.where(found, 0), found
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """Remove the padding: (B, L, …) or (1, L, …) → (1, T, …)."""
+        flat = padded.expand(self.rows, *padded.shape[1:]).flatten(0, 1)
+        return (flat if self.index is None else flat.index_select(0, self.index)).unsqueeze(0)
+
+    def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        """Restore the padding: (1, T, …) → (B, L, …), with `value` at padding."""
+        packed = packed.squeeze(0)
+        if self.index is None:
+            return packed.unflatten(0, (self.rows, self.length))
+        return scatter_rows(packed, self.index, (self.rows, self.length, *packed.shape[1:]), value)

@@ -1,0 +1,442 @@
+"""The attention function that transformers calls for the `attn_implementation` of `register`.
+
+It runs packed rows with `varlen_attention`; they have `cu_seq_lens_q`, or `position_ids` that restart. It also runs
+rows without padding that need an option which the underlying implementation (sdpa or eager) does not support. All other
+calls run on the underlying implementation. Padded batches are packed at the entry of a model (`nt_attention.patch`),
+not in every layer.
+
+Dimensions: B rows, T query and S key tokens of a row, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..._warnings import warn
+from ...compiler import TracedLayout, TracedShardedLayout, is_traced
+from ...functional import varlen_attention
+from ...kernels.masks import Window, distances
+from ...layouts.known import SequenceLayout
+from ...layouts.reading import owner_of
+from ...patching.forwards import is_context_parallel
+from . import masks, positions
+from .dropout import rate_of
+from .packed_mask import PackedMask
+from .packed_row import PaddedRun, padded_run_of
+
+Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
+
+# transformers treats names with "flash", "sdpa", "/" or "|" in a special way.
+NAME_OVER = {"sdpa": "nt_attention", "eager": "nt_attention_eager"}
+NAMES = frozenset(NAME_OVER.values())
+
+
+def register(over: str = "sdpa") -> str:
+    """Register an attention implementation with transformers that supports packed rows.
+
+    It works in all models that use transformers' attention interface. A query in a packed row only sees keys of its own
+    sequence. Sequences are given by `cu_seq_lens_q` and `cu_seq_lens_k`, or by `position_ids` that restart in a row. A
+    forward syncs with the device at most once for each of these tensors, not once for each layer. Padding is not
+    removed; `nt_attention.patch` does that.
+
+    Args:
+        over: the implementation that runs calls without packed rows, "sdpa" or "eager".
+
+    Returns:
+        The name of the implementation, for `attn_implementation=` or `model.set_attn_implementation`.
+
+    Raises:
+        ValueError: `over` has another value.
+
+    Example:
+        >>> import nt_attention as nta
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+        >>> model = BertModel(config)
+        >>> model.set_attn_implementation(nta.hf.register())
+        >>> model.config._attn_implementation
+        'nt_attention'
+    """
+    if over not in NAME_OVER:
+        raise ValueError(f"over must be one of {', '.join(map(repr, NAME_OVER))}, got {over!r}.")
+    name = NAME_OVER[over]
+    AttentionInterface.register(name, functools.partial(attention, over=over))
+    AttentionMaskInterface.register(name, functools.partial(masks.mask, over=over))
+    return name
+
+
+def is_stock(implementation: str | None) -> bool:
+    """Whether this name is one of transformers' own attention implementations, or ours, and runs their code."""
+    if implementation in (None, "eager", *NAME_OVER.values()):
+        return True
+    function = ALL_ATTENTION_FUNCTIONS.get(cast(str, implementation))
+    return function is None or function.__module__.startswith("transformers.")
+
+
+_NOT_READ = (
+    "a CUDA graph is captured, in which position_ids can't be read for the first time, so a dense mask of all pairs of "
+    "positions keeps packed rows apart: run the call once with the same position_ids before the capture."
+)
+
+
+class OtherLengthError(ValueError):
+    """A patched model has cut its packed row, or added tokens to it."""
+
+
+class _Call(NamedTuple):
+    """A call of `attention`, with the module's defaults. `options` are for the underlying implementation too."""
+
+    over: str
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    sliding_window: int | None
+    options: dict[str, Any]
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    over: str,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function, with the arguments that transformers passes.
+
+    A query only sees keys of its own sequence, and only those that `attention_mask` allows. Syncs with the device at
+    most once for each tensor of offsets or positions.
+
+    Args:
+        module: the attention module of the model.
+        query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, Dv).
+        attention_mask: as for `scaled_dot_product_attention`, or None.
+        over: "sdpa" or "eager", the underlying implementation.
+        cu_seq_lens_q, cu_seq_lens_k: int32 offsets of the sequences, in all B rows concatenated.
+        position_ids: (B, T) or (1, T). A position that is not the previous position plus 1 begins a sequence.
+        is_causal: None uses `module.is_causal` or, if there is none, True over sdpa if the model supports sdpa.
+        sliding_window: w: a query sees keys at a distance below w before it, and after it if attention is not causal.
+        softcap: if not None, scores become softcap · tanh(scores / softcap).
+        s_aux: (H,), the sinks of `varlen_attention`.
+        position_bias: (1 or B, H, T, S), numbers to add to the scores.
+        cache: a paged cache, which is not supported.
+        options: `scaling` and `dropout`, which are `scale` and `dropout_p` of `scaled_dot_product_attention`, and
+            others for the underlying implementation.
+
+    Returns:
+        The output (B, T, H, Dv), and the weights that the underlying implementation returns, or None.
+
+    Raises:
+        ValueError: the offsets do not cover all queries or keys, or `cache` is given.
+    """
+    if cache is not None:
+        raise ValueError(
+            "continuous batching (generate_batch) uses a paged cache, which nt_attention does not support: call "
+            "generate, or call set_attn_implementation('sdpa'), after remove() if the model is patched."
+        )
+    if position_bias is not None:
+        options["position_bias"] = position_bias
+    marker = None
+    if positions.is_marker(attention_mask):
+        marker, attention_mask = attention_mask, None
+    run, in_context_parallel, decoding = None, False, False
+    if cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask):
+        run, decoding = padded_run_of(module), query.shape[2] == 1
+        if run is not None and attention_mask is None and not run.made_none:
+            run = None  # whoever left out the mask expects causality, windows and packed rows from this function
+        in_context_parallel = run is None and is_context_parallel()
+    unpacked = run is not None or in_context_parallel or decoding
+    if unpacked and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
+        if run is not None and position_bias is None and query.shape[2] == key.shape[2]:
+            return _run_sdpa(run, module, query, key, value, attention_mask, is_causal, **options), None
+        return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
+    if attention_mask is None and _is_sharded(cu_seq_lens_q):
+        is_causal = None  # accelerate's hook for context parallelism removes the mask, and passes True for any model
+    if isinstance(attention_mask, PackedMask):  # it stands for a mask that contains causality
+        is_causal = attention_mask.is_causal
+    if is_causal is None:
+        if hasattr(module, "is_causal"):  # no default in getattr: torch 2.11 can't compile what computes it
+            is_causal = bool(module.is_causal)
+        else:
+            is_causal = over == "sdpa" and _has_sdpa(cast(Any, type(module)))
+    if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
+        sliding_window += 1  # in a decoder that is called as not causal, transformers' masks include distance w
+    options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
+    call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
+    layouts = None
+    if not unpacked or (run is not None and attention_mask is None and not decoding):  # then the geometry is the mask
+        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
+    return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
+
+
+def _run_sdpa(
+    run: PaddedRun,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> Tensor:
+    """What the sdpa implementation of transformers computes for self-attention, in less host time."""
+    enable_gqa = False
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        enable_gqa = mask is None and key.shape[3] == value.shape[3] <= 256  # kernels support no other ones
+        if not enable_gqa:
+            key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
+    if mask is None:
+        is_causal = query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    else:
+        is_causal = False
+        mask = run.additive(mask, query.dtype) if mask.dtype == torch.bool else mask
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _plan(
+    call: _Call,
+    mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    ids: Tensor | None,
+    marker: Tensor | None,
+) -> tuple[Layouts | None, Tensor | None]:
+    """The layouts to run a call packed, or None; and the mask to run it padded. For `marker`, see `new_marker`."""
+    query, key, options = call.query, call.key, call.options
+    traced = is_traced(query)
+    layouts = None
+    if isinstance(mask, PackedMask):
+        layouts, mask = (mask.query_layout, mask.key_layout), None
+    elif cu_seq_lens_q is not None:
+        is_ours = is_bypass_mask(mask)  # the model is patched
+        sharded = _sharded_layout(cu_seq_lens_q, traced)
+        if sharded is not None:
+            layouts = (sharded, sharded)
+        else:
+            layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
+        mask = None if is_ours else mask
+    elif ids is not None and _may_be_packed(call, ids):
+        layouts, mask = _plan_by_positions(call, mask, ids, marker)
+    if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
+        layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
+        layouts = layouts or (None if layout is None else (layout, layout))
+    if layouts is None and mask is None and query.shape[2] == key.shape[2]:
+        windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
+        if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
+            mask = _causal_mask(call)
+        elif windowed or "softcap" in options or "s_aux" in options:
+            layout = positions.one_sequence_per_row(query.shape[0], query.shape[2], query.device)
+            layouts = layout, layout
+    if layouts is not None and (mask is not None or "position_bias" in options):
+        if getattr(layouts[0], "is_sharded", False):
+            raise ValueError("a model with a mask or a position bias of its own can't run with mesh=: leave it out.")
+        mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
+        layouts = None
+    return layouts, mask
+
+
+def _is_sharded(cu_seq_lens: Tensor | None) -> bool:
+    """Whether the tokens are divided over ranks: a patched model then passes `ShardedLayout.handle`."""
+    return cu_seq_lens is not None and cu_seq_lens.dim() == 0
+
+
+def _sharded_layout(cu_seq_lens: Tensor, traced: bool) -> SequenceLayout | None:
+    """The layout if the tokens are divided over ranks, else None."""
+    if not _is_sharded(cu_seq_lens):
+        return None
+    return cast(SequenceLayout, TracedShardedLayout(cu_seq_lens) if traced else owner_of(cu_seq_lens))
+
+
+def _plan_by_positions(
+    call: _Call, mask: Tensor | None, ids: Tensor, marker: Tensor | None
+) -> tuple[Layouts | None, Tensor | None]:
+    """`_plan` for `position_ids` that may restart in a row."""
+    rows, traced = call.query.shape[0], is_traced(call.query)
+    if traced and mask is None:
+        layout = positions.layout_in_graph(ids, rows, marker)
+        return (layout, layout), None
+    source = masks.source_of(mask)
+    if source is None:  # a mask of the caller has its own packing
+        return None, mask
+    if not traced:
+        layer = getattr(call.module, "layer_idx", None)
+        if positions.can_read_layout(ids, rows, layer, source.token_mask):
+            found = positions.read_layout(ids, rows, layer, source.token_mask)
+            return None if found is None else (found, found), mask
+        warn(_NOT_READ)
+    together = positions.same_sequence(ids, rows, source.token_mask)
+    return None, _both(_causal_mask(call) if mask is None else mask, together)
+
+
+def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+    """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
+    if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
+        raise ValueError(
+            "attention dropout is not supported with mesh=: before the model is made, set attention_dropout, or "
+            "attention_probs_dropout_prob in BERT, to 0 in its config."
+        )
+    # Views instead of einops, because this is a hot path.
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
+    groups = getattr(call.module, "num_key_value_groups", None)
+    if groups is not None and query.shape[1] != key.shape[1] * groups:
+        raise ValueError(
+            f"{type(call.module).__name__} has {groups} query heads for each key head, but its call has "
+            f"{query.shape[1]} query heads and {key.shape[1]} key heads: with tensor parallelism, divide queries, keys "
+            "and values over the same ranks."
+        )
+    window = call.sliding_window - 1 if call.sliding_window else -1
+    dropout = call.options.get("dropout", 0.0)
+    out = varlen_attention(
+        query,
+        key,
+        value,
+        layout,
+        key_layout,
+        is_causal=call.is_causal,
+        window_size=(window, 0 if call.is_causal and window >= 0 else window),
+        scale=call.options.get("scaling"),
+        softcap=call.options.get("softcap", 0.0),
+        sinks=call.options.get("s_aux"),
+        dropout_p=rate_of(dropout) if dropout else 0.0,
+    )
+    return cast(Tensor, out).unflatten(0, (call.query.shape[0], -1))
+
+
+def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Run the underlying implementation; with softcap or sinks, which sdpa does not support, the model's eager one."""
+    over, module, query, key, value, is_causal, sliding_window, options = call
+    options = {"sliding_window": sliding_window, **options}
+    if over == "sdpa" and "softcap" not in options and "s_aux" not in options:
+        return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, mask, is_causal=is_causal, **options)
+    if mask is None and is_causal and 1 < query.shape[2] < key.shape[2]:  # the prefill of a static cache
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        mask = _causal_mask(call._replace(key=key))
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    return _eager_of(cast(Any, type(module)))(module, query, key, value, mask, **options)
+
+
+@functools.lru_cache(64)
+def _eager_of(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The eager attention function of the file that defines a class or, if there is none, its base class."""
+    for base in kind.__mro__:
+        eager = getattr(sys.modules[base.__module__], "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise NotImplementedError(f"no module that defines {kind.__name__} or a base class has eager_attention_forward.")
+
+
+@functools.lru_cache(64)
+def _has_sdpa(kind: Any) -> bool:
+    """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
+    found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]
+    models: list[Any] = [x for x in found if issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__]
+    return not models or any(x._supports_sdpa for x in models)
+
+
+def _layouts_of(
+    call: _Call,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor | None,
+    traced: bool,
+    is_ours: bool,
+    marker: Tensor | None,
+) -> Layouts:
+    """The layouts of these offsets. `is_ours`: they are those of a layout that the patch made."""
+
+    def layout_of(offsets: Tensor) -> SequenceLayout:
+        if not traced:
+            return SequenceLayout.from_offsets(offsets)
+        if is_ours:
+            return cast(SequenceLayout, TracedLayout(offsets))
+        return SequenceLayout.in_graph(offsets, marker)
+
+    layout = layout_of(cu_seq_lens_q)
+    same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
+    key_layout = layout if same else layout_of(cast(Tensor, cu_seq_lens_k))
+    for which, what, lengths, tokens in (("q", "queries", layout, call.query), ("k", "keys", key_layout, call.key)):
+        expected = tokens.shape[0] * tokens.shape[2]
+        if not traced and lengths.total != expected:  # in a graph, the operator checks this
+            raise (OtherLengthError if is_ours else ValueError)(
+                f"cu_seq_lens_{which} ends at {lengths.total}, but there are {expected} {what}: pass the offsets of "
+                f"all {what}{'; in cross-attention, these are those of the encoder' if which == 'k' else ''}."
+            )
+    return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make two equal tensors
+
+
+def _may_be_packed(call: _Call, position_ids: Tensor) -> bool:
+    """Whether positions can show where sequences begin: only in self-attention without a cache."""
+    query = call.query
+    if position_ids.dim() != 2 or position_ids.shape[1] != query.shape[2]:
+        return False  # with three dimensions (M-RoPE), positions need not increase by one
+    return position_ids.shape[0] in (1, query.shape[0]) and _is_self(call)
+
+
+def _is_self(call: _Call) -> bool:
+    """Whether a call is self-attention without a cache, of several tokens."""
+    is_cross = bool(getattr(call.module, "is_cross_attention", False)) or "Cross" in type(call.module).__name__
+    return call.query.shape[2] == call.key.shape[2] > 1 and not is_cross
+
+
+def _causal_mask(call: _Call) -> Tensor:
+    """(1, 1, T, S) bool, the mask for an `attention_mask` of None: causality and the window."""
+    queries, keys, device = call.query.shape[2], call.key.shape[2], call.key.device
+    window = Window.of(((call.sliding_window or 0) - 1,) * 2, call.is_causal)
+    visible = window.visible(distances(queries, keys, 0, device))
+    return (torch.ones(queries, keys, dtype=torch.bool, device=device) if visible is None else visible)[None, None]
+
+
+def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+    """(B, 1, T, S) bool, True if query and key are in one sequence."""
+    rows = query.shape[0]
+    ids, _ = layout.locate_rows(rows * query.shape[2])
+    key_ids, _ = key_layout.locate_rows(rows * key.shape[2])
+    return rearrange(ids, "(b t) -> b 1 t 1", b=rows) == rearrange(key_ids, "(b s) -> b 1 1 s", b=rows)
+
+
+def _both(mask: Tensor, other: Tensor) -> Tensor:
+    """Combine a bool or additive mask with the bool mask `other`."""
+    return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, torch.finfo(mask.dtype).min)
+
+
+def bypass_mask(device: torch.device) -> Tensor:
+    """A mask that prevents transformers from building a (T, T) mask for a packed row.
+
+    transformers' mask functions return a 4-D mask unchanged. This one has no elements, so that any other attention
+    function raises an error. Without the error, activation checkpointing could recompute a packed row with an attention
+    function that mixes the sequences, if the model's attention implementation was changed after the forward.
+    """
+    return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
+
+
+def is_bypass_mask(mask: Any) -> bool:
+    """Whether a mask was made by `bypass_mask`."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (1, 1, 0, 0)

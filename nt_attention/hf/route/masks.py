@@ -1,0 +1,219 @@
+"""The mask function that transformers calls for our `attn_implementation`. It returns None if no mask is needed.
+
+Dimensions: B rows, L positions of a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils as stock
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from ...compiler import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
+from ...layouts.known import SequenceLayout
+from .packed_row import PaddedRun, padded_run_with
+from .positions import new_marker
+from .running_call import has_scaled_rope, running_call
+
+MaskFunction = Callable[..., Any]
+# Models that pass is_causal, sliding_window, cu_seq_lens and position_ids to every attention call.
+_PASS_GEOMETRY = {
+    "albert", "bert", "deepseek_v3", "distilbert", "electra", "esm", "eurobert", "gemma2", "gemma3_text", "gpt2",
+    "gpt_neox", "gpt_oss", "llama", "mistral", "modernbert", "opt", "phi3", "qwen2", "qwen3", "roberta", "xlm-roberta",
+}  # fmt: skip
+
+# Those of them that pass on cu_seq_lens, but not position_ids.
+_PASS_LENGTHS_ONLY = {"distilbert", "esm", "modernbert"}
+
+# Mask functions whose masks attention can compute from is_causal, sliding_window, cu_seq_lens and position_ids.
+_PLAIN = {
+    part.__code__
+    for part in (
+        stock.causal_mask_function,
+        stock.bidirectional_mask_function,
+        stock.sliding_window_overlay(1),
+        stock.sliding_window_bidirectional_overlay(1),
+        stock.packed_sequence_mask_function(torch.empty(0)),
+    )
+}
+_AND = stock.and_masks().__code__
+_CHUNKED = stock.chunked_overlay(1, torch.empty(0)).__code__
+_REMAP = {  # older versions of transformers have none
+    remap(stock.causal_mask_function, torch.empty(0)).__code__
+    for name, remap in vars(stock).items()
+    if name == "remap_positions_for_packed_sequence"
+}
+
+
+def mask(*, over: str, **given: Any) -> Tensor | None:
+    """The mask (B, 1, L, L), or None if the attention function needs no mask.
+
+    It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
+    made of causality, a window and packed rows. In a graph it is then `new_marker`. The attention function then finds
+    packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of
+    the caller), the result is that of the implementation `over`. Syncs with the device once if there is an attention
+    mask, as that implementation does.
+
+    Args:
+        over: "sdpa" or "eager", the underlying implementation.
+        given: the arguments that transformers passes to every mask function. They include q_length, kv_length, q_offset
+            (int or Tensor), mask_function, attention_mask (B, L) and config.
+    """
+    token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
+    whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
+    run = padded_run_with(given.get("config"))
+    if run is not None:
+        return _mask_of_padded_rows(over, given, run, whole)
+    layout = _packed_by_caller(over, given) if whole and not (is_tracing() or is_in_jit_trace()) else None
+    if (
+        whole
+        and layout is None
+        and not given.get("use_vmap")  # set if the caller combined another mask with the model's
+        and _passes_geometry(given.get("config"))
+        and is_plain(given.get("mask_function", stock.causal_mask_function))
+        and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
+        and (token_mask is None or is_all_true(token_mask))
+    ):
+        return new_marker(given.get("device") or torch.device("cpu")) if is_tracing() else None
+    if layout is not None:
+        given = _kept_apart(given, layout)
+    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
+    if whole and isinstance(made, Tensor):
+        _set_source(made, token_mask)
+    return made
+
+
+def _packed_by_caller(over: str, given: dict[str, Any]) -> SequenceLayout | None:
+    """The sequences of rows that the caller packed, if the mask must keep them apart, because the model does not pass
+    on where they begin. None if there are no such rows.
+
+    Raises:
+        ValueError: the model can't keep them apart.
+    """
+    if (call := running_call()) is None:
+        return None
+    call.check(over)
+    config = given.get("config")
+    passes = _passes_geometry(config) and (bool(call.lengths) or config.model_type not in _PASS_LENGTHS_ONLY)  # type: ignore[union-attr]
+    if not call.names_sequences or (passes and not has_scaled_rope(call.model)):
+        return None
+    layout = call.layout(given["batch_size"], given["q_length"], given.get("attention_mask"))
+    return None if passes else layout
+
+
+def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLayout | None:
+    """The sequences of rows that the caller packed, for a mask (B, 1, L, L) that the model has made by itself.
+
+    None if there are no such rows, or if the caller passed a mask of four dimensions, which has its own packing.
+
+    Raises:
+        ValueError: the model can't keep them apart.
+    """
+    storage = made.untyped_storage()
+    if not hasattr(storage, _ROWS):  # all layers get the same mask
+        call, layout = running_call(), None
+        if call is not None and not call.has_own_mask:
+            call.check(over)
+            layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
+        setattr(storage, _ROWS, layout)
+    found: SequenceLayout | None = getattr(storage, _ROWS)
+    return found
+
+
+_ROWS = "_nt_attention_rows"
+
+
+def _kept_apart(given: dict[str, Any], layout: SequenceLayout) -> dict[str, Any]:
+    """The arguments of a mask function for a mask in which a token sees its own sequence only."""
+    shape, function = (given["batch_size"], given["q_length"]), given.get("mask_function", stock.causal_mask_function)
+    sequence, position = layout.sequence_ids.view(shape), layout.position_ids.view(shape)
+    if _CHUNKED in set(_codes(function)) and _REMAP.isdisjoint(_codes(function)):
+        function = stock.remap_positions_for_packed_sequence(function, position)
+    function = stock.and_masks(function, stock.packed_sequence_mask_function(sequence))
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return {**given, **skips, "mask_function": function}
+
+
+def _codes(mask_function: MaskFunction) -> Iterator[Any]:
+    """The code of a mask function, and of those that it combines."""
+    code = getattr(mask_function, "__code__", None)
+    yield code
+    if code is _AND:
+        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
+            yield from _codes(part)
+
+
+def _set_source(made: Tensor, token_mask: Tensor | None) -> None:
+    setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, Source(token_mask))
+
+
+def _mask_of_padded_rows(over: str, given: dict[str, Any], run: PaddedRun, whole: bool) -> Tensor | None:
+    """The mask in `running_padded`. Does not sync with the device if there are several rows.
+
+    transformers evaluates a mask function at each index, with a dozen kernels. Two masks need one kernel each.
+    """
+    token_mask, function, made = given.get("attention_mask"), given.get("mask_function"), None
+    # masks have versions, which show in-place changes
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        if token_mask is not None and len(token_mask) > 1:
+            given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # they look for padding
+            if over == "sdpa" and whole and token_mask.shape[1] == given["kv_length"] and not given.get("use_vmap"):
+                visible = token_mask.bool()[:, None, None, :].expand(-1, -1, given["q_length"], -1)
+                if function is stock.causal_mask_function:
+                    made = visible.tril()
+                elif function is stock.bidirectional_mask_function:
+                    made = visible.contiguous()
+        made = ALL_MASK_ATTENTION_FUNCTIONS[over](**given) if made is None else made
+    if made is None:
+        run.made_none = True
+    elif whole:
+        _set_source(made, token_mask)  # a hook may call another model with this config
+    return made
+
+
+class Source(NamedTuple):
+    """What a mask was made from: the token mask (B, L), or None without padding."""
+
+    token_mask: Tensor | None = None
+
+
+# The attribute that stores the Source of a mask. It is set on the mask's storage, because checkpointing detaches masks.
+# It is freed with the storage, and no two threads share it. In a graph it is set on the mask.
+_SOURCE = "_nt_attention_source"
+
+
+def source_of(attention_mask: Tensor | None) -> Source | None:
+    """What a mask of this file was made from. None for a mask of the caller."""
+    if attention_mask is None:
+        return Source()
+    return getattr(attention_mask if is_traced(attention_mask) else attention_mask.untyped_storage(), _SOURCE, None)
+
+
+def is_plain(mask_function: MaskFunction) -> bool:
+    """Whether a mask function is only made of causality, a window and packed rows."""
+    code = getattr(mask_function, "__code__", None)
+    if torch.compiler.is_dynamo_compiling() and (code is _AND or code in _REMAP):
+        return True  # it can't read closures; models in `_PASS_GEOMETRY` combine no other masks, or set use_vmap
+    if code is _AND:
+        return all(map(is_plain, inspect.getclosurevars(mask_function).nonlocals["mask_functions"]))
+    if code in _REMAP:
+        return is_plain(inspect.getclosurevars(mask_function).nonlocals["mask_function"])
+    return code in _PLAIN
+
+
+def _passes_geometry(config: Any) -> bool:
+    """Whether the model passes window and positions to its attention."""
+    # With this option, Gemma calls attention with is_causal=False, though its masks may be causal.
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    return getattr(config, "model_type", None) in _PASS_GEOMETRY and not bidirectional
+
+
+def is_all_true(token_mask: Tensor) -> bool:
+    """Whether there is no padding. False if the host can't read the mask, in a graph or the capture of a CUDA graph."""
+    return can_be_read(token_mask) and not is_captured(token_mask) and bool(token_mask.all())

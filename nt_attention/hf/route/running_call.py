@@ -1,0 +1,268 @@
+"""What the model that runs was called with, for our mask function.
+
+transformers gives a mask function and an attention function only what each model passes on, which may be neither
+`position_ids` nor `cu_seq_lens_q`. So the mask function looks at the arguments of the model that called it.
+
+Dimensions: B rows, L positions in a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import weakref
+from types import FrameType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...layouts.known import SequenceLayout
+from .. import families
+from . import positions
+from .hand_packed import layout_of_lengths
+from .packed_row import counts_positions
+from .rope import scaled_for, scales_by_length
+
+
+class RunningCall(NamedTuple):
+    """The call of a model that runs.
+
+    Attributes:
+        model: the innermost Hugging Face model that runs.
+        position_ids: those that a caller passed to it, or to a model around it.
+        lengths: `cu_seq_lens_q` and `cu_seq_lens_k`, or empty.
+        token_mask: the attention_mask of two dimensions that came with them.
+        has_own_mask: whether the caller passed a mask of four dimensions.
+        has_seq_idx: whether the caller passed `seq_idx`, for layers that keep a state along the row.
+    """
+
+    model: PreTrainedModel
+    position_ids: Tensor | None = None
+    lengths: dict[str, Tensor] = {}  # noqa: RUF012  it is not changed
+    token_mask: Tensor | None = None
+    has_own_mask: bool = False
+    has_seq_idx: bool = False
+
+    @property
+    def names_sequences(self) -> bool:
+        """Whether the caller may have said where sequences begin."""
+        return self.position_ids is not None or bool(self.lengths)
+
+    def check(self, over: str) -> None:
+        """Check that our attention runs, and that `cu_seq_lens_q` comes with what the model needs. Needs no sync.
+
+        Args:
+            over: the underlying implementation.
+
+        Raises:
+            ValueError: the model does not run our attention in all of its layers, or needs `position_ids` too.
+        """
+        name = type(self.model).__name__
+        if self._is_of_transformers() and not families.routes_attention(self.model):
+            raise ValueError(
+                f"{name} does not run its attn_implementation {self.model.config._attn_implementation!r}: load it with "
+                "'eager', and call nt_attention.patch(model)."
+            )
+        model_type = getattr(self.model.config, "model_type", None)
+        implementation = self.model.config._attn_implementation
+        if model_type in NOT_SUPPORTED:
+            raise ValueError(f"{name} passes arguments to its attention that {implementation!r} ignores: use 'sdpa'.")
+        if model_type in NEED_EAGER and over != "eager":
+            raise ValueError(
+                f"{name} computes with the mask of eager attention, and is wrong with {implementation!r}: use "
+                "nt_attention.hf.register('eager')."
+            )
+        if self.lengths and self.position_ids is None and self._counts_positions():
+            raise ValueError(
+                f"{name} got cu_seq_lens_q without position_ids, and would count positions along the whole row: pass "
+                "position_ids that begin again with each sequence, or call nt_attention.patch(model)."
+            )
+        for path, module in self.model.named_modules() if self.names_sequences else ():
+            other = getattr(vars(module).get("config"), "_attn_implementation", None)
+            if "Attention" in type(module).__name__ and isinstance(other, str) and not other.startswith(_OURS):
+                raise ValueError(
+                    f"{path} of {name} has a config of its own, with the attention {other!r}, which would mix the "
+                    "sequences of a row: set its config._attn_implementation too, or call nt_attention.patch(model)."
+                )
+
+    def _is_of_transformers(self) -> bool:
+        return families.class_of(self.model).__module__.startswith("transformers.")
+
+    def _takes_positions(self) -> bool:
+        return "position_ids" in _parameters(cast(Any, type(self.model)))
+
+    def _counts_positions(self) -> bool:
+        """Whether the model may compute other values for other positions, even if their distances are the same."""
+        if not self._takes_positions():
+            return False
+        has_table = embeds_positions(self.model) or has_scaled_rope(self.model)
+        return has_table or not self._is_of_transformers() or self.model.config.model_type in COUNT_POSITIONS
+
+    def layout(self, rows: int, length: int, token_mask: Tensor | None) -> SequenceLayout | None:
+        """The sequences of all B · L positions, or None if each row is one. Syncs once for each tensor.
+
+        Raises:
+            ValueError: positions and lengths say different things, or the model can't keep the sequences apart.
+        """
+        ids = self.position_ids
+        if ids is not None and ids.shape not in ((rows, length), (1, length)):
+            ids = None
+        if self.lengths:
+            tokens = torch.empty((rows, length), device=self.lengths["cu_seq_lens_q"].device)
+            by_lengths = layout_of_lengths({**self.lengths, "position_ids": ids}, tokens, may_jump=False)
+            layout = by_lengths if by_lengths.batch_size > rows else None
+        elif ids is None or length < 2 or not positions.can_read_layout(ids, rows, None, token_mask):
+            return None
+        else:
+            layout = positions.read_layout(ids, rows, None, token_mask)
+        if layout is not None and (reason := self._why_mixed(layout)) is not None:
+            raise ValueError(
+                f"{type(self.model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that "
+                f"restart), and would mix them, because {reason}."
+            )
+        return layout
+
+    def _why_mixed(self, layout: SequenceLayout) -> str | None:
+        """Why the model mixes sequences, whatever its attention does, or None."""
+        model = self.model
+        model_type = getattr(model.config, "model_type", None)
+        if model_type in MIX_ROWS and not self.has_seq_idx:
+            return "it has layers that do not know where sequences begin: pass a padded batch"
+        if model_type in NEED_LENGTHS and not self.lengths:
+            return "its layers need cu_seq_lens_q and cu_seq_lens_k"
+        if getattr(model.config, "token_dropout", False):
+            return "its token_dropout counts masks along the whole row: call nt_attention.patch(model)"
+        if not self._takes_positions() and embeds_positions(model):
+            return "it takes no position_ids, and counts positions along the whole row: call nt_attention.patch(model)"
+        lengths = layout.lengths.tolist() if has_scaled_rope(model) else []
+        for rotary in [x for x in model.modules() if lengths and scales_by_length(x)]:
+            kinds = rotary.rope_type.keys() if isinstance(rotary.rope_type, dict) else (None,)
+            if any(len({scaled_for(rotary, n, kind) for n in lengths}) > 1 for kind in kinds):
+                return "its RoPE would be scaled by the longest one for all: call nt_attention.patch(model)"
+        return None
+
+
+_OURS = "nt_attention"
+# From the outcomes of tests/hugging_face/rows_matrix.py, by config.model_type:
+# Models with layers that mix the sequences of a row, or count along it, whatever attention does.
+MIX_ROWS = frozenset({
+    "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text",
+    "inkling_text", "jamba", "kimi_linear", "lfm3", "llama4_text", "minimax", "mobilebert", "nemotron_h",
+    "recurrent_gemma", "switch_transformers", "zamba", "zamba2", "zaya",
+})  # fmt: skip
+# Models whose layers need cu_seq_lens_q. They raise an error if they lack a package to use it.
+NEED_LENGTHS = frozenset({
+    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "t5gemma2",
+    "t5gemma2_decoder",
+})  # fmt: skip
+# Models without a table of positions whose values also depend on the position in the row.
+COUNT_POSITIONS = frozenset({
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "llama4_text", "ministral3", "mistral4", "tipsv2_text_model",
+})  # fmt: skip
+# Models that compute with the mask of eager attention, in numbers.
+NEED_EAGER = frozenset({"bigbird_pegasus", "deepseek_v4", "git", "inkling2_text", "nllb-moe"})
+# Models whose attention takes more arguments than ours.
+NOT_SUPPORTED = frozenset({"glm_moe_dsa"})
+
+
+def running_call() -> RunningCall | None:
+    """The innermost call of a Hugging Face model in this thread, or None. None in a call that the patch has packed.
+
+    If it got neither positions nor lengths, they are those of the next call around it that did: some heads do not pass
+    them on. It looks at the frames of this thread, and of each model at the outermost one, which has the arguments as
+    the caller passed them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    innermost: PreTrainedModel | None = None
+    model: PreTrainedModel | None = None
+    variables: dict[str, Any] = {}
+    if _is_packed_by_patch(frame):
+        return None
+    while frame is not None:
+        if frame.f_code.co_name in _FRAMES:
+            own = frame.f_locals
+            if isinstance(owner := own.get("self"), PreTrainedModel):
+                if owner is not model and model is not None:
+                    innermost = innermost or model
+                    if (call := _call_of(innermost, model, variables)) is not None:
+                        return call
+                model, variables = owner, own
+        frame = frame.f_back
+    if model is None:
+        return None
+    innermost = innermost or model
+    return _call_of(innermost, model, variables) or RunningCall(innermost)
+
+
+# The names of functions whose frame has a model and the arguments of its call: those of torch, of the decorators of
+# transformers, and the forward.
+_FRAMES = {"_wrapped_call_impl", "_call_impl", "wrapper", "forward"}
+# Those of this package that run a model on a packed row.
+_PACKED = {"_run_row", "_run_packed"}
+
+
+def _is_packed_by_patch(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in _PACKED and frame.f_globals.get("__package__") == __package__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _call_of(innermost: PreTrainedModel, model: PreTrainedModel, variables: dict[str, Any]) -> RunningCall | None:
+    """The call of a model, from the variables of its frame. None if it names no sequences."""
+    given = {**{name: variables[name] for name in _NAMED & variables.keys()}, **(variables.get("kwargs") or {})}
+    if args := variables.get("args"):
+        given |= dict(zip(_parameters(cast(Any, type(model))), args, strict=False))
+    given = {name: x for name in (*_NAMED, *_LENGTHS, "seq_idx") if isinstance(x := given.get(name), Tensor)}
+    mask = given.get("attention_mask")
+    call = RunningCall(
+        innermost,
+        given.get("position_ids"),
+        {name: given[name] for name in _LENGTHS if name in given} if "cu_seq_lens_q" in given else {},
+        mask if mask is not None and mask.dim() == 2 else None,
+        mask is not None and mask.dim() == 4,
+        "seq_idx" in given,
+    )
+    return call if call.names_sequences else None
+
+
+_NAMED, _LENGTHS = {"position_ids", "attention_mask"}, ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+@functools.cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def embeds_positions(model: nn.Module) -> bool:
+    """Whether a model has a table of positions, so that a token's position in the row changes its values."""
+    if model not in _has_table:
+        _has_table[model] = any(map(_is_table_of_positions, model.named_modules())) or any(
+            _POSITIONS.fullmatch(name) and name != "position_ids" and isinstance(x, Tensor)
+            for module in model.modules()
+            for name, x in [*vars(module).items(), *module._buffers.items(), *module._parameters.items()]
+        )
+    return _has_table[model]
+
+
+def _is_table_of_positions(named: tuple[str, nn.Module]) -> bool:
+    path, module = named
+    is_named = _POSITIONS.fullmatch(path.rpartition(".")[2]) is not None
+    return counts_positions(module) or (is_named and isinstance(module, nn.Embedding))
+
+
+def has_scaled_rope(model: nn.Module) -> bool:
+    """Whether the frequencies of a model depend on the sequence length."""
+    if model not in _has_scaled_rope:
+        _has_scaled_rope[model] = any(map(scales_by_length, model.modules()))
+    return _has_scaled_rope[model]
+
+
+_has_table: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_has_scaled_rope: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_POSITIONS = re.compile(r"wpe|(.*_)?(pos|position|positions|positional)(_.*)?")

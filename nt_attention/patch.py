@@ -1,0 +1,212 @@
+"""`patch`: finds the modules of a model that can run padding-free, and changes them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from torch import nn
+
+from .graphs.cache import CudaGraphs
+from .modules.multihead import VarlenMultiheadAttention
+from .patching.handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
+from .torch_models import stacks
+from .torch_models.attention_modules import swap_attention
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NOTHING_KNOWN = (
+    " it has no nn.MultiheadAttention and no Hugging Face model. In attention code of its own, call "
+    "nt_attention.varlen_attention (docs/coming_from/scaled_dot_product_attention.md)."
+)
+
+__all__ = ["NotPackedError", "NotPackedWarning", "PatchHandle", "patch"]
+
+
+def patch(
+    model: nn.Module,
+    padding_free: bool = True,
+    *,
+    logits: Literal["padded"] | None = None,
+    packing: Literal["auto", "always"] = "auto",
+    on_fallback: OnFallback = "warn",
+    cuda_graphs: CudaGraphs = False,
+    mesh: DeviceMesh | None = None,
+    need_weights: bool = True,
+) -> PatchHandle:
+    """Make a model padding-free: it computes real tokens only. Changes the model in place.
+
+    Changes every `nn.Transformer`, `nn.TransformerEncoder` and `nn.TransformerDecoder`, and every Hugging Face model
+    that gives the same packed as each sequence alone, whether it is the model itself or a part of it. This is known for
+    the models of transformers; for another class or config, a small model of the class is tried on the CPU first, which
+    takes some seconds. A padded batch is packed once at the entry, all layers run on real tokens, and the result is
+    padded again at the exit, with 0 at padding. A layer of PyTorch's encoders and decoders that is in none of them
+    packs and pads by itself. Any other `nn.MultiheadAttention` is replaced by a `VarlenMultiheadAttention` with the
+    same parameters, which also takes NestedTensors, and skips padding in calls with `need_weights=False`, a boolean
+    `key_padding_mask` and no `attn_mask`. A model that calls it without `need_weights`, and drops the weights, packs
+    with `patch(model, need_weights=False)`: those of DETR and of point clouds do.
+
+    Dropout draws random numbers for tokens only. So under the same seed it drops other values than before the patch.
+
+    A call that can't run packed falls back to the padded forward, the one before the patch: `handle.calls` counts it
+    with the reason, and a `NotPackedWarning` is shown once for each reason.
+
+    A forward syncs with the device once to read the padding, and once more for the labels of question answering. A
+    module of `torch.nn` syncs once for each padding mask, and once more for each that is additive, and for the mask of
+    self-attention without `is_causal`. An `nn.Transformer` reads the padding of its source once, if it is passed for
+    the memory too; it syncs once more to compare different tensors. Single layers, and any other
+    `nn.MultiheadAttention`, sync in each call with a padding mask.
+
+    Args:
+        model: any module. Its parameters, state_dict and optimizer stay the same.
+        padding_free: if False, only the attention is replaced. Layers of encoders and decoders then take
+            NestedTensors, and Hugging Face models keep the sequences of packed rows apart.
+        logits: by default, a Hugging Face head that is training with labels returns packed logits, (1, T, V), because
+            padding them costs the memory that packing saves. "padded" always pads them.
+        packing: "auto" runs a Hugging Face model on the padded batch where that takes less time: on Hopper GPUs
+            (measured on an H200), if the batch is so small that the device waits for the host. This is decided from
+            shapes, before the mask is read, and `handle.calls` counts these calls. Outputs, loss and gradients are
+            those of a packed call, and the model may return a cache. Inputs at padding must be valid. "always" packs
+            every batch. So do CPUs, other GPUs, compiled models, encoder-decoders and modules of `torch.nn`.
+        on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
+            such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
+            packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a
+            `key_padding_mask` counts.
+        cuda_graphs: run packed calls on a CUDA device as CUDA graphs: with True, calls without gradients in evaluation
+            mode; with "training", also calls with gradients. They take a fraction of the host time, so this also
+            applies to batches that `packing="auto"` would run padded. A graph is captured when a bucket of sizes is
+            first met. The number of sequences is rounded up to a power of two, and so is the longest length, to 16 or
+            more. The number of tokens is rounded up to one of eight numbers between two powers of two, in steps of 64
+            or more. A graph is replayed for every batch that fits. A handle keeps at most 128 graphs of a module, with
+            at most 16 GiB of inputs and outputs (2 GiB each), and frees the least recently used first. Results are
+            copies, and stay valid. A graph is captured again after parameters, modules or attributes of a module were
+            replaced, and for another dtype, device, autocast, adapter, backend or attention implementation. If the
+            model or its layers are compiled, so is what the graphs hold. Changes inside of other objects, such as a
+            field of the config, need `handle.graphs.clear()`. With "training", the memory for the activations of the
+            largest batch stays reserved, and gradients are stored once more. A call can have one backward, which
+            computes all gradients: a second one raises a RuntimeError, as do parameters that were changed in place
+            before it. While four calls of a module wait for their backward, further ones run without a graph. Calls
+            that can't run as graphs run as without this option: with hooks of modules, in checkpoints, in
+            encoder-decoders of Hugging Face, or if the host reads values of tensors, as in some mixtures of experts.
+            `handle.graphs.calls` counts them with the reason.
+        mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
+            parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
+            batch is checked. In training with labels, packed logits are those of a rank's own tokens, in an order of
+            its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
+            call that falls back runs padded on every rank. For the modules of `torch.nn` that pack, and for Hugging
+            Face models whose attention can be divided. Attention dropout in training raises an error.
+        need_weights: False says that nobody reads the attention weights of an `nn.MultiheadAttention`. In calls that
+            leave its own `need_weights` at the default, it then returns None in the place of weights, so that they can
+            run packed. Calls with `need_weights=True` return weights. Other modules have no such default.
+
+    Returns:
+        A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
+            shows what was changed, what was not changed and why, and how calls ran.
+
+    Raises:
+        ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
+            The model is then not changed. Or an option has another value than those above. Or `mesh` has several
+            dimensions, or is passed with `cuda_graphs` or `padding_free=False`.
+        TypeError: `model` is not a module, or `mesh` is not a `DeviceMesh`.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+        >>> padding = torch.tensor([[False, False, False], [False, True, True]])  # True at padding
+        >>> with nta.patch(encoder):
+        ...     encoder(torch.randn(2, 3, 16), src_key_padding_mask=padding).shape
+        torch.Size([2, 3, 16])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+    if logits not in (None, "padded"):
+        raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
+    if packing not in ("auto", "always"):
+        raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
+    if on_fallback not in ("warn", "raise"):
+        raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+    if not isinstance(need_weights, bool):
+        raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
+    if mesh is not None:
+        _check_mesh(mesh, bool(cuda_graphs), padding_free)
+    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights)
+    try:
+        _patch_modules("", model, handle, padding_free, logits, packing)
+        if not (handle.changed or handle.layers):
+            found = "".join(f"\n  {name}: {reason}" for name, reason in handle.left.items())
+            raise ValueError(f"patch found nothing to change in {type(model).__name__}:{found or _NOTHING_KNOWN}")
+    except BaseException:
+        handle.remove()
+        raise
+    handle.replacements.clear()
+    return handle
+
+
+def _check_mesh(mesh: Any, cuda_graphs: bool, padding_free: bool) -> None:
+    from .distributed.mesh import check_mesh  # imports torch.distributed, so only if there is a mesh
+
+    check_mesh(mesh, "cp")
+    if cuda_graphs:
+        raise ValueError("CUDA graphs can't have the exchanges of a mesh: leave out cuda_graphs or mesh.")
+    if not padding_free:
+        raise ValueError("a mesh divides packed batches: leave out padding_free=False or mesh.")
+
+
+def _patch_modules(
+    name: str,
+    module: nn.Module,
+    handle: PatchHandle,
+    padding_free: bool,
+    logits: Literal["padded"] | None,
+    packing: Literal["auto", "always"],
+    in_stack: bool = False,
+    padded_because: str | None = None,
+) -> None:
+    """Patch `module` if possible, else look at its children. A name is "" or ".path.to.module".
+
+    `in_stack` is for the parts of a stack that does not pack, and `padded_because` says why attention may not pack.
+    """
+    if isinstance(module, stacks.Stack):
+        if stacks.patch_stack(name, module, handle, padding_free):
+            return
+        in_stack = True  # its layers do not pack by themselves: what runs between them may need values at padding
+    packs_alone = isinstance(module, stacks.Layer) and padding_free and not in_stack
+    if packs_alone and stacks.patch_layer(name, cast(stacks.Layer, module), handle):
+        return
+    if isinstance(module, nn.MultiheadAttention):
+        if handle.mesh is None and not isinstance(module, VarlenMultiheadAttention):
+            handle.leave(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
+        return
+    if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
+        from .hf import patch_model
+
+        if patch_model.patch_model(name, module, handle, padding_free, logits, packing):
+            return
+    if padding_free and padded_because is None:
+        padded_because = stacks.why_attention_is_padded(module)
+    for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
+        path = f"{name}.{child_name}"
+        if child is None:
+            continue
+        if handle.mesh is not None and isinstance(child, nn.MultiheadAttention):
+            handle.leave(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
+            continue
+        if not isinstance(child, nn.MultiheadAttention):
+            _patch_modules(path, child, handle, padding_free, logits, packing, in_stack, padded_because)
+            continue
+        options: dict[str, Any] = {"padded_because": padded_because, "counts": padding_free}
+        if (reason := swap_attention(module, child_name, handle, **options)) is not None:
+            handle.leave(path, reason)
+        else:
+            description = "takes NestedTensors"
+            ragged = cast(VarlenMultiheadAttention, module._modules[child_name])
+            ragged.graphs = handle.graphs
+            if padding_free and padded_because is None:
+                description += (
+                    ", and skips padding if need_weights=False and a boolean key_padding_mask is the only mask"
+                )
+            handle.change_layers(name, {child_name: description})
+    if isinstance(module, nn.Transformer):
+        stacks.patch_transformer(name, module, handle, padding_free)

@@ -1,0 +1,1 @@
+"""Packed calls of `nn.Transformer`, its encoder and decoder, and of `nn.MultiheadAttention`."""

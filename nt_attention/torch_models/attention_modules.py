@@ -1,0 +1,147 @@
+"""Replaces an `nn.MultiheadAttention` by a `VarlenMultiheadAttention` with the same parameters, and puts it back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import cast
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+
+from .._warnings import warn
+from ..compiler import is_compiling
+from ..modules.multihead import NEEDS_WEIGHTS, Patched, VarlenMultiheadAttention
+from ..patching.forwards import CALL_REMOVE_FIRST
+from ..patching.handle import PatchHandle
+
+
+def attention_not_supported(attention: nn.Module) -> str | None:
+    """Why an attention module can't be replaced by one with the same parameters, or None."""
+    kind = type(attention).__name__
+    if type(attention) is not nn.MultiheadAttention:
+        return f"{kind} is not nn.MultiheadAttention."
+    if "forward" in attention.__dict__:
+        return f"{kind} overrides forward."
+    if attention._buffers or attention._modules.keys() != {"out_proj"}:
+        more = [*attention._buffers, *(attention._modules.keys() - {"out_proj"})]
+        return f"{kind} has {', '.join(more)}, which would be lost."
+    try:
+        VarlenMultiheadAttention.from_torch(attention)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# Attention module → the handle of the patch that put it into a model.
+_swapped_by: WeakKeyDictionary[nn.Module, ref[PatchHandle]] = WeakKeyDictionary()
+
+
+def swap_attention(
+    parent: nn.Module, name: str, handle: PatchHandle, *, padded_because: str | None = None, counts: bool = False
+) -> str | None:
+    """Replace the child `name` of `parent` by a `VarlenMultiheadAttention` with the same parameters and hooks.
+
+    Args:
+        parent: the module that has it.
+        name: its name in `parent`.
+        handle: the handle of the patch.
+        padded_because: why it does not pack padded batches by itself, or None.
+        counts: whether the handle counts the padded batches that it gets.
+
+    Returns:
+        The reason if this is not possible, else None.
+
+    Raises:
+        ValueError: another patch has already replaced it.
+    """
+    stock = cast(nn.MultiheadAttention, parent._modules[name])
+    if isinstance(stock, VarlenMultiheadAttention):
+        reference = _swapped_by.get(stock)
+        other = None if reference is None else reference()
+        if other is not None and other is not handle and other.active:
+            raise ValueError(f"{type(parent).__name__} is already patched: {CALL_REMOVE_FIRST}")
+        return "it is already a VarlenMultiheadAttention."
+    ragged, before = handle.replacements.get(stock, (None, {}))
+    if ragged is None:
+        if (reason := attention_not_supported(stock)) is not None:
+            return reason
+        ragged, before = VarlenMultiheadAttention.from_torch(stock), _names(stock)
+        handle.replacements[stock] = ragged, before
+        _share_parameters(stock, ragged)
+        _share(_HOOKS, stock, ragged)
+        _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_COPIED, stock, ragged)
+    ragged.patched = Patched(handle.need_weights, padded_because, Report(handle) if counts else None)
+    _swapped_by[ragged] = ref(handle)
+    parent._modules[name] = ragged
+    handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock, before))
+    return None
+
+
+_ADVICE = (
+    "If nobody reads the weights, pass need_weights=False: in the call, or to nt_attention.patch if calls leave it at "
+    "its default."
+)
+
+
+class Report:
+    """Counts the padded batches that a replaced attention module gets. A copy of the module has the same `Report`."""
+
+    def __init__(self, handle: PatchHandle) -> None:
+        self.handle = handle
+
+    def __call__(self, reason: str | None) -> None:
+        if not self.handle.active or is_compiling():
+            return
+        if reason is None:
+            self.handle.count(None)
+        else:
+            advice = _ADVICE if reason == NEEDS_WEIGHTS else ""
+            self.handle.fall_back(reason, "this call of an nn.MultiheadAttention", advice)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Report:
+        return self
+
+
+# Both modules share the dictionaries of hooks, so that the handle of a hook removes it from both.
+_HOOKS = {name for name in vars(nn.Module()) if "_hook" in name}
+_NOT_COPIED = {"_qkv_same_embed_dim"}  # a property of VarlenMultiheadAttention
+_SETTINGS = {"dropout", "batch_first", "_is_full_backward_hook"}
+
+
+def _share(names: Iterable[str], of: nn.Module, to: nn.Module) -> None:
+    to.__dict__.update({name: of.__dict__[name] for name in names if name in of.__dict__})
+
+
+def _share_parameters(stock: nn.MultiheadAttention, ragged: VarlenMultiheadAttention) -> None:
+    """Let both modules have one table of parameters: FSDP goes on writing to that of the module that it was applied to.
+
+    So `stock` keeps the names of parameters that only `ragged` can have, with the value None.
+    """
+    table = stock._parameters
+    table.update({name: None for name in ragged._parameters if name not in table})
+    ragged.__dict__["_parameters"] = table
+
+
+def _names(module: nn.Module) -> dict[str, bool]:
+    """The names in a module's table of parameters, and whether each has one."""
+    return {name: x is not None for name, x in module._parameters.items()}
+
+
+def _restore_attention(
+    parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention, names: dict[str, bool]
+) -> None:
+    """Put `stock` back, with the current parameters, if they have the `names` that they had before the patch."""
+    if parent._modules.get(name) is not ragged:
+        return
+    is_plain = type(ragged) is VarlenMultiheadAttention and ragged._modules.keys() == {"out_proj"}
+    has_same_names = all(names.get(name, False) == is_used for name, is_used in _names(ragged).items())
+    if not is_plain or ragged._buffers or not has_same_names:
+        warn(
+            f"{name} of {type(parent).__name__} was parametrized or extended while it was patched, so it remains a "
+            "VarlenMultiheadAttention."
+        )
+        return
+    stock.out_proj = ragged.out_proj
+    _share(_SETTINGS, ragged, stock)
+    parent._modules[name] = stock.train(ragged.training)
