@@ -32,8 +32,9 @@ from .kernels.call import (
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layouts import nested
-from .layouts.known import SequenceLayout
+from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
+from .layouts.protocol import Layout
 
 _NO_OPERATOR = (
     "no custom operator supports this call (it has mask_mod, score_mod or backend='flex', or a backend for inference "
@@ -45,8 +46,8 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | Any | None = None,
-    key_layout: SequenceLayout | PagedLayout | Any | None = None,
+    layout: Layout | Any | None = None,
+    key_layout: Layout | PagedLayout | Any | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -150,8 +151,8 @@ def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | PagedLayout | None = None,
+    layout: Layout | None = None,
+    key_layout: Layout | PagedLayout | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -226,8 +227,8 @@ def plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | PagedLayout | None = None,
+    layout: Layout | None = None,
+    key_layout: Layout | PagedLayout | None = None,
     *,
     alibi_slopes: Tensor | None = None,
     relative: RelativeBias | None = None,
@@ -278,8 +279,8 @@ class _Inputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    layout: SequenceLayout
-    key_layout: SequenceLayout  # or a PagedLayout, which has the attributes that this file uses
+    layout: Layout
+    key_layout: Layout  # or a PagedLayout, which has the attributes that this file uses
     rewrap: Callable[..., Tensor] | None
     is_traced: bool
     needs_grad: bool
@@ -290,8 +291,8 @@ def _pack(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None,
-    key_layout: SequenceLayout | PagedLayout | None,
+    layout: Layout | None,
+    key_layout: Layout | PagedLayout | None,
     relative: RelativeBias | None,
 ) -> _Inputs:
     refuse_jit_trace()
@@ -319,9 +320,9 @@ def _unwrap(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None,
-    key_layout: SequenceLayout | PagedLayout | None,
-) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
+    layout: Layout | None,
+    key_layout: Layout | PagedLayout | None,
+) -> tuple[Tensor, Tensor, Tensor, Layout, Layout, Callable[..., Tensor] | None]:
     """Convert NestedTensors to packed tensors, their layouts and `rewrap`. Packed tensors are only checked."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
@@ -348,7 +349,7 @@ def _unwrap(
         raise TypeError(f"{kinds_of}: pass three NestedTensors, or three packed tensors and a layout.")
     if layout is not None or key_layout is not None:
         raise ValueError("NestedTensors have their own layout: leave out layout= and key_layout=.")
-    q, k, v = nested.unwrap_each(query=query, key=key, value=value, for_weights=False)
+    q, k, v = unwrap_each(query=query, key=key, value=value, for_weights=False)
     if not k.layout.same_lengths(v.layout):
         raise ValueError(
             f"key and value must have the same lengths, got {format_lengths(k.layout)} and {format_lengths(v.layout)}."
@@ -471,7 +472,7 @@ def check_sinks(sinks: Tensor, query: Tensor) -> None:
         raise ValueError(f"sinks must be floating-point numbers, got {sinks.dtype}.")
 
 
-def format_lengths(layout: SequenceLayout) -> str:
+def format_lengths(layout: Layout) -> str:
     """The first lengths of a layout, for error messages."""
-    lengths = layout.host_offsets.diff()
+    lengths = layout.host.diff()
     return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"

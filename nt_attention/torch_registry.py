@@ -29,6 +29,7 @@ from .kernels.paged import forward as forward_in_pool
 from .kernels.select import choose_for, selection_key
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
+from .layouts.protocol import Layout
 
 NAME = "nt_attention"
 
@@ -399,7 +400,7 @@ class FlashOperators:
 
 def _bounded_layouts(
     inputs: Inputs, offsets: tuple[Tensor | None, Tensor | None], longest: tuple[int, int]
-) -> tuple[SequenceLayout, SequenceLayout]:
+) -> tuple[Layout, Layout]:
     """The layouts of packed queries and keys. On a GPU their lengths are not read: `longest` has bounds of them."""
     if offsets[1] is None:
         raise ValueError(
@@ -435,7 +436,7 @@ def _without_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return state, state.new_zeros(()), query.new_empty(0)
 
 
-def _equal_lengths(x: Tensor) -> SequenceLayout:
+def _equal_lengths(x: Tensor) -> Layout:
     """The layout of a dense batch (B, L, H, D)."""
     if x.dim() != 4:
         raise ValueError(f"tensors without offsets must be (batch, tokens, heads, head dim), got {tuple(x.shape)}.")
@@ -447,7 +448,7 @@ def _equal_lengths(x: Tensor) -> SequenceLayout:
 
 
 @functools.lru_cache(64)
-def _cached_equal_lengths(batch: int, length: int, device: torch.device) -> SequenceLayout:
+def _cached_equal_lengths(batch: int, length: int, device: torch.device) -> Layout:
     return SequenceLayout.from_lengths([length] * batch, device=device)
 
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
+from ..layouts.protocol import Layout
 from .masks import Window
 from .relative import RelativeBias
 
@@ -371,8 +371,8 @@ class Call(NamedTuple):
         prepared: Forwards and backwards that run again for other tensors; None if they can't be kept.
     """
 
-    layout: SequenceLayout
-    key_layout: SequenceLayout  # for type checkers; see `paged`
+    layout: Layout
+    key_layout: Layout  # for type checkers; see `paged`
     alibi_slopes: Tensor | None
     spec: AttentionSpec
     head_dims: tuple[int, int] | None = None

@@ -19,6 +19,7 @@ from ..compiler import is_traced
 from ..layouts.bounded import BoundedLayout
 from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
+from ..layouts.protocol import Layout
 from ..operators import LIBRARY, define
 from . import adapters
 from .adapters import Inputs
@@ -198,8 +199,7 @@ def register_auto(
 ) -> None:
     """Define `nt_attention::auto_forward`, which selects a backend when it runs, and `auto_backward`.
 
-    The forward's result `selected` (3,) int64, on the CPU, holds the number of the backend and a digest of each layout.
-    The backward compares the digests, to detect offsets that were modified in place.
+    The forward's result `selected` (1,) int64, on the CPU, holds the number of the backend.
 
     Args:
         select: Selects a backend for a call and a requested name.
@@ -210,7 +210,7 @@ def register_auto(
 
     def select_first(call: Call, name: str) -> tuple[Selection, Tensor]:
         found = select(call, name)
-        return found, torch.tensor([found.number, call.layout.digest, call.key_layout.digest], device="cpu")
+        return found, torch.tensor([found.number], device="cpu")
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         *arguments, name = arguments  # type: ignore[assignment]
@@ -222,21 +222,16 @@ def register_auto(
 
     def backward(*arguments: Any) -> _Gradients:
         saved, (*arguments, selected) = _backward_inputs(*arguments[:8]), arguments[5:]  # type: ignore[assignment]
-        number, *digests = selected.tolist()
+        number = int(selected)
         call, (_, backend, dims) = _cached_call(
             arguments, ("backward", number, version()), lambda call: select_again(call, number), is_backward=True
         )
-        if digests != [call.layout.digest, call.key_layout.digest]:  # not all compilers check saved tensors
-            raise RuntimeError(
-                "the offsets of a layout, which are needed for gradient computation, have been modified by an inplace "
-                "operation since the forward: pass a copy of them, offsets.clone(), to each forward."
-            )
         if backend.rng_on_host:
             saved = saved._replace(rng_state=saved.rng_state.cpu())  # type: ignore[union-attr]
         return _backward(backend, saved, Inputs(*arguments[:3]), call._replace(head_dims=dims))
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
-        return (*_fake_forward(False, *arguments[:-1]), torch.empty(3, dtype=torch.int64, device="cpu"))
+        return (*_fake_forward(False, *arguments[:-1]), torch.empty(1, dtype=torch.int64, device="cpu"))
 
     results = "Tensor out, Tensor lse, Tensor rng_state, Tensor selected"
     define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)
@@ -350,7 +345,7 @@ def _cached_call(
 
 def _layouts(
     cu_seqlens: Tensor, key_cu_seqlens: Tensor, bounds: Sequence[int], is_backward: bool
-) -> tuple[SequenceLayout, SequenceLayout]:
+) -> tuple[Layout, Layout]:
     """The layouts of queries and keys. `bounds` are those of `bounds_of`; empty if the lengths are read.
 
     Layouts with bounds are new in each call, and nothing that they cache outlives it: CUDA graphs of torch.compile
@@ -370,8 +365,8 @@ def _spec(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
+    layout: Layout,
+    key_layout: Layout,
     alibi: bool,
     relative: tuple[str, ...],
     values: Sequence[Any],
