@@ -227,7 +227,10 @@ def test_registered_models_see_the_arguments_of_their_caller_once(monkeypatch):
     model.set_attn_implementation(nta.hf.register())
     reads, read = [], nta.hf.route.positions.SequenceLayout.from_position_ids
     monkeypatch.setattr(
-        nta.hf.route.positions.SequenceLayout, "from_position_ids", lambda ids: reads.append(1) or read(ids), raising=True
+        nta.hf.route.positions.SequenceLayout,
+        "from_position_ids",
+        lambda ids: reads.append(1) or read(ids),
+        raising=True,
     )
     row = packed_row()
     model(row["input_ids"], use_cache=False)
