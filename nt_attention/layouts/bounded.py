@@ -90,7 +90,7 @@ class BoundedLayout(Layout):
                 raise ValueError(f"{name} must be an integer from 0 to {INT32_MAX}, got {bound!r}.")
         with creating_cached_tensors():  # an alias, because several layouts of these offsets may have other bounds
             self._alias = plain(offsets).detach()
-        self.max_seqlen = max_seqlen
+        self.batch_size, self.device, self.max_seqlen = len(offsets) - 1, self._alias.device, max_seqlen
         self.total = max_tokens if len(offsets) > 1 else 0  # without sequences there are no tokens
         self.sum_of_squares = self.total * min(max_seqlen, self.total)
         self._version = None if is_replayed(offsets) else _version(self._alias)

@@ -51,6 +51,8 @@ class SequenceLayout(Layout):
     made from the same offsets tensor share this cache.
 
     Attributes:
+        batch_size: B, the number of sequences.
+        device: the device of the layout.
         total: T, the number of tokens.
         max_seqlen: the length of the longest sequence, or the bound that was passed to `from_offsets`.
         min_seqlen: the length of the shortest sequence.
@@ -105,6 +107,8 @@ class SequenceLayout(Layout):
             )
         self.__dict__.update(
             _facts=facts,
+            batch_size=facts.host.shape[0] - 1,
+            device=facts.device_offsets.device,
             total=facts.total,
             max_seqlen=facts.max_seqlen if max_seqlen is None else max_seqlen,
             min_seqlen=facts.min_seqlen,
@@ -347,22 +351,6 @@ class SequenceLayout(Layout):
         return cls._ready(read_positions(position_ids))
 
     @property
-    def batch_size(self) -> int:
-        """B, the number of sequences.
-
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).batch_size
-            3
-        """
-        return self._facts.host.shape[0] - 1
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the layout."""
-        return self._facts.device_offsets.device
-
-    @property
     def device_offsets(self) -> Tensor:
         return self._facts.device_offsets
 
@@ -556,7 +544,7 @@ class SequenceLayout(Layout):
 
     def _derived(self, key: object, lengths: Callable[[Ints], Ints]) -> SequenceLayout:
         def build() -> SequenceLayout:
-            return SequenceLayout(Facts.of_lengths(lengths(np.diff(self._facts.host.numpy())), self.device))
+            return self._ready(Facts.of_lengths(lengths(np.diff(self._facts.host.numpy())), self.device))
 
         return self.cached(key, build)
 

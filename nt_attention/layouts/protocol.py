@@ -37,6 +37,8 @@ class Layout:
     What needs the lengths on the host raises a `LengthsUnknownError` here. `SequenceLayout`, which knows them, has it.
 
     Attributes:
+        batch_size: B, the number of sequences.
+        device: the device of the offsets.
         total: the number of tokens, or an upper bound.
         max_seqlen: the length of the longest sequence, or an upper bound.
         min_seqlen: the length of the shortest sequence, or 0.
@@ -51,6 +53,8 @@ class Layout:
     max_seqlen: int
     min_seqlen: int
     sum_of_squares: int
+    batch_size: int
+    device: torch.device
     padded_length: int | None = None
     has_holes: bool = False
 
@@ -83,16 +87,6 @@ class Layout:
     def bounds(self) -> tuple[int, int] | None:
         """`max_seqlen` and `total` if the host only knows bounds, else None."""
         return None
-
-    @property
-    def batch_size(self) -> int:
-        """B, the number of sequences."""
-        return self.operator_offsets.shape[0] - 1
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the offsets."""
-        return self.operator_offsets.device
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past the last token.
@@ -135,7 +129,8 @@ class Layout:
 
     def check_rows(self, values: Tensor, name: str) -> None:
         """Raise a ValueError if `values` is on another device or has fewer rows than `total`."""
-        self.check_device(values, name)
+        if values.device != self.device:
+            self.check_device(values, name)
         if values.dim() == 0 or values.shape[0] < self.total:
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "

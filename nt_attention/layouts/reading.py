@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..compiler import check_readable, is_compiling, is_replayed, outside_of_graphs
+from ..compiler import check_readable, is_compiling, outside_of_graphs
 from ..operators import define
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def snapshot(tensor: Tensor) -> object:
     of the same table is none. On other devices it has the version counter, which writes to `.data` do not increase. It
     is None if a change could not be seen: of inference tensors there, and of the outputs of CUDA graphs.
     """
-    if is_replayed(tensor):
+    if torch._C._is_cached_tensor(tensor):  # type: ignore[attr-defined]
         return None
     if tensor.is_cpu:
         if tensor.is_contiguous():  # twice as fast as NumPy
@@ -164,7 +164,8 @@ def keep(
 
 def kept(tensor: Tensor, key: object, other: Tensor | None = None) -> Any:
     """What `keep` has made of a tensor, if neither it nor `other` was changed since; else None."""
-    entry = (_kept.get(tensor) or {}).get(key)
+    entries = _kept.get(tensor)
+    entry = None if entries is None else entries.get(key)
     if entry is None or (None if entry.other is None else entry.other()) is not other:
         return None
     return entry.value if entry.state == _state(tensor, other) else None
@@ -271,12 +272,14 @@ def read_offsets(offsets: Tensor) -> Facts:
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
-    offsets = plain(offsets)
-    facts = _handed_out_with(offsets)
-    if facts is not None:
-        return facts
-    check_offsets(offsets)
-    return keep(offsets, "offsets", lambda: _read(offsets))
+    facts: Facts | None = kept(offsets, "offsets")
+    if facts is None:
+        offsets = plain(offsets)
+        facts = _handed_out_with(offsets)
+    if facts is None:
+        check_offsets(offsets)
+        facts = keep(offsets, "offsets", lambda: _read(offsets))
+    return facts
 
 
 def facts_in_operator(offsets: Tensor) -> Facts:

@@ -25,6 +25,7 @@ class TracedLayout(Layout):
     def __init__(self, offsets: Tensor, of: type, max_seqlen: int | None = None) -> None:
         """`of` is the class `SequenceLayout`; `max_seqlen` is the bound that was passed to `from_offsets`."""
         self._offsets, self._of = offsets, of
+        self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
         self.arguments: tuple[int | None, ...] = (max_seqlen,)  # of `from_offsets`, after the offsets
 
     @property
