@@ -67,7 +67,6 @@ def without_kernels() -> Backend:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
     backend = dataclasses.replace(cpu.BACKEND, name="none", forward=forward, backward=backward)
-    custom_ops.register(backend)
     select.BACKENDS[backend.name] = backend
     return backend
 
@@ -80,9 +79,9 @@ def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[]
     inputs = Inputs(query, key, value)
     leaves = [x.clone().requires_grad_() for x in inputs]
     call = plan(*leaves, layout, is_causal=True, backend=backend.name).call
-    arguments = (*inputs, *custom_ops.arguments_of(call))
+    arguments = (*inputs, *custom_ops.arguments_of(call, backend.name))
     operators = torch.ops.nt_attention
-    out, lse, state, selected = operators.auto_forward(*arguments, backend.name)
+    out, lse, state, selected = operators.attention_forward(*arguments)
     saved = BackwardInputs(grad, None, out, lse, None)
 
     def forward() -> Tensor:
@@ -91,14 +90,14 @@ def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[]
 
     def forward_operator() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return operators.auto_forward.default(*arguments, backend.name)
+            return operators.attention_forward.default(*arguments)
 
     def backward() -> Gradients:
         call.layout.check_saved()
         return adapters.backward(backend, saved, inputs, call)
 
     def backward_operator() -> Any:
-        return operators.auto_backward.default(grad, None, out, lse, state, *arguments, selected)
+        return operators.attention_backward.default(grad, None, out, lse, state, selected, *arguments)
 
     def with_autograd() -> None:
         attended = nta.varlen_attention(*leaves, layout, is_causal=True, backend=backend.name)

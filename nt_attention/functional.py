@@ -18,7 +18,6 @@ from .compiler import is_compiling, is_traced, refuse_jit_trace
 from .kernels.autograd import run
 from .kernels.backend import Backend
 from .kernels.call import (
-    DTYPES,
     OPTIONS,
     AttentionSpec,
     Call,
@@ -376,30 +375,10 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpec:
     """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
-    query, key, value, layout, key_layout, *_ = inputs
-    is_paged = isinstance(key_layout, PagedLayout)
-    check_tensors(query, key, value, is_paged)
-    if layout.batch_size != key_layout.batch_size:
-        raise ValueError(
-            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many sequences "
-            "of keys as of queries. A sequence may have length 0."
-        )
-    if is_paged:
-        return AttentionSpec.of_paged(query, key, value, options, alibi=alibi, bounded=not layout.knows_lengths)
-    same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths
-    return AttentionSpec.of(
-        query.device,
-        query.dtype,
-        (query.shape, key.shape, value.shape),
-        options,
-        alibi=alibi,
-        relative=() if inputs.relative is None else inputs.relative.terms,
-        needs_grad=inputs.needs_grad,
-        relative_grad=inputs.needs_grad and inputs.relative is not None and inputs.relative.requires_grad,
-        equal_lengths=same or (not traced and layout.same_lengths(key_layout)),
-        keyless=(traced and not same) or key_layout.min_seqlen == 0,
-        bounded=not (layout.knows_lengths and key_layout.knows_lengths),
-    )
+    query, key, value, layout, key_layout, _, _, needs_grad, relative = inputs
+    terms, relative_grad = ((), False) if relative is None else (relative.terms, needs_grad and relative.requires_grad)
+    more = {"alibi": alibi, "relative": terms, "needs_grad": needs_grad, "relative_grad": relative_grad}
+    return AttentionSpec.of_tensors((query, key, value), layout, key_layout, options, **more)
 
 
 def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend | str, tuple[int, int] | None]:
@@ -426,27 +405,6 @@ def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
             "relative biases are not supported with a PagedLayout: copy the keys with PagedLayout.gather, and pass the "
             "layout that it returns."
         )
-
-
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, is_paged: bool) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if is_paged and name != "query":
-            if x.dim() not in (3, 4):
-                raise ValueError(f"{name} must be a pool (pages, page_size, G, D) or (N, G, D), got {tuple(x.shape)}.")
-        elif x.dim() != 3:
-            raise ValueError(
-                f"{name} must be (tokens, heads, head dim), got {tuple(x.shape)}: pack a padded "
-                "batch with layout.pack, and split an embedding with unflatten(-1, (heads, -1))."
-            )
-        if x.dtype != query.dtype or x.dtype not in DTYPES:
-            raise ValueError(
-                f"query, key and value must share one floating-point dtype, got {query.dtype}, {key.dtype} and "
-                f"{value.dtype}: cast them to float16, bfloat16, float32 or float64, or use torch.autocast."
-            )
-        if x.device != query.device:
-            raise ValueError(
-                f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
-            )
 
 
 def _check_rows(inputs: _Inputs, alibi_slopes: Tensor | None) -> None:

@@ -211,8 +211,7 @@ class FlashOperators:
             raise ValueError(f"cum_seq_q has {layout.batch_size} sequences, and the keys have {paged.batch_size}.")
         layout.check_rows(query, "query")
         paged.check_keys(key, value)
-        bounded = not layout.knows_lengths
-        spec = AttentionSpec.of_paged(query, key, value, options._asdict(), alibi=False, bounded=bounded)
+        spec = AttentionSpec.of_tensors(inputs, layout, paged, options._asdict())
         call = Call(layout, cast(SequenceLayout, paged), None, spec)
         backend, _ = choose_for(call, "split_kv" if self.backend == "token_tiled" else self.backend)
         out, lse = forward_in_pool(backend, query, key, value, call)
@@ -376,16 +375,7 @@ class FlashOperators:
         of_call = options._asdict() | {"deterministic": torch.are_deterministic_algorithms_enabled()}
 
         def build() -> tuple[AttentionSpec, Backend, tuple[int, int] | None, PreparedRuns]:
-            spec = AttentionSpec.of(
-                query.device,
-                query.dtype,
-                (query.shape, key.shape, value.shape),
-                of_call,
-                needs_grad=needs_grad,
-                equal_lengths=layout is key_layout or layout.same_lengths(key_layout),
-                keyless=key_layout.min_seqlen == 0,
-                bounded=not (layout.knows_lengths and key_layout.knows_lengths),
-            )
+            spec = AttentionSpec.of_tensors(inputs, layout, key_layout, of_call, needs_grad=needs_grad)
             return spec, *choose_for(Call(layout, key_layout, None, spec, None, None), self.backend), {}
 
         shapes = query.shape[1:], key.shape[1:], value.shape[1:]

@@ -90,6 +90,8 @@ def backward(
     """
     if call.prepared and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
         return run(saved, *inputs)
+    if backend.rng_on_host and saved.rng_state is not None:  # an operator returns it on the device of `out`
+        saved = saved._replace(rng_state=saved.rng_state.cpu())
     given = (*saved, *inputs)
     saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
     inputs = Inputs(*contiguous_in_head_dim(*inputs))

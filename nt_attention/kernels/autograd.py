@@ -22,7 +22,8 @@ from . import adapters, flops, paged
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
-from .custom_ops import arguments_of, bounds_of, paged_arguments_of
+from .custom_ops import arguments_of
+from .registry import number_of
 from .relative import RelativeBias
 
 _NOT_SUPPORTED = (
@@ -45,38 +46,34 @@ def run(
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
+    inputs = Inputs(query, key, value)
     if call.spec.paged:
-        out, lse = _run_paged(backend, query, key, value, call)
+        out, lse = _run_paged(backend, inputs, call)
     elif isinstance(backend, Backend) and backend.differentiable:
         out, lse = backend.forward(query, key, value, call)[:2]
     else:
-        kernel = Kernel(None, backend) if isinstance(backend, str) else Kernel(backend)
-        out, lse = _run_kernel(kernel, Inputs(query, key, value), call)
+        out, lse = _run_kernel(Kernel(backend), inputs, call)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of a backend. If `backend` is None, `name` selects it when the graph runs.
+    """The kernel of a backend, or of the one that an operator selects for a name when a graph runs.
 
     It runs as a custom operator if a compiler, dispatch mode or function transform must see it. Otherwise it is called
     directly, which saves 40 µs of host time.
     """
 
-    backend: Backend | None
-    name: str = "auto"
+    backend: Backend | str
 
     def forward(self, inputs: Inputs, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
         """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward.
 
         If the backend can write to `given` (T, H, Dv), that is `out`.
         """
-        if self.backend is not None and not is_observed(*inputs, *_relative_tensors(call)):
-            return adapters.forward(self.backend, inputs, call, given)
-        more = self._bounds(call)
-        if self.backend is None and not more:
-            more = (self.name,)
-        return self._operator("forward", call)(*inputs, *arguments_of(call), *more)
+        if isinstance(self.backend, str) or is_observed(*inputs, *_relative_tensors(call)):
+            return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
+        return adapters.forward(self.backend, inputs, call, given)
 
     def backward(
         self,
@@ -90,26 +87,27 @@ class Kernel:
 
         If the backend can write to `dq` (T, H, D), that is the gradient of the query.
         """
-        if self.backend is not None and not is_observed(saved.grad, *inputs, *_relative_tensors(call)):
-            return adapters.backward(self.backend, saved, inputs, call, dq)
+        if isinstance(self.backend, Backend):
+            if not is_observed(saved.grad, *inputs, *_relative_tensors(call)):
+                return adapters.backward(self.backend, saved, inputs, call, dq)
+            more = more or (torch.tensor([number_of(self.backend)], device="cpu"),)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
-        more = self._bounds(call) or more
-        query, key, value, biases = self._operator("backward", call)(*saved, *inputs, *arguments_of(call), *more)
+        arguments = arguments_of(call, self._name)
+        query, key, value, biases = _operator("backward", call)(*saved, *more, *inputs, *arguments)
         return (query, key, value, *biases)
 
-    def _bounds(self, call: Call) -> tuple[Any, ...]:
-        """The further arguments of the operators for layouts that know only bounds; () for other calls."""
-        if not call.spec.bounded:
-            return ()
-        return bounds_of(call), self.name if self.backend is None else self.backend.name
+    @property
+    def _name(self) -> str:
+        return self.backend if isinstance(self.backend, str) else self.backend.name
 
-    def _operator(self, direction: str, call: Call) -> Callable[..., Any]:
-        name = "auto" if self.backend is None else self.backend.name
-        name = "bounded" if call.spec.bounded else name
-        if not is_compiling():
-            flops.register(name)
-        return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
+
+def _operator(direction: str, call: Call) -> Callable[..., Any]:
+    """The operator of a call: the one that reads nothing on the host, if its lengths are not known."""
+    name = "bounded" if call.spec.bounded else "attention"
+    if not is_compiling():
+        flops.register()
+    return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
 
 
 def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
@@ -130,15 +128,11 @@ def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Ten
     return out, lse
 
 
-def _run_paged(backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _run_paged(backend: Backend | str, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
     """Keys in pools: there is no backward."""
-    if isinstance(backend, Backend):
-        if not is_observed(query, key, value):
-            return paged.forward(backend, query, key, value, call)
-        backend = backend.name
-    operators = torch.ops.nt_attention
-    operator = operators.paged_forward if call.layout.bounds is None else operators.paged_forward_with_bounds
-    return operator.default(query, key, value, *paged_arguments_of(call), backend)
+    if isinstance(backend, Backend) and not is_observed(*inputs):
+        return paged.forward(backend, *inputs, call)
+    return Kernel(backend).forward(inputs, call)[:2]
 
 
 class _Attention(torch.autograd.Function):

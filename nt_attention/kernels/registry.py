@@ -10,7 +10,7 @@ import threading
 from types import TracebackType
 from typing import NamedTuple
 
-from . import custom_ops, split_kv, support, token_tiled
+from . import split_kv, support, token_tiled
 from .backend import Backend, HeadDims
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
 from .checked import checked
@@ -22,7 +22,7 @@ BACKENDS: dict[str, Backend] = {
         *(cpu, reference),
     )
 }
-_RESERVED = ("auto", *BACKENDS, "bounded", "paged")  # these have custom operators of their own
+_RESERVED = ("auto", *BACKENDS)
 
 
 class Registered(NamedTuple):
@@ -47,7 +47,6 @@ class _State(NamedTuple):
 _state = _State(0, {})
 _lock = threading.Lock()
 _numbers = itertools.count(1)
-_with_operators: set[str] = set()
 
 
 class BackendHandle:
@@ -127,11 +126,6 @@ def register_backend(backend: Backend) -> BackendHandle:
                 "first, with remove() of its handle."
             )
         support.support_as_documented(name)
-        if backend.has_operators and name not in _with_operators:
-            # PyTorch can't safely undefine operators, because graphs refer to them. So they stay, and find the backend
-            # when they run.
-            custom_ops.register_by_name(name, lambda: find(name))
-            _with_operators.add(name)
         added = Registered(next(_numbers), checked(backend))
         _state = _State(_state.version + 1, {**_state.registered, name: added})
     return BackendHandle(backend, added.number)
@@ -173,17 +167,6 @@ def version() -> int:
     return _state.version
 
 
-def find(name: str) -> Registered:
-    """The registered backend of this name.
-
-    Raises:
-        ValueError: It was removed.
-    """
-    if (found := _state.registered.get(name)) is None:
-        raise ValueError(f"there is no backend {name!r} anymore: register it again with nt_attention.register_backend.")
-    return found
-
-
 def number_of(backend: Backend) -> int:
     """The number of a backend for `find_by_number`: the index of our own, and a negative number of a registered one."""
     for each in _state.registered.values():
@@ -209,8 +192,3 @@ def find_by_number(number: int) -> Backend:
     raise ValueError(
         "the backend that computed this forward was removed: keep a backend registered until the backward has run."
     )
-
-
-for _backend in BACKENDS.values():
-    if _backend.has_operators:
-        custom_ops.register(_backend)
