@@ -27,7 +27,7 @@ import nt_attention as nta
 from nt_attention.cli.environment import device_name
 from nt_attention.functional import plan
 from nt_attention.kernels import adapters, custom_ops, select
-from nt_attention.kernels.adapters import Inputs
+from nt_attention.kernels.adapters import Tensors
 from nt_attention.kernels.backend import Backend, BackwardInputs, Gradients
 from nt_attention.kernels.backends import cpu
 from nt_attention.kernels.call import Call
@@ -76,7 +76,7 @@ def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[]
     layout = nta.SequenceLayout.from_lengths(LENGTHS, device=device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     query, key, value, grad = torch.randn(4, layout.total, HEADS, HEAD_DIM, device=device, dtype=dtype).unbind()
-    inputs = Inputs(query, key, value)
+    inputs = Tensors(query, key, value)
     leaves = [x.clone().requires_grad_() for x in inputs]
     call = plan(*leaves, layout, is_causal=True, backend=backend.name).call
     arguments = (*inputs, *custom_ops.arguments_of(call, backend.name))

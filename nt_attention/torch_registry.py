@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from .kernels import adapters
-from .kernels.adapters import Inputs
+from .kernels.adapters import Tensors
 from .kernels.backend import Backend, BackwardInputs
 from .kernels.backends.flash import heads_first, tokens_first
 from .kernels.call import AttentionSpec, Call, PreparedRuns
@@ -128,7 +128,7 @@ class _Options(NamedTuple):
 class _Call(NamedTuple):
     """Packed inputs, the call, and the backend that runs it."""
 
-    inputs: Inputs
+    inputs: Tensors
     call: Call
     backend: Backend
 
@@ -190,8 +190,8 @@ class FlashOperators:
         )
         if seqused_k is not None or block_table is not None:
             paged = _in_pool(key, cum_seq_k, int(max_k), seqused_k, block_table)
-            return self._forward_in_pool(Inputs(query, key, value), cum_seq_q, int(max_q), paged, options)
-        found = self._call(Inputs(query, key, value), (cum_seq_q, cum_seq_k), (max_q, max_k), options, False)
+            return self._forward_in_pool(Tensors(query, key, value), cum_seq_q, int(max_q), paged, options)
+        found = self._call(Tensors(query, key, value), (cum_seq_q, cum_seq_k), (max_q, max_k), options, False)
         out, lse, _ = adapters.forward(found.backend, found.inputs, found.call)
         lse = heads_first(lse, found.call.spec)
         if cum_seq_q is None:
@@ -200,7 +200,7 @@ class FlashOperators:
         return out, lse, *_without_dropout(query)
 
     def _forward_in_pool(
-        self, inputs: Inputs, cum_seq_q: Tensor | None, max_q: int, paged: PagedLayout, options: _Options
+        self, inputs: Tensors, cum_seq_q: Tensor | None, max_q: int, paged: PagedLayout, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """`forward` with keys in a pool."""
         query, key, value = inputs
@@ -292,7 +292,7 @@ class FlashOperators:
         """
         _refuse(dropout_p)
         options = _Options(scale, is_causal, _window(window_size_left, window_size_right))
-        given = Inputs(query, key, value)
+        given = Tensors(query, key, value)
         found = self._call(given, (cum_seq_q, cum_seq_k), (max_q, max_k), options, True)
         if cum_seq_q is None:
             grad_out, out = grad_out.flatten(0, 1), out.flatten(0, 1)
@@ -357,7 +357,7 @@ class FlashOperators:
 
     def _call(
         self,
-        inputs: Inputs,
+        inputs: Tensors,
         offsets: tuple[Tensor | None, Tensor | None],
         longest: tuple[int, int],
         options: _Options,
@@ -366,7 +366,7 @@ class FlashOperators:
         """Check and select, cached with the layouts. Dense inputs are packed."""
         if offsets[0] is None:
             layout, key_layout = (_equal_lengths(x) for x in inputs[:2])
-            inputs = Inputs(*[x.flatten(0, 1) for x in inputs])
+            inputs = Tensors(*[x.flatten(0, 1) for x in inputs])
         else:
             layout, key_layout = _bounded_layouts(inputs, offsets, longest)
         query, key, value = inputs
@@ -388,7 +388,7 @@ class FlashOperators:
 
 
 def _bounded_layouts(
-    inputs: Inputs, offsets: tuple[Tensor | None, Tensor | None], longest: tuple[int, int]
+    inputs: Tensors, offsets: tuple[Tensor | None, Tensor | None], longest: tuple[int, int]
 ) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of packed queries and keys. On a GPU their lengths are not read: `longest` has bounds of them."""
     if offsets[1] is None:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiler import is_compiling, is_observed, is_tracing
+from ..compiler import EAGER, is_compiling, is_observed, is_tracing
 from ..layouts.known import SequenceLayout
 from . import adapters, flops, paged
-from .adapters import Inputs
+from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
 from .custom_ops import arguments_of
@@ -32,28 +32,44 @@ _NOT_SUPPORTED = (
 )
 
 
-def run(
-    backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor]:
+def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Call, mode: str) -> tuple[Tensor, Tensor]:
     """Run a checked call.
 
     Args:
         backend: The backend that runs. In a graph, "auto" or a name, which is looked up when the graph runs.
-        query, key, value: As for a backend's forward (`kernels/backend.py`).
+        tensors: As for a backend's forward (`kernels/backend.py`).
         sinks: (H,) or None.
         call: All other arguments.
+        mode: Who sees the call, see `call_mode`.
 
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
-    inputs = Inputs(query, key, value)
-    if call.spec.paged:
-        out, lse = _run_paged(backend, inputs, call)
-    elif isinstance(backend, Backend) and backend.differentiable:
-        out, lse = backend.forward(query, key, value, call)[:2]
+    needs_grad = call.spec.needs_grad or forward_ad._current_level >= 0
+    if isinstance(backend, Backend) and backend.differentiable and not call.spec.paged:
+        out, lse = backend.forward(*tensors, call)[:2]
+    elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not call.spec.paged:
+        out, lse, _ = adapters.forward(backend, tensors, call)
+    elif not needs_grad or call.spec.paged:
+        out, lse, *_ = Kernel(backend).forward(tensors, call)
     else:
-        out, lse = _run_kernel(Kernel(backend), inputs, call)
+        out, lse, *_ = _run_with_gradients(Kernel(backend), tensors, call)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
+
+
+def _run_with_gradients(kernel: Kernel, tensors: Tensors, call: Call) -> tuple[Any, ...]:
+    relative = _relative_tensors(call)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *relative)
+    ):
+        # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
+        raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if is_tracing() and not is_transformed:  # in a graph, the custom operator itself is differentiable
+        return kernel.forward(tensors, call)
+    function = _Attention if is_transformed else _EagerAttention
+    call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
+    return function.apply(*tensors, (kernel, call), *relative)
 
 
 @dataclass(frozen=True)
@@ -66,20 +82,22 @@ class Kernel:
 
     backend: Backend | str
 
-    def forward(self, inputs: Inputs, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
+    def forward(self, inputs: Tensors, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
         """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward.
 
         If the backend can write to `given` (T, H, Dv), that is `out`.
         """
         if isinstance(self.backend, str) or is_observed(*inputs, *_relative_tensors(call)):
             return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
+        if call.spec.paged:
+            return paged.forward(self.backend, *inputs, call)
         return adapters.forward(self.backend, inputs, call, given)
 
     def backward(
         self,
         saved: BackwardInputs,
         more: tuple[Any, ...],
-        inputs: Inputs,
+        inputs: Tensors,
         call: Call,
         dq: Tensor | None = None,
     ) -> Gradients:
@@ -110,31 +128,6 @@ def _operator(direction: str, call: Call) -> Callable[..., Any]:
     return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
 
 
-def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
-    wants_gradient = call.spec.needs_grad
-    if forward_ad._current_level >= 0:
-        wants_gradient = True
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in (*inputs, *_relative_tensors(call))):
-            # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
-            raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
-    transformed = torch._C._are_functorch_transforms_active()
-    if not wants_gradient or (is_tracing() and not transformed):
-        out, lse, *_ = kernel.forward(inputs, call)  # in a graph, the custom operator itself is differentiable
-    else:
-        function = _Attention if transformed else _EagerAttention
-        relative = _relative_tensors(call)
-        call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
-        out, lse, *_ = function.apply(*inputs, (kernel, call), *relative)
-    return out, lse
-
-
-def _run_paged(backend: Backend | str, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
-    """Keys in pools: there is no backward."""
-    if isinstance(backend, Backend) and not is_observed(*inputs):
-        return paged.forward(backend, *inputs, call)
-    return Kernel(backend).forward(inputs, call)[:2]
-
-
 class _Attention(torch.autograd.Function):
     """The autograd function of all backends. This variant also works under function transforms.
 
@@ -146,7 +139,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor, key: Tensor, value: Tensor, what: tuple[Kernel, Call], *relative: Tensor
     ) -> tuple[Any, ...]:
         kernel, call = what
-        return kernel.forward(Inputs(query, key, value), _with_relative(call, relative))
+        return kernel.forward(Tensors(query, key, value), _with_relative(call, relative))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -166,7 +159,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             grads = _Gradients.apply((kernel, call), query, key, value, *relative, *saved, *more)
         else:
-            grads = kernel.backward(saved, tuple(more), Inputs(query, key, value), _with_relative(call, relative))
+            grads = kernel.backward(saved, tuple(more), Tensors(query, key, value), _with_relative(call, relative))
         if not relative:
             return (*grads, None)
         of_biases = grads[3:] or (None,) * (len(relative) - 1)
@@ -191,7 +184,7 @@ class _Gradients(torch.autograd.Function):
         kernel, call = what
         relative, rest = _split_relative(call, tensors[3:])
         saved, more = BackwardInputs(*rest[:5]), tuple(rest[5:])
-        return kernel.backward(saved, more, Inputs(*tensors[:3]), _with_relative(call, relative))
+        return kernel.backward(saved, more, Tensors(*tensors[:3]), _with_relative(call, relative))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -390,6 +390,7 @@ class Call(NamedTuple):
         head_dims: The head dims (D, Dv) that the chosen backend is called with; None if not looked up yet.
         relative: The relative bias, or None.
         prepared: Forwards and backwards that run again for other tensors; None if they can't be kept.
+        is_direct: Whether no adapter is needed for tensors without rows past the end, contiguous in the last dimension.
     """
 
     layout: SequenceLayout
@@ -399,6 +400,7 @@ class Call(NamedTuple):
     head_dims: tuple[int, int] | None = None
     relative: RelativeBias | None = None
     prepared: PreparedRuns | None = None
+    is_direct: bool = False
 
     @property
     def paged(self) -> PagedLayout:

@@ -23,7 +23,7 @@ from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
 from ..operators import LIBRARY, define
 from . import adapters, paged, registry
-from .adapters import Inputs
+from .adapters import Tensors
 from .backend import BackwardInputs
 from .call import OPTIONS, SCHEMA, AttentionSpec, Call, PreparedRuns, check_slopes, from_schema, schema_values
 from .relative import TERMS, RelativeBias, check_relative, check_type
@@ -50,7 +50,7 @@ Arguments = _named_tuple("Arguments", _NAMES)
 
 def arguments_of(call: Call, backend: str) -> tuple[Any, ...]:
     """An operator's arguments after query, key and value."""
-    layout, key_layout, slopes, spec, _, relative, _ = call
+    layout, key_layout, slopes, spec, _, relative, *_ = call
     biases = [None] * 4 if relative is None else [relative.buckets, *(getattr(relative, name) for name in TERMS)]
     offsets = layout.operator_offsets
     of_pages: tuple[Any, ...] = (None, None, None, [])
@@ -167,7 +167,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     because a CUDA graph has no tensors on the CPU. The backward then selects by the same arguments.
     """
     arguments = Arguments(*given)
-    query, key, value = inputs = Inputs(*arguments[:3])
+    query, key, value = inputs = Tensors(*arguments[:3])
     empty = query.new_empty(0, dtype=torch.int64)
     if arguments.table is not None:
         call = _paged_call(arguments)
@@ -188,13 +188,13 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _backward(*given: Any) -> _Gradients:
     saved, selected, arguments = BackwardInputs(*given[:5]), given[5], Arguments(*given[6:])
-    inputs = Inputs(*arguments[:3])
+    inputs = Tensors(*arguments[:3])
     _check_saved(saved, inputs)
     if arguments.bounds:
         call, chosen = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
     else:
         number, *digests = selected.tolist()
-        since = ("backward", number, registry.version())
+        since = ("backward", number, registry.state.version)
         call, chosen = _cached_call(arguments, since, lambda call: select_again(call, number), is_backward=True)
         if digests and digests != [call.layout.digest, call.key_layout.digest]:  # compilers may not check saved tensors
             raise RuntimeError(
@@ -206,7 +206,7 @@ def _backward(*given: Any) -> _Gradients:
     return query, key, value, of_biases
 
 
-def _check_saved(saved: BackwardInputs, inputs: Inputs) -> None:
+def _check_saved(saved: BackwardInputs, inputs: Tensors) -> None:
     """Check shapes, because kernels could read past the end of a tensor."""
     query, _, value = inputs
     if not query.dim() == value.dim() == 3:

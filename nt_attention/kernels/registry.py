@@ -44,7 +44,7 @@ class _State(NamedTuple):
     registered: dict[str, Registered]
 
 
-_state = _State(0, {})
+state = _State(0, {})  # its version is a part of cache keys
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 
@@ -62,13 +62,13 @@ class BackendHandle:
 
     def remove(self) -> None:
         """Take the backend back. Later calls of `remove` do nothing. Calls that are running are not interrupted."""
-        global _state
+        global state
         name = self.backend.name
         with _lock:
-            registered = dict(_state.registered)
+            registered = dict(state.registered)
             if name in registered and registered[name].number == self._number:
                 del registered[name]
-                _state = _State(_state.version + 1, registered)
+                state = _State(state.version + 1, registered)
 
     def __enter__(self) -> BackendHandle:
         return self
@@ -116,18 +116,18 @@ def register_backend(backend: Backend) -> BackendHandle:
         >>> "mine" in nta.available_backends()
         False
     """
-    global _state
+    global state
     _check(backend)
     name = backend.name
     with _lock:
-        if name in _state.registered:
+        if name in state.registered:
             raise ValueError(
                 f"a backend {name!r} is already registered: pass a backend with another name, or remove that one "
                 "first, with remove() of its handle."
             )
         support.support_as_documented(name)
         added = Registered(next(_numbers), checked(backend))
-        _state = _State(_state.version + 1, {**_state.registered, name: added})
+        state = _State(state.version + 1, {**state.registered, name: added})
     return BackendHandle(backend, added.number)
 
 
@@ -154,22 +154,17 @@ def _check(backend: object) -> None:
 
 def backends() -> dict[str, Backend]:
     """All backends by name: our own, then those that are registered."""
-    return {**BACKENDS, **{name: each.backend for name, each in _state.registered.items()}}
+    return {**BACKENDS, **{name: each.backend for name, each in state.registered.items()}}
 
 
 def is_backend(name: str) -> bool:
     """Whether a backend of this name exists now."""
-    return name in BACKENDS or name in _state.registered
-
-
-def version() -> int:
-    """A number that changes with each registration and removal, as a part of cache keys."""
-    return _state.version
+    return name in BACKENDS or name in state.registered
 
 
 def number_of(backend: Backend) -> int:
     """The number of a backend for `find_by_number`: the index of our own, and a negative number of a registered one."""
-    for each in _state.registered.values():
+    for each in state.registered.values():
         if each.backend is backend:
             return -each.number
     for index, own in enumerate(BACKENDS.values()):
@@ -186,7 +181,7 @@ def find_by_number(number: int) -> Backend:
     """
     if number >= 0:
         return list(BACKENDS.values())[number]
-    for each in _state.registered.values():
+    for each in state.registered.values():
         if each.number == -number:
             return each.backend
     raise ValueError(

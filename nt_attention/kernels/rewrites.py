@@ -61,7 +61,7 @@ def _moved(queries: Rows, keys: Rows, call: Call) -> Rewrite:
     """The rewrite. The rows of a relative bias are moved as well."""
     if call.relative is not None:
         call = call._replace(relative=call.relative.map_rows(queries.select, keys.select))
-    return Rewrite(queries, keys, call._replace(prepared=None))  # what is prepared is for the inputs of `call`
+    return Rewrite(queries, keys, call._replace(prepared=None, is_direct=False))  # these are of `call`
 
 
 def _reversed(call: Call) -> Rewrite:
@@ -70,7 +70,7 @@ def _reversed(call: Call) -> Rewrite:
     Counted from the end, query i is i' = Lq − 1 − i and key j is j' = Lk − 1 − j. Then i − left ≤ j ≤ i + right becomes
     i' + Lk − Lq − right ≤ j' ≤ i' + Lk − Lq + left. Distances change their sign. ALiBi uses absolute distances only.
     """
-    layout, key_layout, slopes, spec, dims, relative, _ = call
+    layout, key_layout, slopes, spec, dims, relative, *_ = call
     left, right = spec.window_size
     mirrored = replace(
         spec, is_causal=False, window_size=(0 if spec.is_causal else right, left), causal_alignment="lower_right"

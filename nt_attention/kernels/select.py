@@ -257,8 +257,8 @@ def select_again(call: Call, number: int) -> Selection:
 
 def selection_key(backend: str) -> tuple[object, ...]:
     """Everything besides the call on which `choose` depends, as a part of a cache key."""
-    settings = support.uses_results(), _ignores_requests.get(), current_flash_attention_impl()
-    return _resolve(backend), registry.version(), *settings
+    settings = support.uses_results.get(), _ignores_requests.get(), current_flash_attention_impl()
+    return _resolve(backend), registry.state.version, *settings
 
 
 def available_backends() -> dict[str, str | None]:
@@ -319,14 +319,13 @@ def automatic_choice() -> Iterator[None]:
 
 def _resolve(backend: str) -> str:
     """A backend's name, or "auto" if neither the caller, `use_backend` nor the environment variable names one."""
-    if backend == "auto" and _ignores_requests.get():
-        return backend
-    if backend == "auto":
+    if backend == "auto" and not _ignores_requests.get():
         backend = _requested.get()
-    if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):
-        check_backend_name(name, f"environment variable {ENVIRONMENT_VARIABLE}: ")
-        return name
-    check_backend_name(backend)
+        if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):
+            check_backend_name(name, f"environment variable {ENVIRONMENT_VARIABLE}: ")
+            return name
+    if backend != "auto":
+        check_backend_name(backend)
     return backend
 
 
@@ -348,7 +347,7 @@ def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
     """Whether `_reasons` is empty; cached for all batches with the same spec."""
     if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
-    key = (id(backend), spec, support.uses_results(), current_flash_attention_impl())
+    key = (id(backend), spec, support.uses_results.get(), current_flash_attention_impl())
     if (found := _cached.get(key)) is None:
         if len(_cached) > 4096:
             _cached.clear()

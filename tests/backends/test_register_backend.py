@@ -93,7 +93,7 @@ def counting(ran):
 @pytest.fixture(autouse=True)
 def nothing_stays_registered():
     yield
-    assert not registry._state.registered
+    assert not registry.state.registered
 
 
 def call(backend, layout=None, key_layout=None, dtype=torch.float64, with_lse=True, **options):

@@ -131,7 +131,7 @@ class TestNoOperatorSupportsTheCall:
 
     def test_auto_operator_raises_if_the_backend_of_the_block_is_no_operator(self, registered_variant):
         registered_variant(reference.BACKEND, "fake", backward=None)
-        with use_backend("fake"), pytest.raises(ValueError, match="'reference' is not a custom operator"):
+        with use_backend("fake"), pytest.raises(ValueError, match="'fake' is not a custom operator"):
             FORWARD(*operands("auto"))
 
     def test_unknown_backend_lists_the_known_ones(self):

@@ -89,12 +89,12 @@ class Plan:
     calls: list[Tiles]
     fully_masked: list[slice]  # rows that see no key
     all_keys_once: bool  # whether every key is in exactly one tile, so that gradients are written, not added
+    has_mask: bool  # whether something is added to the scores of tiles
 
 
 def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
     """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
-    key = ("cpu plan", spec.window, spec.causal_alignment, spec.has_bias, spec.has_positive_scale)
-    return layout.cached(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
+    return layout.cached(("cpu plan", spec), lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
 def _make_plan(
@@ -123,7 +123,11 @@ def _make_plan(
             keys = _rows(key_begins, shape.keys)
             keys = keys if pool_rows is None else _rows_in_pool(keys, pool_rows)
             calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), keys))
-    return Plan(calls, fully_masked, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
+    all_keys_once, has_mask = (
+        most_tiles <= 1 and keys_used == key_layout.total,
+        spec.has_bias or not spec.window.is_open,
+    )
+    return Plan(calls, fully_masked, all_keys_once, has_mask)
 
 
 def _rows(begins: Tensor, length: int) -> Rows:
@@ -163,10 +167,8 @@ def _mask(tiles: Tiles, call: Call, hides_keys: bool) -> tuple[Tensor | None, Te
 
     `hides_keys`: see `_hides_keys`.
     """
-    rows, keys, diagonal, causal = tiles.shape
+    rows, keys, diagonal, _ = tiles.shape
     spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
-    if causal:
-        return None, None
     visible = spec.window.mask(rows, keys, diagonal, spec.device)
     # float32 also for 16-bit inputs, because 16 bits would round ALiBi
     dtype = torch.promote_types(spec.dtype, torch.float32)
@@ -190,12 +192,10 @@ def _mask(tiles: Tiles, call: Call, hides_keys: bool) -> tuple[Tensor | None, Te
     return bias, masked if masked is not None and bool(masked.any()) else None
 
 
-def _hides_keys(call: Call) -> bool:
+def _hides_keys(relative: RelativeBias, spec: AttentionSpec) -> bool:
     """Whether biases of a relative bias may be −inf, so that rows are fully masked that the window does not mask."""
-    if call.relative is None:
-        return False
-    dtype = torch.promote_types(call.spec.dtype, torch.float32)
-    return not bool(call.relative.lowest(dtype) > -torch.inf)  # NaN may hide a −inf
+    dtype = torch.promote_types(spec.dtype, torch.float32)
+    return not bool(relative.lowest(dtype) > -torch.inf)  # NaN may hide a −inf
 
 
 def _gather(relative: RelativeBias, tiles: Tiles) -> RelativeBias:
@@ -240,9 +240,12 @@ def _run_plan(plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
-    query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
-    has_mask, hides_keys = spec.has_bias or not spec.window.is_open, _hides_keys(call)
+    # heads first, see `_heads_first`
+    query, key, value = query[None].transpose(1, 2), key[None].transpose(1, 2), value[None].transpose(1, 2)
+    to_out, to_lse = out[None].transpose(1, 2), lse[None].transpose(1, 2)
+    hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
     for tiles in plan.calls:
+        has_mask = plan.has_mask and not tiles.shape.causal
         bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
@@ -315,8 +318,9 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
-    has_mask, hides_keys = spec.has_bias or not spec.window.is_open, _hides_keys(call)
+    hides_keys = relative is not None and _hides_keys(relative, spec)
     for tiles in plan.calls:
+        has_mask = plan.has_mask and not tiles.shape.causal
         bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
