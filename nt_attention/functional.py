@@ -129,7 +129,7 @@ def varlen_attention(
         return attention(query, key, value, *sharded, **more)
     if exchange != "auto":
         raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
-    planned = _plan(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
+    planned = plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
     if sinks is not None:
         check_sinks(sinks, planned.tensors.query)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
@@ -227,16 +227,16 @@ class _Choice(NamedTuple):
     prepared: PreparedRuns
 
 
-class _Arguments(NamedTuple):
-    """Packed tensors and their layouts. The caller passed packed tensors or NestedTensors."""
+class Arguments(NamedTuple):
+    """The tensors of a call, and who sees it (`call_mode`). `rewrap` is that of `PlannedCall`."""
 
     tensors: Tensors
     layout: SequenceLayout
     key_layout: Any  # a `SequenceLayout` or a `PagedLayout`
-    relative: RelativeBias | None
-    needs_grad: bool
-    mode: str
-    rewrap: Callable[..., Tensor] | None
+    relative: RelativeBias | None = None
+    needs_grad: bool = False
+    mode: str = EAGER
+    rewrap: Callable[..., Tensor] | None = None
 
 
 def plan(
@@ -251,23 +251,25 @@ def plan(
     **options: Unpack[Options],
 ) -> PlannedCall:
     """Check a call of `varlen_attention` and choose its backend, without running it."""
-    return _plan(_read(query, key, value, layout, key_layout, None), alibi_slopes, backend, options)
+    return plan_arguments(_read(query, key, value, layout, key_layout, None), alibi_slopes, backend, options)
 
 
-def _plan(arguments: _Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> PlannedCall:
+def plan_arguments(
+    arguments: Arguments, slopes: Tensor | None, backend: str, options: Mapping[str, Any]
+) -> PlannedCall:
     """See `plan`. All layers of a model share one `_Choice`, which is cached with the layout."""
     tensors, layout, key_layout, relative, needs_grad, mode, rewrap = arguments
     query, key, value = tensors
     is_paged = isinstance(key_layout, PagedLayout)
     if isinstance(options.get("window_size"), list):  # it can't be a part of a cache key
         options = {**options, "window_size": tuple(options["window_size"])}
-    choose = partial(_choose, arguments, alibi_slopes, backend, options)
+    choose = partial(_choose, arguments, slopes, backend, options)
     if mode == TRACED or options.get("score_mod") is not None or options.get("mask_mod") is not None:
         choice = choose()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
         cache_key = (
             *("call", query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
-            *(query.device, key.device, value.device, alibi_slopes is None, needs_grad, rewrap is None),
+            *(query.device, key.device, value.device, slopes is None, needs_grad, rewrap is None),
             (key_layout.batch_size, key_layout.max_seqlen) if is_paged else None,
             None if relative is None else (relative.terms, relative.requires_grad),
             *(*selection_key(backend), *options.items(), *map(type, options.values())),  # 1 == True, but is no bool
@@ -276,17 +278,17 @@ def _plan(arguments: _Arguments, alibi_slopes: Tensor | None, backend: str, opti
             choice = layout.cached(cache_key, choose, None if is_paged or key_layout is layout else key_layout)
         except TypeError:  # an option can't be a part of a cache key, so it is wrong
             choice = choose()
-    if alibi_slopes is not None or relative is not None or is_paged or mode == TRACED:
-        _check_tensors_of_call(arguments, alibi_slopes)
-    has_biases = alibi_slopes is not None or relative is not None
+    if slopes is not None or relative is not None or is_paged:
+        _check_tensors_of_call(arguments, slopes)
+    has_biases = slopes is not None or relative is not None
     call = Call(
-        *(layout, key_layout, alibi_slopes, choice.spec, choice.head_dims, relative),
+        *(layout, key_layout, slopes, choice.spec, choice.head_dims, relative),
         *(None if has_biases else choice.prepared, choice.is_direct),
     )
     return PlannedCall(tensors, call, choice.backend, mode, rewrap)
 
 
-def _choose(arguments: _Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Choice:
+def _choose(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Choice:
     """Check a call, and choose its backend, or only a name if an operator chooses when the graph runs."""
     spec = _check(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
@@ -302,7 +304,7 @@ def _choose(arguments: _Arguments, alibi_slopes: Tensor | None, backend: str, op
     return _Choice(spec, chosen, dims, is_direct(chosen, call, dims), {})
 
 
-def _check(arguments: _Arguments, alibi: bool, options: Mapping[str, Any]) -> AttentionSpec:
+def _check(arguments: Arguments, alibi: bool, options: Mapping[str, Any]) -> AttentionSpec:
     """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
     relative, needs_grad = arguments.relative, arguments.needs_grad
     terms, relative_grad = ((), False) if relative is None else (relative.terms, needs_grad and relative.requires_grad)
@@ -318,7 +320,7 @@ def _read(
     layout: SequenceLayout | None,
     key_layout: SequenceLayout | PagedLayout | None,
     relative: RelativeBias | None,
-) -> _Arguments:
+) -> Arguments:
     """Pack the tensors, cast them under autocast, and ask who sees the call."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
@@ -346,7 +348,7 @@ def _read(
         _check_paged(needs_grad, relative)
     if relative is not None and not needs_grad:
         needs_grad = torch.is_grad_enabled() and relative.requires_grad
-    return _Arguments(Tensors(query, key, value), layout, key_layout, relative, needs_grad, mode, rewrap)
+    return Arguments(Tensors(query, key, value), layout, key_layout, relative, needs_grad, mode, rewrap)
 
 
 def _layouts(
@@ -422,7 +424,7 @@ def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
         )
 
 
-def _check_tensors_of_call(arguments: _Arguments, alibi_slopes: Tensor | None) -> None:
+def _check_tensors_of_call(arguments: Arguments, alibi_slopes: Tensor | None) -> None:
     """Check the number of rows, the slopes and the relative bias."""
     (query, key, value), layout = arguments.tensors, arguments.layout
     if arguments.rewrap is None:  # unwrapping has checked NestedTensors
