@@ -101,17 +101,6 @@ def can_be_read(tensor: Tensor) -> bool:
     )
 
 
-@inline_only
-def is_observed(*tensors: Tensor) -> bool:
-    """Whether calls must go through custom operators: for a compiler, mode, transform or tensor subclass."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any(type(x) not in _PLAIN_TENSORS or x.is_meta for x in tensors)
-    )
-
-
 EAGER, OBSERVED, TRACED = "eager", "observed", "traced"  # see `call_mode`
 
 

@@ -116,6 +116,14 @@ def backward(
         return run(saved, *inputs)
     if backend.rng_on_host and saved.rng_state is not None:  # an operator returns it on the device of `out`
         saved = saved._replace(rng_state=saved.rng_state.cpu())
+    prepares = call.prepared is not None and backend.prepare_backward is not None
+    grad, grad_lse, out, _, _ = saved
+    is_plain = dq is None and grad_lse is None and call.relative is None
+    if is_plain and not prepares and _runs_directly(call, inputs):
+        assert backend.backward is not None
+        if grad.stride(-1) == out.stride(-1) == 1:
+            results = backend.backward(saved, *inputs, call)
+            return tuple([_with_strides_of(grad, x) for grad, x in zip(results, inputs, strict=True)])
     given = (*saved, *inputs)
     saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
     inputs = Tensors(*contiguous_in_head_dim(*inputs))
@@ -131,7 +139,7 @@ def backward(
         # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
-    if call.prepared is not None and backend.prepare_backward is not None:
+    if prepares and backend.prepare_backward is not None and call.prepared is not None:
         dims, lengths = (inputs.query.shape[2], inputs.value.shape[2]), tuple([len(x) for x in inputs])
         is_same = all(x is y for x, y in zip(given, (*saved, *inputs), strict=True))
         if is_same and totals == lengths and dims == _head_dims(backend, call):

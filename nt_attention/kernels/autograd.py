@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiler import EAGER, is_compiling, is_observed, is_tracing
+from ..compiler import EAGER, call_mode, is_compiling, is_tracing
 from ..layouts.known import SequenceLayout
 from . import adapters, flops, paged
 from .adapters import Tensors
@@ -87,7 +87,7 @@ class Kernel:
 
         If the backend can write to `given` (T, H, Dv), that is `out`.
         """
-        if isinstance(self.backend, str) or is_observed(*inputs, *_relative_tensors(call)):
+        if isinstance(self.backend, str) or call_mode(*inputs, *_relative_tensors(call)) != EAGER:
             return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
         if call.spec.paged:
             return paged.forward(self.backend, *inputs, call)
@@ -106,7 +106,7 @@ class Kernel:
         If the backend can write to `dq` (T, H, D), that is the gradient of the query.
         """
         if isinstance(self.backend, Backend):
-            if not is_observed(saved.grad, *inputs, *_relative_tensors(call)):
+            if call_mode(saved.grad, *inputs, *_relative_tensors(call)) == EAGER:
                 return adapters.backward(self.backend, saved, inputs, call, dq)
             more = more or (torch.tensor([number_of(self.backend)], device="cpu"),)
         if saved.rng_state is None:
@@ -149,7 +149,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         kernel, call = ctx.what
         if not is_compiling():  # it can't trace the check
-            _refuse_batches(grad, grad_lse)
+            _refuse_batch(grad)
+            _refuse_batch(grad_lse)
         query, key, value, slopes, *rest = ctx.saved_tensors
         relative, (out, lse, state, *more) = _split_relative(call, rest)
         call = as_in_forward(call, slopes)
@@ -170,9 +171,9 @@ class _Attention(torch.autograd.Function):
         raise NotImplementedError(f"torch.vmap of a call that needs gradients, as in vmap(grad(...)), {_NOT_SUPPORTED}")
 
 
-def _refuse_batches(*grads: Tensor | None) -> None:
-    """Raise an error for gradients of `torch.autograd.grad(is_grads_batched=True)`."""
-    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
+def _refuse_batch(grad: Tensor | None) -> None:
+    """Raise an error for a gradient of `torch.autograd.grad(is_grads_batched=True)`."""
+    if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
         raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
 
 

@@ -32,7 +32,7 @@ class Registered(NamedTuple):
     backend: Backend
 
 
-class _State(NamedTuple):
+class _Registrations(NamedTuple):
     """What is registered. It is replaced and never changed, so that threads can read it without a lock.
 
     Attributes:
@@ -44,7 +44,7 @@ class _State(NamedTuple):
     registered: dict[str, Registered]
 
 
-state = _State(0, {})  # its version is a part of cache keys
+state = _Registrations(0, {})  # its version is a part of cache keys
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 
@@ -68,7 +68,7 @@ class BackendHandle:
             registered = dict(state.registered)
             if name in registered and registered[name].number == self._number:
                 del registered[name]
-                state = _State(state.version + 1, registered)
+                state = _Registrations(state.version + 1, registered)
 
     def __enter__(self) -> BackendHandle:
         return self
@@ -127,7 +127,7 @@ def register_backend(backend: Backend) -> BackendHandle:
             )
         support.support_as_documented(name)
         added = Registered(next(_numbers), checked(backend))
-        state = _State(state.version + 1, {**state.registered, name: added})
+        state = _Registrations(state.version + 1, {**state.registered, name: added})
     return BackendHandle(backend, added.number)
 
 

@@ -310,7 +310,8 @@ def _pack_nested(tensors: _Tensors) -> _Packed:
             raise ValueError(
                 f"query, key and value must all be NestedTensors (B, j, E); {name} has {rows.dim() + 1} dims."
             )
-    _check_values(k.layout, v.layout)
+    if k.layout is not v.layout:
+        _check_values(k.layout, v.layout)
     return (q.values, k.values, v.values), q.layout, k.layout, q.rewrap
 
 
@@ -340,7 +341,7 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
 
 
 def _check_values(key_layout: SequenceLayout, value_layout: SequenceLayout) -> None:
-    if key_layout is not value_layout and not key_layout.same_lengths(value_layout):
+    if not key_layout.same_lengths(value_layout):
         raise ValueError("key and value must have the same lengths.")
 
 

@@ -73,7 +73,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileGroup:
     """n tiles of the same shape, which run in one call of the kernel."""
 
     shape: Shape
@@ -83,23 +83,23 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """The calls of the kernel for one batch and mask."""
 
-    calls: list[Tiles]
+    calls: list[TileGroup]
     fully_masked: list[slice]  # rows that see no key
     all_keys_once: bool  # whether every key is in exactly one tile, so that gradients are written, not added
     has_mask: bool  # whether something is added to the scores of tiles
 
 
-def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
+def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> TilePlan:
     """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
     return layout.cached(("cpu plan", spec), lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
 def _make_plan(
     layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec, pool_rows: Tensor | None = None
-) -> Plan:
+) -> TilePlan:
     """`pool_rows`: (S,) the row of each key, if keys are not packed."""
     starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
     groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
@@ -122,12 +122,12 @@ def _make_plan(
             sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
             keys = _rows(key_begins, shape.keys)
             keys = keys if pool_rows is None else _rows_in_pool(keys, pool_rows)
-            calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), keys))
+            calls.append(TileGroup(shape, sequences, _rows(begins, shape.rows), keys))
     all_keys_once, has_mask = (
         most_tiles <= 1 and keys_used == key_layout.total,
         spec.has_bias or not spec.window.is_open,
     )
-    return Plan(calls, fully_masked, all_keys_once, has_mask)
+    return TilePlan(calls, fully_masked, all_keys_once, has_mask)
 
 
 def _rows(begins: Tensor, length: int) -> Rows:
@@ -162,7 +162,7 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     return tiles
 
 
-def _mask(tiles: Tiles, call: Call, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
+def _mask(tiles: TileGroup, call: Call, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
     """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (…, rows) True in fully masked rows, if any.
 
     `hides_keys`: see `_hides_keys`.
@@ -198,14 +198,14 @@ def _hides_keys(relative: RelativeBias, spec: AttentionSpec) -> bool:
     return not bool(relative.lowest(dtype) > -torch.inf)  # NaN may hide a −inf
 
 
-def _gather(relative: RelativeBias, tiles: Tiles) -> RelativeBias:
+def _gather(relative: RelativeBias, tiles: TileGroup) -> RelativeBias:
     """The biases of the tiles' queries (n, H, rows, N) and keys (n, H, keys, N)."""
     return relative.map_rows(
         lambda x: tiles.queries.gather(_heads_first(x)), lambda x: tiles.keys.gather(_heads_first(x))
     )
 
 
-def _bucket(relative: RelativeBias, tiles: Tiles) -> Tensor:
+def _bucket(relative: RelativeBias, tiles: TileGroup) -> Tensor:
     """(rows, keys) the bucket of each pair of a tile."""
     rows, keys, diagonal, _ = tiles.shape
     return relative.bucket_of(distances(rows, keys, diagonal, relative.buckets.device))
@@ -234,7 +234,7 @@ def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
     return _run_plan(plan, query, merged_key, merged_value, call)
 
 
-def _run_plan(plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     spec = call.spec
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
@@ -276,7 +276,7 @@ class BiasGradients:
         self._relative = relative
         self.sums = relative.with_tensors([x.new_zeros(x.shape, dtype=dtype) for x in relative.tensors])
 
-    def add(self, tiles: Tiles, grad_scores: Tensor) -> None:
+    def add(self, tiles: TileGroup, grad_scores: Tensor) -> None:
         """Add what the gradient of the tiles' scores (n, H, rows, keys) gives."""
         biases = _gather(self._relative, tiles)
         found = biases.with_tensors(biases.gradients(_bucket(biases, tiles), grad_scores))
