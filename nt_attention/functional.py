@@ -268,7 +268,7 @@ def plan_arguments(
         choice = choose()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
         cache_key = (
-            *("call", query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+            *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
             *(query.device, key.device, value.device, slopes is None, needs_grad, rewrap is None),
             (key_layout.batch_size, key_layout.max_seqlen) if is_paged else None,
             None if relative is None else (relative.terms, relative.requires_grad),
@@ -278,14 +278,20 @@ def plan_arguments(
             choice = layout.cached(cache_key, choose, None if is_paged or key_layout is layout else key_layout)
         except TypeError:  # an option can't be a part of a cache key, so it is wrong
             choice = choose()
-    if slopes is not None or relative is not None or is_paged:
-        _check_tensors_of_call(arguments, slopes)
     has_biases = slopes is not None or relative is not None
+    if mode != TRACED and (has_biases or is_paged or not _fit(tensors, layout, key_layout)):
+        _check_tensors_of_call(arguments, slopes)  # what is not in the cache key
     call = Call(
         *(layout, key_layout, slopes, choice.spec, choice.head_dims, relative),
         *(None if has_biases else choice.prepared, choice.is_direct),
     )
     return PlannedCall(tensors, call, choice.backend, mode, rewrap)
+
+
+def _fit(tensors: Tensors, layout: SequenceLayout, key_layout: SequenceLayout) -> bool:
+    """Whether there are as many rows as tokens, which needs no further check."""
+    query, key, value = tensors
+    return query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total
 
 
 def _choose(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Choice:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from ..compiler import is_traced
 from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
 from .masks import Window
@@ -224,8 +225,12 @@ class AttentionSpec:
         if is_paged:
             shapes = (query.shape, (1, *key.shape[-2:]), (1, *value.shape[-2:]))
         known = layout.knows_lengths and (is_paged or key_layout.knows_lengths)
-        is_same = not isinstance(key_layout, PagedLayout) and (key_layout is layout or layout.same_lengths(key_layout))
-        more |= {"equal_lengths": is_same, "keyless": key_layout.min_seqlen == 0}
+        is_same = key_layout is layout
+        if not (
+            is_same or isinstance(key_layout, PagedLayout) or is_traced(query)
+        ):  # a graph may run with other lengths
+            is_same = layout.same_lengths(key_layout)
+        more |= {"equal_lengths": is_same, "keyless": key_layout.min_seqlen == 0 or (is_traced(query) and not is_same)}
         return cls.of(query.device, query.dtype, shapes, options, bounded=not known, paged=is_paged, **more)
 
     @property
