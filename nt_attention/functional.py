@@ -31,9 +31,9 @@ from .kernels.call import (
 )
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
-from .layouts import nested
-from .layouts.known import SequenceLayout
+from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
+from .layouts.protocol import Layout
 
 _NO_OPERATOR = (
     "no custom operator supports this call (it has mask_mod, score_mod or backend='flex', or a backend for inference "
@@ -45,8 +45,8 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | Any | None = None,
-    key_layout: SequenceLayout | PagedLayout | Any | None = None,
+    layout: Layout | Any | None = None,
+    key_layout: Layout | PagedLayout | Any | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -145,8 +145,8 @@ def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | PagedLayout | None = None,
+    layout: Layout | None = None,
+    key_layout: Layout | PagedLayout | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -231,8 +231,8 @@ class Arguments(NamedTuple):
     """The tensors of a call, and who sees it (`call_mode`). `rewrap` is that of `PlannedCall`."""
 
     tensors: Tensors
-    layout: SequenceLayout
-    key_layout: Any  # a `SequenceLayout` or a `PagedLayout`
+    layout: Layout
+    key_layout: Any  # a `Layout` or a `PagedLayout`
     relative: RelativeBias | None = None
     needs_grad: bool = False
     mode: str = EAGER
@@ -243,8 +243,8 @@ def plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | PagedLayout | None = None,
+    layout: Layout | None = None,
+    key_layout: Layout | PagedLayout | None = None,
     *,
     alibi_slopes: Tensor | None = None,
     backend: str = "auto",
@@ -288,7 +288,7 @@ def plan_arguments(
     return PlannedCall(tensors, call, choice.backend, mode, rewrap)
 
 
-def _fit(tensors: Tensors, layout: SequenceLayout, key_layout: SequenceLayout) -> bool:
+def _fit(tensors: Tensors, layout: Layout, key_layout: Layout) -> bool:
     """Whether there are as many rows as tokens, which needs no further check."""
     query, key, value = tensors
     return query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total
@@ -323,8 +323,8 @@ def _read(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None,
-    key_layout: SequenceLayout | PagedLayout | None,
+    layout: Layout | None,
+    key_layout: Layout | PagedLayout | None,
     relative: RelativeBias | None,
 ) -> Arguments:
     """Pack the tensors, cast them under autocast, and ask who sees the call."""
@@ -337,7 +337,7 @@ def _read(
         mode = call_mode(query, key, value)
     else:
         mode = call_mode(query, key, value)
-        layout, key_layout = _layouts(query, layout, key_layout)
+        layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
     if mode == TRACED or torch._C._is_any_autocast_enabled():
         # pools are not cast, which would copy them in each call
@@ -358,8 +358,8 @@ def _read(
 
 
 def _layouts(
-    query: Tensor, layout: SequenceLayout | None, key_layout: SequenceLayout | PagedLayout | None
-) -> tuple[SequenceLayout, Any]:
+    query: Tensor, layout: Layout | None, key_layout: Layout | PagedLayout | None, mode: str
+) -> tuple[Layout, Any]:
     """The layouts of packed tensors, after checks."""
     if layout is None:
         raise ValueError(
@@ -368,16 +368,19 @@ def _layouts(
             "To pack a padded batch, use SequenceLayout.from_attention_mask(mask).pack(padded)."
         )
     is_self = key_layout is None or key_layout is layout
-    layout = SequenceLayout.require(layout, "layout")
+    if mode != EAGER or type(layout) is not SequenceLayout:
+        layout = SequenceLayout.require(layout, "layout")
     if is_self:
         return layout, layout
-    is_paged = isinstance(key_layout, PagedLayout)
-    return layout, key_layout if is_paged else SequenceLayout.require(key_layout, "key_layout")
+    is_known = mode == EAGER and type(key_layout) is SequenceLayout
+    if is_known or isinstance(key_layout, PagedLayout):
+        return layout, key_layout
+    return layout, SequenceLayout.require(key_layout, "key_layout")
 
 
 def _unwrap(
     query: Tensor, key: Tensor, value: Tensor, layout: object, key_layout: object
-) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Layout, Layout, Callable[..., Tensor]]:
     """Convert NestedTensors to packed tensors, their layouts and `rewrap`."""
     if not (query.is_nested and key.is_nested and value.is_nested):
         kinds_of = ", ".join(
@@ -387,7 +390,7 @@ def _unwrap(
         raise TypeError(f"{kinds_of}: pass three NestedTensors, or three packed tensors and a layout.")
     if layout is not None or key_layout is not None:
         raise ValueError("NestedTensors have their own layout: leave out layout= and key_layout=.")
-    q, k, v = nested.unwrap_each(query=query, key=key, value=value, for_weights=False)
+    q, k, v = unwrap_each(query=query, key=key, value=value, for_weights=False)
     if not k.layout.same_lengths(v.layout):
         raise ValueError(
             f"key and value must have the same lengths, got {format_lengths(k.layout)} and {format_lengths(v.layout)}."
@@ -453,7 +456,7 @@ def check_sinks(sinks: Tensor, query: Tensor) -> None:
         raise ValueError(f"sinks must be floating-point numbers, got {sinks.dtype}.")
 
 
-def format_lengths(layout: SequenceLayout) -> str:
+def format_lengths(layout: Layout) -> str:
     """The first lengths of a layout, for error messages."""
-    lengths = layout.host_offsets.diff()
+    lengths = layout.host.diff()
     return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"

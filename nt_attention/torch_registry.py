@@ -29,6 +29,7 @@ from .kernels.backends.flash import heads_first, tokens_first
 from .kernels.paged import forward as forward_in_pool
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
+from .layouts.protocol import Layout
 
 NAME = "nt_attention"
 
@@ -250,7 +251,7 @@ class FlashOperators:
             "batch_invariant": batch_invariant,
             "deterministic": needs_grad and torch.are_deterministic_algorithms_enabled(),
         }
-        key_layout: SequenceLayout | PagedLayout
+        key_layout: Layout | PagedLayout
         if getattr(given, "seqused_k", None) is not None or getattr(given, "block_table", None) is not None:
             layout, key_layout = _layouts_in_pool(given)
             backend = "split_kv" if backend == "token_tiled" else backend
@@ -268,7 +269,7 @@ def _tokens_first(given: Any, *names: str) -> dict[str, Tensor]:
     return {name: getattr(given, name).transpose(1, 2) for name in names}
 
 
-def _bounded_layouts(given: Any) -> tuple[SequenceLayout, SequenceLayout]:
+def _bounded_layouts(given: Any) -> tuple[Layout, Layout]:
     """The layouts of packed queries and keys. On a GPU their lengths are not read: `max_q` and `max_k` are bounds."""
     if given.cum_seq_k is None:
         raise ValueError(
@@ -285,7 +286,7 @@ def _bounded_layouts(given: Any) -> tuple[SequenceLayout, SequenceLayout]:
     return layout, key_layout
 
 
-def _layouts_in_pool(given: Any) -> tuple[SequenceLayout, PagedLayout]:
+def _layouts_in_pool(given: Any) -> tuple[Layout, PagedLayout]:
     """The layout of packed queries, and where keys are: in pages of `block_table`, or from the offsets `cum_seq_k`."""
     query, key, table, lengths = given.query, given.key, given.block_table, given.seqused_k
     if lengths is None:
@@ -305,7 +306,7 @@ def _layouts_in_pool(given: Any) -> tuple[SequenceLayout, PagedLayout]:
     return layout, paged
 
 
-def _equal_lengths(x: Tensor) -> SequenceLayout:
+def _equal_lengths(x: Tensor) -> Layout:
     """The layout of a dense batch (B, L, H, D)."""
     if x.dim() != 4:
         raise ValueError(f"tensors without offsets must be (batch, tokens, heads, head dim), got {tuple(x.shape)}.")
@@ -317,7 +318,7 @@ def _equal_lengths(x: Tensor) -> SequenceLayout:
 
 
 @functools.lru_cache(64)
-def _cached_equal_lengths(batch: int, length: int, device: torch.device) -> SequenceLayout:
+def _cached_equal_lengths(batch: int, length: int, device: torch.device) -> Layout:
     return SequenceLayout.from_lengths([length] * batch, device=device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..compiler import EAGER, call_mode, is_compiling, is_tracing
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from . import adapters, flops, paged
 from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
@@ -252,7 +252,7 @@ def as_in_forward(call: Call, slopes: Tensor | None) -> Call:
     return call if slopes is None else call._replace(alibi_slopes=slopes)
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) and lse (T, H) of attention with sinks (H,), from those without.
 
     The layout is that of the queries; None if all rows belong to sequences.

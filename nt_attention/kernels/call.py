@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..compiler import is_traced
-from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
+from ..layouts.protocol import Layout
 from .masks import Window
 from .relative import RelativeBias
 
@@ -198,8 +198,8 @@ class AttentionSpec:
     def of_tensors(
         cls,
         tensors: tuple[Tensor, Tensor, Tensor],
-        layout: SequenceLayout,
-        key_layout: SequenceLayout | PagedLayout,
+        layout: Layout,
+        key_layout: Layout | PagedLayout,
         options: Mapping[str, Any],
         **more: Any,
     ) -> AttentionSpec:
@@ -398,8 +398,8 @@ class Call(NamedTuple):
         is_direct: Whether no adapter is needed for tensors without rows past the end, contiguous in the last dimension.
     """
 
-    layout: SequenceLayout
-    key_layout: SequenceLayout  # for type checkers; see `paged`
+    layout: Layout
+    key_layout: Layout  # for type checkers; see `paged`
     alibi_slopes: Tensor | None
     spec: AttentionSpec
     head_dims: tuple[int, int] | None = None

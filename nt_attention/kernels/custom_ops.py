@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..compiler import is_traced
 from ..layouts.bounded import BoundedLayout
 from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
+from ..layouts.protocol import Layout
 from ..operators import LIBRARY, define
 from . import adapters, paged, registry
 from .adapters import Tensors
@@ -89,12 +90,10 @@ def call_of(arguments: Any) -> Call:
     return _paged_call(arguments) if arguments.table is not None else _cached_call(arguments, (), lambda call: None)[0]
 
 
-def _cached_call(
-    arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T], is_backward: bool = False
-) -> tuple[Call, _T]:
+def _cached_call(arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T]) -> tuple[Call, _T]:
     """The call, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
     query, k, value, slopes = arguments.query, arguments.key, arguments.value, arguments.alibi_slopes
-    layout, key_layout = _layouts(arguments, is_backward)
+    layout, key_layout = _layouts(arguments)
     relative = None if arguments.buckets is None else RelativeBias(arguments.buckets, *arguments[_BIASES])
     if relative is not None:
         check_type(relative)
@@ -123,7 +122,7 @@ def _cached_call(
     return Call(layout, key_layout, slopes, spec, None, relative, prepared), found
 
 
-def _layouts(arguments: Any, is_backward: bool) -> tuple[SequenceLayout, SequenceLayout]:
+def _layouts(arguments: Any) -> tuple[Layout, Layout]:
     """The layouts of queries and keys.
 
     Layouts with bounds are new in each call, and nothing that they cache outlives it: CUDA graphs of torch.compile
@@ -131,8 +130,8 @@ def _layouts(arguments: Any, is_backward: bool) -> tuple[SequenceLayout, Sequenc
     """
     offsets, key_offsets, bounds = arguments.cu_seqlens, arguments.key_cu_seqlens, list(arguments.bounds)
     if not bounds:
-        layout = SequenceLayout.in_operator(offsets, is_backward)
-        return layout, layout if key_offsets is offsets else SequenceLayout.in_operator(key_offsets, is_backward)
+        layout = SequenceLayout.in_operator(offsets)
+        return layout, layout if key_offsets is offsets else SequenceLayout.in_operator(key_offsets)
     bounded = BoundedLayout(offsets, *bounds[:2])
     is_same = key_offsets is offsets and bounds[:2] == bounds[2:]
     return bounded, bounded if is_same else BoundedLayout(key_offsets, *bounds[2:])
@@ -144,6 +143,7 @@ def _paged_call(arguments: Any) -> Call:
     table, table_offsets, lengths = arguments.table, arguments.table_offsets, arguments.key_lengths
     offsets = arguments.cu_seqlens
     layout = BoundedLayout(offsets, *bounds) if bounds else SequenceLayout.in_operator(offsets)
+    pages: Any
     if has_slots:
         pages = PagedLayout.from_slots(table.squeeze(1), lengths, max_seqlen)
     elif table_offsets is not None:
@@ -156,15 +156,14 @@ def _paged_call(arguments: Any) -> Call:
         check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
     options = {name: x for name, x in from_schema(arguments[_VALUES]).items() if name in OPTIONS}
     spec = AttentionSpec.of_tensors((query, key, value), layout, pages, options, alibi=slopes is not None)
-    return Call(layout, cast(SequenceLayout, pages), slopes, spec)
+    return Call(layout, pages, slopes, spec)
 
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results in `_RESULTS`.
 
-    `selected` (3,) int64, on the CPU, holds the number of the backend, so that the backward runs on the same one, and a
-    digest of each layout, with which the backward detects offsets that were modified in place. With bounds it is empty,
-    because a CUDA graph has no tensors on the CPU. The backward then selects by the same arguments.
+    `selected` (1,) int64, on the CPU, holds the number of the backend, so that the backward runs on the same one. With
+    bounds it is empty, because a CUDA graph has no tensors on the CPU. The backward then selects by the same arguments.
     """
     arguments = Arguments(*given)
     query, key, value = inputs = Tensors(*arguments[:3])
@@ -178,7 +177,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         chosen = select_in_operator(call, arguments.backend)
         if call.spec.bounded:
             return chosen, empty
-        return chosen, torch.tensor([chosen.number, call.layout.digest, call.key_layout.digest], device="cpu")
+        return chosen, torch.tensor([chosen.number], device="cpu")
 
     key_of_choice = ("forward", *selection_key(arguments.backend))
     call, (chosen, selected) = _cached_call(arguments, key_of_choice, select)
@@ -193,14 +192,9 @@ def _backward(*given: Any) -> _Gradients:
     if arguments.bounds:
         call, chosen = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
     else:
-        number, *digests = selected.tolist()
+        number = int(selected)
         since = ("backward", number, registry.state.version)
-        call, chosen = _cached_call(arguments, since, lambda call: select_again(call, number), is_backward=True)
-        if digests and digests != [call.layout.digest, call.key_layout.digest]:  # compilers may not check saved tensors
-            raise RuntimeError(
-                "the offsets of a layout, which are needed for gradient computation, have been modified by an inplace "
-                "operation since the forward: pass a copy of them, offsets.clone(), to each forward."
-            )
+        call, chosen = _cached_call(arguments, since, lambda call: select_again(call, number))
     call = call._replace(head_dims=chosen.head_dims)
     query, key, value, *of_biases = adapters.backward(chosen.backend, saved, inputs, call)
     return query, key, value, of_biases
@@ -223,10 +217,11 @@ def _fake_forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     dtype = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T  # strides of adapters.forward
-    has_state, has_selected = arguments.dropout_p and arguments.table is None, not arguments.bounds
-    state = query.new_empty(2 if has_state else 0, dtype=torch.int64)
-    selected = torch.empty(3, dtype=torch.int64, device="cpu") if has_selected else torch.empty_like(state[:0])
-    return out, lse, state, selected
+    is_packed = arguments.table is None
+    state = query.new_empty(2 if arguments.dropout_p and is_packed else 0, dtype=torch.int64)
+    if is_packed and not arguments.bounds:
+        return out, lse, state, torch.empty(1, dtype=torch.int64, device="cpu")
+    return out, lse, state, query.new_empty(0, dtype=torch.int64)
 
 
 def _fake_backward(*given: Any) -> _Gradients:

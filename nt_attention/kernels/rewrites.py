@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from .backend import Backend
 from .call import AttentionSpec, Call
 
@@ -96,7 +97,7 @@ def _reversed_rows(total: int) -> MovedRows:
     return MovedRows(lambda x: first.select(x).flip(0), lambda y, rows, fill: first.restore(y.flip(0), rows, fill))
 
 
-def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: SequenceLayout) -> Rewrite:
+def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: Layout) -> Rewrite:
     """The queries that see a key, for a kernel that does not support others."""
 
     def restore(y: Tensor, rows: int, fill: float) -> Tensor:
@@ -106,16 +107,14 @@ def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: SequenceLayou
     return _moved(queries, MovedRows(lambda x: x, lambda y, rows, fill: y), call._replace(layout=narrowed))
 
 
-def _rows_with_keys(
-    layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec
-) -> tuple[Tensor, SequenceLayout]:
+def _rows_with_keys(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> tuple[Tensor, Layout]:
     """(N,) the rows of the N queries that see a key, and their layout."""
-    queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
+    queries, keys = layout.host.diff(), key_layout.host.diff()
     if spec.window.is_open or not spec.lower_right:
         kept = torch.where(keys > 0, queries, 0)
     else:
         kept = torch.minimum(queries, keys)  # the last queries of a sequence
     narrowed = SequenceLayout.from_lengths(kept, device=layout.device)
     # Rows are removed at the start of a sequence only, so a kept row moves by the number of rows removed before it.
-    moved = layout.offsets[1:] - narrowed.offsets[1:]
-    return narrowed.position_ids + (narrowed.offsets[:-1] + moved)[narrowed.sequence_ids], narrowed
+    moved = layout.safe_offsets[1:] - narrowed.safe_offsets[1:]
+    return narrowed.position_ids + (narrowed.safe_offsets[:-1] + moved)[narrowed.sequence_ids], narrowed

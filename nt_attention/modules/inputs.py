@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..compiler import can_be_read, is_traced, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts import nested
-from ..layouts.known import SequenceLayout
+from ..layouts.known import SequenceLayout, unwrap_each
+from ..layouts.protocol import Layout
 
 _NAMES = ("query", "key", "value")
 _Tensors = tuple[Tensor, Tensor, Tensor]
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
     value: Tensor
     masks: Masks
     need_weights: bool
-    layouts: tuple[SequenceLayout, SequenceLayout] | tuple[Any, Any] | None = None
+    layouts: tuple[Layout, Layout] | tuple[Any, Any] | None = None
     restore: Callable[[Tensor], Any] | None = None
     is_batched: bool = True
     is_sharded: bool = False
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
         return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
 
     @property
-    def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Any, Any]:
+    def positions(self) -> tuple[Layout, Layout] | tuple[Any, Any]:
         """The positions of queries and keys: layouts if packed, else tensors (B or 1, L) and (B or 1, S).
 
         In padded self-attention, positions only count tokens, as in packed inputs.
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
         (query, key, _), padding = self[:3], self.masks.key_padding_mask
         key_layout = layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
         layout = key_layout if self.is_self_attention else layout_without_padding(query)
-        packed = self._convert(SequenceLayout.pack, layout, key_layout)
+        packed = self._convert(lambda each, x: each.pack(x), layout, key_layout)
         unpack = self.restore or (lambda out: out)
         return Inputs(
             *packed, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
@@ -118,7 +118,7 @@ class Inputs(NamedTuple):
         """Replace packed rows that belong to no sequence by 0. Gradients of parameters need it: 0 · NaN is NaN."""
         assert self.layouts is not None
 
-        def fill(layout: SequenceLayout, x: Tensor) -> Tensor:
+        def fill(layout: Layout, x: Tensor) -> Tensor:
             is_full = layout.knows_lengths and (is_traced(x) or len(x) == layout.total)
             return x if is_full else layout.fill_past_end(x, 0.0)
 
@@ -126,7 +126,7 @@ class Inputs(NamedTuple):
         return self._replace(query=query, key=key, value=value)
 
     def _convert(
-        self, function: Callable[[SequenceLayout, Tensor], Tensor], layout: SequenceLayout, key_layout: SequenceLayout
+        self, function: Callable[[Layout, Tensor], Tensor], layout: Layout, key_layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply `function` to query, key and value. Inputs that are one object stay one object."""
         query, key, value = self[:3]
@@ -149,8 +149,8 @@ def read_inputs(
     query: Any,
     key: Any,
     value: Any,
-    layout: SequenceLayout | Any | None,
-    key_layout: SequenceLayout | Any | None,
+    layout: Layout | Any | None,
+    key_layout: Layout | Any | None,
     masks: Masks,
     need_weights: bool | None,
     embed_dims: tuple[int, int, int],
@@ -295,7 +295,7 @@ def _check_widths(tensors: _Tensors, embed_dims: tuple[int, int, int], error: ty
             raise error(f"{_NAMES[i]} must have {width} features in its last dimension, got {tuple(shape)}.")
 
 
-_Packed = tuple[_Tensors, SequenceLayout, SequenceLayout, Callable[[Tensor], Any]]
+_Packed = tuple[_Tensors, Layout, Layout, Callable[[Tensor], Any]]
 
 
 def _pack_nested(tensors: _Tensors) -> _Packed:
@@ -304,7 +304,7 @@ def _pack_nested(tensors: _Tensors) -> _Packed:
             raise ValueError(
                 f"query, key and value must all be NestedTensors (B, j, E); {name} is a plain tensor {tuple(x.shape)}."
             )
-    q, k, v = nested.unwrap_each(query=tensors[0], key=tensors[1], value=tensors[2])
+    q, k, v = unwrap_each(query=tensors[0], key=tensors[1], value=tensors[2])
     for name, rows in zip(_NAMES, (q.values, k.values, v.values), strict=True):
         if rows.dim() != 2:
             raise ValueError(
@@ -316,7 +316,7 @@ def _pack_nested(tensors: _Tensors) -> _Packed:
 
 
 def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> _Packed:
-    packed: dict[int, tuple[Tensor, SequenceLayout]] = {}
+    packed: dict[int, tuple[Tensor, Layout]] = {}
     for name, xs in zip(_NAMES, (query, key, value), strict=True):
         fits = isinstance(xs, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 2 for x in xs)
         if not fits or len(xs) != len(query) or not len(xs):
@@ -335,12 +335,12 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     (q, layout), (k, key_layout), (v, value_layout) = (packed[id(xs)] for xs in (query, key, value))
     _check_values(key_layout, value_layout)
     key_layout = layout if layout.same_lengths(key_layout) else key_layout
-    bounds = layout.host_offsets.tolist()
+    bounds = layout.host.tolist()
     # Not split(), because its outputs can't be changed in place.
     return (q, k, v), layout, key_layout, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def _check_values(key_layout: SequenceLayout, value_layout: SequenceLayout) -> None:
+def _check_values(key_layout: Layout, value_layout: Layout) -> None:
     if not key_layout.same_lengths(value_layout):
         raise ValueError("key and value must have the same lengths.")
 
@@ -356,6 +356,6 @@ def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, valu
     return q, k, q if value is query else k if value is key else function(value)
 
 
-def layout_without_padding(padded: Tensor) -> SequenceLayout:
+def layout_without_padding(padded: Tensor) -> Layout:
     """The layout of a batch (B, L, E) in which every position is a token."""
     return SequenceLayout.from_lengths([padded.shape[1]] * padded.shape[0], device=padded.device)

@@ -19,7 +19,7 @@ from ..graphs.cache import CapturedCalls, CudaGraphs
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
 from . import graphs
 from .config import AttentionConfig
@@ -322,8 +322,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        layout: SequenceLayout | Any | None = None,
-        key_layout: SequenceLayout | Any | None = None,
+        layout: Layout | Any | None = None,
+        key_layout: Layout | Any | None = None,
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
     ) -> tuple[Any, Tensor | None]:

@@ -213,11 +213,11 @@ def test_fullgraph(model_type):
         for batch in batches:
             want = solve(model, model, batch)
             torch.testing.assert_close(solve(compiled, model, batch), want, rtol=1e-4, atol=1e-5)
-        before = len(reading._facts_of)
+        before = len(reading._kept)
         with torch.no_grad():
             for batch in 5 * batches:
                 compiled(**batch)
-        assert len(reading._facts_of) - before < 3  # those of earlier batches were freed
+        assert len(reading._kept) - before < 3  # those of earlier batches were freed
 
 
 def test_parts_that_were_compiled_before_the_patch_raise_an_error():

@@ -23,10 +23,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._warnings import warn
-from ...compiler import TracedLayout, TracedShardedLayout, is_traced
+from ...compiler import TracedShardedLayout, is_traced
 from ...functional import varlen_attention
 from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ...layouts.reading import owner_of
 from ...patching.forwards import is_context_parallel
 from . import masks, positions
@@ -34,7 +35,7 @@ from .dropout import rate_of
 from .packed_mask import PackedMask
 from .packed_row import PaddedRun, padded_run_of
 
-Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
+Layouts = tuple[Layout, Layout]  # of the queries and of the keys, over all B rows concatenated
 
 # transformers treats names with "flash", "sdpa", "/" or "|" in a special way.
 NAME_OVER = {"sdpa": "nt_attention", "eager": "nt_attention_eager"}
@@ -159,9 +160,9 @@ def attention(
         )
     if position_bias is not None:
         options["position_bias"] = position_bias
-    marker = None
-    if positions.is_marker(attention_mask):
-        marker, attention_mask = attention_mask, None
+    token = None
+    if positions.is_forward_token(attention_mask):
+        token, attention_mask = attention_mask, None
     run, in_context_parallel, decoding = None, False, False
     if cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask):
         run, decoding = padded_run_of(module), query.shape[2] == 1
@@ -188,7 +189,7 @@ def attention(
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts = None
     if not unpacked or (run is not None and attention_mask is None and not decoding):  # then the geometry is the mask
-        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
+        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, token)
     return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
 
 
@@ -227,9 +228,9 @@ def _plan(
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
     ids: Tensor | None,
-    marker: Tensor | None,
+    token: Tensor | None,
 ) -> tuple[Layouts | None, Tensor | None]:
-    """The layouts to run a call packed, or None; and the mask to run it padded. For `marker`, see `new_marker`."""
+    """The layouts to run a call packed, or None; and the mask to run it padded. `token` is the forward token."""
     query, key, options = call.query, call.key, call.options
     traced = is_traced(query)
     layouts = None
@@ -241,10 +242,10 @@ def _plan(
         if sharded is not None:
             layouts = (sharded, sharded)
         else:
-            layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
+            layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, token)
         mask = None if is_ours else mask
     elif ids is not None and _may_be_packed(call, ids):
-        layouts, mask = _plan_by_positions(call, mask, ids, marker)
+        layouts, mask = _plan_by_positions(call, mask, ids, token)
     if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
         layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
         layouts = layouts or (None if layout is None else (layout, layout))
@@ -268,20 +269,21 @@ def _is_sharded(cu_seq_lens: Tensor | None) -> bool:
     return cu_seq_lens is not None and cu_seq_lens.dim() == 0
 
 
-def _sharded_layout(cu_seq_lens: Tensor, traced: bool) -> SequenceLayout | None:
+def _sharded_layout(cu_seq_lens: Tensor, traced: bool) -> Layout | None:
     """The layout if the tokens are divided over ranks, else None."""
     if not _is_sharded(cu_seq_lens):
         return None
-    return cast(SequenceLayout, TracedShardedLayout(cu_seq_lens) if traced else owner_of(cu_seq_lens))
+    layout: Any = TracedShardedLayout(cu_seq_lens) if traced else owner_of(cu_seq_lens)
+    return layout
 
 
 def _plan_by_positions(
-    call: _Call, mask: Tensor | None, ids: Tensor, marker: Tensor | None
+    call: _Call, mask: Tensor | None, ids: Tensor, token: Tensor | None
 ) -> tuple[Layouts | None, Tensor | None]:
     """`_plan` for `position_ids` that may restart in a row."""
     rows, traced = call.query.shape[0], is_traced(call.query)
     if traced and mask is None:
-        layout = positions.layout_in_graph(ids, rows, marker)
+        layout = SequenceLayout.in_graph(ids, token, rows=rows)
         return (layout, layout), None
     source = masks.source_of(mask)
     if source is None:  # a mask of the caller has its own packing
@@ -296,7 +298,7 @@ def _plan_by_positions(
     return None, _both(_causal_mask(call) if mask is None else mask, together)
 
 
-def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+def _run_packed(call: _Call, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
         raise ValueError(
@@ -368,16 +370,16 @@ def _layouts_of(
     cu_seq_lens_k: Tensor | None,
     traced: bool,
     is_ours: bool,
-    marker: Tensor | None,
+    token: Tensor | None,
 ) -> Layouts:
     """The layouts of these offsets. `is_ours`: they are those of a layout that the patch made."""
 
-    def layout_of(offsets: Tensor) -> SequenceLayout:
+    def layout_of(offsets: Tensor) -> Layout:
         if not traced:
             return SequenceLayout.from_offsets(offsets)
         if is_ours:
-            return cast(SequenceLayout, TracedLayout(offsets))
-        return SequenceLayout.in_graph(offsets, marker)
+            return SequenceLayout.in_this_graph(offsets)
+        return SequenceLayout.in_graph(offsets, token)
 
     layout = layout_of(cu_seq_lens_q)
     same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
@@ -414,7 +416,7 @@ def _causal_mask(call: _Call) -> Tensor:
     return (torch.ones(queries, keys, dtype=torch.bool, device=device) if visible is None else visible)[None, None]
 
 
-def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+def _same_layout(query: Tensor, key: Tensor, layout: Layout, key_layout: Layout) -> Tensor:
     """(B, 1, T, S) bool, True if query and key are in one sequence."""
     rows = query.shape[0]
     ids, _ = layout.locate_rows(rows * query.shape[2])

@@ -16,9 +16,9 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...compiler import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
+from ...layouts.reading import new_forward_token
 from .packed_row import PaddedRun, padded_run_with
-from .positions import new_marker
 from .running_call import has_scaled_rope, running_call
 
 MaskFunction = Callable[..., Any]
@@ -55,7 +55,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
     It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
-    made of causality, a window and packed rows. In a graph it is then `new_marker`. The attention function then finds
+    made of causality, a window and packed rows; in a graph it is a forward token then. The attention function finds
     packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of
     the caller), the result is that of the implementation `over`. Syncs with the device once if there is an attention
     mask, as that implementation does.
@@ -80,7 +80,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
         and (token_mask is None or is_all_true(token_mask))
     ):
-        return new_marker(given.get("device") or torch.device("cpu")) if is_tracing() else None
+        return new_forward_token(given.get("device") or torch.device("cpu")) if is_tracing() else None
     if layout is not None:
         given = _kept_apart(given, layout)
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
@@ -89,7 +89,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     return made
 
 
-def _packed_by_caller(over: str, given: dict[str, Any]) -> SequenceLayout | None:
+def _packed_by_caller(over: str, given: dict[str, Any]) -> Layout | None:
     """The sequences of rows that the caller packed, if the mask must keep them apart, because the model does not pass
     on where they begin. None if there are no such rows.
 
@@ -107,7 +107,7 @@ def _packed_by_caller(over: str, given: dict[str, Any]) -> SequenceLayout | None
     return None if passes else layout
 
 
-def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLayout | None:
+def layout_beside(over: str, made: Tensor, rows: int, length: int) -> Layout | None:
     """The sequences of rows that the caller packed, for a mask (B, 1, L, L) that the model has made by itself.
 
     None if there are no such rows, or if the caller passed a mask of four dimensions, which has its own packing.
@@ -122,14 +122,14 @@ def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLa
             call.check(over)
             layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
         setattr(storage, _ROWS, layout)
-    found: SequenceLayout | None = getattr(storage, _ROWS)
+    found: Layout | None = getattr(storage, _ROWS)
     return found
 
 
 _ROWS = "_nt_attention_rows"
 
 
-def _kept_apart(given: dict[str, Any], layout: SequenceLayout) -> dict[str, Any]:
+def _kept_apart(given: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """The arguments of a mask function for a mask in which a token sees its own sequence only."""
     shape, function = (given["batch_size"], given["q_length"]), given.get("mask_function", stock.causal_mask_function)
     sequence, position = layout.sequence_ids.view(shape), layout.position_ids.view(shape)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ...compiler import outside_of_graphs
 from ...functional import varlen_attention
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ..proof import Form
 from .dropout import rate_of
 
@@ -44,8 +44,8 @@ class PackedMask(Tensor):
         value: the value at all positions.
     """
 
-    query_layout: SequenceLayout
-    key_layout: SequenceLayout
+    query_layout: Layout
+    key_layout: Layout
     is_causal: bool
     packing: Any
     value: bool | int | float
@@ -53,8 +53,8 @@ class PackedMask(Tensor):
     @classmethod
     def of(
         cls,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout | None = None,
+        layout: Layout,
+        key_layout: Layout | None = None,
         *,
         form: Form,
         is_causal: bool = False,

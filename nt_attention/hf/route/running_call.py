@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from .. import families
 from . import positions
 from .hand_packed import layout_of_lengths
@@ -102,7 +102,7 @@ class RunningCall(NamedTuple):
         has_table = embeds_positions(self.model) or has_scaled_rope(self.model)
         return has_table or not self._is_of_transformers() or self.model.config.model_type in COUNT_POSITIONS
 
-    def layout(self, rows: int, length: int, token_mask: Tensor | None) -> SequenceLayout | None:
+    def layout(self, rows: int, length: int, token_mask: Tensor | None) -> Layout | None:
         """The sequences of all B · L positions, or None if each row is one. Syncs once for each tensor.
 
         Raises:
@@ -126,7 +126,7 @@ class RunningCall(NamedTuple):
             )
         return layout
 
-    def _why_mixed(self, layout: SequenceLayout) -> str | None:
+    def _why_mixed(self, layout: Layout) -> str | None:
         """Why the model mixes sequences, whatever its attention does, or None."""
         model = self.model
         model_type = getattr(model.config, "model_type", None)
@@ -202,12 +202,13 @@ def running_call() -> RunningCall | None:
 # transformers, and the forward.
 _FRAMES = {"_wrapped_call_impl", "_call_impl", "wrapper", "forward"}
 # Those of this package that run a model on a packed row.
+_PACKAGE = __package__.replace(".route", ".pack")  # of the functions that run a patched call
 _PACKED = {"_run_row", "_run_packed"}
 
 
 def _is_packed_by_patch(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in _PACKED and frame.f_globals.get("__package__") == __package__:
+        if frame.f_code.co_name in _PACKED and frame.f_globals.get("__package__") == _PACKAGE:
             return True
         frame = frame.f_back
     return False

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
 from ...layouts.paged import merge_pages
+from ...layouts.protocol import Layout
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances
@@ -92,16 +92,14 @@ class TilePlan:
     has_mask: bool  # whether something is added to the scores of tiles
 
 
-def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> TilePlan:
+def make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> TilePlan:
     """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
     return layout.cached(("cpu plan", spec), lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
-def _make_plan(
-    layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec, pool_rows: Tensor | None = None
-) -> TilePlan:
+def _make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec, pool_rows: Tensor | None = None) -> TilePlan:
     """`pool_rows`: (S,) the row of each key, if keys are not packed."""
-    starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
+    starts, key_starts = layout.host.tolist(), key_layout.host.tolist()
     groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
     fully_masked: list[slice] = []
     keys_used, most_tiles = 0, 0
