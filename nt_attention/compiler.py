@@ -101,15 +101,36 @@ def can_be_read(tensor: Tensor) -> bool:
     )
 
 
+EAGER, OBSERVED, TRACED = "eager", "observed", "traced"  # see `call_mode`
+
+
 @inline_only
-def is_observed(*tensors: Tensor) -> bool:
-    """Whether calls must go through custom operators: for a compiler, mode, transform or tensor subclass."""
-    return (
+def call_mode(*tensors: Tensor) -> str:
+    """Who sees a call with these tensors. It is asked once in each call.
+
+    Returns:
+        TRACED: the call becomes a part of a graph, and values are not known. The first tensor decides that, outside of
+            compilers and tracers. OBSERVED: a dispatch mode, function transform or tensor subclass must see an
+            operator. EAGER: nobody; kernels can be called directly.
+
+    Raises:
+        RuntimeError: torch.jit.trace is tracing.
+    """
+    if (
         torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any(type(x) not in _PLAIN_TENSORS or x.is_meta for x in tensors)
-    )
+        or torch._C._get_dispatch_mode(_PROXY_MODE) is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    ):
+        return TRACED
+    if torch._C._is_tracing():
+        refuse_jit_trace()
+    is_seen = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    for x in tensors:
+        if type(x) not in _PLAIN_TENSORS or x.is_meta:
+            is_seen = True
+    if not is_seen:
+        return EAGER
+    return TRACED if isinstance(tensors[0], (FakeTensor, Proxy)) else OBSERVED
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -34,7 +34,7 @@ from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
 from ._kv_cache import KVCache
 from ._layouts import equal_lengths, layout_of_offsets
-from ._new_keys import Rotary, check_new, check_nothing_new, check_shape, prepare
+from ._new_keys import RotaryTables, check_new, check_nothing_new, check_shape, prepare
 
 __all__ = [
     "flash_attn_func",
@@ -436,7 +436,7 @@ def flash_attn_with_kvcache(
     else:
         check_new(k, v, cache, cache_seqlens)
         is_ordered = options["is_causal"] or options["window_size"] != (-1, -1)
-        rotary = Rotary.of(rotary_cos, rotary_sin, q, cache.capacity, rotary_interleaved, is_ordered)
+        rotary = RotaryTables.of(rotary_cos, rotary_sin, q, cache.capacity, rotary_interleaved, is_ordered)
         query, pools, write = prepare(q, k, v, cache, cache_seqlens, rotary)
     keys, values, paged = pools
     layout = equal_lengths(batch, length, q)

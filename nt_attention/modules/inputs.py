@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..compiler import can_be_read, is_traced, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts import nested
 from ..layouts.known import SequenceLayout, unwrap_each
 from ..layouts.protocol import Layout
 
@@ -69,6 +68,7 @@ class Inputs(NamedTuple):
             are a `ShardedLayout`, T counts the tokens of this rank.
         restore: converts outputs (T, E) or (B, L, E) to the caller's form. None if no conversion is needed.
         is_batched: False for an unbatched padded query (L, E). Its weights have no batch dimension.
+        is_sharded: whether the tokens are divided over ranks.
     """
 
     query: Tensor
@@ -79,17 +79,13 @@ class Inputs(NamedTuple):
     layouts: tuple[Layout, Layout] | tuple[Any, Any] | None = None
     restore: Callable[[Tensor], Any] | None = None
     is_batched: bool = True
+    is_sharded: bool = False
 
     @property
     def is_self_attention(self) -> bool:
         """Whether padded query, key and value are one tensor, or equal views of it. Module hooks may create views."""
         query, *others = self[:3]
         return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the tokens are divided over ranks."""
-        return self.layouts is not None and getattr(self.layouts[0], "is_sharded", False)
 
     @property
     def positions(self) -> tuple[Layout, Layout] | tuple[Any, Any]:
@@ -109,8 +105,6 @@ class Inputs(NamedTuple):
 
     def pack(self) -> Inputs:
         """Pack padded inputs, whose only masks are `is_causal` and a boolean `key_padding_mask`."""
-        if self.layouts is not None:
-            return self
         (query, key, _), padding = self[:3], self.masks.key_padding_mask
         key_layout = layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
         layout = key_layout if self.is_self_attention else layout_without_padding(query)
@@ -121,9 +115,8 @@ class Inputs(NamedTuple):
         )
 
     def without_rows_past_end(self) -> Inputs:
-        """Replace packed rows that belong to no sequence by 0, if parameters get gradients: 0 · NaN is NaN."""
-        if self.layouts is None or self.is_sharded or not torch.is_grad_enabled():
-            return self
+        """Replace packed rows that belong to no sequence by 0. Gradients of parameters need it: 0 · NaN is NaN."""
+        assert self.layouts is not None
 
         def fill(layout: Layout, x: Tensor) -> Tensor:
             is_full = layout.knows_lengths and (is_traced(x) or len(x) == layout.total)
@@ -178,22 +171,22 @@ def read_inputs(
     elif not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if not isinstance(x[1], Tensor))
         raise TypeError(f"query, key and value must be tensors or lists of tensors; {name} is {type(other).__name__}.")
-    are_nested = [] if in_lists else nested.are_nested(query, key, value)
-    if not in_lists and layout is None and not any(are_nested):
+    is_nested = not in_lists and (query.is_nested or key.is_nested or value.is_nested)
+    if not in_lists and layout is None and not is_nested:
         tensors = query, key, value
         return _from_dense(tensors, masks, need_weights is not False, embed_dims, num_heads, batch_first)
     if masks.key_padding_mask is not None:
         raise ValueError("ragged inputs have no padding: leave out key_padding_mask.")
     if getattr(layout, "is_sharded", False):
         return _from_sharded(query, key, value, layout, key_layout, masks, need_weights, embed_dims)
-    if layout is not None and (in_lists or any(are_nested)):
+    if layout is not None and (in_lists or is_nested):
         forms = "lists of tensors" if in_lists else "NestedTensors"
         raise ValueError(f"{forms} have their own layout: leave out layout= and key_layout=.")
     restore = None
     if in_lists:
         (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
     elif layout is None:
-        (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value), are_nested)
+        (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value))
     else:
         key_layout = None if key_layout is layout else key_layout
         layout = SequenceLayout.require(layout, "layout")
@@ -205,7 +198,8 @@ def read_inputs(
         if key is not query or value is not query or key_layout is not layout:
             key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
-    return Inputs(query, key, value, masks.without_hint(need_weights), need_weights, (layout, key_layout), restore)
+    masks = masks if masks.attn_mask is None else masks.without_hint(need_weights)
+    return Inputs(query, key, value, masks, need_weights, (layout, key_layout), restore)
 
 
 def _from_sharded(
@@ -229,7 +223,7 @@ def _from_sharded(
     _check_packed(query, key, value)
     _check_widths((query, key, value), embed_dims, ValueError)
     layouts = (sharded, sharded if key_sharded is None else key_sharded)
-    return Inputs(query, key, value, masks, False, layouts, restore)
+    return Inputs(query, key, value, masks, False, layouts, restore, is_sharded=True)
 
 
 def _from_dense(
@@ -304,20 +298,20 @@ def _check_widths(tensors: _Tensors, embed_dims: tuple[int, int, int], error: ty
 _Packed = tuple[_Tensors, Layout, Layout, Callable[[Tensor], Any]]
 
 
-def _pack_nested(tensors: _Tensors, are_nested: list[bool]) -> _Packed:
-    if not all(are_nested):
-        plain = are_nested.index(False)
-        raise ValueError(
-            "query, key and value must all be NestedTensors (B, j, E); "
-            f"{_NAMES[plain]} is a plain tensor {tuple(tensors[plain].shape)}."
-        )
+def _pack_nested(tensors: _Tensors) -> _Packed:
+    for name, x in zip(_NAMES, tensors, strict=True):
+        if not x.is_nested:
+            raise ValueError(
+                f"query, key and value must all be NestedTensors (B, j, E); {name} is a plain tensor {tuple(x.shape)}."
+            )
     q, k, v = unwrap_each(query=tensors[0], key=tensors[1], value=tensors[2])
     for name, rows in zip(_NAMES, (q.values, k.values, v.values), strict=True):
         if rows.dim() != 2:
             raise ValueError(
                 f"query, key and value must all be NestedTensors (B, j, E); {name} has {rows.dim() + 1} dims."
             )
-    _check_values(k.layout, v.layout)
+    if k.layout is not v.layout:
+        _check_values(k.layout, v.layout)
     return (q.values, k.values, v.values), q.layout, k.layout, q.rewrap
 
 

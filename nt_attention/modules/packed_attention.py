@@ -21,7 +21,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: At
     assert inputs.layouts is not None
     layout, key_layout = inputs.layouts
     options, is_causal, alignment = config.options, inputs.masks.is_causal, "upper_left"
-    if added := config.num_added_keys:
+    if config.bias_k is not None or config.add_zero_attn:
+        added = config.num_added_keys
         if is_causal and layout.same_lengths(key_layout):
             alignment = "lower_right"  # the added keys come first, so every query sees them
         elif is_causal:

@@ -632,7 +632,7 @@ class TestBackends:
         found = [node.target for node in graph.nodes if "nt_attention" in str(node.target)]
         assert [x.name() for x in found] == ["nt_attention::bounded_forward"]
         assert not any(torch.Tag.cudagraph_unsafe in x.tags for x in found)
-        assert torch.Tag.cudagraph_unsafe in torch.ops.nt_attention.auto_forward.default.tags
+        assert torch.Tag.cudagraph_unsafe in torch.ops.nt_attention.attention_forward.default.tags
 
     def test_one_side_with_lengths_in_a_graph(self, fresh_compiler):
         layout, exact = bounded(), exact_layout()

@@ -41,7 +41,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Iterator[_Sequence]:
-    layout, key_layout, alibi_slopes, spec, _, relative, _ = call
+    layout, key_layout, alibi_slopes, spec, _, relative, *_ = call
     precision = torch.promote_types(query.dtype, torch.float32)
     starts, key_starts = layout.host.tolist(), key_layout.host.tolist()
     for b in range(layout.batch_size):
