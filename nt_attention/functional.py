@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Unpack, cast, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .compiler import is_compiling, is_traced, refuse_jit_trace
 from .kernels.autograd import run
@@ -34,6 +33,7 @@ from .kernels.select import Explanation, can_choose_later, choose_for, explain_c
 from .layouts import nested
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
+from .torch_private import forward_ad_level, graph_break
 
 _NO_OPERATOR = (
     "no custom operator supports this call (it has mask_mod, score_mod or backend='flex', or a backend for inference "
@@ -358,10 +358,8 @@ def _unwrap(
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast; None if it is not enabled."""
-    if not is_compiling() and not torch._C._is_any_autocast_enabled():
-        return None
     # Compilers may not support is_autocast_available. The devices that they support have autocast, except for meta.
-    if device == "meta" or (not is_compiling() and not torch.amp.is_autocast_available(device)):
+    if device == "meta" or not (is_compiling() or torch.amp.is_autocast_available(device)):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -408,7 +406,7 @@ def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend
         if can_choose_later(spec, backend):
             return backend, None
         if is_compiling():
-            torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, so it runs outside of the graph")
+            graph_break(f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
             raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
     return choose_for(Call(inputs.layout, inputs.key_layout, None, spec, None, inputs.relative), backend)
@@ -416,7 +414,7 @@ def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend
 
 def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
     """Check what a call with a `PagedLayout` may not have."""
-    if needs_grad or forward_ad._current_level >= 0:
+    if needs_grad or forward_ad_level() >= 0:
         raise ValueError(
             "keys in pools are for inference, but query, key or value needs a gradient, or forward-mode AD is active: "
             "call varlen_attention in torch.no_grad(), or pass packed keys and a SequenceLayout."

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from ..compiler import is_compiling, is_observed, is_tracing
 from ..layouts.known import SequenceLayout
+from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
 from . import adapters, flops, paged
 from .adapters import Inputs
 from .backend import Backend, BackwardInputs, Gradients
@@ -114,12 +115,12 @@ class Kernel:
 
 def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
     wants_gradient = call.spec.needs_grad
-    if forward_ad._current_level >= 0:
+    if forward_ad_level() >= 0:
         wants_gradient = True
         if any(forward_ad.unpack_dual(x).tangent is not None for x in (*inputs, *_relative_tensors(call))):
             # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
             raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = is_transformed()
     if not wants_gradient or (is_tracing() and not transformed):
         out, lse, *_ = kernel.forward(inputs, call)  # in a graph, the custom operator itself is differentiable
     else:
@@ -185,7 +186,7 @@ class _Attention(torch.autograd.Function):
 
 def _refuse_batches(*grads: Tensor | None) -> None:
     """Raise an error for gradients of `torch.autograd.grad(is_grads_batched=True)`."""
-    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
+    if any(x is not None and is_legacy_mapped(x) for x in grads):
         raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..compiler import is_traced
+from ..torch_private import dispatch_modes
 from .call_size import CallSize
 from .custom_ops import call_of
 
@@ -19,7 +20,6 @@ from .custom_ops import call_of
 def register(name: str) -> None:
     """Register the formulas of a backend, at its first call: importing the counter also imports Triton."""
     from torch.utils import flop_counter
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     formulas = {
         getattr(torch.ops.nt_attention, f"{name}_forward"): forward,
@@ -27,7 +27,7 @@ def register(name: str) -> None:
     }
     for operator, formula in formulas.items():
         flop_counter.register_flop_formula(operator, get_raw=True)(formula)
-    for mode in _get_current_dispatch_mode_stack():  # active counters have a copy of the registry
+    for mode in dispatch_modes():  # active counters have a copy of the registry
         if isinstance(counter := getattr(mode, "counter", None), flop_counter.FlopCounterMode):
             counter.flop_registry.update({operator: flop_counter.flop_registry[operator] for operator in formulas})
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import CapturedGraph, TracedLayout, captured_graph, check_readable, is_replayed
+from ..torch_private import version_of
 from .known import SequenceLayout
 from .reading import INT32_MAX, Cache, WeakTensorDict, creating_cached_tensors, plain
 
@@ -362,7 +363,7 @@ def _find(offsets: Tensor) -> BoundedLayout | None:
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version_of(tensor)
 
 
 SequenceLayout._with_bounds = staticmethod(BoundedLayout.of)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..compiler import (
     TracedLayout,
@@ -25,6 +24,7 @@ from ..compiler import (
     refuse_jit_trace,
 )
 from ..operators import define
+from ..torch_private import forward_ad_level, is_transformed
 from . import reading
 from .reading import HostFacts, copy_of, creating_cached_tensors, facts_of_lengths, on_host, plain
 
@@ -848,7 +848,7 @@ def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: f
     It has its own autograd function, because `index_copy_` would save the values and return a view.
     """
     if not is_compiling():
-        is_derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        is_derived = is_transformed() or forward_ad_level() >= 0
         if not (is_derived or (values.requires_grad and torch.is_grad_enabled())):
             return _Scatter.forward(values, index, shape, value)  # `apply` takes 50 µs
         return cast(Tensor, _Scatter.apply(values, index, shape, value))

@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..compiler import check_readable, is_compiling, is_replayed, outside_of_graphs
+from ..torch_private import (
+    count_dispatch_modes,
+    is_transformed,
+    unwrapped,
+    version_of,
+    without_dispatch_modes,
+    without_transforms,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -116,7 +123,7 @@ def snapshot(tensor: Tensor) -> object:
             return tensor.numpy().tobytes()
     if tensor.is_inference():
         return None
-    return tensor._version, tensor.data_ptr(), tensor.numel()
+    return version_of(tensor), tensor.data_ptr(), tensor.numel()
 
 
 class HostFacts:
@@ -137,7 +144,7 @@ class HostFacts:
         """`offsets_snapshot` is the snapshot of the offsets from before they were read."""
         self.host, self.converted = host, converted
         self._offsets_snapshot, self._converted_snapshot = offsets_snapshot, snapshot(converted)
-        self._converted_version = converted._version
+        self._converted_version = version_of(converted)
         numbers = on_host(host)
         lengths = np.diff(numbers)
         self.first, self.total = int(numbers[0]), int(numbers[-1] - numbers[0])
@@ -159,13 +166,13 @@ class HostFacts:
         if before is not None and snapshot(read) != before:
             return False
         if not converted.is_cpu:  # this takes half as long
-            return converted._version == self._converted_version
+            return version_of(converted) == self._converted_version
         return snapshot(converted) == self._converted_snapshot
 
     @property
     def has_old_converted(self) -> bool:
         """Whether `converted` was changed in place, by its version counter."""
-        return self.converted._version != self._converted_version
+        return version_of(self.converted) != self._converted_version
 
     @property
     def notices_changes(self) -> bool:
@@ -374,23 +381,20 @@ def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostF
 
 def no_modes() -> AbstractContextManager[Any]:
     """A context in which all dispatch modes are off."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return without_dispatch_modes() if count_dispatch_modes() else nullcontext()
 
 
 def creating_cached_tensors() -> AbstractContextManager[None]:
     """A context to make cached tensors in: without inference mode, gradients, dispatch modes and transforms."""
     is_plain = not (
-        torch.is_inference_mode_enabled()
-        or torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
+        torch.is_inference_mode_enabled() or torch.is_grad_enabled() or is_transformed() or count_dispatch_modes()
     )
     return nullcontext() if is_plain else _without_modes()  # it is often nested
 
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), no_modes():
+    with torch.inference_mode(False), torch.no_grad(), without_transforms(), no_modes():
         yield
 
 
@@ -404,13 +408,13 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor inside the wrappers of function transforms, whose values the host can't read."""
-    while isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while isinstance(tensor, Tensor) and (inner := unwrapped(tensor)) is not tensor:
+        tensor = inner
     return tensor
 
 
 def on_host(tensor: Tensor) -> Ints:
-    with torch._C._DisableFuncTorch():
+    with without_transforms():
         return plain(tensor).detach().cpu().numpy()
 
 
