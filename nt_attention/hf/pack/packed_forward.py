@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 from transformers.utils import ModelOutput
@@ -43,6 +42,7 @@ from ...patching.forwards import (
     refuse_export,
     replacement_of,
 )
+from ...torch_private import pytree
 from .. import families
 from ..families import Family
 from ..proof import Head, Proof
@@ -58,6 +58,7 @@ from ..route.packed_row import (
     running_padded,
     running_row,
 )
+from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .attention_code import make_cached_tensors
 from .graphs import BoundedPacking, run_as_graph
 from .packing import Packing
@@ -436,7 +437,7 @@ class PackedCall:
 
     def _keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
-        is_ours = self.is_routed and model.config._attn_implementation in NAMES
+        is_ours = self.is_routed and attention_of(model.config) in NAMES
         return is_ours and not self.needs_row and self.proof.extra is None
 
     def _fall_back_head(self, model: PreTrainedModel, reason: str) -> Unpacked:
@@ -563,7 +564,7 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool
     """Why a call of the head or of the base model can't be packed, or None."""
     config = model.config
     of_config = vars(config)  # the __getattribute__ of a config is a Python function, which takes µs
-    is_ours = of_config.get("_attn_implementation_internal") in NAMES
+    is_ours = of_config.get(ATTENTION) in NAMES
     if not (is_routed and is_ours) and config.output_attentions:  # transformers allows it with its eager attention only
         return "the config asks for attention weights"
     if model.training and _has_noise(model):
@@ -581,7 +582,7 @@ def not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool
     if position_ids is not None and position_ids.dim() != 2 and not _has_axes(position_ids, mask):
         return "its position_ids are not (batch, length)"
     if is_routed and not is_ours:
-        return f"its attention was set to {config._attn_implementation!r} after the patch"
+        return f"its attention was set to {attention_of(config)!r} after the patch"
     if divides_tokens(model):
         return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
     return None
@@ -598,7 +599,7 @@ def _has_noise(model: PreTrainedModel) -> bool:
 def _head_not_supported(given: dict[str, Any], model: PreTrainedModel) -> str | None:
     """Why the head can't run packed though its base model can, or None."""
     labels = given.get("labels", given.get("shift_labels"))
-    if vars(model).get("_loss_function") is not None or (labels is not None and not _has_usual_loss(model)):
+    if has_other_loss(model) or (labels is not None and not _has_usual_loss(model)):
         return "its loss_function was replaced, and may need padded rows"
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) and keep.dtype == torch.bool:

@@ -30,6 +30,7 @@ from ...layouts.known import SequenceLayout
 from ...layouts.protocol import Layout
 from ...layouts.reading import owner_of
 from ...patching.forwards import is_context_parallel
+from ..transformers_private import supports_sdpa
 from . import masks, positions
 from .dropout import rate_of
 from .packed_mask import PackedMask
@@ -361,7 +362,7 @@ def _has_sdpa(kind: Any) -> bool:
     """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
     found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]
     models: list[Any] = [x for x in found if issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__]
-    return not models or any(x._supports_sdpa for x in models)
+    return not models or any(supports_sdpa(x) for x in models)
 
 
 def _layouts_of(

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ...compiler import outside_of_graphs
 from ...functional import varlen_attention
 from ...layouts.protocol import Layout
+from ...torch_private import make_wrapper, without_torch_function
 from ..proof import Form
 from .dropout import rate_of
 
@@ -70,7 +71,7 @@ class PackedMask(Tensor):
 
     @classmethod
     def _empty(cls, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> PackedMask:
-        mask: PackedMask = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        mask: PackedMask = make_wrapper(cls, tuple(shape), dtype=dtype, device=device)
         return mask
 
     @outside_of_graphs
@@ -128,7 +129,7 @@ class PackedMask(Tensor):
         masks = [x for x in tensors if isinstance(x, PackedMask)]
         if _name_of(function) == "set":  # checkpointing sets requires_grad to False
             return None
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if not masks or _name_of(function) in _QUESTIONS | {"get"}:
                 return function(*args, **kwargs)
             if len(masks) == len(tensors):

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ...compiler import inline_only, is_compiling, outside_of_graphs
 from ...layouts.protocol import Layout
+from ...torch_private import version_of
 
 
 class PackedRow(NamedTuple):
@@ -52,7 +53,7 @@ class PaddedRun:
         """
         if mask.is_inference():  # it has no version, so in-place changes would not be noticed
             return mask
-        key = mask.data_ptr(), mask.shape, mask.stride(), mask._version, dtype  # checkpoints detach the mask
+        key = mask.data_ptr(), mask.shape, mask.stride(), version_of(mask), dtype  # checkpoints detach the mask
         found = self._additive.get(key)
         if found is None:
             *sizes, length = mask.shape

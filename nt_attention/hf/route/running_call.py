@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...layouts.protocol import Layout
+from ...torch_private import buffers_of, parameters_of
 from .. import families
+from ..transformers_private import attention_of
 from . import positions
 from .hand_packed import layout_of_lengths
 from .packed_row import counts_positions
@@ -64,11 +66,11 @@ class RunningCall(NamedTuple):
         name = type(self.model).__name__
         if self._is_of_transformers() and not families.routes_attention(self.model):
             raise ValueError(
-                f"{name} does not run its attn_implementation {self.model.config._attn_implementation!r}: load it with "
+                f"{name} does not run its attn_implementation {attention_of(self.model.config)!r}: load it with "
                 "'eager', and call nt_attention.patch(model)."
             )
         model_type = getattr(self.model.config, "model_type", None)
-        implementation = self.model.config._attn_implementation
+        implementation = attention_of(self.model.config)
         if model_type in NOT_SUPPORTED:
             raise ValueError(f"{name} passes arguments to its attention that {implementation!r} ignores: use 'sdpa'.")
         if model_type in NEED_EAGER and over != "eager":
@@ -82,11 +84,11 @@ class RunningCall(NamedTuple):
                 "position_ids that begin again with each sequence, or call nt_attention.patch(model)."
             )
         for path, module in self.model.named_modules() if self.names_sequences else ():
-            other = getattr(vars(module).get("config"), "_attn_implementation", None)
+            other = attention_of(vars(module).get("config"))
             if "Attention" in type(module).__name__ and isinstance(other, str) and not other.startswith(_OURS):
                 raise ValueError(
                     f"{path} of {name} has a config of its own, with the attention {other!r}, which would mix the "
-                    "sequences of a row: set its config._attn_implementation too, or call nt_attention.patch(model)."
+                    "sequences of a row: set_attn_implementation of that part too, or call nt_attention.patch(model)."
                 )
 
     def _is_of_transformers(self) -> bool:
@@ -183,7 +185,7 @@ def running_call() -> RunningCall | None:
     if _is_packed_by_patch(frame):
         return None
     while frame is not None:
-        if frame.f_code.co_name in _FRAMES:
+        if frame.f_code is _CALL or frame.f_code.co_name in _FRAMES:
             own = frame.f_locals
             if isinstance(owner := own.get("self"), PreTrainedModel):
                 if owner is not model and model is not None:
@@ -200,9 +202,9 @@ def running_call() -> RunningCall | None:
 
 # The names of functions whose frame has a model and the arguments of its call: those of torch, of the decorators of
 # transformers, and the forward.
-_FRAMES = {"_wrapped_call_impl", "_call_impl", "wrapper", "forward"}
-# Those of this package that run a model on a packed row.
-_PACKAGE = __package__.replace(".route", ".pack")  # of the functions that run a patched call
+_CALL: Any = cast(Any, nn.Module.__call__).__code__
+_FRAMES = {"wrapper", "forward"}
+_PACKAGE = __package__.replace(".route", ".pack")  # of the functions that run a model on a packed row
 _PACKED = {"_run_row", "_run_packed"}
 
 
@@ -246,7 +248,7 @@ def embeds_positions(model: nn.Module) -> bool:
         _has_table[model] = any(map(_is_table_of_positions, model.named_modules())) or any(
             _POSITIONS.fullmatch(name) and name != "position_ids" and isinstance(x, Tensor)
             for module in model.modules()
-            for name, x in [*vars(module).items(), *module._buffers.items(), *module._parameters.items()]
+            for name, x in [*vars(module).items(), *buffers_of(module).items(), *parameters_of(module).items()]
         )
     return _has_table[model]
 
