@@ -25,9 +25,6 @@ LENGTHS, KEY_LENGTHS = [5, 1, 17, 3], [2, 7, 13, 4]
 FORMS = ["nested", "layout", "offsets"]
 
 
-every_form = pytest.mark.parametrize("form", FORMS)
-
-
 slow_backend = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
 

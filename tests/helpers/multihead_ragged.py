@@ -291,10 +291,4 @@ def crop_mask(mask: Tensor, parts: Sequence[list[Tensor]]) -> list[Tensor]:
     return [x[..., : len(q), : len(k)] for x, q, k in zip(each, parts[0], parts[1], strict=True)]
 
 
-self_or_cross = pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-
-
-full_or_causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-
-
 with_and_without_weights = pytest.mark.parametrize("need_weights", [False, True], ids=["no weights", "weights"])

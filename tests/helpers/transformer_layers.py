@@ -44,9 +44,6 @@ IGNORED_WARNINGS = [
 BATCH_FIRST = pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])
 
 
-NORM_FIRST = pytest.mark.parametrize("norm_first", [True, False], ids=["norm-first", "norm-last"])
-
-
 MODES = ["train", "eval", "no-grad"]
 
 

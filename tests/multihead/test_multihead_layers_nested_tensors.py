@@ -51,9 +51,6 @@ def assert_same_as_one_at_a_time(ours, stock, *inputs, how, mode, masks=without_
             close(got, torch.autograd.grad(want, [*leaves, *stock.parameters()], incoming))
 
 
-NESTED_KINDS = pytest.mark.parametrize("how", ["jagged", "from-jagged", "strided"])
-
-
 @covering(
     {
         "how": ["jagged", "from-jagged", "strided"],
