@@ -79,9 +79,6 @@ def packed(model_type, by):
 PACKABLE = [(model_type, name) for model_type, name in EVERY if not tiny.per_sequence(name)]
 
 
-packable = pytest.mark.parametrize(("model_type", "name"), PACKABLE, ids=[name for _, name in PACKABLE])
-
-
 MASKS = {"no mask": {}, "a mask of ones": {"attention_mask": torch.ones(1, LAYOUT.total, dtype=torch.int64)}}
 
 

@@ -242,19 +242,6 @@ def test_packed_rows_of_families_not_in_the_table(model_type, how):
         torch.testing.assert_close(got, want, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize("how", PACKED_ARGUMENTS)
-def test_packed_rows_of_families_in_the_table(how):
-    for model_type, kind in (("mistral", "MistralForCausalLM"), ("gemma3_text", "Gemma3ForCausalLM")):
-        model = make(model_type, kind)
-        ids, layout = packed_batch()
-        want = one_at_a_time(model, ids, layout)
-        for over in ("sdpa", "eager"):
-            model.set_attn_implementation(nta.hf.register(over))
-            with torch.no_grad():
-                got = model(ids, **packed_arguments(layout, how))[0]
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
 MODELS_WITH_A_MASK_OF_THE_CALLER = {
     "llama": "LlamaModel",
     "bert": "BertModel",
