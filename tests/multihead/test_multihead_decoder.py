@@ -33,7 +33,6 @@ from transformer_layers import (
 
 pytestmark = IGNORED_WARNINGS
 
-
 DECODER_MASKS = {
     "none": {},
     "causal": {"tgt_mask": causal(LENGTH)},

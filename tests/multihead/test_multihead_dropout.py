@@ -33,7 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.Slo
 
 COPIES = 1000
 
-
 DROPOUT_CALLS: dict[str, dict[str, Any]] = {
     "weights": {},
     "no weights": {"need_weights": False},

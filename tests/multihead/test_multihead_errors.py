@@ -17,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.Slo
 
 X, Y = (2, 5, 6), (2, 4, 6)  # (N, L, E) and (N, S, E), for 3 heads
 
-
 INPUTS_THAT_DO_NOT_FIT: dict[str, tuple[tuple[int, ...], ...]] = {
     "query 1-D": ((6,), Y, Y),
     "query 4-D": ((1, *X), Y, Y),
@@ -36,7 +35,6 @@ INPUTS_THAT_DO_NOT_FIT: dict[str, tuple[tuple[int, ...], ...]] = {
     "unbatched, lengths": (X[1:], Y[1:], (3, 6)),
     "unbatched, width": ((5, 7), Y[1:], Y[1:]),
 }
-
 
 # a query's and a key's shape, and those of key_padding_mask and attn_mask
 MASKS_THAT_DO_NOT_FIT: dict[

@@ -11,11 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import nt_attention as nta
 
 EMBED, HEADS, LENGTHS, LENGTH, KEYS = 12, 3, [5, 2, 7], 7, 11
-
-
 PADDING = torch.arange(LENGTH) >= torch.tensor(LENGTHS)[:, None]
-
-
 MEMORY_PADDING = torch.arange(KEYS) >= torch.tensor([3, 11, 6])[:, None]
 
 

@@ -22,16 +22,9 @@ import nt_attention as nta
 from nt_attention.patch import NotPackedWarning
 
 LENGTHS, LENGTH, VOCABULARY = [7, 1, 13, 19], 23, 101
-
-
 COMMON = {"num_hidden_layers": 2, "intermediate_size": 41, "vocab_size": VOCABULARY, "num_labels": 2}
-
-
 BERT = {"hidden_size": 33, "num_attention_heads": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
 LLAMA = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0}
-
 
 HEADS = {
     BertModel: None,

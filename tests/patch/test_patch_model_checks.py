@@ -14,17 +14,9 @@ from torch import nn
 import nt_attention as nta
 
 LENGTHS, LENGTH = [7, 2, 13, 5], 17
-
-
 MASK = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
-
-
 FAMILIES = ("bert", "llama", "modernbert")
-
-
 ALL = [(model_type, name) for model_type, name in tiny.EVERY if model_type in FAMILIES]
-
-
 some_classes = pytest.mark.parametrize(("model_type", "name"), sweep_except(ALL, *ALL[::2]))
 every_class = pytest.mark.parametrize(("model_type", "name"), ALL, ids=lambda value: value)
 
