@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
 from nt_attention.hf.pack.packed_forward import PackedCall
+from nt_attention.hf.pack.routes import Packed, Unpatched
 from nt_attention.layouts import reading
 from nt_attention.patching.forwards import PatchedForward
 
@@ -137,9 +138,9 @@ def test_only_the_code_of_the_model_is_compiled():
         compiled = torch.compile(model, backend="eager", dynamic=True)
         for lengths in BATCHES:
             compiled(**batch_of(model, lengths))
-    parts = PatchedForward, PackedCall
+    parts = PatchedForward, PackedCall, Packed, Unpatched
     functions = [x for part in parts for x in vars(part).values() if isinstance(x, FunctionType)]
-    assert PackedCall._run_packed in functions
+    assert Packed.run in functions
     assert not [x for x in functions if _debug_get_cache_entry_list(x.__code__)]
 
 
