@@ -116,7 +116,7 @@ class SequenceLayout(Layout):
             padded_length=padded_length,
             _padded_index=padded_index,
             has_holes=has_holes,
-            _source=None if source is None or source.dtype != torch.int64 else (source, snapshot(source)),
+            _source=None if source is None or source.dtype != torch.int64 else (plain(source), snapshot(plain(source))),
             _handed_out={},
         )
 

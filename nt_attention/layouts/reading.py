@@ -155,9 +155,11 @@ def keep(
         state = _state(tensor, other)  # from before it is read
         value = build()
         if follows or None not in state:
-            entries = _kept.get(tensor)
-            if entries is None:
-                entries = _kept[tensor] = {}
+            entries = _kept[tensor] = {
+                name: entry
+                for name, entry in (_kept.get(tensor) or {}).items()
+                if entry.other is None or entry.other() is not None
+            }
             entries[key] = _Kept(state, None if other is None else weakref.ref(other), value)
     return value
 
@@ -179,7 +181,7 @@ class Facts:
     """What the host knows of a layout, and what is derived from it. It never changes, and nobody else has its tensors.
 
     Attributes:
-        host: (B+1,) int64, the offsets on the CPU.
+        host, numbers: (B+1,) int64, the offsets on the CPU, and the same in NumPy.
         device_offsets: (B+1,) int32, the same on the layout's device.
         first, total: the first offset, and the number of tokens after it.
         max_seqlen, min_seqlen, sum_of_squares: the maximum, the minimum and the sum of squares of the lengths.
@@ -189,7 +191,7 @@ class Facts:
 
     def __init__(self, host: Tensor, device_offsets: Tensor) -> None:
         self.host, self.device_offsets = host, device_offsets
-        numbers = on_host(host)
+        self.numbers = numbers = on_host(host)
         lengths = np.diff(numbers)
         self.first, self.total = int(numbers[0]), int(numbers[-1] - numbers[0])
         self.max_seqlen, self.min_seqlen = int(lengths.max(initial=0)), int(lengths.min()) if lengths.size else 0
@@ -239,7 +241,7 @@ class Facts:
             return False
         state = snapshot(offsets)
         if isinstance(state, bytes):
-            return state == on_host(self.host).astype(np.int32 if offsets.dtype == torch.int32 else np.int64).tobytes()
+            return state == self.numbers.astype(np.int32 if offsets.dtype == torch.int32 else np.int64).tobytes()
         return isinstance(state, tuple) and state[0] == 0  # its version
 
 
@@ -272,9 +274,10 @@ def read_offsets(offsets: Tensor) -> Facts:
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
+    if torch._C._are_functorch_transforms_active():
+        offsets = plain(offsets)
     facts: Facts | None = kept(offsets, "offsets")
     if facts is None:
-        offsets = plain(offsets)
         facts = _handed_out_with(offsets)
     if facts is None:
         check_offsets(offsets)

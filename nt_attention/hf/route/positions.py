@@ -85,11 +85,11 @@ def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: 
     entry = _find(position_ids, rows, layer, token_mask)
     if entry is not None:
         return entry.layout
-    return keep(position_ids, ("positions", rows), read, token_mask, follows=True).layout
+    return keep(position_ids, ("positions", rows, id(token_mask)), read, token_mask, follows=True).layout
 
 
 def _find(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> _Entry | None:
-    entry: _Entry | None = kept(position_ids, ("positions", rows), token_mask)
+    entry: _Entry | None = kept(position_ids, ("positions", rows, id(token_mask)), token_mask)
     # If they may change unnoticed, the first layer reads them again in each forward.
     may_change = any(x is not None and (x.is_inference() or is_replayed(x)) for x in (position_ids, token_mask))
     return None if entry is None or (may_change and layer in (None, entry.layer)) else entry
