@@ -9,32 +9,36 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    get_eval_frame_callback,
-    set_code_exec_strategy,
-    set_eval_frame,
-)
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 
+from .torch_private import (
+    PRE_DISPATCH,
+    FakeTensor,
+    count_dispatch_modes,
+    frame_callback,
+    is_dispatched,
+    is_jit_tracing,
+    is_mapped,
+    is_output_of_cuda_graph,
+    is_transformed,
+    proxy_mode,
+    set_frame_callback,
+    skip_frames,
+    unwrapped,
+)
+
 _F = TypeVar("_F", bound=Callable[..., Any])
-_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 TRACING = "tracing"  # see `active_compiler`
 
 
 def outside_of_graphs(function: _F) -> _F:
     """Break graphs at `function`, as `torch.compiler.disable` does, but without importing the compiler."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    return cast(_F, skip_frames(function, with_callees=True))
 
 
 def inline_only(function: _F) -> _F:
@@ -42,8 +46,7 @@ def inline_only(function: _F) -> _F:
 
     If it runs outside of graphs, the functions that it calls are compiled on their own.
     """
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-    return function
+    return cast(_F, skip_frames(function, with_callees=False))
 
 
 @inline_only
@@ -61,17 +64,17 @@ def active_compiler() -> Any:
 
     None without torch.compile. `TRACING` if torch.compile is tracing the caller: then it can't be used.
     """
-    return TRACING if torch.compiler.is_dynamo_compiling() else get_eval_frame_callback()
+    return TRACING if torch.compiler.is_dynamo_compiling() else frame_callback()
 
 
 @outside_of_graphs
 def compiled_by(compiler: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Call `function`, which `outside_of_graphs` would not compile. `compiler` is that of the code around it."""
-    before = set_eval_frame(compiler)
+    before = set_frame_callback(compiler)
     try:
         return function(*args)
     finally:
-        set_eval_frame(before)
+        set_frame_callback(before)
 
 
 @inline_only  # in a graph that starts here, the answer would always be yes
@@ -82,9 +85,7 @@ def is_tracing() -> bool:
 
 @inline_only
 def _is_in_make_fx() -> bool:
-    """The same as `get_proxy_mode() is not None`, but three times as fast."""
-    in_mode = torch._C._get_dispatch_mode(_PROXY_MODE) is not None
-    return in_mode or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    return (count_dispatch_modes() > 0 and proxy_mode() is not None) or is_dispatched(PRE_DISPATCH)
 
 
 @inline_only
@@ -96,9 +97,7 @@ def is_traced(tensor: object) -> bool:
 @inline_only
 def can_be_read(tensor: Tensor) -> bool:
     """Whether the host can read the values. It can't while tracing, on the meta device, or in function transforms."""
-    return not (
-        is_traced(tensor) or torch._C._is_tracing() or tensor.is_meta or torch._C._are_functorch_transforms_active()
-    )
+    return not (is_traced(tensor) or is_jit_tracing() or tensor.is_meta or is_transformed())
 
 
 EAGER, OBSERVED, TRACED = "eager", "observed", "traced"  # see `call_mode`
@@ -118,13 +117,13 @@ def call_mode(*tensors: Tensor) -> str:
     """
     if (
         torch.compiler.is_dynamo_compiling()
-        or torch._C._get_dispatch_mode(_PROXY_MODE) is not None
-        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or (count_dispatch_modes() > 0 and proxy_mode() is not None)
+        or is_dispatched(PRE_DISPATCH)
     ):
         return TRACED
-    if torch._C._is_tracing():
+    if is_jit_tracing():
         refuse_jit_trace()
-    is_seen = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    is_seen = count_dispatch_modes() > 0 or is_transformed()
     for x in tensors:
         if type(x) not in _PLAIN_TENSORS or x.is_meta:
             is_seen = True
@@ -175,13 +174,13 @@ def _driver() -> ctypes.CDLL:
 
 def is_replayed(tensor: Tensor) -> bool:
     """Whether it is an output of a CUDA graph of torch.compile. Replays write to it without changing its version."""
-    return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
+    return is_output_of_cuda_graph(tensor)
 
 
 @inline_only
 def is_in_jit_trace() -> bool:
     """Whether torch.jit.trace is tracing."""
-    return not torch.compiler.is_dynamo_compiling() and torch._C._is_tracing()
+    return not torch.compiler.is_dynamo_compiling() and is_jit_tracing()
 
 
 @inline_only
@@ -207,7 +206,7 @@ def check_readable(tensor: Tensor, name: str) -> None:
         ValueError: the tensor is on the meta device or a FakeTensor, or torch.vmap maps over it, or make_fx is tracing.
     """
     refuse_jit_trace()
-    if torch._C._are_functorch_transforms_active() and _is_mapped(tensor):
+    if is_transformed() and _is_mapped(tensor):
         raise ValueError(
             f"{name} has other values in each sample of torch.vmap, and a layout has the lengths of one batch: make "
             "the layout outside of vmap. A patched model runs outside of vmap, or after remove() of its handle."
@@ -225,10 +224,10 @@ def check_readable(tensor: Tensor, name: str) -> None:
 
 def _is_mapped(tensor: Tensor) -> bool:
     """Whether torch.vmap maps over a dimension of the tensor."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
+    while (inner := unwrapped(tensor)) is not tensor:
+        if is_mapped(tensor):
             return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = inner
     return False
 
 

@@ -6,6 +6,7 @@ of queries and keys, Dv that of values.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .compiler import EAGER, TRACED, call_mode, is_compiling
 from .kernels.adapters import Tensors
@@ -34,6 +34,7 @@ from .kernels.select import Choice, Explanation, can_choose_later, choose_for, e
 from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Layout
+from .torch_private import forward_ad_level, graph_break, is_any_autocast_enabled
 
 _NO_OPERATOR = (
     "no custom operator supports this call (it has mask_mod, score_mod or backend='flex', or a backend for inference "
@@ -121,7 +122,7 @@ def varlen_attention(
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
     if getattr(layout, "is_sharded", False):
-        from .distributed.custom_op import attention  # imports this file, and takes long
+        attention = importlib.import_module("nt_attention.distributed.custom_op").attention  # its import takes long
 
         sharded: Any = (layout, key_layout)
         more: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
@@ -305,7 +306,7 @@ def _check(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, opti
         if can_choose_later(spec, backend):
             return _Checked(spec, None, {})
         if is_compiling():
-            torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, so it runs outside of the graph")
+            graph_break(f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
             raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
     call = Call(arguments.layout, arguments.key_layout, None, spec, None, arguments.relative)
@@ -341,7 +342,7 @@ def _read(
         mode = call_mode(query, key, value)
         layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
-    if mode == TRACED or torch._C._is_any_autocast_enabled():
+    if mode == TRACED or is_any_autocast_enabled():
         # pools are not cast, which would copy them in each call
         query, key, value = autocast(query, key, value, to=key.dtype if is_paged else None)
     if relative is not None:
@@ -370,11 +371,11 @@ def _layouts(
             "To pack a padded batch, use SequenceLayout.from_attention_mask(mask).pack(padded)."
         )
     is_self = key_layout is None or key_layout is layout
-    if mode != EAGER or type(layout) is not SequenceLayout:
+    if mode != EAGER or type(layout) is not Layout:
         layout = SequenceLayout.require(layout, "layout")
     if is_self:
         return layout, layout
-    is_known = mode == EAGER and type(key_layout) is SequenceLayout
+    is_known = mode == EAGER and type(key_layout) is Layout
     if is_known or isinstance(key_layout, PagedLayout):
         return layout, key_layout
     return layout, SequenceLayout.require(key_layout, "key_layout")
@@ -402,10 +403,8 @@ def _unwrap(
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast; None if it is not enabled."""
-    if not is_compiling() and not torch._C._is_any_autocast_enabled():
-        return None
     # Compilers may not support is_autocast_available. The devices that they support have autocast, except for meta.
-    if device == "meta" or (not is_compiling() and not torch.amp.is_autocast_available(device)):
+    if device == "meta" or not (is_compiling() or torch.amp.is_autocast_available(device)):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -423,7 +422,7 @@ def autocast(*tensors: Tensor, to: torch.dtype | None = None) -> tuple[Tensor, .
 
 def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
     """Check what a call with a `PagedLayout` may not have."""
-    if needs_grad or forward_ad._current_level >= 0:
+    if needs_grad or forward_ad_level() >= 0:
         raise ValueError(
             "keys in pools are for inference, but query, key or value needs a gradient, or forward-mode AD is active: "
             "call varlen_attention in torch.no_grad(), or pass packed keys and a SequenceLayout."

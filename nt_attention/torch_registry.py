@@ -30,6 +30,7 @@ from .kernels.paged import forward as forward_in_pool
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Layout
+from .torch_private import FLASH_OPERATORS, schema_of
 
 NAME = "nt_attention"
 
@@ -71,7 +72,6 @@ class ActiveOperators:
 
     def remove(self) -> None:
         if self._library is not None:
-            self._library._destroy()
             self._library = None
 
 
@@ -87,8 +87,8 @@ def activate() -> ActiveOperators:
 def replace_operators(operators: FlashOperators, device: str) -> ActiveOperators:
     """Let `operators` run PyTorch's flash attention operators on tensors of a device type, "CUDA" or in tests "CPU"."""
     functions = operators.by_name()
-    if not hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
-        del functions["_flash_attention_forward_no_dropout_inplace"]  # newer than torch 2.11
+    if not hasattr(torch.ops.aten, FLASH_OPERATORS["forward_into"]):
+        del functions[FLASH_OPERATORS["forward_into"]]  # newer than torch 2.11
     for name, function in functions.items():
         check_signature(name, function)
     library = torch.library.Library("aten", "IMPL", device)
@@ -105,12 +105,12 @@ def check_signature(name: str, function: Callable[..., Any]) -> None:
     """
     operator = getattr(torch.ops.aten, name, None)
     parameters = inspect.signature(function).parameters.values()
-    arguments = [] if operator is None else operator.default._schema.arguments
+    arguments = [] if operator is None else schema_of(operator.default).arguments
     positional = [x.name for x in arguments if not x.kwarg_only]
     taken = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
     by_name = {x.name for x in arguments if x.kwarg_only}
     if positional != taken or not by_name <= {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}:
-        found = "does not exist" if operator is None else f"is {operator.default._schema}"
+        found = "does not exist" if operator is None else f"is {schema_of(operator.default)}"
         raise RuntimeError(
             f"aten::{name} {found} in torch {torch.__version__}, which nt_attention {NAME!r} does not support: call "
             "nt_attention.varlen_attention instead, or install a version of torch that is tested with nt_attention."
@@ -155,13 +155,7 @@ class FlashOperators:
 
     def by_name(self) -> dict[str, Callable[..., Any]]:
         """The functions by the names of their operators."""
-        return {
-            "_flash_attention_forward": self.forward,
-            "_flash_attention_forward_no_dropout_inplace": self.forward_into,
-            "_flash_attention_backward": self.backward,
-            "_scaled_dot_product_flash_attention": self.sdpa_forward,
-            "_scaled_dot_product_flash_attention_backward": self.sdpa_backward,
-        }
+        return {operator: getattr(self, name) for name, operator in FLASH_OPERATORS.items()}
 
     @_takes(_FORWARD, _IN_POOL)
     def forward(self, given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -276,7 +276,7 @@ def prepare(
 def _key_of(inputs: tuple[Tensor, ...], exchange: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
     """A cache key for a call on plain packed tensors without autocast. None for other calls."""
     is_plain = {type(x) for x in inputs} <= _PLAIN and not any(x.is_nested for x in inputs)
-    if not is_plain or torch._C._is_any_autocast_enabled():
+    if not is_plain or inputs[0].is_meta or torch.is_autocast_enabled(inputs[0].device.type):
         return None
     values = options.values()
     types = [(type(x), *map(type, x)) if isinstance(x, tuple) else type(x) for x in values]  # True == 1 == 1.0

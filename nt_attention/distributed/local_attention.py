@@ -21,6 +21,7 @@ from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
 from ..kernels.select import selection_key, warn_if_slow
 from ..layouts.known import SequenceLayout
+from ..torch_private import version_of
 
 
 @dataclass
@@ -160,12 +161,12 @@ class _SavedTensors(Saved):
 # The graph of a `_SavedGraph` keeps its tensors itself. With the hooks of a checkpoint, each backward of such a graph
 # would compute the forward of the checkpoint again, with its collectives, and not all ranks have as many.
 def _keep(x: Tensor) -> tuple[Tensor, int]:
-    return x, x._version
+    return x, version_of(x)
 
 
 def _kept(saved: tuple[Tensor, int]) -> Tensor:
     x, version = saved
-    if x._version != version:  # PyTorch does not compare them if there are hooks
+    if version_of(x) != version:  # PyTorch does not compare them if there are hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: query, "
             "key or value of attention with a ShardedLayout."

@@ -24,6 +24,7 @@ from ..layouts import nested
 from ..layouts.known import SequenceLayout, unwrap_each
 from ..layouts.protocol import Layout
 from ..layouts.reading import copy_of, creating_cached_tensors, tensor_of, to_device
+from ..torch_private import ragged_dim_of
 from .dtensor import check_in_backward, from_local
 from .local_attention import accumulation_dtype
 from .mesh import check_mesh
@@ -380,7 +381,7 @@ def _values_of_jagged(x: Tensor, layout: SequenceLayout, whose: str) -> tuple[Te
         raise TypeError("x is a strided NestedTensor: make it with layout=torch.jagged.")
     (unwrapped,) = unwrap_each(x=x, for_weights=False)
     _check_lengths("x", unwrapped.layout, layout, whose)
-    return unwrapped.values, x._ragged_idx  # type: ignore[attr-defined]
+    return unwrapped.values, ragged_dim_of(x)
 
 
 def _check_lengths(name: str, given: Layout, layout: Layout, whose: str) -> None:

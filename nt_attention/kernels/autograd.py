@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from ..compiler import EAGER, call_mode, is_compiling, is_tracing
 from ..layouts.protocol import Layout
+from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
 from . import adapters, flops, paged
 from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
@@ -45,7 +46,7 @@ def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Ca
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
-    needs_grad = call.spec.needs_grad or forward_ad._current_level >= 0
+    needs_grad = call.spec.needs_grad or forward_ad_level() >= 0
     if isinstance(backend, Backend) and backend.differentiable and not call.spec.paged:
         out, lse = backend.forward(*tensors, call)[:2]
     elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not call.spec.paged:
@@ -59,15 +60,13 @@ def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Ca
 
 def _run_with_gradients(kernel: Kernel, tensors: Tensors, call: Call) -> tuple[Any, ...]:
     relative = _relative_tensors(call)
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *relative)
-    ):
+    if forward_ad_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *relative)):
         # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
         raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
-    is_transformed = torch._C._are_functorch_transforms_active()
-    if is_tracing() and not is_transformed:  # in a graph, the custom operator itself is differentiable
+    in_transform = is_transformed()
+    if is_tracing() and not in_transform:  # in a graph, the custom operator itself is differentiable
         return kernel.forward(tensors, call)
-    function = _Attention if is_transformed else _EagerAttention
+    function = _Attention if in_transform else _EagerAttention
     call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
     return function.apply(*tensors, (kernel, call), *relative)
 
@@ -173,7 +172,7 @@ class _Attention(torch.autograd.Function):
 
 def _refuse_batch(grad: Tensor | None) -> None:
     """Raise an error for a gradient of `torch.autograd.grad(is_grads_batched=True)`."""
-    if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
+    if grad is not None and is_legacy_mapped(grad):
         raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
 
 

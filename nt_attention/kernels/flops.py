@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..compiler import is_traced
+from ..torch_private import dispatch_modes
 from .call_size import CallSize
 from .custom_ops import Arguments, call_of
 
@@ -20,7 +21,6 @@ from .custom_ops import Arguments, call_of
 def register() -> None:
     """Register the formulas, at the first call of an operator: importing the counter also imports Triton."""
     from torch.utils import flop_counter
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     formulas = {
         getattr(torch.ops.nt_attention, f"{name}_{direction}"): formula
@@ -29,7 +29,7 @@ def register() -> None:
     }
     for operator, formula in formulas.items():
         flop_counter.register_flop_formula(operator, get_raw=True)(formula)
-    for mode in _get_current_dispatch_mode_stack():  # active counters have a copy of the registry
+    for mode in dispatch_modes():  # active counters have a copy of the registry
         if isinstance(counter := getattr(mode, "counter", None), flop_counter.FlopCounterMode):
             counter.flop_registry.update({operator: flop_counter.flop_registry[operator] for operator in formulas})
 
@@ -42,7 +42,7 @@ def forward(*given: Any, out_val: Any) -> int:
 
 def backward(*given: Any, out_val: Any) -> int:
     """FLOPs of five matrix products: the scores again, and the gradients of weights, query, key and value."""
-    arguments = Arguments(*given[-len(Arguments._fields) :])  # those before them are not of the forward
+    arguments = Arguments(*given[-len(Arguments.__annotations__) :])  # those before them are not of the forward
     return 2 * _pairs(arguments) * (3 * arguments.query.shape[2] + 2 * arguments.value.shape[2])
 
 

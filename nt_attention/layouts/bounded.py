@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import CapturedGraph, captured_graph, check_readable, is_replayed
+from ..torch_private import version_of
 from .protocol import Layout
 from .protocol import LengthsUnknownError as LengthsUnknownError
 from .reading import INT32_MAX, Cache, creating_cached_tensors, keep, kept, plain
@@ -243,4 +244,4 @@ class BoundedLayout(Layout):
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version_of(tensor)

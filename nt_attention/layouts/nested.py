@@ -17,10 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
-from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compiler import is_compiling, is_tracing, refuse_jit_trace
+from ..torch_private import (
+    NestedTensor,
+    extremes_in_graph,
+    extremes_of,
+    make_nested,
+    nested_values_of,
+    ragged_dim_of,
+    share_version_counter,
+    without_torch_function,
+)
 from .reading import Facts, creating_cached_tensors, keep, read_offsets, to_device
 
 
@@ -41,7 +49,7 @@ class Parts(NamedTuple):
     rewrap: Callable[..., Tensor]
 
 
-_no_torch_function = torch._C.DisableTorchFunctionSubclass
+_no_torch_function = without_torch_function
 
 
 def are_nested(*tensors: object) -> list[bool]:
@@ -117,7 +125,7 @@ def wrap(
 
 def _unwrap_jagged(nested: Any, values: Tensor, name: str, read: dict[int, Facts]) -> Parts:
     """Unwrap a jagged NestedTensor. `read` maps the id of offsets to their facts, and may be extended."""
-    offsets, lengths, ragged_dim = nested._offsets, nested._lengths, nested._ragged_idx
+    offsets, lengths, ragged_dim = nested.offsets(), nested.lengths(), ragged_dim_of(nested)
     if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
             f"{name} is ragged in dimension {ragged_dim} of {values.dim() + 1}: pass (B, j, …) or (B, H, j, D), "
@@ -155,17 +163,17 @@ def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Parts, ...]:
                 f"{name} is a strided NestedTensor, which torch.compile does not support: make it with "
                 "layout=torch.jagged."
             )
-        if x._lengths is not None:
+        if x.lengths() is not None:
             raise ValueError(f"{name} has holes between its sequences: call contiguous() on it outside of the graph.")
         same = next((u for y, u in done if y is x), None)
-        offsets = next((u.offsets for y, u in done if y.size(y._ragged_idx) == x.size(x._ragged_idx)), None)
+        offsets = next((u.offsets for y, u in done if y.size(ragged_dim_of(y)) == x.size(ragged_dim_of(x))), None)
         done.append((x, same if same is not None else _unwrap_one_in_graph(x, offsets)))
     return tuple([u for _, u in done])
 
 
 def _unwrap_one_in_graph(nested: Any, same: Tensor | None) -> Parts:
-    values, offsets, ragged_dim = nested.values(), nested.offsets(), nested._ragged_idx
-    extremes = nested._maybe_min_seqlen, nested._maybe_max_seqlen
+    values, offsets, ragged_dim = nested.values(), nested.offsets(), ragged_dim_of(nested)
+    extremes = extremes_in_graph(nested)
 
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         dim = 1 if tokens_first else ragged_dim
@@ -179,7 +187,7 @@ def _unwrap_one_in_graph(nested: Any, same: Tensor | None) -> Parts:
 def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
     """`x.values()` of each NestedTensor, three times as fast and as one autograd node."""
     if not may_save or not torch.is_grad_enabled():
-        return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
+        return tuple([nested_values_of(x).detach() for x in nested])
     differentiable = [x for x in nested if x.requires_grad]
     values = iter(_Values.apply(*differentiable) if differentiable else ())
     return tuple([next(values) if x.requires_grad else _detached_values(x) for x in nested])
@@ -187,38 +195,7 @@ def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
 
 def _detached_values(nested: Any) -> Tensor:
     """The detached values, with the version counter of `nested`."""
-    return _share_version_counter(nested, nested._values.detach())
-
-
-def _share_version_counter(base: Tensor, alias: Tensor) -> Tensor:
-    """Set the version counter of `alias`, which shares the memory of `base`, to that of `base`, and return `alias`.
-
-    A NestedTensor and its values have separate version counters. If an operation saves one of them for its backward
-    pass, it does not notice an in-place change of the other, and the gradients are wrong. The result of `detach` has
-    the counter of its input. So `base.detach()` is called here in a mode in which it returns `alias`. Inference tensors
-    have no counter.
-    """
-    if alias.is_inference():
-        return alias
-    torch._C._push_on_torch_dispatch_stack(_ReturnInstead(alias))
-    try:
-        return base.detach()
-    finally:
-        torch._C._pop_torch_dispatch_stack(None)
-
-
-class _ReturnInstead(TorchDispatchMode):
-    """A dispatch mode under which every operator returns one tensor."""
-
-    def __init__(self, result: Tensor) -> None:
-        self.result = result  # super().__init__() is only needed in a with statement
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping adds a slow wrapper, and the mode is never used in compiled code
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        return self.result
+    return share_version_counter(nested, nested_values_of(nested).detach())
 
 
 class _Form(NamedTuple):
@@ -231,10 +208,7 @@ class _Form(NamedTuple):
 
     def wrap(self, values: Tensor) -> Tensor:
         """A detached NestedTensor with these `values`."""
-        with _no_torch_function():
-            nested = NestedTensor(values, self.offsets, lengths=self.lengths, _ragged_idx=self.ragged_dim)
-            nested._metadata_cache = dict(self.extremes)
-        return nested
+        return make_nested(values, *self)
 
 
 class _Values(torch.autograd.Function):
@@ -243,7 +217,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.forms = [_Form(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
+        ctx.forms = [_Form(x.offsets(), x.lengths(), ragged_dim_of(x), extremes_of(x)) for x in nested]
         return tuple([_detached_values(x) for x in nested])
 
     @staticmethod
@@ -264,7 +238,7 @@ class _Nested(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, form: _Form) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _share_version_counter(values, form.wrap(values.detach()))
+        return share_version_counter(values, form.wrap(values.detach()))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
@@ -280,23 +254,18 @@ def _jagged(
     """
     with _no_torch_function():
         values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
-        extremes = facts.cache.find_or_build(("extremes", max_seqlen), lambda: _extremes(max_seqlen, facts.min_seqlen))
+        extremes = facts.cache.find_or_build(("extremes", max_seqlen), lambda: _extremes(facts, max_seqlen))
         form = _Form(offsets, lengths, ragged_dim, extremes)
         if torch.is_grad_enabled() and values.requires_grad:
             return cast(Tensor, _Nested.apply(values, form))
         return form.wrap(values.detach())
 
 
-def _extremes(max_seqlen: int, min_seqlen: int) -> dict[str, Tensor]:
-    """The longest and shortest length, stored as NestedTensor stores them: as the sizes of empty tensors.
-
-    The sizes are marked as dynamic for torch.compile here, once for each layout.
-    """
-    sizes = {"max_seqlen": max_seqlen, "min_seqlen": min_seqlen}
-    extremes = {name: torch.empty(size, 0, device="cpu") for name, size in sizes.items()}
-    for x in extremes.values():
-        torch._dynamo.mark_dynamic(x, 0)
-    return extremes
+def _extremes(facts: Facts, max_seqlen: int) -> dict[str, Tensor]:
+    """The longest and shortest length, as NestedTensor stores them: as the sizes of empty tensors."""
+    offsets = facts.device_offsets
+    values = torch.empty(0, 0, device=offsets.device)
+    return dict(extremes_of(nested_tensor_from_jagged(values, offsets, None, 1, facts.min_seqlen, max_seqlen)))
 
 
 def _tokens_among_rows(

@@ -20,10 +20,18 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..compiler import check_readable, is_compiling, outside_of_graphs
 from ..operators import define
+from ..torch_private import (
+    count_dispatch_modes,
+    is_output_of_cuda_graph,
+    is_transformed,
+    unwrapped,
+    version_of,
+    without_dispatch_modes,
+    without_transforms,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,7 +120,7 @@ def snapshot(tensor: Tensor) -> object:
     of the same table is none. On other devices it has the version counter, which writes to `.data` do not increase. It
     is None if a change could not be seen: of inference tensors there, and of the outputs of CUDA graphs.
     """
-    if torch._C._is_cached_tensor(tensor):  # type: ignore[attr-defined]
+    if is_output_of_cuda_graph(tensor):
         return None
     if tensor.is_cpu:
         if tensor.is_contiguous():  # twice as fast as NumPy
@@ -121,7 +129,7 @@ def snapshot(tensor: Tensor) -> object:
             return tensor.numpy().tobytes()
     if tensor.is_inference():
         return None
-    return tensor._version, tensor.data_ptr(), tensor.numel()
+    return version_of(tensor), tensor.data_ptr(), tensor.numel()
 
 
 class _Kept(NamedTuple):
@@ -274,7 +282,7 @@ def read_offsets(offsets: Tensor) -> Facts:
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
-    if torch._C._are_functorch_transforms_active():
+    if is_transformed():
         offsets = plain(offsets)
     facts: Facts | None = kept(offsets, "offsets")
     if facts is None:
@@ -417,23 +425,20 @@ define(
 
 def no_modes() -> AbstractContextManager[Any]:
     """A context in which all dispatch modes are off."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return without_dispatch_modes() if count_dispatch_modes() else nullcontext()
 
 
 def creating_cached_tensors() -> AbstractContextManager[None]:
     """A context to make cached tensors in: without inference mode, gradients, dispatch modes and transforms."""
     is_plain = not (
-        torch.is_inference_mode_enabled()
-        or torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
+        torch.is_inference_mode_enabled() or torch.is_grad_enabled() or is_transformed() or count_dispatch_modes()
     )
     return nullcontext() if is_plain else _without_modes()  # it is often nested
 
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), no_modes():
+    with torch.inference_mode(False), torch.no_grad(), without_transforms(), no_modes():
         yield
 
 
@@ -447,13 +452,13 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor inside the wrappers of function transforms, whose values the host can't read."""
-    while isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while isinstance(tensor, Tensor) and (inner := unwrapped(tensor)) is not tensor:
+        tensor = inner
     return tensor
 
 
 def on_host(tensor: Tensor) -> Ints:
-    with torch._C._DisableFuncTorch():
+    with without_transforms():
         return plain(tensor).detach().cpu().numpy()
 
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..compiler import is_compiling
+from ..torch_private import forward_ad_level, is_transformed
 
 
 def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
@@ -20,7 +20,7 @@ def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: f
     It has its own autograd function, because `index_copy_` would save the values and return a view.
     """
     if not is_compiling():
-        is_derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        is_derived = is_transformed() or forward_ad_level() >= 0
         if not (is_derived or (values.requires_grad and torch.is_grad_enabled())):
             return _Scatter.forward(values, index, shape, value)  # `apply` takes 50 µs
         return cast(Tensor, _Scatter.apply(values, index, shape, value))

@@ -21,6 +21,7 @@ from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
 from ..layouts.protocol import Layout
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
+from ..torch_private import PARAMETERS, children_of, parameters_of
 from . import graphs
 from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs
@@ -237,7 +238,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             and not own["alibi"]
             and own["num_kv_heads"] == own["num_heads"]
             and own["head_dim"] * own["num_heads"] == own["embed_dim"]
-            and own.get("q_norm", self) is own.get("rotation", self) is self._parameters.get("sinks") is None
+            and own.get("q_norm", self) is own.get("rotation", self) is own[PARAMETERS].get("sinks") is None
         )
         return is_default or not self._extra_options()
 
@@ -300,14 +301,15 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError: the modules do not have parameters with the same names.
         """
-        given, wanted = ({name for name, x in module._parameters.items() if x is not None} for module in (of, to))
+        given, wanted = ({name for name, x in parameters_of(module).items() if x is not None} for module in (of, to))
         if given != wanted:
             raise ValueError(
                 f"only one of the two modules has the parameters {', '.join(sorted(given ^ wanted))}: if "
                 f"{type(of).__name__} is parametrized or pruned, first call parametrize.remove_parametrizations or "
                 "prune.remove."
             )
-        to._parameters.update({name: x for name, x in of._parameters.items() if name in to._parameters})
+        table = parameters_of(to)
+        table.update({name: x for name, x in parameters_of(of).items() if name in table})
         to.out_proj = of.out_proj
         to.train(of.training)
 
@@ -471,7 +473,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         reason = patched.padded_because
         if reason is None:
             reason = self._why_all_scores(query, key_padding_mask, attn_mask, need_weights is not False)
-        if reason is None or "parametrizations" in self._modules or not self._is_in_its_weights:
+        if reason is None or "parametrizations" in children_of(self) or not self._is_in_its_weights:
             return None
         if key_padding_mask is not None:
             patched.record(reason)

@@ -28,6 +28,7 @@ from ..patching.forwards import (
     override_forward,
 )
 from ..patching.handle import PatchHandle
+from ..torch_private import backward_hooks_of, forward_hooks_of, has_compiled_call
 from .changed_modules import why_not_packed_now
 from .layers import (
     DECODER_LAYER,
@@ -348,8 +349,7 @@ def _pack_both(model: nn.Transformer, call: _TransformerCall) -> tuple[PackedInp
 
 def _is_wrapped(stack: nn.Module) -> bool:
     """Whether a call of `stack` does more than its forward."""
-    hooks = stack._forward_hooks, stack._forward_pre_hooks, stack._backward_hooks, stack._backward_pre_hooks
-    return any(hooks) or stack._compiled_call_impl is not None
+    return any(forward_hooks_of(stack)) or any(backward_hooks_of(stack)) or has_compiled_call(stack)
 
 
 def _batch_first(module: nn.Module) -> bool:

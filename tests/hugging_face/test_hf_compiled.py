@@ -13,8 +13,6 @@ from nt_attention.hf.route import masks, positions
 from nt_attention.layouts import reading
 
 LENGTHS, LENGTH = [11, 4, 7], 11
-
-
 MODELS = {"llama": "LlamaForCausalLM", "bert": "BertModel", "mistral": "MistralForCausalLM"}
 
 
@@ -177,8 +175,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("case", MASKED)
+@covering({"case": MASKED, "backend": ["eager", "aot_eager"]})
 def test_masks_that_are_given_with_positions(case, backend):
     torch._dynamo.reset()
     stock, model = pair()
@@ -194,8 +191,9 @@ def test_masks_that_are_given_with_positions(case, backend):
     torch.testing.assert_close(got[is_token], want[is_token], rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("like_a_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "like_a_gpu"), [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, True)]
+)
 def test_two_packings_that_one_graph_computes(like_a_gpu, mode, monkeypatch):
     """Inductor reuses the buffer of the positions of the first call for those of the second."""
     torch._dynamo.reset()
@@ -242,7 +240,7 @@ def test_layers_that_run_alone_after_positions_were_changed():
 @pytest.mark.parametrize("with_offsets", [False, True])
 def test_layers_that_are_compiled_one_by_one_share_a_graph(with_offsets):
     torch._dynamo.reset()
-    model = tiny.make("llama", "LlamaModel", nta.hf.register(), num_hidden_layers=5)
+    model = tiny.make("llama", "LlamaModel", nta.hf.register(), num_hidden_layers=3)
     counter = CompileCounterWithBackend("eager")
     rows = [packed_row(lengths, with_offsets=with_offsets) for lengths in ROWS if 0 not in lengths]
     with torch.no_grad():

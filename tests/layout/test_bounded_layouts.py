@@ -304,6 +304,12 @@ class TestPackAndPad:
         assert layout.sequence_ids.min() >= 0
         assert layout.sequence_ids.max() < 2
 
+    @pytest.mark.parametrize(("max_seqlen", "max_tokens"), [(5, 8), (4, 12)])
+    def test_results_are_nan_if_a_bound_is_exceeded(self, max_seqlen, max_tokens):
+        layout = BoundedLayout(torch.tensor([0, 5, 10]), max_seqlen, max_tokens)
+        assert layout.pad(torch.randn(max_tokens, 3)).isnan().all()
+        assert layout.pack(torch.randn(2, max_seqlen, 3)).isnan().all()
+
 
 class TestCopies:
     @both_dtypes

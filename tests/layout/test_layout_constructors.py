@@ -177,3 +177,11 @@ def test_same_lengths():
     assert layout.same_lengths(SequenceLayout.from_offsets(layout.cu_seqlens))
     assert not layout.same_lengths(SequenceLayout.from_lengths([5, 1, 0, 7]))
     assert not layout.same_lengths(SequenceLayout.from_lengths([5, 0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("row", "has_holes"), [([1, 1, 0], False), ([0, 1, 1], False), ([1, 0, 1], True), ([1, 0, 0, 1], True)]
+)
+def test_holes_are_padding_between_tokens(row, has_holes):
+    mask = torch.tensor([[1] * len(row), row, [0] * len(row)])
+    assert SequenceLayout.from_attention_mask(mask).has_holes == has_holes

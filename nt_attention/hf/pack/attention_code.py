@@ -29,6 +29,7 @@ from ...layouts.reading import creating_cached_tensors
 from ...patching.forwards import Handle, override_forward
 from ..route.packed_mask import PackedMask, packed_mask_in
 from ..route.packed_row import current_row
+from ..transformers_private import bucket_of_t5
 from .deferred_scores import run_attention_module
 
 Adapter = Callable[..., Any]
@@ -158,7 +159,8 @@ def _gpt_neo(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) ->
 
 
 def _bloom(module: Any, mask: PackedMask, /, x: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    query, key, value = module._reshape(module.query_key_value(x))
+    parts = module.query_key_value(x).unflatten(-1, (module.num_heads, 3, module.head_dim))
+    query, key, value = (part.transpose(1, 2) for part in parts.unbind(-2))
     out = mask.attend(
         query,
         key,
@@ -267,7 +269,7 @@ def _t5_buckets(module: Any, device: torch.device) -> Tensor:
 
 def _t5_bucket(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> Tensor:
     """T5's bucket of each distance. `sizes`: whether both sides count, N, and the largest distance."""
-    bucket_of: Callable[..., Tensor] = module._relative_position_bucket
+    bucket_of = bucket_of_t5(module)
     if "bidirectional" in inspect.signature(bucket_of).parameters:  # a static method, in UMT5 it is not one
         return bucket_of(distance, **dict(zip(("bidirectional", "num_buckets", "max_distance"), sizes, strict=True)))
     return bucket_of(distance)

@@ -84,3 +84,11 @@ def is_packed(given: dict[str, Any]) -> bool:
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
         token_mask = mask[:, mask.shape[1] - length :] != 0
     return length > 1 and bool(starts(position_ids, token_mask).any())
+
+
+def mixed_rows_error(model: Any, reason: str) -> ValueError:
+    """The error for rows with several sequences that a model would mix. `reason`: why it would."""
+    return ValueError(
+        f"{type(model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that restart), and "
+        f"would mix them, because {reason}."
+    )

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...layouts.paged import merge_pages
 from ...layouts.protocol import Layout
+from ...torch_private import cpu_flash_backward, cpu_flash_forward
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances
@@ -34,8 +35,8 @@ from ..relative import RelativeBias
 MAX_GATHERED = 64  # rows and keys; from about 128 on, one call per tile is as fast and does not copy
 MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
 
-_run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_run_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_run = cpu_flash_forward
+_run_backward = cpu_flash_backward
 
 
 class Shape(NamedTuple):

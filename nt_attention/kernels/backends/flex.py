@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.protocol import Layout
+from ...torch_private import recompile_limit
 from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import checked_mask_mod, checked_score_mod
@@ -55,7 +56,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     # without rows past the end, because weights of 0 do not remove a NaN
     q = query[: layout.total].transpose(0, 1).unsqueeze(0)
     k, v = (x[: key_layout.total].transpose(0, 1).unsqueeze(0) for x in (key, value))
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+    with recompile_limit(_RECOMPILE_LIMIT):
         out, aux = _compiled()(
             *(q, k, v, _score_mod(call), _block_mask(call)),
             scale=spec.scale,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.protocol import Layout
+from ...torch_private import efficient_backward, efficient_forward
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..device import no_cuda
@@ -53,7 +54,7 @@ def _lse_index(layout: Layout) -> tuple[Tensor, int]:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     layout, _, _, spec, *_ = call
-    out, padded, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
+    out, padded, seed, offset, _, _ = efficient_forward(
         *_inputs(query, key, value, spec),
         *(None, *_sequences(call), spec.dropout_p, _mask_type(spec), True),
         scale=spec.scale,
@@ -74,7 +75,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     if rng_state is None or not spec.dropout_p:
         rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
     seed, offset = rng_state.unbind()
-    grads = torch.ops.aten._efficient_attention_backward(
+    grads = efficient_backward(
         *(grad.unsqueeze(0), *_inputs(query, key, value, spec), None, out.unsqueeze(0), *_sequences(call)),
         *(padded, spec.dropout_p, seed, offset, _mask_type(spec), False),
         scale=spec.scale,
