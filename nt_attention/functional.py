@@ -371,11 +371,11 @@ def _layouts(
             "To pack a padded batch, use SequenceLayout.from_attention_mask(mask).pack(padded)."
         )
     is_self = key_layout is None or key_layout is layout
-    if mode != EAGER or type(layout) is not Layout:
+    if mode != EAGER or type(layout) is not SequenceLayout:
         layout = SequenceLayout.require(layout, "layout")
     if is_self:
         return layout, layout
-    is_known = mode == EAGER and type(key_layout) is Layout
+    is_known = mode == EAGER and type(key_layout) is SequenceLayout
     if is_known or isinstance(key_layout, PagedLayout):
         return layout, key_layout
     return layout, SequenceLayout.require(key_layout, "key_layout")
