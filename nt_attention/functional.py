@@ -249,11 +249,12 @@ def plan(
     key_layout: Layout | PagedLayout | None = None,
     *,
     alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> PlannedCall:
     """Check a call of `varlen_attention` and choose its backend, without running it."""
-    return plan_arguments(_read(query, key, value, layout, key_layout, None), alibi_slopes, backend, options)
+    return plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
 
 
 def plan_arguments(
