@@ -7,6 +7,7 @@ of queries and keys, Dv that of values.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Unpack, get_type_hints
@@ -121,8 +122,8 @@ def varlen_attention(
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
     if getattr(layout, "is_sharded", False):
-        from .distributed.custom_op import attention  # imports this file, and takes long
-
+        # Whoever has a sharded layout has imported this module, which imports this file.
+        attention = sys.modules["nt_attention.distributed.custom_op"].attention
         sharded: Any = (layout, key_layout)
         more: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
         more |= {"backend": backend, "exchange": exchange, "options": options}
