@@ -7,6 +7,7 @@ of queries and keys, Dv that of values.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Unpack, get_type_hints
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .compiler import EAGER, TRACED, call_mode, is_compiling
-from .kernels.adapters import Tensors, is_direct
+from .kernels.adapters import Tensors
 from .kernels.autograd import run
 from .kernels.backend import Backend
 from .kernels.call import (
@@ -29,7 +30,7 @@ from .kernels.call import (
     describe,
 )
 from .kernels.relative import RelativeBias, check_relative, check_type
-from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
+from .kernels.select import Choice, Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Layout
@@ -121,8 +122,8 @@ def varlen_attention(
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
     if getattr(layout, "is_sharded", False):
-        from .distributed.custom_op import attention  # imports this file, and takes long
-
+        # Whoever has a sharded layout has imported this module, which imports this file.
+        attention = sys.modules["nt_attention.distributed.custom_op"].attention
         sharded: Any = (layout, key_layout)
         more: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
         more |= {"backend": backend, "exchange": exchange, "options": options}
@@ -175,7 +176,7 @@ def explain(
         ('reference', ('...softcap...',))
     """
     arguments = _read(query, key, value, layout, key_layout, relative)
-    spec = _check(arguments, alibi_slopes is not None, options)
+    spec = _spec(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
     if sinks is not None:
         check_sinks(sinks, arguments.tensors.query)
@@ -217,13 +218,14 @@ class PlannedCall(NamedTuple):
     rewrap: Callable[..., Tensor] | None
 
 
-class _Choice(NamedTuple):
-    """What depends on a call but not on the values of its tensors. It is cached with the layout."""
+class _Checked(NamedTuple):
+    """What depends on a call but not on the values of its tensors. It is cached with the layout.
+
+    `choice` is None if an operator selects the backend when a graph runs.
+    """
 
     spec: AttentionSpec
-    backend: Backend | str
-    head_dims: tuple[int, int] | None
-    is_direct: bool
+    choice: Choice | None
     prepared: PreparedRuns
 
 
@@ -247,25 +249,26 @@ def plan(
     key_layout: Layout | PagedLayout | None = None,
     *,
     alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> PlannedCall:
     """Check a call of `varlen_attention` and choose its backend, without running it."""
-    return plan_arguments(_read(query, key, value, layout, key_layout, None), alibi_slopes, backend, options)
+    return plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
 
 
 def plan_arguments(
     arguments: Arguments, slopes: Tensor | None, backend: str, options: Mapping[str, Any]
 ) -> PlannedCall:
-    """See `plan`. All layers of a model share one `_Choice`, which is cached with the layout."""
+    """See `plan`. All layers of a model share one `_Checked`, which is cached with the layout."""
     tensors, layout, key_layout, relative, needs_grad, mode, rewrap = arguments
     query, key, value = tensors
     is_paged = isinstance(key_layout, PagedLayout)
     if isinstance(options.get("window_size"), list):  # it can't be a part of a cache key
         options = {**options, "window_size": tuple(options["window_size"])}
-    choose = partial(_choose, arguments, slopes, backend, options)
+    check = partial(_check, arguments, slopes, backend, options)
     if mode == TRACED or options.get("score_mod") is not None or options.get("mask_mod") is not None:
-        choice = choose()  # the cache would keep score_mod and mask_mod alive as long as the layout
+        spec, choice, prepared = check()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
         cache_key = (
             *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
@@ -275,17 +278,19 @@ def plan_arguments(
             *(*selection_key(backend), *options.items(), *map(type, options.values())),  # 1 == True, but is no bool
         )
         try:
-            choice = layout.cached(cache_key, choose, None if is_paged or key_layout is layout else key_layout)
+            other = None if is_paged or key_layout is layout else key_layout
+            spec, choice, prepared = layout.cached(cache_key, check, other)
         except TypeError:  # an option can't be a part of a cache key, so it is wrong
-            choice = choose()
+            spec, choice, prepared = check()
     has_biases = slopes is not None or relative is not None
     if mode != TRACED and (has_biases or is_paged or not _fit(tensors, layout, key_layout)):
         _check_tensors_of_call(arguments, slopes)  # what is not in the cache key
-    call = Call(
-        *(layout, key_layout, slopes, choice.spec, choice.head_dims, relative),
-        *(None if has_biases else choice.prepared, choice.is_direct),
-    )
-    return PlannedCall(tensors, call, choice.backend, mode, rewrap)
+    call = Call(layout, key_layout, slopes, spec, None, relative)
+    if choice is None:
+        return PlannedCall(tensors, call, backend, mode, rewrap)
+    chosen, dims, direct = choice
+    call = call._replace(head_dims=dims, prepared=None if has_biases else prepared, is_direct=direct)
+    return PlannedCall(tensors, call, chosen, mode, rewrap)
 
 
 def _fit(tensors: Tensors, layout: Layout, key_layout: Layout) -> bool:
@@ -294,23 +299,22 @@ def _fit(tensors: Tensors, layout: Layout, key_layout: Layout) -> bool:
     return query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total
 
 
-def _choose(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Choice:
-    """Check a call, and choose its backend, or only a name if an operator chooses when the graph runs."""
-    spec = _check(arguments, alibi_slopes is not None, options)
+def _check(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Checked:
+    """Check a call and choose its backend."""
+    spec = _spec(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
     if arguments.mode == TRACED:
         if can_choose_later(spec, backend):
-            return _Choice(spec, backend, None, False, {})
+            return _Checked(spec, None, {})
         if is_compiling():
             graph_break(f"{_NO_OPERATOR}, so it runs outside of the graph")
         else:
             raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
     call = Call(arguments.layout, arguments.key_layout, None, spec, None, arguments.relative)
-    chosen, dims = choose_for(call, backend)
-    return _Choice(spec, chosen, dims, is_direct(chosen, call, dims), {})
+    return _Checked(spec, choose_for(call, backend), {})
 
 
-def _check(arguments: Arguments, alibi: bool, options: Mapping[str, Any]) -> AttentionSpec:
+def _spec(arguments: Arguments, alibi: bool, options: Mapping[str, Any]) -> AttentionSpec:
     """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
     relative, needs_grad = arguments.relative, arguments.needs_grad
     terms, relative_grad = ((), False) if relative is None else (relative.terms, needs_grad and relative.requires_grad)
@@ -368,11 +372,11 @@ def _layouts(
             "To pack a padded batch, use SequenceLayout.from_attention_mask(mask).pack(padded)."
         )
     is_self = key_layout is None or key_layout is layout
-    if mode != EAGER or type(layout) is not Layout:
+    if mode != EAGER or type(layout) is not SequenceLayout:
         layout = SequenceLayout.require(layout, "layout")
     if is_self:
         return layout, layout
-    is_known = mode == EAGER and type(key_layout) is Layout
+    is_known = mode == EAGER and type(key_layout) is SequenceLayout
     if is_known or isinstance(key_layout, PagedLayout):
         return layout, key_layout
     return layout, SequenceLayout.require(key_layout, "key_layout")

@@ -11,8 +11,9 @@ Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def is_direct(backend: Backend, call: Call, dims: tuple[int, int] | None) -> boo
     spec = call.spec
     return (
         dims == (spec.head_dim, spec.value_dim)
-        and not (backend.reads_past_end or backend.lower_right_only or spec.bounded or spec.paged)
+        and not (spec.paged or (backend.lower_right_only and spec.is_upper_left))
         and (backend.takes_fully_masked_rows or not spec.may_have_fully_masked_rows)
         and min(call.layout.total, call.key_layout.total) > 0
     )
@@ -52,6 +53,14 @@ def _runs_directly(call: Call, tensors: Tensors) -> bool:
     return query.stride(-1) == key.stride(-1) == value.stride(-1) == 1 and value.shape[0] == key.shape[0]
 
 
+def _keep(call: Call, key: tuple[Any, ...], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a prepared run for other tensors of this geometry."""
+    assert call.prepared is not None
+    if len(call.prepared) < MOST_PREPARED:
+        call.prepared[key] = run
+    return run
+
+
 def forward(
     backend: Backend, inputs: Tensors, call: Call, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -59,15 +68,26 @@ def forward(
 
     Rows past the layout's total are 0 and −inf. If the backend can write to `given` (T, H, Dv), that is `out`.
     """
-    query, key, value = inputs
     if call.prepared and (run := call.prepared.get(geometry(*inputs))) is not None:
         out, lse, *states = run(*inputs)
         return out, lse, states[0] if states else None
-    prepares = call.prepared is not None and backend.prepare_forward is not None
-    if given is None and not prepares and _runs_directly(call, inputs):
-        out, lse, *states = backend.forward(query, key, value, call)
-        lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
-        return out.contiguous(), lse, states[0] if states else None
+    if not _runs_directly(call, inputs):
+        return _adapted_forward(backend, inputs, call)
+    if call.prepared is not None and backend.prepare_forward is not None:
+        run = _keep(call, geometry(*inputs), backend.prepare_forward(*inputs, call))
+        out, lse, *states = run(*inputs)
+    elif given is not None and backend.takes_outputs:
+        out, lse, *states = backend.forward(*inputs, call, out=given)
+    else:
+        out, lse, *states = backend.forward(*inputs, call)
+    if out is not given:
+        out = out.contiguous()
+    lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
+    return out, lse, states[0] if states else None
+
+
+def _adapted_forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    query, key, value = inputs
     rows = query.shape[0]
     if (rewritten := rewrite(backend, query, key, value, call)) is not None:
         queries, keys, call = rewritten
@@ -83,19 +103,9 @@ def forward(
         out = query.new_zeros(rows, query.shape[1], value.shape[2])
         _fill_if_bounded(call, out, lse)
         return out, lse, state
-    query, key, value = contiguous_in_head_dim(*_pad_all(inputs, _head_dims(backend, call)))
-    is_adapted = rows > layout.total or query is not inputs.query or key is not inputs.key or value is not inputs.value
-    if call.prepared is not None and backend.prepare_forward is not None and not is_adapted:
-        run = backend.prepare_forward(query, key, value, call)
-        if len(call.prepared) < MOST_PREPARED:
-            call.prepared[geometry(*inputs)] = run
-        out, lse, *states = run(query, key, value)
-    elif given is not None and backend.takes_outputs and not is_adapted:
-        out, lse, *states = backend.forward(query, key, value, call, out=given)
-    else:
-        out, lse, *states = backend.forward(query, key, value, call)
-    if out is not given:
-        out = (out if out.shape[2] == spec.value_dim else out[..., : spec.value_dim]).contiguous()
+    padded = contiguous_in_head_dim(*_pad_all(inputs, _head_dims(backend, call)))
+    out, lse, *states = backend.forward(*padded, call)
+    out = (out if out.shape[2] == spec.value_dim else out[..., : spec.value_dim]).contiguous()
     lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
     if rows > layout.total:  # kernels do not write these rows
         out[layout.total :] = 0
@@ -116,15 +126,21 @@ def backward(
         return run(saved, *inputs)
     if backend.rng_on_host and saved.rng_state is not None:  # an operator returns it on the device of `out`
         saved = saved._replace(rng_state=saved.rng_state.cpu())
-    prepares = call.prepared is not None and backend.prepare_backward is not None
-    grad, grad_lse, out, _, _ = saved
-    is_plain = dq is None and grad_lse is None and call.relative is None
-    if is_plain and not prepares and _runs_directly(call, inputs):
-        assert backend.backward is not None
-        if grad.stride(-1) == out.stride(-1) == 1:
-            results = backend.backward(saved, *inputs, call)
-            return tuple([_with_strides_of(grad, x) for grad, x in zip(results, inputs, strict=True)])
-    given = (*saved, *inputs)
+    is_plain = saved.grad_lse is None and call.relative is None and saved.grad.stride(-1) == saved.out.stride(-1) == 1
+    if not (is_plain and _runs_directly(call, inputs)):
+        return _adapted_backward(backend, saved, inputs, call, dq)
+    if call.prepared is not None and backend.prepare_backward is not None:
+        run = _keep(call, geometry(*saved, *inputs), backend.prepare_backward(saved, *inputs, call))
+        return run(saved, *inputs)
+    assert backend.backward is not None
+    more = {"dq": dq} if dq is not None and backend.takes_outputs else {}
+    grads = backend.backward(saved, *inputs, call, **more)
+    return tuple([grad if grad is dq else _with_strides_of(grad, x) for grad, x in zip(grads, inputs, strict=True)])
+
+
+def _adapted_backward(
+    backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call, dq: Tensor | None
+) -> Gradients:
     saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
     inputs = Tensors(*contiguous_in_head_dim(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
@@ -139,14 +155,6 @@ def backward(
         # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
-    if prepares and backend.prepare_backward is not None and call.prepared is not None:
-        dims, lengths = (inputs.query.shape[2], inputs.value.shape[2]), tuple([len(x) for x in inputs])
-        is_same = all(x is y for x, y in zip(given, (*saved, *inputs), strict=True))
-        if is_same and totals == lengths and dims == _head_dims(backend, call):
-            run = backend.prepare_backward(saved, *inputs, call)
-            if len(call.prepared) < MOST_PREPARED:
-                call.prepared[geometry(*given)] = run
-            return run(saved, *inputs)
     dq = dq if len(inputs.query) == layout.total else None
     query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call, dq)
     grads = [

@@ -28,7 +28,7 @@ from .adapters import Tensors
 from .backend import BackwardInputs
 from .call import OPTIONS, SCHEMA, AttentionSpec, Call, PreparedRuns, check_slopes, from_schema, schema_values
 from .relative import TERMS, RelativeBias, check_relative, check_type
-from .select import Selection, choose_for, select_again, select_in_operator, selection_key
+from .select import Choice, select_again, select_in_operator, selection_key
 
 _T = TypeVar("_T")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
@@ -170,18 +170,18 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     empty = query.new_empty(0, dtype=torch.int64)
     if arguments.table is not None:
         call = _paged_call(arguments)
-        out, lse = paged.forward(choose_for(call, arguments.backend)[0], query, key, value, call)
+        out, lse = paged.forward(select_in_operator(call, arguments.backend).backend, query, key, value, call)
         return out, lse, empty, empty.clone()
 
-    def select(call: Call) -> tuple[Selection, Tensor]:
-        chosen = select_in_operator(call, arguments.backend)
+    def select(call: Call) -> tuple[Choice, Tensor]:
+        choice = select_in_operator(call, arguments.backend)
         if call.spec.bounded:
-            return chosen, empty
-        return chosen, torch.tensor([chosen.number], device="cpu")
+            return choice, empty
+        return choice, torch.tensor([registry.number_of(choice.backend)], device="cpu")
 
     key_of_choice = ("forward", *selection_key(arguments.backend))
-    call, (chosen, selected) = _cached_call(arguments, key_of_choice, select)
-    out, lse, state = adapters.forward(chosen.backend, inputs, call._replace(head_dims=chosen.head_dims))
+    call, ((backend, dims, direct), selected) = _cached_call(arguments, key_of_choice, select)
+    out, lse, state = adapters.forward(backend, inputs, call._replace(head_dims=dims, is_direct=direct))
     return out, lse, empty if state is None else state.to(out.device), selected.clone()
 
 
@@ -190,13 +190,13 @@ def _backward(*given: Any) -> _Gradients:
     inputs = Tensors(*arguments[:3])
     _check_saved(saved, inputs)
     if arguments.bounds:
-        call, chosen = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
+        call, choice = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
     else:
         number = int(selected)
         since = ("backward", number, registry.state.version)
-        call, chosen = _cached_call(arguments, since, lambda call: select_again(call, number))
-    call = call._replace(head_dims=chosen.head_dims)
-    query, key, value, *of_biases = adapters.backward(chosen.backend, saved, inputs, call)
+        call, choice = _cached_call(arguments, since, lambda call: select_again(call, number))
+    call = call._replace(head_dims=choice.head_dims, is_direct=choice.is_direct)
+    query, key, value, *of_biases = adapters.backward(choice.backend, saved, inputs, call)
     return query, key, value, of_biases
 
 

@@ -15,6 +15,7 @@ from torch.nn.attention import current_flash_attention_impl
 from .._warnings import warn
 from ..layouts.bounded import LengthsUnknownError
 from . import cost_model, registry, support
+from .adapters import is_direct
 from .backend import Backend
 from .call import AttentionSpec, Call
 from .call_size import CallSize
@@ -146,10 +147,22 @@ def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Bac
     return expected
 
 
-def choose_for(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | None]:
-    """The backend of `choose`, and the head dims (D, Dv) with which it is called."""
-    chosen = choose(call.spec, CallSize.of(call), backend)
-    return chosen, support.head_dims(chosen, call.spec)
+class Choice(NamedTuple):
+    """The backend that was selected for a call, and the fields of `Call` that follow from it."""
+
+    backend: Backend
+    head_dims: tuple[int, int] | None
+    is_direct: bool
+
+    @classmethod
+    def of(cls, backend: Backend, call: Call) -> Choice:
+        dims = support.head_dims(backend, call.spec)
+        return cls(backend, dims, is_direct(backend, call, dims))
+
+
+def choose_for(call: Call, backend: str) -> Choice:
+    """The backend of `choose` for a call with layouts."""
+    return Choice.of(choose(call.spec, CallSize.of(call), backend), call)
 
 
 def choose(spec: AttentionSpec, size: CallSize, backend: str = "auto", *, in_graph: bool = False) -> Backend:
@@ -220,16 +233,8 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
     )
 
 
-class Selection(NamedTuple):
-    """A backend that was selected for a call: its number, by which the backward finds it, and `Call.head_dims`."""
-
-    number: int
-    backend: Backend
-    head_dims: tuple[int, int] | None
-
-
-def select_in_operator(call: Call, name: str) -> Selection:
-    """Select a backend in an operator, for "auto" or a name."""
+def select_in_operator(call: Call, name: str) -> Choice:
+    """`choose_for` in an operator, when a graph runs."""
     chosen = choose(call.spec, CallSize.of(call), name, in_graph=True)
     if not (chosen.has_operators or call.spec.paged):
         raise ValueError(
@@ -238,11 +243,11 @@ def select_in_operator(call: Call, name: str) -> Selection:
         )
     if chosen.is_reference:
         warn_if_slow(call, name)
-    return Selection(registry.number_of(chosen), chosen, support.head_dims(chosen, call.spec))
+    return Choice.of(chosen, call)
 
 
-def select_again(call: Call, number: int) -> Selection:
-    """The backend of a number that `select_in_operator` returned.
+def select_again(call: Call, number: int) -> Choice:
+    """The backend with this number, which `select_in_operator` has selected for the forward.
 
     Raises:
         ValueError: It was removed, or it cannot run this call, for example because a graph that was recorded without
@@ -252,7 +257,7 @@ def select_again(call: Call, number: int) -> Selection:
     if not _can_run(backend, call.spec):
         why = " ".join(_reasons(backend, call.spec))
         raise ValueError(f"{backend.name} cannot run this call: {why} Record the graph with gradients.")
-    return Selection(number, backend, support.head_dims(backend, call.spec))
+    return Choice.of(backend, call)
 
 
 def selection_key(backend: str) -> tuple[object, ...]:

@@ -62,7 +62,10 @@ def patch_stack(name: str, stack: Stack, handle: PatchHandle, padding_free: bool
         return False
     patch_layers(stack.layers, kind, handle, padding_free)
     if padding_free:
-        override_forward(stack, functools.partial(_encoder if is_encoder else _decoder, handle), handle)
+        forward = (
+            functools.partial(_encoder, handle) if is_encoder else functools.partial(_decoder, handle, _run_decoder)
+        )
+        override_forward(stack, forward, handle)
     how = "packed at the entry, padded at the exit" if padding_free else "takes NestedTensors"
     layers = f"{len(stack.layers)} layer{'s' if len(stack.layers) > 1 else ''}"
     handle.change(name, f"nn.{stock.__name__} of {layers}, {how}")
@@ -95,9 +98,8 @@ def patch_layer(name: str, layer: Layer, handle: PatchHandle) -> bool:
         handle.leave(name, f"{reason} Only its attention is replaced.")
         return False
     patch_layers([layer], kind, handle, padding_free=True, in_stack=False)
-    override_forward(
-        layer, functools.partial(_lone_encoder_layer if is_encoder else _lone_decoder_layer, handle), handle
-    )
+    decoder = functools.partial(_decoder, handle, _run_decoder_layer)
+    override_forward(layer, functools.partial(_lone_encoder_layer, handle) if is_encoder else decoder, handle)
     description = f"nn.{kind.stock.__name__}, packed at the entry, padded at the exit"
     handle.change_layers("", {name.removeprefix(".") or "model": description})
     return True
@@ -210,31 +212,24 @@ class _DecoderCall(NamedTuple):
 
 
 def _decoder(
-    handle: PatchHandle, decoder: nn.TransformerDecoder, original: Callable[..., Tensor], *args: Any, **kwargs: Any
+    handle: PatchHandle,
+    run: Callable[..., Tensor],
+    module: nn.Module,
+    original: Callable[..., Tensor],
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """The forward of a patched decoder."""
-    call = _DecoderCall(*args, **kwargs)
-    if call.tgt.is_nested or call.memory.is_nested:
-        out = _nested_decoder(handle, decoder, call)
-        return original(*args, **kwargs) if out is None else out
-    packed = _pack(handle, decoder, *call.inputs, reason=call.not_packed_because)
-    if packed is None:
-        return original(*args, **kwargs)
-    target, memory = packed
-    return target.restore(_run(handle, _run_decoder, decoder, target.is_causal, target, memory))
-
-
-def _lone_decoder_layer(
-    handle: PatchHandle, layer: nn.TransformerDecoderLayer, original: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> Tensor:
-    """The forward of a patched decoder layer that is in no decoder."""
+    """The forward of a patched decoder, or of a patched decoder layer that is in none. `run` runs it packed."""
     call = _DecoderCall(*args, **kwargs)
     is_nested = call.tgt.is_nested or call.memory.is_nested
-    packed = None if is_nested else _pack(handle, layer, *call.inputs, reason=call.not_packed_because)
+    if is_nested and isinstance(module, nn.TransformerDecoder):
+        out = _nested_decoder(handle, module, call)
+        return original(*args, **kwargs) if out is None else out
+    packed = None if is_nested else _pack(handle, module, *call.inputs, reason=call.not_packed_because)
     if packed is None:
         return original(*args, **kwargs)
     target, memory = packed
-    return target.restore(_run(handle, _run_decoder_layer, layer, target.is_causal, target, memory))
+    return target.restore(_run(handle, run, module, target.is_causal, target, memory))
 
 
 class _TransformerCall(NamedTuple):

@@ -126,9 +126,10 @@ def with_known_lengths(call):
     same = call.key_layout is call.layout
     keyless = layouts[1].min_seqlen == 0
     spec = dataclasses.replace(call.spec, bounded=False, equal_lengths=same, keyless=keyless)
-    call = call._replace(layout=layouts[0], key_layout=layouts[0] if same else layouts[1], spec=spec, prepared=None)
+    key_layout = layouts[0] if same else layouts[1]
+    call = call._replace(layout=layouts[0], key_layout=key_layout, spec=spec, prepared=None, is_direct=False)
     with select.automatic_choice():
-        backend, dims = select.choose_for(call, "auto")
+        backend, dims, _ = select.choose_for(call, "auto")
     return backend, call._replace(head_dims=dims)
 
 
