@@ -39,6 +39,13 @@ from .user_code import own_code_of, replaced_functions
 from .whole_twin import whole_fields
 
 SHIPPED = Path(__file__).parent / "proofs"
+PACKAGE = Path(__file__).parents[2]
+# The files of nt_attention on which a proof depends: those that prove, and those that run in a packed call of a twin.
+DEPENDS_ON = (
+    "hf/prove/*.py", "hf/prove/*.json", "hf/pack/*.py", "hf/route/*.py", "hf/families.py", "hf/proof.py",
+    "hf/transformers_private.py", "functional.py", "compiler.py", "torch_private.py", "layouts/*.py", "kernels/*.py",
+    "kernels/backends/*.py", "patching/*.py",
+)  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 _made: dict[str, Proof] = {}
@@ -203,7 +210,7 @@ def cache_directory() -> Path:
     given = os.environ.get("NT_ATTENTION_CACHE")
     if not given:
         given = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nt_attention")
-    return Path(given) / "proofs" / _own_digest()
+    return Path(given) / "proofs" / digest_of_code()
 
 
 def _read(file: Path) -> Proof | None:
@@ -236,7 +243,7 @@ def as_fields(proof: Proof) -> dict[str, Any]:
 def _code_of(function: Any) -> list[Any]:
     """What a function does: its code, its defaults, and the variables around it."""
     if str(getattr(function, "__module__", "")).partition(".")[0] == "nt_attention":
-        return [function.__module__, function.__qualname__]  # _own_digest stands for its code
+        return [function.__module__, function.__qualname__]  # digest_of_code stands for its code
     code = getattr(function, "__code__", None)
     if code is None:
         return [str(function)]
@@ -285,9 +292,9 @@ def _digest_of(file: str, changed_at: int, size: int) -> str:
 
 
 @functools.cache
-def _own_digest() -> str:
-    """A hash of the code that packs and proves."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+def digest_of_code(package: Path = PACKAGE) -> str:
+    """A hash of the files in a directory of nt_attention on which a proof depends."""
+    files = sorted(file for pattern in DEPENDS_ON for file in package.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
