@@ -34,7 +34,8 @@ from ..proof import Proof
 from ..transformers_private import attention_of
 from .parts import is_of_layers, marks_of, name_of, parts_of
 from .prover import prove
-from .twin import changed_numbers, flags_of, new_model, twin_config
+from .twin import changed_numbers, flags_of, new_model
+from .twin_config import twin_config
 from .user_code import own_code_of, replaced_functions
 from .whole_twin import whole_fields
 

@@ -33,7 +33,8 @@ from ..route.rope import scales_by_length
 from . import diagnosis
 from .trial_batch import LENGTHS, LONG_PACKED_ROW, LONG_ROW, LONGEST_PACKED_ROW, LONGEST_ROW, Batch, special_ids
 from .trial_draws import Draws
-from .twin import VOCABULARY, padding_of, vocabulary_of
+from .twin import padding_of, vocabulary_of
+from .twin_config import VOCABULARY
 
 UNPATCHED_IS_WRONG = "without the patch"  # the reason begins with it if padded batches are wrong even then
 # The largest error, relative to the largest value. Many models compute norms in float32 even if they are in float64.
