@@ -38,12 +38,12 @@ def is_known(module: str) -> bool:
     return module.partition(".")[0] in _KNOWN
 
 
-def own_code_of(model: nn.Module) -> OwnCode:
+def user_code_of(model: nn.Module) -> UserCode:
     """The code of a model and its config that is not from known packages, and functions replaced in transformers."""
     classes = {class_of(module) for module in model.modules()} | {type(getattr(model, "config", None))}
     classes = {each for each in classes if not is_of_layers(each)}
     functions = [x for name, _, x in replaced_functions(classes) if is_known(name) and _is_replacement(x, name)]
-    return OwnCode.of({base for each in classes for base in each.__mro__ if not is_known(base.__module__)}, functions)
+    return UserCode.of({base for each in classes for base in each.__mro__ if not is_known(base.__module__)}, functions)
 
 
 def replaced_functions(classes: set[type]) -> Iterator[tuple[str, str, Any]]:
@@ -84,7 +84,7 @@ def _imported_by(module: str) -> frozenset[str]:
 
 
 @dataclass
-class OwnCode:
+class UserCode:
     """What the code of some classes reads.
 
     Attributes:
@@ -109,7 +109,7 @@ class OwnCode:
         return bool(self._done)
 
     @classmethod
-    def of(cls, classes: set[type], functions: Iterable[FunctionType] = ()) -> OwnCode:
+    def of(cls, classes: set[type], functions: Iterable[FunctionType] = ()) -> UserCode:
         """Read the code of classes and functions, and of what it calls outside of known packages."""
         code = cls(set(classes))
         for kind in classes:

@@ -29,13 +29,13 @@ from .twin_config import (
     of_layer,
     shrink,
 )
-from .user_code import OwnCode, leaves_of
+from .user_code import UserCode, leaves_of
 
 _FEW_IDS = 32_768  # if tables for the largest ids have too many parameters
 LARGEST_TABLES = 40_000_000  # parameters of the embeddings, and of an output layer
 
 
-def whole_fields(config: Any, code: OwnCode) -> dict[str, Any]:
+def whole_fields(config: Any, code: UserCode) -> dict[str, Any]:
     """All fields of a config that a model of a class with code of its own may read."""
     left_out = SWITCHES | (NAMES - code.names)
     return {name: value for name, value in config.to_dict().items() if name not in left_out}
@@ -79,7 +79,7 @@ def _halved(fields: dict[str, Any]) -> dict[str, Any]:
     return halves
 
 
-def build_whole_twin(original: PreTrainedModel, code: OwnCode, dtype: torch.dtype) -> PreTrainedModel:
+def build_whole_twin(original: PreTrainedModel, code: UserCode, dtype: torch.dtype) -> PreTrainedModel:
     """As `build_twin`, with the model's own config if it is small. If not, with smaller widths, and fewer heads.
 
     Raises:
@@ -106,7 +106,7 @@ def _fewer_ids(fields: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
     return fewer
 
 
-def _whole_attempts(config: Any, code: OwnCode) -> Iterator[dict[str, Any]]:
+def _whole_attempts(config: Any, code: UserCode) -> Iterator[dict[str, Any]]:
     """The fields of the configs of a whole twin to try: all of the model, or those with smaller widths."""
     fields = whole_fields(config, code)
     if fields.get("pad_token_id") is None:
