@@ -35,7 +35,7 @@ from .parts import is_of_layers, marks_of, name_of, parts_of
 from .prover import prove
 from .twin import changed_numbers, flags_of, new_model
 from .twin_config import twin_config
-from .user_code import UserCode, replaced_functions, user_code_of
+from .user_code import digest_of, replaced_functions, user_code_of
 from .whole_twin import whole_fields
 
 SHIPPED = Path(__file__).parent / "proofs"
@@ -230,11 +230,26 @@ def as_fields(proof: Proof) -> dict[str, Any]:
     return {name: x for name, x in dataclasses.asdict(proof).items() if x != getattr(Proof(), name)}
 
 
-def _code_of(function: Any) -> list[str]:
+def _code_of(function: Any) -> list[Any]:
     """What a function does: its code, its defaults, and the variables around it."""
     if str(getattr(function, "__module__", "")).partition(".")[0] == "nt_attention":
         return [function.__module__, function.__qualname__]  # digest_of_code stands for its code
-    return sorted(UserCode.of(set(), [function]).values) if inspect.isfunction(function) else [str(function)]
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return [str(function)]
+    defaults = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    variables = [[name, _variable(value)] for name, value in defaults]
+    variables += [_variable(cell.cell_contents) for cell in function.__closure__ or ()]
+    return [code.co_qualname, code.co_firstlineno, _digest(code.co_filename) or digest_of(code), variables]
+
+
+def _variable(value: Any) -> Any:
+    """A variable that a function uses from the function around it, such as the class that `super()` uses."""
+    if inspect.isfunction(value):
+        return _code_of(value)
+    if not isinstance(value, type) and type(value).__module__ in sys.stdlib_module_names and _ADDRESS in repr(value):
+        value = type(value)  # such as dataclasses.MISSING
+    return name_of(value) if isinstance(value, type) else repr(value)
 
 
 def _file_of(kind: type) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...graphs.cache import CapturedCalls
+from ...patching.handle import PatchHandle
 from .. import families
 from ..families import Family
 from ..pack.change_model import make_padding_free, set_attention
@@ -41,26 +41,10 @@ class NeedsPackage(NotProven):
     """A layer can keep packed sequences apart only with a package that is not installed."""
 
 
-class _Handle:
-    """A handle for a twin: a call that does not run packed is an error."""
+class _Handle(PatchHandle):
+    """The handle of a patched twin: a call that does not run packed is an error."""
 
-    active = True
-    graphs: CapturedCalls | None = None
-    mesh = None
-
-    def __init__(self) -> None:
-        self.undo: list[Callable[[], None]] = []
-
-    def change(self, name: str, description: str) -> None: ...
-    def change_layers(self, name: str, layers: dict[str, str]) -> None: ...
-    def leave(self, name: str, reason: str) -> None: ...
-
-    def on_remove(self, undo: Callable[[], None]) -> None:
-        self.undo.append(undo)
-
-    def count(self, reason: str | None) -> None: ...
-
-    def fall_back(self, reason: str, what: str = "this call") -> None:
+    def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
         raise NotProven(f"can't run packed: {reason}")
 
 
@@ -117,16 +101,11 @@ class Runs:
 
     @contextmanager
     def _patched(self, proof: Proof) -> Iterator[None]:
-        handle = _Handle()
-        try:
+        with _Handle(type(self.twin).__name__) as handle:
             if families.routes_attention(self.twin):
                 set_attention(self.twin, handle)
             make_padding_free(self.twin, proof, self.family, handle, "padded", "always")
             yield
-        finally:
-            handle.active = False
-            while handle.undo:
-                handle.undo.pop()()
 
     def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof) -> Any:
         with self._patched(proof), torch.no_grad():

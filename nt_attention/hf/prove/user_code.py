@@ -140,7 +140,7 @@ class UserCode:
     def _read_function(self, function: FunctionType) -> None:
         names = self._read_code(function.__code__)
         where = f"{function.__module__}.{function.__qualname__}"
-        self.values.add(f"{where} is {_digest(function.__code__)}")
+        self.values.add(f"{where} is {digest_of(function.__code__)}")
         for number, value in enumerate(function.__defaults__ or ()):
             self._add(f"{where} {number}", value, names)
         for name, value in (function.__kwdefaults__ or {}).items():
@@ -223,8 +223,9 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
             yield inner
 
 
-def _digest(code: CodeType) -> str:
-    constants = [_digest(x) if isinstance(x, CodeType) else _constant(x) for x in code.co_consts]
+def digest_of(code: CodeType) -> str:
+    """A hash of what a function does, but for the values of its variables."""
+    constants = [digest_of(x) if isinstance(x, CodeType) else _constant(x) for x in code.co_consts]
     return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()[:16]
 
 
