@@ -581,7 +581,8 @@ def test_the_code_that_runs_in_a_proof_is_part_of_its_key():
         sys.setprofile(None)
     files = {Path(file).relative_to(store.PACKAGE) for file in ran if file.startswith(str(store.PACKAGE))}
     covered = {file.relative_to(store.PACKAGE) for pattern in store.DEPENDS_ON for file in store.PACKAGE.glob(pattern)}
-    assert {str(file) for file in files - covered} <= {"operators.py", "_warnings.py", "__init__.py"}
+    without_effect = {"operators.py", "_warnings.py", "__init__.py", "graphs/cache.py"}  # a twin has no graphs
+    assert {str(file) for file in files - covered} <= without_effect
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"other": 1}', "[]", "null"])
