@@ -1,4 +1,4 @@
-"""Support for compilers and tracers: is one tracing, `TracedLayout` for its graph, and functions that break graphs.
+"""Support for compilers and tracers: is one tracing, and functions that break graphs.
 
 Dimensions: B sequences, N rows.
 """
@@ -100,15 +100,36 @@ def can_be_read(tensor: Tensor) -> bool:
     return not (is_traced(tensor) or is_jit_tracing() or tensor.is_meta or is_transformed())
 
 
+EAGER, OBSERVED, TRACED = "eager", "observed", "traced"  # see `call_mode`
+
+
 @inline_only
-def is_observed(*tensors: Tensor) -> bool:
-    """Whether calls must go through custom operators: for a compiler, mode, transform or tensor subclass."""
-    return (
+def call_mode(*tensors: Tensor) -> str:
+    """Who sees a call with these tensors. It is asked once in each call.
+
+    Returns:
+        TRACED: the call becomes a part of a graph, and values are not known. The first tensor decides that, outside of
+            compilers and tracers. OBSERVED: a dispatch mode, function transform or tensor subclass must see an
+            operator. EAGER: nobody; kernels can be called directly.
+
+    Raises:
+        RuntimeError: torch.jit.trace is tracing.
+    """
+    if (
         torch.compiler.is_dynamo_compiling()
-        or count_dispatch_modes() > 0
-        or is_transformed()
-        or any(type(x) not in _PLAIN_TENSORS or x.is_meta for x in tensors)
-    )
+        or (count_dispatch_modes() > 0 and proxy_mode() is not None)
+        or is_dispatched(PRE_DISPATCH)
+    ):
+        return TRACED
+    if is_jit_tracing():
+        refuse_jit_trace()
+    is_seen = count_dispatch_modes() > 0 or is_transformed()
+    for x in tensors:
+        if type(x) not in _PLAIN_TENSORS or x.is_meta:
+            is_seen = True
+    if not is_seen:
+        return EAGER
+    return TRACED if isinstance(tensors[0], (FakeTensor, Proxy)) else OBSERVED
 
 
 def is_captured(tensor: Tensor) -> bool:
@@ -208,66 +229,6 @@ def _is_mapped(tensor: Tensor) -> bool:
             return True
         tensor = inner
     return False
-
-
-class TracedLayout:
-    """A `SequenceLayout` in a graph of torch.compile, torch.export or make_fx. It has offsets, but no lengths.
-
-    When the graph runs, its operators read and check the lengths, once for each offsets tensor. After a graph break,
-    eager code may receive a `TracedLayout`. Its other attributes then read the offsets.
-    """
-
-    knows_lengths: ClassVar[bool] = True  # they are known when the graph runs
-    bounds: tuple[int, int] | None = None
-    _read_offsets: ClassVar[Callable[..., Any]]  # SequenceLayout.from_offsets, outside of graphs; set by layout.py
-
-    def __init__(self, offsets: Tensor, max_seqlen: int | None = None) -> None:
-        """`max_seqlen` is the bound that was passed to `from_offsets`."""
-        self.offsets = self.cu_seqlens = self.operator_offsets = offsets  # operators take int32 and int64
-        self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
-        self.arguments: tuple[int | None, ...] = (max_seqlen,)  # of `from_offsets`, after the offsets
-
-    @property
-    def _safe_offsets(self) -> Tensor:
-        return self.offsets
-
-    def __getattr__(self, name: str) -> Any:
-        if not is_traced(self.offsets) and not name.startswith("__"):
-            return getattr(TracedLayout._read_offsets(self.offsets, *self.arguments), name)
-        if name == "min_seqlen":
-            return 0
-        raise AttributeError(f"{name} needs the lengths, which are not known in a graph: read it outside of the graph.")
-
-    def cached(self, key: object, build: Any, other: object = None) -> Any:
-        return build()
-
-    def same_lengths(self, other: object) -> bool:
-        return self is other
-
-    def check_rows(self, values: Tensor, name: str) -> None:
-        if values.device != self.device:
-            raise ValueError(f"{name} is on {values.device} and the layout on {self.device}.")
-
-    def check_keys(self, key: Tensor, value: Tensor) -> None:
-        for name, x in (("key", key), ("value", value)):
-            self.check_rows(x, name)  # the operator checks the number of rows
-
-    def check_saved(self) -> None:
-        """Does nothing: the backward operator checks whether the offsets were changed."""
-
-    def extended(self, extra: int) -> TracedLayout:
-        longer = self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device)
-        return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
-
-    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        row = torch.arange(rows, device=self.device)
-        found = torch.searchsorted(self.offsets, row, right=True) - 1
-        sequence = found.clamp(max=self.offsets.shape[0] - 2)
-        return sequence, row - self.offsets[sequence]
-
-    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
-        past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
-        return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
 
 
 class TracedShardedLayout:

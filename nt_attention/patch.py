@@ -67,9 +67,10 @@ def patch(
             padding them costs the memory that packing saves. "padded" always pads them.
         packing: "auto" runs a Hugging Face model on the padded batch where that takes less time: on Hopper GPUs
             (measured on an H200), if the batch is so small that the device waits for the host. This is decided from
-            shapes, before the mask is read, and `handle.calls` counts these calls. Outputs, loss and gradients are
-            those of a packed call, and the model may return a cache. Inputs at padding must be valid. "always" packs
-            every batch. So do CPUs, other GPUs, compiled models, encoder-decoders and modules of `torch.nn`.
+            shapes, before the mask is read, and `handle.calls` counts these calls. Outputs are 0 at padding, and logits
+            have the form of `logits`, as in a packed call. All else is as without the patch, such as a loss that
+            counts labels at padding. "always" packs every batch. So do CPUs, other GPUs, compiled models,
+            encoder-decoders and modules of `torch.nn`.
         on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
             such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
             packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a

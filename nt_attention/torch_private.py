@@ -117,6 +117,7 @@ is_legacy_mapped = _find("torch._C._functorch.is_legacy_batchedtensor", lambda t
 unwrapped = functools.partial(torch.func.debug_unwrap, recurse=False)
 pytree = _find("torch.utils._pytree")
 is_jit_tracing = _find("torch.jit.is_tracing")
+is_any_autocast_enabled = _find("torch._C._is_any_autocast_enabled", lambda: True)
 
 
 # Autograd

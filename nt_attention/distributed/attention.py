@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import autocast, check_sinks, check_tensors, varlen_attention
+from ..functional import autocast, check_sinks, varlen_attention
 from ..kernels.autograd import with_sinks
-from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes
+from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes, check_tensors
 from .exchange import Exchange
 from .exchange_heads import Heads, HeadsExchange
 from .exchange_keys import KeysExchange, KeysPlan, Schedule, slopes_of

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import functional
 from ..compiler import TracedShardedLayout, is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
@@ -185,5 +184,3 @@ define(
 torch.library.register_autograd(
     "nt_attention::sharded_forward", _differentiate, setup_context=_setup_context, lib=LIBRARY
 )
-for _layout in (ShardedLayout, TracedShardedLayout):
-    functional.register_sharded(_layout, attention)

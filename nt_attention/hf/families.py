@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..torch_private import children_of, inside_compiled, parameters_of
 from .proof import Positions
 from .transformers_private import can_set_attention
@@ -32,7 +32,7 @@ def _pool_big_bird(base: Any, first: Tensor) -> Tensor | None:
     return base.activation(base.pooler(first)) if base.pooler is not None else None
 
 
-def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: SequenceLayout) -> Tensor | None:
+def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor | None:
     """The embeddings (1, T, E) of a packed row. ESM-2 scales them by the share of masked tokens in a sequence."""
     embeddings = base.embeddings
     if not embeddings.token_dropout:
@@ -48,7 +48,7 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
 
 
 Pool = Callable[[Any, Tensor], Tensor | None]
-Embed = Callable[[Any, Tensor, Tensor, SequenceLayout], Tensor | None]
+Embed = Callable[[Any, Tensor, Tensor, Layout], Tensor | None]
 
 
 @dataclass(frozen=True)

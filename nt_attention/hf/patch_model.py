@@ -21,13 +21,13 @@ from ..patching.forwards import Handle, override_forward, replacement_of
 from ..torch_private import inside_compiled
 from . import families
 from .pack.change_model import attention_modules, make_padding_free, set_attention
-from .pack.packed_forward import Logits, PackingMode, is_planned_by_head, planned_by_head
+from .pack.packed_forward import Logits, PackingMode
 from .pack.sharded_packing import why_not_sharded
 from .proof import Proof
 from .prove.store import proof_of
 from .prove.twin import new_model
 from .route.attention import attention, is_stock
-from .route.packed_row import counts_positions
+from .route.packed_row import counts_positions, is_unpatched, running
 from .route.rope import scales_by_length
 from .transformers_private import ATTENTION, attention_of
 
@@ -110,14 +110,14 @@ def _run_padded(
 
     `names` are the names of the model's arguments. Syncs with the device once for each mask.
     """
-    if is_planned_by_head(model):  # the model around it has counted the call
+    if is_unpatched(model):  # the model around it has counted the call
         return original(*args, **kwargs)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     masks = [x for name, x in given.items() if name.endswith("attention_mask") and isinstance(x, Tensor)]
     if any(mask.dim() == 2 and _has_padding(mask) for mask in masks):
         handle.fall_back(reason)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
-    with planned_by_head(*(parts if masks else ())):
+    with running(unpatched=tuple(parts if masks else ())):
         return original(*args, **kwargs)
 
 
@@ -129,7 +129,7 @@ def _run_expanded(
     if not expansion or expansion["attend"] or positions is None:
         return original(features, *args, **kwargs)
     handle.fall_back("its query_expansion has attend=False, which reads states at positions that attention_mask hides")
-    with planned_by_head(*(part for part in module.modules() if isinstance(part, PreTrainedModel))):
+    with running(unpatched=tuple(part for part in module.modules() if isinstance(part, PreTrainedModel))):
         return original(features, *args, **kwargs)
 
 

@@ -19,7 +19,7 @@ from ..graphs.cache import CapturedCalls, CudaGraphs
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
 from ..torch_private import PARAMETERS, children_of, parameters_of
 from . import graphs
@@ -324,8 +324,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        layout: SequenceLayout | Any | None = None,
-        key_layout: SequenceLayout | Any | None = None,
+        layout: Layout | Any | None = None,
+        key_layout: Layout | Any | None = None,
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
     ) -> tuple[Any, Tensor | None]:
@@ -400,7 +400,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if patched is not None and inputs.layouts is None and key_padding_mask is not None:
             patched.record(reason)
         if reason is None:
-            inputs = inputs.pack().without_rows_past_end()
+            inputs = inputs.pack() if inputs.layouts is None else inputs
+            if torch.is_grad_enabled() and not inputs.is_sharded:
+                inputs = inputs.without_rows_past_end()
             out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
             if out is not None:
                 return inputs.convert_back(out, None, average_attn_weights)
@@ -548,11 +550,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def _config(self) -> AttentionConfig:
         bias_k = self.bias_k
-        options = {name: getattr(self, name) for name in _SCORE_OPTIONS}
-        options["sinks"] = self.sinks
-        options["alibi_slopes"] = alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None
-        options["dropout_p"] = self.dropout if self.training else 0.0
-        options["backend"] = self.backend
+        options = {
+            **{"window_size": self.window_size, "softcap": self.softcap, "scale": self.scale, "sinks": self.sinks},
+            "alibi_slopes": alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None,
+            **{"dropout_p": self.dropout if self.training else 0.0, "backend": self.backend},
+        }
         return AttentionConfig(options, bias_k, None if bias_k is None else self.bias_v, self.add_zero_attn)
 
     @property

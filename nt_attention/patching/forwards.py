@@ -217,6 +217,8 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     `__wrapped__` alone is not enough, because a function with this attribute may not call the function it names. So
     every function in the chain of wrappers must come from a package in `_WRAPPERS`.
     """
+    if isinstance(forward, PatchedForward):
+        forward = forward.original
     if isinstance(forward, functools.partial) and forward.func is kind.forward:  # a hot path: `PatchedForward.original`
         if "<locals>" in kind.__qualname__:  # a cache would keep the class
             return _replacement_of(_links(kind.forward), kind)

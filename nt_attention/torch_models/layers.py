@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..modules.multihead import VarlenMultiheadAttention
 from ..patching.forwards import PatchedForward, override_forward, replacement_of
 from ..patching.handle import PatchHandle
@@ -153,7 +153,7 @@ def _encoder_layer(
     layer: nn.TransformerEncoderLayer,
     original: Callable[..., Tensor],
     src: Tensor,
-    src_mask: Tensor | SequenceLayout | None = None,
+    src_mask: Tensor | Layout | None = None,
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
@@ -167,7 +167,7 @@ def _decoder_layer(
     original: Callable[..., Tensor],
     tgt: Tensor,
     memory: Tensor,
-    tgt_mask: Tensor | SequenceLayout | None = None,
+    tgt_mask: Tensor | Layout | None = None,
     memory_mask: Any = None,
     tgt_key_padding_mask: Tensor | None = None,
     memory_key_padding_mask: Tensor | None = None,
@@ -180,7 +180,7 @@ def _decoder_layer(
     return run_decoder_layer(layer, tgt, memory, tgt_mask, memory_mask, tgt_is_causal)
 
 
-def run_encoder_layer(layer: nn.TransformerEncoderLayer, x: Tensor, layout: SequenceLayout, is_causal: bool) -> Tensor:
+def run_encoder_layer(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout, is_causal: bool) -> Tensor:
     """Run a layer on packed `x` (T, E)."""
     x = _add_block(layer, layer.norm1, x, lambda x: _attend(layer, x, layout, is_causal))
     return _add_block(layer, layer.norm2, x, lambda x: _feed_forward(layer, x, layer.dropout2))
@@ -190,8 +190,8 @@ def run_decoder_layer(
     layer: nn.TransformerDecoderLayer,
     x: Tensor,
     memory: Tensor,
-    layout: SequenceLayout,
-    memory_layout: SequenceLayout,
+    layout: Layout,
+    memory_layout: Layout,
     is_causal: bool,
 ) -> Tensor:
     """Run a layer on packed `x` (T, E) and packed `memory` (S, E)."""
@@ -209,7 +209,7 @@ def _add_block(layer: _Layer, norm: nn.Module, x: Tensor, block: Callable[[Tenso
     return x + block(norm(x)) if layer.norm_first else norm(x + block(x))
 
 
-def _attend(layer: _Layer, x: Tensor, layout: SequenceLayout, is_causal: bool) -> Tensor:
+def _attend(layer: _Layer, x: Tensor, layout: Layout, is_causal: bool) -> Tensor:
     return layer.dropout1(layer.self_attn(x, x, x, is_causal=is_causal, layout=layout)[0])
 
 

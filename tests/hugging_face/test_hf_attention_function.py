@@ -4,14 +4,12 @@ import pytest
 import torch
 from attention_function import (
     LENGTHS,
-    MODELS,
     MODULE,
     SMALL,
     WINDOWS,
     Grouped,
     call,
     expected,
-    first,
     layout_of,
     make,
     positions_of,
@@ -22,38 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
 from nt_attention.hf.route.attention import attention
-
-
-@pytest.mark.parametrize("over", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
-def test_registered_model_on_a_packed_row(name, over):
-    model = make(name)
-    ids = [torch.randint(101, (1, length)) for length in LENGTHS]
-    want = torch.cat([first(model(x)) for x in ids], 1)
-    model.set_attn_implementation(nta.hf.register(over))
-    layout = nta.SequenceLayout.from_lengths(LENGTHS)
-    got = model(
-        torch.cat(ids, 1),
-        position_ids=layout.position_ids.unsqueeze(0),
-        cu_seq_lens_q=layout.cu_seqlens,
-        cu_seq_lens_k=layout.cu_seqlens,
-        max_length_q=12,
-        max_length_k=12,
-        use_cache=False,
-    )
-    torch.testing.assert_close(first(got), want, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("over", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
-def test_registered_model_on_a_padded_batch(name, over):
-    model = make(name)
-    model.set_attn_implementation(over)
-    ids = torch.randint(101, (4, 12))
-    mask = (torch.arange(12) < torch.tensor(LENGTHS)[:, None]).long()
-    want = first(model(ids, attention_mask=mask))
-    model.set_attn_implementation(nta.hf.register(over))
-    assert torch.equal(first(model(ids, attention_mask=mask)), want)
 
 
 def test_window_sinks_and_scale_arguments():
@@ -93,7 +59,6 @@ SHAPES = {
     "narrow values": {"value_dim": 5},
     "wide values": {"value_dim": 13, "kv_heads": 3},
 }
-
 
 OPTIONS = {
     "nothing": ({}, {}),
@@ -255,13 +220,13 @@ def test_other_keywords_are_ignored():
 
 
 def test_bypass_mask():
-    from nt_attention.hf.route.attention import bypass_mask
+    from nt_attention.hf.route.packed_mask import bypass_mask
 
     q, k, v = random_states()
-    got = call(q, k, v, bypass_mask(q.device), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)
+    got = call(q, k, v, bypass_mask(layout_of(LENGTHS)), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)
     torch.testing.assert_close(got, expected(q, k, v, LENGTHS, is_causal=True))
     q, k, v = random_states(length=1)
-    got = call(q, k, v, bypass_mask(q.device), module=Grouped(), cu_seq_lens_q=layout_of([1]).cu_seqlens)
+    got = call(q, k, v, bypass_mask(layout_of([1])), module=Grouped(), cu_seq_lens_q=layout_of([1]).cu_seqlens)
     torch.testing.assert_close(got, expected(q, k, v, [1]))
 
 

@@ -5,27 +5,19 @@ import tiny
 import torch
 
 import nt_attention as nta
-from nt_attention.hf.route.packed_row import PackedRow, running_row
+from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.hf.route.rope import rotate_per_sequence
 from nt_attention.layouts.known import SequenceLayout
 
 LENGTHS, LENGTH, TRAINED = [7, 23, 13, 2, 19], 29, 11
-
-
 MASK = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
-
-
 GROUPED = tiny.GROUPED["head_dim"] // 2
-
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
-
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": TRAINED, "factor": 3.0,
     "short_factor": [1.0 + 0.1 * i for i in range(GROUPED)], "long_factor": [1.5 + 0.3 * i for i in range(GROUPED)],
 }  # fmt: skip
-
 
 KINDS = {
     "llama dynamic": ("llama", "LlamaForCausalLM", TRAINED, DYNAMIC),
@@ -103,7 +95,7 @@ def test_rotate_per_sequence_runs_neighbours_of_unscaled_lengths_together(monkey
 
     monkeypatch.setattr(type(rotary), "forward", counted)
     layout = SequenceLayout.from_lengths([7, 11, 2, 19, 19, 3])
-    with running_row(PackedRow(layout, layout.position_ids[None], 19)):
+    with running(row=PackedRow(layout, layout.position_ids[None], 19)):
         cosines, sines = rotate_per_sequence(rotary, rotary.forward, torch.zeros(1), layout.position_ids[None])
     assert asked == [20, 38, 3]
     assert cosines.shape == sines.shape == (1, layout.total, 16)

@@ -24,6 +24,7 @@ from ...compiler import outside_of_graphs
 from ...kernels.alibi import alibi_slopes
 from ...kernels.relative import RelativeBias
 from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ...layouts.reading import creating_cached_tensors
 from ...patching.forwards import Handle, override_forward
 from ..route.packed_mask import PackedMask, packed_mask_in
@@ -299,13 +300,13 @@ def _llama4(
     return module.o_proj(_merged(out)), None
 
 
-def _in_chunks(layout: SequenceLayout, size: int) -> SequenceLayout:
+def _in_chunks(layout: Layout, size: int) -> Layout:
     """The layout in which each chunk of up to `size` tokens of a sequence is a sequence."""
     if layout.max_seqlen <= size:
         return layout
 
-    def build() -> SequenceLayout:
-        lengths = layout.host_offsets.diff().tolist()
+    def build() -> Layout:
+        lengths = layout.host.diff().tolist()
         chunks = [min(size, length - begin) for length in lengths for begin in range(0, length, size)]
         return SequenceLayout.from_lengths(chunks, device=layout.device)
 

@@ -85,7 +85,7 @@ class BoundedPacking(Packing):
         flat = row * self.length + positions
         token = self.token[flat]
         if nearest:
-            first = self.layout.offsets[:-1, None].clamp(max=self.layout.total - 1)
+            first = self.layout.safe_offsets[:-1, None].clamp(max=self.layout.total - 1)
             found = self.mask.any(1, keepdim=True).expand_as(flat)
             token = torch.maximum(token, first)
         else:

@@ -40,7 +40,7 @@ def rotate_per_sequence(
     if row is None or not _by_length(_type_of(rotary, layer_type)):
         return original(x, position_ids, **options)
     parts, end = [], 0
-    lengths = row.layout.host_offsets.diff().tolist()
+    lengths = row.layout.host.diff().tolist()
     for scaled_length, neighbours in itertools.groupby(lengths, lambda length: scaled_for(rotary, length, layer_type)):
         begin, end = end, end + sum(neighbours)
         fixed = _with_fixed_frequencies(rotary, scaled_length, layer_type, x.device)

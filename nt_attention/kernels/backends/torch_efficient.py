@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ...torch_private import efficient_backward, efficient_forward
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
@@ -32,7 +32,7 @@ def _mask_type(spec: AttentionSpec) -> int:
 
 def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int]:
     layout, key_layout = call[:2]
-    return layout.cu_seqlens, key_layout.cu_seqlens, layout.max_seqlen, key_layout.max_seqlen
+    return layout.device_offsets, key_layout.device_offsets, layout.max_seqlen, key_layout.max_seqlen
 
 
 def _batch(x: Tensor, heads: int, groups: int) -> Tensor:
@@ -45,7 +45,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
     return tuple(_batch(x, heads, groups) for x in (query, key, value))
 
 
-def _lse_index(layout: SequenceLayout) -> tuple[Tensor, int]:
+def _lse_index(layout: Layout) -> tuple[Tensor, int]:
     """(T,) the index of each token in the padded lse (B · L) of a head, and L."""
     length = -(-layout.max_seqlen // _ROWS) * _ROWS
     build = lambda: layout.sequence_ids * length + layout.position_ids  # noqa: E731

@@ -61,7 +61,7 @@ def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int, float, bool]:
         checked = bounds.check(layout, key_layout)
         offsets = (checked.cu_seqlens, checked.key_cu_seqlens)
     else:
-        offsets = (layout.cu_seqlens, key_layout.cu_seqlens)
+        offsets = (layout.device_offsets, key_layout.device_offsets)
     return (*offsets, longest(layout), longest(key_layout), spec.dropout_p, spec.is_causal)
 
 
