@@ -2,9 +2,11 @@
 
 import json
 import random
+import shutil
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import planted
@@ -542,6 +544,45 @@ def test_new_proof_is_said_and_kept(caplog, cache, monkeypatch):
     monkeypatch.setattr(store, "_made", {})  # as in a new process
     monkeypatch.setattr(store, "make", None)
     assert f"proof kept in {cache}" in str(nta.patch(model))
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A copy of the package's files."""
+    return shutil.copytree(store.PACKAGE, tmp_path / "nt_attention", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+@pytest.mark.parametrize(
+    ("file", "is_part"),
+    [
+        ("hf/prove/trial.py", True),
+        ("hf/pack/packed_forward.py", True),
+        ("hf/route/attention.py", True),
+        ("functional.py", True),
+        ("layouts/known.py", True),
+        ("kernels/backends/cpu.py", True),
+        ("hf/trainer.py", False),
+        ("cli/check.py", False),
+    ],
+)
+def test_kept_proofs_are_of_the_code_that_made_them(package, file, is_part):
+    before = store.digest_of_code(package)
+    store.digest_of_code.cache_clear()
+    (package / file).write_text((package / file).read_text() + "\n# changed\n")
+    assert (store.digest_of_code(package) != before) is is_part
+
+
+def test_the_code_that_runs_in_a_proof_is_part_of_its_key():
+    ran = set()
+    sys.setprofile(lambda frame, event, arg: ran.add(frame.f_code.co_filename))
+    try:
+        store.make(planted.make(planted.PlantedForCausalLM, "Nothing"))
+    finally:
+        sys.setprofile(None)
+    files = {Path(file).relative_to(store.PACKAGE) for file in ran if file.startswith(str(store.PACKAGE))}
+    covered = {file.relative_to(store.PACKAGE) for pattern in store.DEPENDS_ON for file in store.PACKAGE.glob(pattern)}
+    without_effect = {"operators.py", "_warnings.py", "__init__.py", "graphs/cache.py"}  # a twin has no graphs
+    assert {str(file) for file in files - covered} <= without_effect
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"other": 1}', "[]", "null"])

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 import nt_attention as nta
 from nt_attention.hf.prove import store
-from nt_attention.hf.prove.user_code import own_code_of
+from nt_attention.hf.prove.user_code import user_code_of
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -68,7 +68,7 @@ class ReadsTables(LlamaModel):
 def test_large_and_recursive_values_in_the_file_of_a_class():
     model = ReadsTables(LlamaConfig(**SIZES)).eval()
     begin = time.process_time()
-    (_, can_be_kept), code = store.key_of(model), own_code_of(model)
+    (_, can_be_kept), code = store.key_of(model), user_code_of(model)
     assert time.process_time() - begin < 1
     assert not can_be_kept
     assert not code.is_complete

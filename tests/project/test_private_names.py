@@ -9,7 +9,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "nt_attention"
 FILES = PACKAGE / "torch_private.py", PACKAGE / "hf" / "transformers_private.py"
-OVERRIDDEN = {"_load_from_state_dict", "_save_to_state_dict", "_reset_parameters"}  # methods of nn.Module's subclasses
+# Methods of classes of the two libraries that subclasses override.
+OVERRIDDEN = {"_load_from_state_dict", "_save_to_state_dict", "_reset_parameters", "_prepare_context_parallel_inputs"}
 OF_OTHERS = {"_replace", "_asdict", "_fields", "_getframe"}  # of the standard library
 
 
@@ -20,7 +21,7 @@ def trees(files):
 def private_strings(tree):
     """The strings that are a path with a private part, such as "torch._C._is_cached_tensor"."""
     found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {x for x in found if re.fullmatch(r"(\w+\.)*\w+", x) and re.search(r"(^|\.)_[A-Za-z]\w*[a-z]", x)}
+    return {x for x in found if re.fullmatch(r"(\w+\.)*\w+", x) and re.search(r"(^|\.)_[A-Za-z]|fx\.experimental", x)}
 
 
 def attributes(tree):
@@ -57,12 +58,13 @@ OTHERS = trees(sorted(set(PACKAGE.rglob("*.py")) - set(FILES)))
 STRINGS = {string for tree in trees(FILES).values() for string in private_strings(tree)}
 OF_ACCELERATE = {"_prepare_cp", "_prepare_device_mesh"}
 PATTERNS = {"_attn", "_global_", "_hooks"}  # parts of names
-PRIVATE = {string.rpartition(".")[2] for string in STRINGS} | OVERRIDDEN
+READ = {name for tree in trees(FILES).values() for name, _, is_own in attributes(tree) if not is_own} - {"_C"}
+PRIVATE = {string.rpartition(".")[2] for string in STRINGS} | READ | OVERRIDDEN
 
 
 def test_they_are_few():
     counted = PRIVATE - OF_ACCELERATE - PATTERNS
-    assert len(counted) <= 64, sorted(counted)
+    assert len(counted) <= 73, sorted(counted)
 
 
 def test_no_other_file_has_one():

@@ -15,10 +15,11 @@ from .. import families
 from ..families import Family
 from ..proof import Proof
 from ..transformers_private import attention_of
-from .trial import UNPATCHED_IS_WRONG, NotProven, Trial, first_line
+from .trial import UNPATCHED_IS_WRONG, Trial
 from .trial_encoder_decoder import EncoderDecoderTrial
+from .trial_runs import NotProven, first_line
 from .twin import CannotBuild, build_twin, isolated
-from .user_code import OwnCode, leaves_of, own_code_of
+from .user_code import UserCode, leaves_of, user_code_of
 from .whole_twin import build_whole_twin, whole_fields
 
 MakeTrial = Callable[..., Trial]
@@ -35,10 +36,10 @@ def prove(model: PreTrainedModel, family: Family) -> Proof:
         model: the model. It does not run.
         family: what is known about its family.
     """
-    code = own_code_of(model)
+    code = user_code_of(model)
     fields = whole_fields(families.config_of(model), code)
     of_config = {x for x in leaves_of(fields) if _is_integer(x)}
-    tried: dict[str, Any] = {"numbers": code.numbers | of_config, "lengths": code.numbers, "is_own": code.exists}
+    tried: dict[str, Any] = {"numbers": code.numbers | of_config, "lengths": code.numbers, "has_user_code": code.exists}
     with isolated():
         try:
             twin = build_twin(model)
@@ -91,7 +92,7 @@ def _prove_or_in_float32(make: MakeTrial, twin: PreTrainedModel) -> Proof:
     return make(twin.float()).prove()
 
 
-def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make: MakeTrial, proof: Proof) -> Proof:
+def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: UserCode, make: MakeTrial, proof: Proof) -> Proof:
     """What is proven also with the model's own config, or one that differs in widths only.
 
     Raises:
@@ -107,10 +108,10 @@ def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make:
         ) from error
     of_whole = make(whole, proof=proof).prove()
     if next(whole.parameters()).dtype == torch.float64:  # code may ask for the dtype
-        make(whole.float(), proof=proof).check_values()
+        make(whole.float(), proof=proof).find_way()
     for dtype in (torch.bfloat16, torch.float16):
         if str(dtype).removeprefix("torch.") in code.names:
-            make(whole.to(dtype), proof=proof).check_values()
+            make(whole.to(dtype), proof=proof).find_way()
     return replace(
         proof,
         holes=proof.holes and of_whole.holes,

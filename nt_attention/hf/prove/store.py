@@ -20,7 +20,6 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,19 @@ from ..proof import Proof
 from ..transformers_private import attention_of
 from .parts import is_of_layers, marks_of, name_of, parts_of
 from .prover import prove
-from .twin import changed_numbers, flags_of, new_model, twin_config
-from .user_code import own_code_of, replaced_functions
+from .twin import changed_numbers, flags_of, new_model
+from .twin_config import twin_config
+from .user_code import digest_of, replaced_functions, user_code_of
 from .whole_twin import whole_fields
 
 SHIPPED = Path(__file__).parent / "proofs"
+PACKAGE = Path(__file__).parents[2]
+# The files of nt_attention on which a proof depends: those that prove, and those that run in a packed call of a twin.
+DEPENDS_ON = (
+    "hf/prove/*.py", "hf/prove/*.json", "hf/pack/*.py", "hf/route/*.py", "hf/families.py", "hf/proof.py",
+    "hf/transformers_private.py", "functional.py", "compiler.py", "torch_private.py", "layouts/*.py", "kernels/*.py",
+    "kernels/backends/*.py", "patching/*.py",
+)  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 _made: dict[str, Proof] = {}
@@ -112,7 +119,7 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
     kind, family = class_of(model), families.family_of(model)
     classes = {class_of(module) for module in model.modules()} | {type(model.config)}
     classes = {each for each in classes if not is_of_layers(each)}
-    code = own_code_of(model)
+    code = user_code_of(model)
     quirks = [function for function in (family.pool, family.embed) if function is not None]
     fields = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
@@ -122,10 +129,7 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
         "marks": sorted(marks_of(model)),
         "family": [family.positions, *map(_code_of, quirks)],
         "replaced": sorted({_replacement(*each) for each in replaced_functions(classes)}),
-        "own code": [
-            *sorted([kind.__qualname__, *sorted(_codes_of(kind))] for kind in code.classes),
-            *_own_files(code.classes),
-        ],
+        "own code": [*sorted(kind.__qualname__ for kind in code.classes), *_files_of_users(code.classes)],
         "sources": sorted({_digest(file) for each in classes if (file := _file_of(each))}),
         "versions": [transformers.__version__, _kernels()],
     }
@@ -163,18 +167,11 @@ def _canonical(value: Any) -> str:
     return repr(value)
 
 
-def _codes_of(kind: type) -> Iterator[str]:
-    for name, value in vars(kind).items():
-        function = getattr(value, "__func__", value)
-        if inspect.isfunction(function):
-            yield f"{name} {_code_of(inspect.unwrap(function))}"
-
-
-def _own_files(own: set[type]) -> list[str]:
+def _files_of_users(classes: set[type]) -> list[str]:
     """Digests of all loaded files in the packages of the user's classes, and of all that are not installed packages."""
-    if not own:
+    if not classes:
         return []
-    packages = {kind.__module__.partition(".")[0] for kind in own}
+    packages = {kind.__module__.partition(".")[0] for kind in classes}
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     digests = []
     for name, module in list(sys.modules.items()):
@@ -203,7 +200,7 @@ def cache_directory() -> Path:
     given = os.environ.get("NT_ATTENTION_CACHE")
     if not given:
         given = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nt_attention")
-    return Path(given) / "proofs" / _own_digest()
+    return Path(given) / "proofs" / digest_of_code()
 
 
 def _read(file: Path) -> Proof | None:
@@ -236,33 +233,23 @@ def as_fields(proof: Proof) -> dict[str, Any]:
 def _code_of(function: Any) -> list[Any]:
     """What a function does: its code, its defaults, and the variables around it."""
     if str(getattr(function, "__module__", "")).partition(".")[0] == "nt_attention":
-        return [function.__module__, function.__qualname__]  # _own_digest stands for its code
+        return [function.__module__, function.__qualname__]  # digest_of_code stands for its code
     code = getattr(function, "__code__", None)
     if code is None:
         return [str(function)]
-    source: Any = _digest(code.co_filename)
-    if not source:  # as in a notebook
-        constants = [x.co_code.hex() if inspect.iscode(x) else repr(x) for x in code.co_consts]
-        source = [code.co_code.hex(), code.co_names, constants]
-    given = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    defaults = [[name, _variable(value)] for name, value in given]
-    around = [_variable(cell.cell_contents) for cell in function.__closure__ or ()]
-    return [code.co_qualname, code.co_firstlineno, source, defaults, around]
-
-
-def _name_of_function(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+    defaults = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    variables = [[name, _variable(value)] for name, value in defaults]
+    variables += [_variable(cell.cell_contents) for cell in function.__closure__ or ()]
+    return [code.co_qualname, code.co_firstlineno, _digest(code.co_filename) or digest_of(code), variables]
 
 
 def _variable(value: Any) -> Any:
     """A variable that a function uses from the function around it, such as the class that `super()` uses."""
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
     if inspect.isfunction(value):
         return _code_of(value)
-    if type(value).__module__ in sys.stdlib_module_names and " at 0x" in repr(value):
-        return _variable(type(value))  # such as dataclasses.MISSING
-    return repr(value)
+    if not isinstance(value, type) and type(value).__module__ in sys.stdlib_module_names and _ADDRESS in repr(value):
+        value = type(value)  # such as dataclasses.MISSING
+    return name_of(value) if isinstance(value, type) else repr(value)
 
 
 def _file_of(kind: type) -> str | None:
@@ -285,9 +272,9 @@ def _digest_of(file: str, changed_at: int, size: int) -> str:
 
 
 @functools.cache
-def _own_digest() -> str:
-    """A hash of the code that packs and proves."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+def digest_of_code(package: Path = PACKAGE) -> str:
+    """A hash of the files in a directory of nt_attention on which a proof depends."""
+    files = sorted(file for pattern in DEPENDS_ON for file in package.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -295,5 +282,6 @@ def _replacement(module: str, attribute: str, value: Any) -> str:
     """A text for a function that is not of the package of the file in which it is."""
     if isinstance(value, functools.partial | functools.partialmethod):
         options = _canonical([value.args, value.keywords])
-        return f"{module} {attribute} = partial({_name_of_function(value.func)}, {options})"
+        name = f"{getattr(value.func, '__module__', '')}.{getattr(value.func, '__qualname__', value.func)}"
+        return f"{module} {attribute} = partial({name}, {options})"
     return f"{module} {attribute} = {value.__globals__.get('__name__')} {_code_of(value)}"

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -21,91 +21,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...graphs.cache import CapturedCalls
 from .. import families
-from ..families import Family
 from ..pack.attention_code import has_adapter
-from ..pack.change_model import make_padding_free, set_attention
-from ..pack.deferred_scores import CannotDeferError
 from ..proof import Extra, Form, Head, Positions, Proof
-from ..route.packed_mask import CannotMaskError, MixesSequencesError
-from ..route.rope import scales_by_length
 from . import diagnosis
 from .trial_batch import LENGTHS, LONG_PACKED_ROW, LONG_ROW, LONGEST_PACKED_ROW, LONGEST_ROW, Batch, special_ids
-from .trial_draws import Draws
-from .twin import VOCABULARY, padding_of, vocabulary_of
+from .trial_runs import NeedsPackage, NotProven, Runs, first_line, of_tokens, takes_any
+from .twin import padding_of
 
 UNPATCHED_IS_WRONG = "without the patch"  # the reason begins with it if padded batches are wrong even then
-# The largest error, relative to the largest value. Many models compute norms in float32 even if they are in float64.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
-class NotProven(Exception):
-    """The packed run of a twin is wrong. The message says why."""
-
-
-class NeedsPackage(NotProven):
-    """A layer can keep packed sequences apart only with a package that is not installed."""
-
-
-class _Handle:
-    """A handle for a twin: a call that does not run packed is an error."""
-
-    active = True
-    graphs: CapturedCalls | None = None
-    mesh = None
-
-    def __init__(self) -> None:
-        self.undo: list[Callable[[], None]] = []
-
-    def change(self, name: str, description: str) -> None: ...
-    def change_layers(self, name: str, layers: dict[str, str]) -> None: ...
-    def leave(self, name: str, reason: str) -> None: ...
-
-    def on_remove(self, undo: Callable[[], None]) -> None:
-        self.undo.append(undo)
-
-    def count(self, reason: str | None) -> None: ...
-
-    def fall_back(self, reason: str, what: str = "this call") -> None:
-        raise NotProven(f"can't run packed: {reason}")
-
-
-class Trial:
-    """The proof of one twin.
-
-    Args:
-        twin: the twin.
-        family: what is known about its family.
-        numbers: ids of tokens that its code or config may compare with.
-        lengths: lengths of rows that its code may compare with. A packed row is always longer than 4,096.
-        is_own: whether it has code that is not from torch or transformers.
-        proof: what was proven with another twin. Only this is tried, with random numbers that are constants.
-    """
-
-    def __init__(
-        self,
-        twin: PreTrainedModel,
-        family: Family,
-        numbers: Iterable[int] = (),
-        lengths: Iterable[int] = (),
-        is_own: bool = False,
-        proof: Proof | None = None,
-    ) -> None:
-        self.twin: Any = twin
-        self.base: Any = families.base_model(twin)
-        self.family, self.numbers, self.lengths = family, set(numbers), set(lengths)
-        self.is_own, self.known = is_own, proof
-        self.vocabulary = vocabulary_of(twin, None if proof else VOCABULARY)
-        self.draws = Draws(self.twin, self.base) if is_own else None
-        self.tolerance = TOLERANCE[next(iter(twin.parameters())).dtype]
-        # Unpatched, such RoPE is scaled for the longest row of a batch, so a padded batch is no reference.
-        self.scaled_by_length = any(scales_by_length(module) for module in twin.modules())
-        self.names = set(inspect.signature(twin.forward).parameters)
-        if _takes_any(twin):
-            self.names |= {"labels", "start_positions", "end_positions"}
-        # its inputs have the shape (B / 2, 2, L)
-        self.choices = type(twin).__name__.endswith("ForMultipleChoice")
+class Trial(Runs):
+    """The proof of one twin."""
 
     def prove(self) -> Proof:
         """Find how the twin is packed.
@@ -118,7 +46,7 @@ class Trial:
 
     def _prove(self) -> Proof:
         has_head = self.base is not self.twin
-        proof = self._find_way()
+        proof = self.find_way()
         if has_head or "logits" in self._run(self.twin, self._batch("right").inputs):
             proof = self._find_head(proof)
         else:
@@ -129,60 +57,7 @@ class Trial:
             proof, holes=self._holes(proof), embeds=self._embeds(proof), token_types=self._token_types(proof)
         )
 
-    def _batch(self, side: str) -> Batch:
-        special = special_ids(self.numbers, self.vocabulary, 12) if self.known else ()
-        return Batch(side, self.vocabulary, padding_of(self.twin), special)
-
-    # Runs
-
-    @torch.no_grad()
-    def _run(self, model: Any, inputs: dict[str, Tensor]) -> Any:
-        return model(**self._form(model, inputs))
-
-    def _form(self, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs in the form that the model takes."""
-        if not self.choices or model is self.base:
-            return inputs
-        choices = min(2, len(inputs["input_ids"]))
-        return {name: x if name == "labels" else x.unflatten(0, (-1, choices)) for name, x in inputs.items()}
-
-    @contextmanager
-    def _patched(self, proof: Proof) -> Iterator[None]:
-        handle = _Handle()
-        try:
-            if families.routes_attention(self.twin):
-                set_attention(self.twin, handle)
-            make_padding_free(self.twin, proof, self.family, handle, "padded", "always")
-            yield
-        finally:
-            handle.active = False
-            while handle.undo:
-                handle.undo.pop()()
-
-    def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof) -> Any:
-        with self._patched(proof), torch.no_grad():
-            return self._call(model, inputs)
-
-    def _call(self, model: Any, inputs: dict[str, Tensor]) -> Any:
-        try:
-            return model(**self._form(model, inputs))
-        except NotProven:
-            raise
-        except Exception as error:
-            where = diagnosis.raised_in(model, error)
-            if isinstance(error, CannotDeferError | CannotMaskError):
-                raise NotProven(f"{where} {error}") from error
-            if isinstance(error, MixesSequencesError):
-                raise NotProven(f"{where} computes attention over the whole row") from error
-            if "packed sequences apart without" in str(error):  # from transformers' functions that use such packages
-                raise NeedsPackage(f"in {where}, {str(error).splitlines()[0]}") from error
-            mask = "(0)" in str(error)  # the mask of a packed row has no elements
-            why = "uses the attention mask, which a packed row does not have, or does not pass on its cu_seq_lens"
-            raise NotProven(f"{where} {why if mask else f'raises {first_line(error)}'}") from error
-
-    # Checks
-
-    def _find_way(self) -> Proof:
+    def find_way(self) -> Proof:
         """Find how the model gets the layout and how positions are counted, on the base model in evaluation."""
         batch, left = self._batch("right"), self._batch("left")
         alone = batch.values_alone([self._run(self.base, row) for row in batch.rows()])
@@ -197,7 +72,7 @@ class Trial:
                 if wrong is None:
                     self._check_unpatched(batch, alone)
                     got = left.values(self._packed(self.base, left.inputs, proof))
-                    wrong = self._different(got, _of_tokens(padded))
+                    wrong = self._different(got, of_tokens(padded))
                     if wrong is None:
                         return proof
                     wrong = f"{wrong} with padding on the left"
@@ -218,11 +93,9 @@ class Trial:
             return
         positions = [self.family.positions] if self.family.positions else get_args(Positions)
         forms = get_args(Form)
-        if has_adapter(self.twin):
-            forms = get_args(Form)
-        elif families.routes_attention(self.twin):
+        if families.routes_attention(self.twin) and not has_adapter(self.twin):
             extras: list[Extra | None] = [None]
-            if _takes_any(self.base):
+            if takes_any(self.base):
                 extras += ["seq_idx", "sliding_window"] if _has_window(self.base) else ["seq_idx"]
             yield from (Proof(positions=each, pool=pool, extra=extra) for extra in extras for each in positions)
             forms = ("pairs",)
@@ -232,7 +105,7 @@ class Trial:
     def _check_unpatched(self, batch: Batch, alone: dict[str, Tensor]) -> None:
         """Check that a padded batch gives the same as each sequence alone without the patch, for tokens."""
         unpatched = batch.values(self._run(self.base, batch.inputs))
-        wrong = None if self.scaled_by_length else self._different(unpatched, _of_tokens(alone))
+        wrong = None if self.scaled_by_length else self._different(unpatched, of_tokens(alone))
         if wrong is not None:
             raise NotProven(f"{UNPATCHED_IS_WRONG}, its {wrong} of a padded batch is not that of each sequence alone")
 
@@ -264,10 +137,7 @@ class Trial:
         self.twin.train()
         try:
             unpatched = self._unpatched_in_training(batch)
-            if self.known and proof.head in (None, "token", "next token") and not self.scaled_by_length:
-                want = _of_tokens(batch.values(unpatched))  # which another twin gave for each sequence alone
-            else:
-                want = self._alone_in_training(proof, batch)
+            want = self._known_values(proof, batch, unpatched) or self._alone_in_training(proof, batch)
             weights = {name: _weights(value) for name, value in want.items()}
             want_gradients = self._gradients(want, weights)
             with self._patched(proof):
@@ -288,6 +158,11 @@ class Trial:
                     self._check_loss(proof, "left")
         finally:
             self.twin.eval()
+
+    def _known_values(self, proof: Proof, batch: Batch, unpatched: Any) -> dict[str, Tensor]:
+        """The values of a padded batch, if it is known from another twin that they are those of each sequence alone."""
+        is_known = self.known is not None and proof.head != "sequence" and proof.head != "span"
+        return of_tokens(batch.values(unpatched)) if is_known and not self.scaled_by_length else {}
 
     def _alone_in_training(self, proof: Proof, batch: Batch) -> dict[str, Tensor]:
         try:
@@ -340,22 +215,14 @@ class Trial:
         if alone is None:
             self._compare_numbers(out, padded)
 
-    def _compare_numbers(self, out: Any, unpatched: Any) -> None:
-        for name, value in unpatched.items():
-            is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
-            if is_number and self._error(torch.as_tensor(out[name]), torch.as_tensor(value)) > self.tolerance:
-                raise NotProven(f"its {name} is a number of all positions of the batch, with padding")
-
     def _check_evaluation(self, proof: Proof) -> None:
         """Compare outputs in evaluation, also numbers of the whole batch, and the loss."""
         batch = self._batch("right")
         self.twin.eval()
         try:
             unpatched = self._run(self.twin, batch.inputs)
-            if self.known and proof.head in (None, "token", "next token") and not self.scaled_by_length:
-                alone = _of_tokens(batch.values(unpatched))
-            else:
-                alone = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
+            alone = self._known_values(proof, batch, unpatched)
+            alone = alone or batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
             out = self._packed(self.twin, batch.inputs, proof)
             if (wrong := self._different(batch.values(out), alone)) is not None:
                 raise NotProven(f"its {wrong} in evaluation differs between a packed row and each sequence alone")
@@ -375,17 +242,9 @@ class Trial:
             out = self._packed(self.twin, batch.inputs, proof)
             self.draws.level = 0.5
             self._compare_numbers(out, unpatched)
-            wrong = self._different(_of_tokens(batch.values(out)), _of_tokens(batch.values(unpatched)))
+            wrong = self._different(of_tokens(batch.values(out)), of_tokens(batch.values(unpatched)))
             if wrong is not None:
                 raise NotProven(f"its {wrong} in training, for some random numbers, is not that of a padded batch")
-
-    def check_values(self) -> None:
-        """Compare outputs of the base model in evaluation only.
-
-        Raises:
-            NotProven: they differ.
-        """
-        self._find_way()
 
     def _check_counters(self) -> None:
         """Check that no module counts its calls, because later calls may depend on it."""
@@ -412,10 +271,6 @@ class Trial:
         for name, buffer in self.twin.named_buffers():
             if self._error(buffer.double(), want[name].double()) > self.tolerance:
                 raise NotProven(f"training updates its buffer {name} from all positions, with padding")
-
-    def _padded(self, inputs: dict[str, Tensor]) -> Any:
-        copies = {name: x.clone() for name, x in inputs.items()}  # some losses change positions in place
-        return self.twin(**self._form(self.twin, copies))
 
     def _loss_alone(self, batch: Batch, labels: dict[str, Tensor], head: Head) -> Tensor | None:
         """The mean loss of all labels, from the losses of each sequence alone. None if a row alone has no loss."""
@@ -465,9 +320,11 @@ class Trial:
     def _check_long(self, proof: Proof) -> None:
         """Compare long sequences, rows longer than any number of the config and the code, and special ids."""
         batch = self._long_batch()
-        # with the head, if its logits need little memory
-        is_small = self.is_own and proof.head in ("token", "next token") and batch.ids.numel() * self.vocabulary < 3e7
-        model = self.twin if is_small else self.base
+        is_per_token = proof.head in ("token", "next token")
+        with_head = (  # else, its logits need much memory
+            self.has_user_code and is_per_token and batch.ids.numel() * self.vocabulary < 3e7
+        )
+        model = self.twin if with_head else self.base
         alone = self._in_groups(model, batch)
         if (wrong := self._different(batch.values(self._packed(model, batch.inputs, proof)), alone)) is not None:
             raise self._refusal(proof, f"{wrong} of long sequences, or with special ids,")
@@ -516,13 +373,6 @@ class Trial:
             return error
         return None
 
-    def _in_groups(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """The values of each sequence without padding, in batches of equal lengths."""
-        groups = batch.groups()
-        # copies, because RoPE that is scaled by length keeps the scale of a longer sequence
-        models = [copy.deepcopy(model) if self.scaled_by_length else model for _ in groups]
-        return batch.values_alone([self._run(*pair) for pair in zip(models, groups, strict=True)], groups)
-
     def _token_types(self, proof: Proof) -> bool:
         """Whether `token_type_ids` give the same packed and padded."""
         if "token_type_ids" not in inspect.signature(self.base.forward).parameters:
@@ -557,7 +407,7 @@ class Trial:
             want = batch.values(self._run(self.base, inputs))
         except Exception:  # unpatched, it does not take them either, or not of this form
             return False
-        if self._different(want, _of_tokens(by_ids)) is None:
+        if self._different(want, of_tokens(by_ids)) is None:
             want = packed_by_ids  # the same as `want`, but for RoPE that is scaled by length
         return self._gives(proof, batch, inputs, want)
 
@@ -566,39 +416,7 @@ class Trial:
             got = batch.values(self._packed(self.base, inputs, proof))
         except NotProven:
             return False
-        return self._different(got, _of_tokens(want)) is None
-
-    def _gradients(self, values: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        parts = [(value * weights[name]).sum() for name, value in values.items() if value.requires_grad]
-        total = torch.stack(parts).sum()
-        parameters = {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
-        found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(parameters, found, strict=True))
-
-    def _compare_gradients(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-        largest = max(float(gradient.abs().max()) for gradient in want.values() if gradient.numel())
-        for name, gradient in want.items():
-            if self._error(got[name], gradient, 1e-2 * largest) > self.tolerance:
-                raise NotProven(f"the gradient of {name} differs between packed rows and each sequence alone")
-
-    def _different(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> str | None:
-        """The name of an output that differs, or None."""
-        for name, value in want.items():
-            if name not in got or got[name].shape != value.shape or self._error(got[name], value) > self.tolerance:
-                return name
-        return None
-
-    def _error(self, got: Tensor, want: Tensor, least: float = 1e-6) -> float:
-        """The largest error, relative to the largest value. NaN and infinity count as an error."""
-        if not want.numel():
-            return 0.0
-        error = (got - want).detach().abs().max() / want.detach().abs().max().clamp(min=least)
-        return float(error.nan_to_num(float("inf")))
-
-
-def _of_tokens(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the values for each row, such as a pooled output, which models read from padding if it is on the left."""
-    return {name: value for name, value in values.items() if len(value) > len(LENGTHS)}
+        return self._different(got, of_tokens(want)) is None
 
 
 def _numbers_of(model: PreTrainedModel) -> dict[str, float]:
@@ -611,19 +429,10 @@ def _numbers_of(model: PreTrainedModel) -> dict[str, float]:
     return found | {name: float(x) for name, x in model.named_buffers() if x.numel() == 1}
 
 
-def _takes_any(model: PreTrainedModel) -> bool:
-    """Whether the forward of a model takes any keyword arguments."""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-
-
 def _has_window(model: PreTrainedModel) -> bool:
     """Whether the config has one window for all layers."""
     fields = model.config.to_dict()
     return isinstance(fields.get("sliding_window"), int) and not fields.get("per_layer_config")
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
 
 
 def _weights(value: Tensor) -> Tensor:

@@ -38,12 +38,12 @@ def is_known(module: str) -> bool:
     return module.partition(".")[0] in _KNOWN
 
 
-def own_code_of(model: nn.Module) -> OwnCode:
+def user_code_of(model: nn.Module) -> UserCode:
     """The code of a model and its config that is not from known packages, and functions replaced in transformers."""
     classes = {class_of(module) for module in model.modules()} | {type(getattr(model, "config", None))}
     classes = {each for each in classes if not is_of_layers(each)}
     functions = [x for name, _, x in replaced_functions(classes) if is_known(name) and _is_replacement(x, name)]
-    return OwnCode.of({base for each in classes for base in each.__mro__ if not is_known(base.__module__)}, functions)
+    return UserCode.of({base for each in classes for base in each.__mro__ if not is_known(base.__module__)}, functions)
 
 
 def replaced_functions(classes: set[type]) -> Iterator[tuple[str, str, Any]]:
@@ -84,7 +84,7 @@ def _imported_by(module: str) -> frozenset[str]:
 
 
 @dataclass
-class OwnCode:
+class UserCode:
     """What the code of some classes reads.
 
     Attributes:
@@ -109,7 +109,7 @@ class OwnCode:
         return bool(self._done)
 
     @classmethod
-    def of(cls, classes: set[type], functions: Iterable[FunctionType] = ()) -> OwnCode:
+    def of(cls, classes: set[type], functions: Iterable[FunctionType] = ()) -> UserCode:
         """Read the code of classes and functions, and of what it calls outside of known packages."""
         code = cls(set(classes))
         for kind in classes:
@@ -140,7 +140,7 @@ class OwnCode:
     def _read_function(self, function: FunctionType) -> None:
         names = self._read_code(function.__code__)
         where = f"{function.__module__}.{function.__qualname__}"
-        self.values.add(f"{where} is {_digest(function.__code__)}")
+        self.values.add(f"{where} is {digest_of(function.__code__)}")
         for number, value in enumerate(function.__defaults__ or ()):
             self._add(f"{where} {number}", value, names)
         for name, value in (function.__kwdefaults__ or {}).items():
@@ -223,8 +223,9 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
             yield inner
 
 
-def _digest(code: CodeType) -> str:
-    constants = [_digest(x) if isinstance(x, CodeType) else _constant(x) for x in code.co_consts]
+def digest_of(code: CodeType) -> str:
+    """A hash of what a function does, but for the values of its variables."""
+    constants = [digest_of(x) if isinstance(x, CodeType) else _constant(x) for x in code.co_consts]
     return hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()[:16]
 
 

@@ -13,35 +13,29 @@ import torch
 from transformers import PreTrainedModel
 
 from ..families import config_of
-from .twin import (
+from .twin import LARGEST, build, changed_numbers
+from .twin_config import (
     HEAD_DIM,
     KEY_HEADS,
-    LARGEST,
     LAYER_NUMBERS,
     NAMES,
     PADDING,
     SIZES,
     SWITCHES,
     VOCABULARY,
-    build,
-    changed_numbers,
+    WIDTHS,
     is_by_index,
     is_int,
     of_layer,
     shrink,
 )
-from .user_code import OwnCode, leaves_of
+from .user_code import UserCode, leaves_of
 
 _FEW_IDS = 32_768  # if tables for the largest ids have too many parameters
 LARGEST_TABLES = 40_000_000  # parameters of the embeddings, and of an output layer
-# Names of other sizes than widths and numbers of heads and experts: a whole twin has those of the model.
-_NO_WIDTH = re.compile(
-    "window|chunk|local_attention|vocab|position|max_|n_ctx|context|attn_scalar|num_dense|first_k|layer_start"
-)
-_WIDTHS = {name for name in SIZES if not _NO_WIDTH.search(name)}
 
 
-def whole_fields(config: Any, code: OwnCode) -> dict[str, Any]:
+def whole_fields(config: Any, code: UserCode) -> dict[str, Any]:
     """All fields of a config that a model of a class with code of its own may read."""
     left_out = SWITCHES | (NAMES - code.names)
     return {name: value for name, value in config.to_dict().items() if name not in left_out}
@@ -67,7 +61,7 @@ def _narrow(fields: dict[str, Any], small: dict[str, Any], others: bool, names: 
             else:  # of RoPE, lists with a number for each dimension
                 narrow[name] = {**value, **{k: x for k, x in new.items() if isinstance(x, list | dict)}}
         else:
-            is_small = name in _WIDTHS or KEY_HEADS.fullmatch(name) is not None
+            is_small = name in WIDTHS or KEY_HEADS.fullmatch(name) is not None
             if others and name not in SIZES and not LAYER_NUMBERS.fullmatch(name) and not name.endswith("_id"):
                 is_small = is_small or (is_int(value) and name not in names)
             narrow[name] = new if is_small else value
@@ -80,12 +74,12 @@ def _halved(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
             halves[name] = _halved(value)
-        elif name in _WIDTHS and is_int(value) and not re.search("heads?$|expert|topk|_k$|group", name):
+        elif name in WIDTHS and is_int(value) and not re.search("heads?$|expert|topk|_k$|group", name):
             halves[name] = value // 2 if value >= HEAD_DIM // 2 else value
     return halves
 
 
-def build_whole_twin(original: PreTrainedModel, code: OwnCode, dtype: torch.dtype) -> PreTrainedModel:
+def build_whole_twin(original: PreTrainedModel, code: UserCode, dtype: torch.dtype) -> PreTrainedModel:
     """As `build_twin`, with the model's own config if it is small. If not, with smaller widths, and fewer heads.
 
     Raises:
@@ -112,7 +106,7 @@ def _fewer_ids(fields: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
     return fewer
 
 
-def _whole_attempts(config: Any, code: OwnCode) -> Iterator[dict[str, Any]]:
+def _whole_attempts(config: Any, code: UserCode) -> Iterator[dict[str, Any]]:
     """The fields of the configs of a whole twin to try: all of the model, or those with smaller widths."""
     fields = whole_fields(config, code)
     if fields.get("pad_token_id") is None:

@@ -1,0 +1,187 @@
+"""Runs of a twin, packed and unpatched, and comparisons of what they give.
+
+Dimensions: B rows of a padded batch, L positions in a row, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...patching.handle import PatchHandle
+from .. import families
+from ..families import Family
+from ..pack.change_model import make_padding_free, set_attention
+from ..pack.deferred_scores import CannotDeferError
+from ..proof import Proof
+from ..route.packed_mask import CannotMaskError, MixesSequencesError
+from ..route.rope import scales_by_length
+from . import diagnosis
+from .trial_batch import LENGTHS, Batch, special_ids
+from .trial_draws import Draws
+from .twin import padding_of, vocabulary_of
+from .twin_config import VOCABULARY
+
+# The largest error, relative to the largest value. Many models compute norms in float32 even if they are in float64.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+class NotProven(Exception):
+    """The packed run of a twin is wrong. The message says why."""
+
+
+class NeedsPackage(NotProven):
+    """A layer can keep packed sequences apart only with a package that is not installed."""
+
+
+class _Handle(PatchHandle):
+    """The handle of a patched twin: a call that does not run packed is an error."""
+
+    def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
+        raise NotProven(f"can't run packed: {reason}")
+
+
+class Runs:
+    """The runs of one twin.
+
+    Args:
+        twin: the twin.
+        family: what is known about its family.
+        numbers: ids of tokens that its code or config may compare with.
+        lengths: lengths of rows that its code may compare with. A packed row is always longer than 4,096.
+        has_user_code: whether it has code that is not from torch or transformers.
+        proof: what was proven with another twin. Only this is tried, with random numbers that are constants.
+    """
+
+    def __init__(
+        self,
+        twin: PreTrainedModel,
+        family: Family,
+        numbers: Iterable[int] = (),
+        lengths: Iterable[int] = (),
+        has_user_code: bool = False,
+        proof: Proof | None = None,
+    ) -> None:
+        self.twin: Any = twin
+        self.base: Any = families.base_model(twin)
+        self.family, self.numbers, self.lengths = family, set(numbers), set(lengths)
+        self.has_user_code, self.known = has_user_code, proof
+        self.vocabulary = vocabulary_of(twin, None if proof else VOCABULARY)
+        self.draws = Draws(self.twin, self.base) if has_user_code else None
+        self.tolerance = TOLERANCE[next(iter(twin.parameters())).dtype]
+        # Unpatched, such RoPE is scaled for the longest row of a batch, so a padded batch is no reference.
+        self.scaled_by_length = any(scales_by_length(module) for module in twin.modules())
+        self.names = set(inspect.signature(twin.forward).parameters)
+        if takes_any(twin):
+            self.names |= {"labels", "start_positions", "end_positions"}
+        # its inputs have the shape (B / 2, 2, L)
+        self.choices = type(twin).__name__.endswith("ForMultipleChoice")
+
+    def _batch(self, side: str) -> Batch:
+        special = special_ids(self.numbers, self.vocabulary, 12) if self.known else ()
+        return Batch(side, self.vocabulary, padding_of(self.twin), special)
+
+    @torch.no_grad()
+    def _run(self, model: Any, inputs: dict[str, Tensor]) -> Any:
+        return model(**self._form(model, inputs))
+
+    def _form(self, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs in the form that the model takes."""
+        if not self.choices or model is self.base:
+            return inputs
+        choices = min(2, len(inputs["input_ids"]))
+        return {name: x if name == "labels" else x.unflatten(0, (-1, choices)) for name, x in inputs.items()}
+
+    @contextmanager
+    def _patched(self, proof: Proof) -> Iterator[None]:
+        with _Handle(type(self.twin).__name__) as handle:
+            if families.routes_attention(self.twin):
+                set_attention(self.twin, handle)
+            make_padding_free(self.twin, proof, self.family, handle, "padded", "always")
+            yield
+
+    def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof) -> Any:
+        with self._patched(proof), torch.no_grad():
+            return self._call(model, inputs)
+
+    def _call(self, model: Any, inputs: dict[str, Tensor]) -> Any:
+        try:
+            return model(**self._form(model, inputs))
+        except NotProven:
+            raise
+        except Exception as error:
+            where = diagnosis.raised_in(model, error)
+            if isinstance(error, CannotDeferError | CannotMaskError):
+                raise NotProven(f"{where} {error}") from error
+            if isinstance(error, MixesSequencesError):
+                raise NotProven(f"{where} computes attention over the whole row") from error
+            if "packed sequences apart without" in str(error):  # from transformers' functions that use such packages
+                raise NeedsPackage(f"in {where}, {str(error).splitlines()[0]}") from error
+            mask = "(0)" in str(error)  # the mask of a packed row has no elements
+            why = "uses the attention mask, which a packed row does not have, or does not pass on its cu_seq_lens"
+            raise NotProven(f"{where} {why if mask else f'raises {first_line(error)}'}") from error
+
+    def _padded(self, inputs: dict[str, Tensor]) -> Any:
+        copies = {name: x.clone() for name, x in inputs.items()}  # some losses change positions in place
+        return self.twin(**self._form(self.twin, copies))
+
+    def _in_groups(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """The values of each sequence without padding, in batches of equal lengths."""
+        groups = batch.groups()
+        # copies, because RoPE that is scaled by length keeps the scale of a longer sequence
+        models = [copy.deepcopy(model) if self.scaled_by_length else model for _ in groups]
+        return batch.values_alone([self._run(*pair) for pair in zip(models, groups, strict=True)], groups)
+
+    def _compare_numbers(self, out: Any, unpatched: Any) -> None:
+        for name, value in unpatched.items():
+            is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
+            if is_number and self._error(torch.as_tensor(out[name]), torch.as_tensor(value)) > self.tolerance:
+                raise NotProven(f"its {name} is a number of all positions of the batch, with padding")
+
+    def _gradients(self, values: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = [(value * weights[name]).sum() for name, value in values.items() if value.requires_grad]
+        total = torch.stack(parts).sum()
+        parameters = {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(parameters, found, strict=True))
+
+    def _compare_gradients(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+        largest = max(float(gradient.abs().max()) for gradient in want.values() if gradient.numel())
+        for name, gradient in want.items():
+            if self._error(got[name], gradient, 1e-2 * largest) > self.tolerance:
+                raise NotProven(f"the gradient of {name} differs between packed rows and each sequence alone")
+
+    def _different(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> str | None:
+        """The name of an output that differs, or None."""
+        for name, value in want.items():
+            if name not in got or got[name].shape != value.shape or self._error(got[name], value) > self.tolerance:
+                return name
+        return None
+
+    def _error(self, got: Tensor, want: Tensor, least: float = 1e-6) -> float:
+        """The largest error, relative to the largest value. NaN and infinity count as an error."""
+        if not want.numel():
+            return 0.0
+        error = (got - want).detach().abs().max() / want.detach().abs().max().clamp(min=least)
+        return float(error.nan_to_num(float("inf")))
+
+
+def of_tokens(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the values for each row, such as a pooled output, which models read from padding if it is on the left."""
+    return {name: value for name, value in values.items() if len(value) > len(LENGTHS)}
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
+
+
+def takes_any(model: PreTrainedModel) -> bool:
+    """Whether the forward of a model takes any keyword arguments."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
