@@ -36,9 +36,9 @@ def starts(position_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
         (B or 1, L) bool, True at the tokens that begin a sequence.
     """
     if token_mask is None:
-        found = torch.zeros_like(position_ids, dtype=torch.bool)
-        found[:, 1:] = position_ids.diff(dim=1) != 1
-        return found
+        begins = torch.zeros_like(position_ids, dtype=torch.bool)
+        begins[:, 1:] = position_ids.diff(dim=1) != 1
+        return begins
     if not token_mask.numel():
         return torch.zeros_like(token_mask)
     before = previous_token(token_mask)
@@ -90,10 +90,10 @@ def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: 
         first = starts(position_ids, token_mask)
         first[:, :1] = True
         layout = layout_where(first.flatten().cpu().numpy(), position_ids.device)
-    found = layout if layout.batch_size > rows else None
+    packed = layout if layout.batch_size > rows else None
     by_mask = _cache.setdefault(position_ids, WeakIdKeyDictionary())
-    by_mask[_NO_MASK if token_mask is None else token_mask] = _Entry(state, layer, found)
-    return found
+    by_mask[_NO_MASK if token_mask is None else token_mask] = _Entry(state, layer, packed)
+    return packed
 
 
 def can_read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> bool:
@@ -120,29 +120,29 @@ def _state(position_ids: Tensor, rows: int, token_mask: Tensor | None) -> tuple[
     return (rows, position_ids.shape, *[None if is_replayed(x) else snapshot(x) for x in tensors])
 
 
-def layout_in_graph(position_ids: Tensor, rows: int, marker: Tensor | None) -> SequenceLayout:
-    """The layout of all B · L positions, in a graph. They are read when it runs, once for each `new_marker`."""
-    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, marker)
+def layout_in_graph(position_ids: Tensor, rows: int, forward_token: Tensor | None) -> SequenceLayout:
+    """The layout of all B · L positions, in a graph. They are read when it runs, once for each `new_forward_token`."""
+    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, forward_token)
     return cast(SequenceLayout, TracedLayout(offsets))
 
 
-def new_marker(device: torch.device) -> Tensor:
+def new_forward_token(device: torch.device) -> Tensor:
     """A tensor of a graph that is another object in each forward of a model; see `reading.read_in_operator`."""
-    return torch.ops.nt_attention.forward_marker.default(device)
+    return torch.ops.nt_attention.forward_token.default(device)
 
 
-def is_marker(tensor: Tensor | None) -> bool:
-    """Whether `new_marker` made this tensor."""
-    return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == _MARKER
+def is_forward_token(tensor: Tensor | None) -> bool:
+    """Whether `new_forward_token` made this tensor."""
+    return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == _FORWARD_TOKEN
 
 
-_MARKER = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
+_FORWARD_TOKEN = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
 
 
 class _ReadInGraph(NamedTuple):
-    """The layout of positions that an operator has read, the marker of the forward, the positions' snapshot, and B."""
+    """The layout of positions that an operator has read, the forward token, the positions' snapshot, and B."""
 
-    marker: weakref.ref[Tensor]
+    forward_token: weakref.ref[Tensor]
     snapshot: object
     rows: int
     layout: SequenceLayout
@@ -151,33 +151,37 @@ class _ReadInGraph(NamedTuple):
 _read_in: WeakTensorDict[_ReadInGraph] = WeakTensorDict()
 
 
-def _offsets_of_positions(position_ids: Tensor, rows: int, marker: Tensor | None) -> Tensor:
+def _offsets_of_positions(position_ids: Tensor, rows: int, forward_token: Tensor | None) -> Tensor:
     """(B·L+1,) int32, see `copy_for_graph`."""
     now, entry = snapshot(position_ids), _read_in.get(position_ids)
-    if entry is not None and entry.marker() is marker is not None and (entry.snapshot, entry.rows) == (now, rows):
+    if (
+        entry is not None
+        and entry.forward_token() is forward_token is not None
+        and (entry.snapshot, entry.rows) == (now, rows)
+    ):
         layout = entry.layout
     else:
         layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
-        if marker is not None:
-            _read_in[position_ids] = _ReadInGraph(weakref.ref(marker), now, rows, layout)
+        if forward_token is not None:
+            _read_in[position_ids] = _ReadInGraph(weakref.ref(forward_token), now, rows, layout)
     return layout.offsets_for_graph(rows * position_ids.shape[1] + 1)
 
 
-def _fake_offsets(position_ids: Tensor, rows: int, marker: Tensor | None) -> Tensor:
+def _fake_offsets(position_ids: Tensor, rows: int, forward_token: Tensor | None) -> Tensor:
     return position_ids.new_empty(rows * position_ids.shape[1] + 1, dtype=torch.int32)
 
 
-def _make_marker(device: torch.device) -> Tensor:
-    return torch.empty(_MARKER, dtype=torch.int8, device=device)
+def _make_forward_token(device: torch.device) -> Tensor:
+    return torch.empty(_FORWARD_TOKEN, dtype=torch.int8, device=device)
 
 
 define(
-    "offsets_of_positions(Tensor position_ids, SymInt rows, Tensor? marker) -> Tensor",
+    "offsets_of_positions(Tensor position_ids, SymInt rows, Tensor? forward_token) -> Tensor",
     _offsets_of_positions,
     _fake_offsets,
 )
 # As an operator with random results, so that compilers do not replace it by a constant.
-define("forward_marker(Device device) -> Tensor", _make_marker, _make_marker, random=True)
+define("forward_token(Device device) -> Tensor", _make_forward_token, _make_forward_token, random=True)
 
 
 @functools.lru_cache(maxsize=64)

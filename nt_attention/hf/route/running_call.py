@@ -142,8 +142,8 @@ class RunningCall(NamedTuple):
             return "it takes no position_ids, and counts positions along the whole row: call nt_attention.patch(model)"
         lengths = layout.lengths.tolist() if has_scaled_rope(model) else []
         for rotary in [x for x in model.modules() if lengths and scales_by_length(x)]:
-            kinds = rotary.rope_type.keys() if isinstance(rotary.rope_type, dict) else (None,)
-            if any(len({scaled_for(rotary, n, kind) for n in lengths}) > 1 for kind in kinds):
+            layer_types = rotary.rope_type.keys() if isinstance(rotary.rope_type, dict) else (None,)
+            if any(len({scaled_for(rotary, n, x) for n in lengths}) > 1 for x in layer_types):
                 return "its RoPE would be scaled by the longest one for all: call nt_attention.patch(model)"
         return None
 
@@ -224,8 +224,8 @@ _NAMED, _LENGTHS = {"position_ids", "attention_mask"}, ("cu_seq_lens_q", "cu_seq
 
 
 @functools.cache
-def _parameters(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _parameters(cls: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 def embeds_positions(model: nn.Module) -> bool:
