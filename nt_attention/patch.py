@@ -12,6 +12,7 @@ from .modules.multihead import VarlenMultiheadAttention
 from .patching.handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 from .torch_models import stacks
 from .torch_models.attention_modules import swap_attention
+from .torch_private import children_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -187,7 +188,7 @@ def _patch_modules(
             return
     if padding_free and padded_because is None:
         padded_because = stacks.why_attention_is_padded(module)
-    for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
+    for child_name, child in list(children_of(module).items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
         if child is None:
             continue
@@ -202,7 +203,7 @@ def _patch_modules(
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
-            ragged = cast(VarlenMultiheadAttention, module._modules[child_name])
+            ragged = cast(VarlenMultiheadAttention, getattr(module, child_name))
             ragged.graphs = handle.graphs
             if padding_free and padded_because is None:
                 description += (

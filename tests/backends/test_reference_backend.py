@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from calls import call
+from calls import PassThrough, call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, attention, problem
 from sweeps import sweep_product
 from torch.nn.attention.flex_attention import flex_attention
@@ -171,3 +171,25 @@ def test_gradients_of_an_empty_batch_are_0(lengths, options):
     (out.sum() + lse.sum()).backward()
     for x in tensors:
         torch.testing.assert_close(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 0.7}, {"is_causal": True, "scale": 0.3}, {"window_size": (2, 1)}], ids=str
+)
+def test_operator_has_the_gradients_of_autograd(options):
+    """Under a dispatch mode, the backend runs as an operator, with a backward of its own."""
+    layout, key_layout = (SequenceLayout.from_lengths(x) for x in ([3, 0, 5], [4, 2, 6]))
+    leaves = [
+        torch.randn(x.total, n, 8, dtype=torch.float64, requires_grad=True) for x, n in ((layout, 4), (key_layout, 2))
+    ]
+
+    def results():
+        out, lse = varlen_attention(
+            leaves[0], leaves[1], leaves[1], layout, key_layout, backend="reference", return_lse=True, **options
+        )
+        loss = (out * out.detach().cos()).sum() + lse.masked_fill(lse == -torch.inf, 0.0).square().sum()
+        return out, lse, *torch.autograd.grad(loss, leaves)
+
+    want = results()
+    with PassThrough():
+        torch.testing.assert_close(results(), want)

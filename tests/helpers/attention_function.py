@@ -9,7 +9,6 @@ from nt_attention.hf.route.attention import attention
 
 LENGTHS = [5, 1, 12, 3]
 
-
 SMALL = {
     "num_hidden_layers": 2,
     "intermediate_size": 41,
@@ -17,7 +16,6 @@ SMALL = {
     "num_attention_heads": 6,
     "hidden_size": 48,
 }
-
 
 MODELS = {
     "bert": lambda: BertModel(BertConfig(**SMALL)),

@@ -8,23 +8,11 @@ from tiny import EVERY, LENGTH, LENGTHS
 import nt_attention as nta
 
 LAYOUT = nta.SequenceLayout.from_lengths(LENGTHS)
-
-
 LOWEST = torch.finfo(torch.float32).min
-
-
 NO_SDPA = ("gemma2", "gpt_oss")
-
-
 BY_ID = ("roberta", "xlm-roberta")
-
-
 WITHOUT_POSITION_IDS = ("distilbert", "esm", "modernbert")  # their attention is passed none
-
-
 every = pytest.mark.parametrize(("model_type", "name"), EVERY, ids=[name for _, name in EVERY])
-
-
 sides = pytest.mark.parametrize("side", ["right", "left"])
 
 

@@ -17,26 +17,11 @@ from nt_attention import SequenceLayout, VarlenMultiheadAttention
 from nt_attention.modules.rotary import Rotary
 
 EMBED, HEADS = 36, 6
-
-
 LENGTHS, KEY_LENGTHS = [5, 1, 17, 3], [2, 7, 13, 4]
-
-
 FORMS = ["nested", "layout", "offsets"]
-
-
-every_form = pytest.mark.parametrize("form", FORMS)
-
-
 slow_backend = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
 MODES = {"train": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-
-
 POSITIONS = {"rotary": Rotary(dims=4), "alibi": True, "window_size": (5, 3), "num_kv_heads": 2, "qk_norm": "rms"}
-
-
 ADDED = {"add_bias_kv": True, "add_zero_attn": True, "bias": False, "sinks": True, "rotary": Rotary()}
 
 

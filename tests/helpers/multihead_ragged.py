@@ -23,26 +23,16 @@ import nt_attention as nta
 from nt_attention.modules.rotary import Rotary
 
 EMBED, HEADS = 35, 5
-
-
 LENGTHS, KEY_LENGTHS = [5, 0, 1, 13, 3], [7, 2, 0, 11, 3]
-
-
 PAST = 3  # rows past the layout's end, one fewer for keys
-
-
 FORMS = ["jagged", "packed", "strided", "list"]
-
-
 TOLERANCE = 1e-9
-
 
 STOCK_OPTIONS = {
     "plain": {},
     "bias_kv": {"add_bias_kv": True},
     "both added, no bias": {"add_bias_kv": True, "add_zero_attn": True, "bias": False},
 }
-
 
 EXTRA_OPTIONS: dict[str, dict[str, Any]] = {
     "num_kv_heads": {"num_kv_heads": 1},
@@ -289,12 +279,6 @@ def crop_mask(mask: Tensor, parts: Sequence[list[Tensor]]) -> list[Tensor]:
     """The masks of each sequence in (L, S) or (B·H, L, S)."""
     each = [mask] * len(parts[0]) if mask.dim() == 2 else mask.unflatten(0, (len(parts[0]), -1))
     return [x[..., : len(q), : len(k)] for x, q, k in zip(each, parts[0], parts[1], strict=True)]
-
-
-self_or_cross = pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-
-
-full_or_causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 with_and_without_weights = pytest.mark.parametrize("need_weights", [False, True], ids=["no weights", "weights"])

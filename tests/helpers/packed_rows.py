@@ -5,8 +5,6 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 LENGTHS, LENGTH = [7, 1, 13, 19], 23
-
-
 MASK = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
 
 

@@ -6,13 +6,11 @@ import torch
 
 LENGTHS, LENGTH = [7, 1, 13, 19], 23
 
-
 KINDS = {
     "base": ("bert", "BertModel"),
     "causal": ("llama", "LlamaForCausalLM"),
     "sequence": ("bert", "BertForSequenceClassification"),
 }
-
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

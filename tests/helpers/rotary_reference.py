@@ -14,14 +14,8 @@ from transformers import GPTNeoXConfig
 from nt_attention.modules.rotary import Rotary
 
 LENGTHS = [5, 0, 1, 127, 13]
-
-
 HEADS, HEAD_DIM, EMBED = 3, 14, 35
-
-
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
-
-
 NEAR = {"rtol": 1e-5, "atol": 1e-5}  # transformers counts angles in float32
 
 

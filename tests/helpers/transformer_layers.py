@@ -40,19 +40,9 @@ IGNORED_WARNINGS = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
 ]
 
-
 BATCH_FIRST = pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])
-
-
-NORM_FIRST = pytest.mark.parametrize("norm_first", [True, False], ids=["norm-first", "norm-last"])
-
-
 MODES = ["train", "eval", "no-grad"]
-
-
 close = functools.partial(torch.testing.assert_close, rtol=1e-8, atol=1e-9, equal_nan=True)
-
-
 double = functools.partial(torch.randn, dtype=torch.float64)
 
 
@@ -127,14 +117,8 @@ def output_and_gradients(model, *inputs, rows=..., length_first=False, **options
 
 
 KEYS_PADDED = padding([7, 3, 5], KEYS)
-
-
 SOME_PADDED = padding([5, 2, 4], LENGTH)
-
-
 MEMORY_PADDED = padding([2, 7, 4], KEYS)
-
-
 LENGTHS, MEMORY_LENGTHS = [4, 1, 9, 6], [3, 7, 2, 5]
 
 

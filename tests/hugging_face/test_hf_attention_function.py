@@ -4,14 +4,12 @@ import pytest
 import torch
 from attention_function import (
     LENGTHS,
-    MODELS,
     MODULE,
     SMALL,
     WINDOWS,
     Grouped,
     call,
     expected,
-    first,
     layout_of,
     make,
     positions_of,
@@ -22,38 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
 from nt_attention.hf.route.attention import attention
-
-
-@pytest.mark.parametrize("over", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
-def test_registered_model_on_a_packed_row(name, over):
-    model = make(name)
-    ids = [torch.randint(101, (1, length)) for length in LENGTHS]
-    want = torch.cat([first(model(x)) for x in ids], 1)
-    model.set_attn_implementation(nta.hf.register(over))
-    layout = nta.SequenceLayout.from_lengths(LENGTHS)
-    got = model(
-        torch.cat(ids, 1),
-        position_ids=layout.position_ids.unsqueeze(0),
-        cu_seq_lens_q=layout.cu_seqlens,
-        cu_seq_lens_k=layout.cu_seqlens,
-        max_length_q=12,
-        max_length_k=12,
-        use_cache=False,
-    )
-    torch.testing.assert_close(first(got), want, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("over", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
-def test_registered_model_on_a_padded_batch(name, over):
-    model = make(name)
-    model.set_attn_implementation(over)
-    ids = torch.randint(101, (4, 12))
-    mask = (torch.arange(12) < torch.tensor(LENGTHS)[:, None]).long()
-    want = first(model(ids, attention_mask=mask))
-    model.set_attn_implementation(nta.hf.register(over))
-    assert torch.equal(first(model(ids, attention_mask=mask)), want)
 
 
 def test_window_sinks_and_scale_arguments():
@@ -93,7 +59,6 @@ SHAPES = {
     "narrow values": {"value_dim": 5},
     "wide values": {"value_dim": 13, "kv_heads": 3},
 }
-
 
 OPTIONS = {
     "nothing": ({}, {}),

@@ -10,10 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
 from nt_attention.hf.route import masks, positions
+from nt_attention.layouts import reading
 
 LENGTHS, LENGTH = [11, 4, 7], 11
-
-
 MODELS = {"llama": "LlamaForCausalLM", "bert": "BertModel", "mistral": "MistralForCausalLM"}
 
 
@@ -112,7 +111,7 @@ def test_training_of_packed_rows_is_one_graph_without_a_mask(model_type, with_of
 def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
     torch._dynamo.reset()
     reads = []
-    read = nta.SequenceLayout.from_position_ids
+    read = reading.read_positions
 
     def counting(position_ids):
         reads.append(position_ids)
@@ -121,7 +120,7 @@ def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
     model = tiny.make("llama", "LlamaForCausalLM", nta.hf.register())
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     rows = [packed_row(lengths) for lengths in ([11, 4, 7], [3, 30])]
-    monkeypatch.setattr(positions.SequenceLayout, "from_position_ids", counting)
+    monkeypatch.setattr(reading, "read_positions", counting)
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
             for row in rows:
@@ -176,8 +175,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("case", MASKED)
+@covering({"case": MASKED, "backend": ["eager", "aot_eager"]})
 def test_masks_that_are_given_with_positions(case, backend):
     torch._dynamo.reset()
     stock, model = pair()
@@ -193,13 +191,12 @@ def test_masks_that_are_given_with_positions(case, backend):
     torch.testing.assert_close(got[is_token], want[is_token], rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("like_a_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "like_a_gpu"), [(torch.no_grad, False), (torch.inference_mode, True), (torch.enable_grad, True)]
+)
 def test_two_packings_that_one_graph_computes(like_a_gpu, mode, monkeypatch):
     """Inductor reuses the buffer of the positions of the first call for those of the second."""
     torch._dynamo.reset()
-    if like_a_gpu:  # snapshots without content
-        monkeypatch.setattr(positions, "snapshot", lambda x: None if x.is_inference() else x._version)
     model = tiny.make("llama", "LlamaModel", nta.hf.register())
 
     def one(ids, begins):
@@ -243,7 +240,7 @@ def test_layers_that_run_alone_after_positions_were_changed():
 @pytest.mark.parametrize("with_offsets", [False, True])
 def test_layers_that_are_compiled_one_by_one_share_a_graph(with_offsets):
     torch._dynamo.reset()
-    model = tiny.make("llama", "LlamaModel", nta.hf.register(), num_hidden_layers=5)
+    model = tiny.make("llama", "LlamaModel", nta.hf.register(), num_hidden_layers=3)
     counter = CompileCounterWithBackend("eager")
     rows = [packed_row(lengths, with_offsets=with_offsets) for lengths in ROWS if 0 not in lengths]
     with torch.no_grad():

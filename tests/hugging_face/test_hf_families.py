@@ -28,8 +28,6 @@ import nt_attention as nta
 
 # on a CPU the reference runs softcap, and says that it is slow
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
 HEADS = heads_ending_in(*tiny.ENDINGS[2:])
 TOKEN_HEADS = heads_ending_in("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 FAMILIES_AND_IMPLEMENTATIONS = [
@@ -77,11 +75,6 @@ def packed(model_type, by):
 
 
 PACKABLE = [(model_type, name) for model_type, name in EVERY if not tiny.per_sequence(name)]
-
-
-packable = pytest.mark.parametrize(("model_type", "name"), PACKABLE, ids=[name for _, name in PACKABLE])
-
-
 MASKS = {"no mask": {}, "a mask of ones": {"attention_mask": torch.ones(1, LAYOUT.total, dtype=torch.int64)}}
 
 

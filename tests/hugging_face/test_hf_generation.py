@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from sweeps import covering, sweep_except
+from sweeps import covering
 from tiny import PAD, TEXT, make
 
 import nt_attention as nta
@@ -16,10 +16,7 @@ from nt_attention.patch import NotPackedWarning
 
 # a CPU has no kernel with gemma2's softcap
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
 LENGTHS, LENGTH, NEW = [11, 2, 7, 5], 11, 7  # the windows of 5 are shorter than the prompt
-
 
 DECODERS = {
     "llama": "LlamaForCausalLM",
@@ -32,7 +29,6 @@ DECODERS = {
     "opt": "OPTForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-
 
 GENERATION_MODES = {
     "greedy": {},
@@ -94,18 +90,6 @@ def test_generate_gives_the_tokens_of_eager(model_type, mode):
         assert handle.calls == {None: NEW}
     assert model.config._attn_implementation == "eager"
     assert_same_tokens(generate(model, batch, **mode), want)
-
-
-@pytest.mark.parametrize("model_type", sweep_except(DECODERS, "llama", "gemma3_text", "gpt2"))
-def test_generate_without_padding(model_type):
-    model = make_decoder(model_type)
-    for batch in (prompts([7, 7]), prompts([11]), prompts([1]), {"input_ids": prompts([5, 5])["input_ids"]}):
-        for mode in ({}, {"cache_implementation": "static"}):
-            model.set_attn_implementation("eager")
-            want = generate(model, batch, **mode)
-            for over in ("sdpa", "eager"):
-                model.set_attn_implementation(nta.hf.register(over))
-                assert_same_tokens(generate(model, batch, **mode), want)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])

@@ -15,19 +15,14 @@ import nt_attention as nta
 
 # a CPU has no kernel with gemma2's softcap
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
 WINDOWED = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5}
-
 
 VISION = {
     "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,
 }  # fmt: skip
 
-
 ALTERNATING = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
-
 
 MULTIMODAL = {
     "gemma3": {"text_config": ALTERNATING, "vision_config": VISION, "image_token_id": 5, "mm_tokens_per_image": 4},
@@ -42,13 +37,11 @@ MULTIMODAL = {
     },
 }  # fmt: skip
 
-
 CLASSES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "paligemma with windows": "PaliGemmaForConditionalGeneration",
 }
-
 
 FAMILIES_NOT_IN_THE_TABLE = {
     "cohere": ("CohereForCausalLM", {}),
@@ -240,19 +233,6 @@ def test_packed_rows_of_families_not_in_the_table(model_type, how):
         with torch.no_grad():
             got = model(ids, **packed_arguments(layout, how))[0]
         torch.testing.assert_close(got, want, rtol=3e-6, atol=3e-6)
-
-
-@pytest.mark.parametrize("how", PACKED_ARGUMENTS)
-def test_packed_rows_of_families_in_the_table(how):
-    for model_type, kind in (("mistral", "MistralForCausalLM"), ("gemma3_text", "Gemma3ForCausalLM")):
-        model = make(model_type, kind)
-        ids, layout = packed_batch()
-        want = one_at_a_time(model, ids, layout)
-        for over in ("sdpa", "eager"):
-            model.set_attn_implementation(nta.hf.register(over))
-            with torch.no_grad():
-                got = model(ids, **packed_arguments(layout, how))[0]
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 MODELS_WITH_A_MASK_OF_THE_CALLER = {

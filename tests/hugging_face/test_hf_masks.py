@@ -16,14 +16,7 @@ from nt_attention.hf.route import masks
 
 # a CPU has no kernel with gemma2's softcap
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
-WINDOWED = {**TEXT, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5}
-
-
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 0, 1]] * 3)
-
-
 IDS = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2]] * 3)
 
 
@@ -44,10 +37,7 @@ class Callable:
 
 
 CAUSAL, CHUNKS = stock.causal_mask_function, stock.chunked_causal_mask_function(5, torch.zeros(3, dtype=torch.int64))
-
-
 BLOCKS = stock.blockwise_overlay(IDS)
-
 
 PLAIN = {
     "causal": CAUSAL,
@@ -59,7 +49,6 @@ PLAIN = {
     "packed twice": packed(packed(CAUSAL)),
     "nothing at all": stock.and_masks(),
 }
-
 
 NOT_PLAIN = {
     "chunks": CHUNKS,

@@ -13,17 +13,7 @@ import nt_attention as nta
 
 # on a CPU the reference runs softcap, and says that it is slow
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
-every = pytest.mark.parametrize(("model_type", "name"), EVERY, ids=[name for _, name in EVERY])
-
-
 GENERATIVE = [(model_type, name) for model_type, name in EVERY if name.endswith(("ForCausalLM", "LMHeadModel"))]
-
-
-generative = pytest.mark.parametrize(("model_type", "name"), GENERATIVE, ids=[kind for kind, _ in GENERATIVE])
-
-
 close = functools.partial(torch.testing.assert_close, rtol=5e-5, atol=5e-5)
 
 
@@ -31,40 +21,9 @@ def under_our_name(model_type, name, over="sdpa"):
     return tiny.make(model_type, name, nta.hf.register(over))
 
 
-def last_hidden(model, **inputs):
-    with torch.no_grad():
-        return model(**inputs, output_hidden_states=True).hidden_states[-1]
-
-
-@covering({"model_type, name": EVERY, "side": ["right", "left"]})
-def test_registered_inference_is_that_of_eager(model_type, name, side):
-    eager, ours = tiny.make(model_type, name), under_our_name(model_type, name)
-    assert ours.config._attn_implementation == nta.hf.register()
-    ids = torch.randint(5, tiny.VOCABULARY, (3, 11))
-    close(last_hidden(ours, input_ids=ids), last_hidden(eager, input_ids=ids))
-    close(last_hidden(ours, input_ids=ids[:1]), last_hidden(eager, input_ids=ids[:1]))
-    mask = torch.ones_like(ids)
-    mask[:, -1 if side == "right" else 0] = 0
-    want = last_hidden(eager, input_ids=ids, attention_mask=mask)
-    close(last_hidden(ours, input_ids=ids, attention_mask=mask)[mask.bool()], want[mask.bool()])
-    ours.train()(input_ids=ids, attention_mask=mask)
-
-
 def same_predictions(got, want):
     assert torch.equal(got.argmax(-1), want.argmax(-1))
     close(got, want)
-
-
-@covering({"model_type, name": GENERATIVE, "over": ["sdpa", "eager"]})
-def test_padding_matches_padding_free_with_position_ids(model_type, name, over):
-    model, batch = under_our_name(model_type, name, over), tiny.batch_of(model_type, "left")
-    mask = batch["attention_mask"].bool()
-    row = {
-        "input_ids": batch["input_ids"][mask][None],
-        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
-    }
-    with torch.no_grad():
-        same_predictions(model(**row).logits[0], model(**batch).logits[mask])
 
 
 @covering({"model_type, name": GENERATIVE, "over": ["eager", "sdpa"]})

@@ -10,22 +10,14 @@ from nt_attention.hf.route.rope import rotate_per_sequence
 from nt_attention.layouts.known import SequenceLayout
 
 LENGTHS, LENGTH, TRAINED = [7, 23, 13, 2, 19], 29, 11
-
-
 MASK = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
-
-
 GROUPED = tiny.GROUPED["head_dim"] // 2
-
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
-
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": TRAINED, "factor": 3.0,
     "short_factor": [1.0 + 0.1 * i for i in range(GROUPED)], "long_factor": [1.5 + 0.3 * i for i in range(GROUPED)],
 }  # fmt: skip
-
 
 KINDS = {
     "llama dynamic": ("llama", "LlamaForCausalLM", TRAINED, DYNAMIC),

@@ -30,8 +30,6 @@ from sweeps import covering
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
-
 MASKS = ["one", "larger", "larger for each head", "list", "list by head", "mixed list"]
 
 

@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
 ]
 
-
 OFFSETS = torch.ops.nt_attention.offsets.default  # reads and copies offsets; it may run again
 
 
@@ -59,7 +58,6 @@ def save_attention(context, function, *args, **kwargs):
 
 
 KEEPING = functools.partial(create_selective_checkpoint_contexts, save_attention)
-
 
 CHECKPOINTS = {
     "reentrant": {"use_reentrant": True},

@@ -33,7 +33,6 @@ from transformer_layers import (
 
 pytestmark = IGNORED_WARNINGS
 
-
 DECODER_MASKS = {
     "none": {},
     "causal": {"tgt_mask": causal(LENGTH)},
@@ -76,27 +75,6 @@ def test_decoder_layers_give_what_stock_layers_give(norm_first, batch_first, mas
             output_and_gradients(model, *inputs, rows=compared_rows(masks), length_first=not batch_first, **masks)
             for model in (ours, stock)
         )
-    close(got, want)
-
-
-@covering(
-    {
-        "masks": ["none", "target-padding", "memory-padding", "all"],
-        "layers, norm, activation": [(1, False, "gelu"), (2, True, "relu"), (6, True, "gelu")],
-        "batch_first": [True, False],
-    }
-)
-def test_decoders_give_what_stock_decoders_give(batch_first, layers, norm, activation, masks):
-    layer = decoder_layer(batch_first=batch_first, activation=activation)
-    stock = nn.TransformerDecoder(layer, layers, nn.LayerNorm(EMBED, dtype=torch.float64) if norm else None)
-    ours = with_our_attention(with_random_parameters(stock))
-    inputs = [double(BATCH, LENGTH, EMBED), double(BATCH, KEYS, EMBED)]
-    inputs = inputs if batch_first else [x.transpose(0, 1).contiguous() for x in inputs]
-    masks = DECODER_MASKS[masks]
-    got, want = (
-        output_and_gradients(model, *inputs, rows=compared_rows(masks), length_first=not batch_first, **masks)
-        for model in (ours, stock)
-    )
     close(got, want)
 
 

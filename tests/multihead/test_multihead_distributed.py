@@ -10,8 +10,6 @@ from torch import nn
 import nt_attention as nta
 
 EMBED, LENGTHS = 14, [[5, 1, 7], [2, 0, 11, 3]]
-
-
 WAYS = list(itertools.product(["ddp", "fsdp"], ["nested", "packed"]))
 
 

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from parameters import with_random_parameters
 from sweeps import covering
 from torch import nn
 from torch.nn import functional as F
@@ -29,12 +28,10 @@ from transformer_layers import (
     in_mode,
     output_and_gradients,
     padding,
-    swap_attention_in,
     with_our_attention,
 )
 
 pytestmark = IGNORED_WARNINGS
-
 
 ENCODER_MASKS = {
     "none": {},
@@ -64,20 +61,6 @@ def test_encoder_layers_give_what_stock_layers_give(norm_first, batch_first, mas
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "options",
-    [{"activation": a} for a in ("gelu", F.gelu, nn.GELU(), nn.ReLU(), F.silu)] + [{"bias": False}],
-    ids=["gelu-name", "gelu", "GELU", "ReLU", "silu", "no-bias"],
-)
-def test_activations_and_bias_of_encoder_and_decoder_layers(options, mode):
-    x, memory = double(BATCH, LENGTH, EMBED), double(BATCH, KEYS, EMBED)
-    for layer, inputs in ((encoder_layer(**options), (x,)), (decoder_layer(**options), (x, memory))):
-        with in_mode(mode, layer):  # no copies: a copied decoder layer forgets an activation that is a module
-            want = output_and_gradients(layer, *inputs)
-            close(output_and_gradients(swap_attention_in(layer).train(layer.training), *inputs), want)
-
-
 @BATCH_FIRST
 @pytest.mark.parametrize("mode", MODES)
 def test_encoder_layer_on_padding_alone_is_nan_where_the_stock_layer_is(mode, batch_first):
@@ -88,55 +71,6 @@ def test_encoder_layer_on_padding_alone_is_nan_where_the_stock_layer_is(mode, ba
         got = ours(x, src_key_padding_mask=hidden)
         assert got.isnan().all() == (batch_first and mode == "no-grad")
         close(got, stock(x, src_key_padding_mask=hidden))
-
-
-@pytest.mark.parametrize("heads", [1, 3, 4])
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_unbatched_encoder_and_decoder_inputs_are_a_batch_of_one(batch_first, heads):
-    dim = 0 if batch_first else 1
-    last = torch.tensor([False, False, True])
-    for norm_first, bias, padded, mask in itertools.product(
-        [True, False], [True, False], [None, last], [None, last.expand(3, 3)]
-    ):
-        made = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
-        options = {"dim_feedforward": 8, "dropout": 0.0, "dtype": torch.float64, **made}
-        x, memory = double(3, EMBED), double(3, EMBED)
-        one = None if padded is None else padded[None]
-        layer = with_our_attention(with_random_parameters(nn.TransformerEncoderLayer(EMBED, heads, **options)))
-        want = layer(x.unsqueeze(dim), src_mask=mask, src_key_padding_mask=one).squeeze(dim)
-        close(layer(x, src_mask=mask, src_key_padding_mask=padded), want)
-        layer = with_our_attention(with_random_parameters(nn.TransformerDecoderLayer(EMBED, heads, **options)))
-        names = ("tgt_key_padding_mask", "memory_key_padding_mask")
-        masks = {"tgt_mask": mask, "memory_mask": mask}
-        want = layer(x.unsqueeze(dim), memory.unsqueeze(dim), **masks, **dict.fromkeys(names, one)).squeeze(dim)
-        close(layer(x, memory, **masks, **dict.fromkeys(names, padded)), want)
-
-
-@covering(
-    {
-        "masks": ["none", "causal", "nothing-padded", "padding", "holes", "both"],
-        "layers, norm": [(1, False), (2, True), (2, True), (6, False)],
-        "nested": [True, False],
-        "mode": ["no-grad", "train", "eval", "no-grad", "no-grad"],
-    }
-)
-def test_encoders_give_what_stock_encoders_give(layers, norm, nested, masks, mode):
-    stock = encoder(layers, norm, nested)
-    ours = with_our_attention(stock)
-    arguments = {name.replace("src_mask", "mask"): mask for name, mask in ENCODER_MASKS[masks].items()}
-    x = double(BATCH, LENGTH, EMBED)
-    with in_mode(mode, stock, ours):
-        close(output_and_gradients(ours, x, **arguments), output_and_gradients(stock, x, **arguments))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_encoder_batch_size_equal_to_the_length(mode):
-    stock = encoder(2, enable_nested_tensor=False)
-    ours = with_our_attention(stock)
-    x, mask = double(4, 4, EMBED), torch.rand(4, 4) > 0.5
-    mask.fill_diagonal_(False)
-    with in_mode(mode, stock, ours):
-        close(ours(x, mask=mask), stock(x, mask=mask))
 
 
 def test_encoder_detects_a_causal_mask_and_passes_is_causal():

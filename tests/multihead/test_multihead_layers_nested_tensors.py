@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from parameters import with_random_parameters
 from sweeps import covering
@@ -10,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformer_layers import (
     EMBED,
-    HEADS,
     IGNORED_WARNINGS,
     LENGTHS,
     MEMORY_LENGTHS,
@@ -19,11 +17,8 @@ from transformer_layers import (
     causal,
     close,
     decoder_layer,
-    double,
-    encoder,
     encoder_layer,
     in_mode,
-    padding,
     random_sequences,
     with_our_attention,
 )
@@ -51,9 +46,6 @@ def assert_same_as_one_at_a_time(ours, stock, *inputs, how, mode, masks=without_
             close(got, torch.autograd.grad(want, [*leaves, *stock.parameters()], incoming))
 
 
-NESTED_KINDS = pytest.mark.parametrize("how", ["jagged", "from-jagged", "strided"])
-
-
 @covering(
     {
         "how": ["jagged", "from-jagged", "strided"],
@@ -65,18 +57,6 @@ NESTED_KINDS = pytest.mark.parametrize("how", ["jagged", "from-jagged", "strided
 def test_encoder_layers_take_nested_tensors(activation, norm_first, how, mode):
     stock = encoder_layer(norm_first=norm_first, activation=activation)
     assert_same_as_one_at_a_time(with_our_attention(stock), stock, random_sequences(LENGTHS), how=how, mode=mode)
-
-
-@covering({"mode": [*MODES, "inference"], "how": ["strided", "jagged", "from-jagged"], "seen": ["causal", "full"]})
-def test_encoders_take_nested_tensors(seen, how, mode):
-    if how == "strided" and seen == "causal" and mode in ("no-grad", "inference"):
-        pytest.skip("the fused layer of stock takes strided NestedTensors, and no masks with them")
-    stock = encoder(3, norm=True)
-    masks = without_masks if seen == "full" else lambda n: {"mask": causal(n)}
-    options = {} if seen == "full" else {"is_causal": True}
-    assert_same_as_one_at_a_time(
-        with_our_attention(stock), stock, random_sequences(LENGTHS), how=how, mode=mode, masks=masks, **options
-    )
 
 
 @covering(
@@ -97,30 +77,3 @@ def test_decoders_take_nested_tensors(norm_first, seen, how, mode):
         assert_same_as_one_at_a_time(
             with_our_attention(stock), stock, *inputs, how=how, mode=mode, masks=masks, **options
         )
-
-
-@covering({"mode": [*MODES, "inference"], "seen": ["full", "causal"]})
-def test_nn_transformer_takes_jagged_nested_tensors(seen, mode):
-    stock = with_random_parameters(nn.Transformer(EMBED, HEADS, 2, 2, 16, 0.0, batch_first=True, dtype=torch.float64))
-    masks, options = without_masks, {}
-    if seen == "causal":
-        options = {"src_is_causal": True, "tgt_is_causal": True}
-
-        def masks(n, m):
-            return {"src_mask": causal(n), "tgt_mask": causal(m)}
-
-    inputs = random_sequences(MEMORY_LENGTHS), random_sequences(LENGTHS)
-    assert_same_as_one_at_a_time(
-        with_our_attention(stock), stock, *inputs, how="jagged", mode=mode, masks=masks, **options
-    )
-
-
-def test_strided_nested_tensor_through_an_encoder_in_eval():
-    stock = encoder(3, activation="gelu").eval()
-    ours = with_our_attention(stock)
-    hidden = padding([0, 10, 2, 10, 4, 8], 10)[1:]
-    with torch.no_grad():
-        x = torch._nested_tensor_from_mask(double(5, 10, EMBED), ~hidden, mask_check=False)
-        out = ours(x)
-        assert out.is_nested
-        close(out.to_padded_tensor(0), stock(x).to_padded_tensor(0))

@@ -6,7 +6,6 @@ import functools
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from parameters import with_random_parameters
@@ -18,16 +17,12 @@ from transformer_layers import (
     EMBED,
     HEADS,
     IGNORED_WARNINGS,
-    KEYS,
-    KEYS_PADDED,
     LENGTH,
     MODES,
-    additive,
     causal,
     close,
     double,
     in_mode,
-    output_and_gradients,
     padding,
     pair,
 )
@@ -36,123 +31,6 @@ import nt_attention as nta
 from nt_attention import VarlenMultiheadAttention
 
 pytestmark = IGNORED_WARNINGS
-
-
-def mask_forms():
-    """Keyword arguments, and what they add to the scores (N, H, L, S)."""
-    blocked = torch.rand(LENGTH, KEYS) > 0.6
-    per_head = torch.rand(BATCH * HEADS, LENGTH, KEYS) > 0.6
-    blocked[:, 0] = per_head[..., 0] = False
-    bias, head_bias, key_bias = double(LENGTH, KEYS), double(BATCH * HEADS, LENGTH, KEYS), double(BATCH, KEYS)
-    spread = KEYS_PADDED[:, None, None]
-    return {
-        "none": ({}, torch.zeros(1)),
-        "bool": ({"attn_mask": blocked}, additive(blocked)),
-        "float": ({"attn_mask": bias}, bias),
-        "bool-per-head": ({"attn_mask": per_head}, additive(per_head).view(BATCH, HEADS, LENGTH, KEYS)),
-        "float-per-head": ({"attn_mask": head_bias}, head_bias.view(BATCH, HEADS, LENGTH, KEYS)),
-        "padding": ({"key_padding_mask": KEYS_PADDED}, additive(spread)),
-        "float-padding": ({"key_padding_mask": key_bias}, key_bias[:, None, None]),
-        "both": ({"attn_mask": blocked, "key_padding_mask": KEYS_PADDED}, additive(blocked | spread)),
-        "both-float": ({"attn_mask": bias, "key_padding_mask": key_bias}, bias + key_bias[:, None, None]),
-        "mixed": ({"attn_mask": bias, "key_padding_mask": KEYS_PADDED}, bias + additive(spread)),
-        "per-head-and-padding": (
-            {"attn_mask": head_bias, "key_padding_mask": key_bias},
-            head_bias.view(BATCH, HEADS, LENGTH, KEYS) + key_bias[:, None, None],
-        ),
-    }
-
-
-def numpy_attention(module, query, key, value, bias):
-    """(N, L, E) and (N, H, L, S + added) from the parameters alone, in NumPy."""
-    state = {name: tensor.numpy() for name, tensor in module.state_dict().items()}
-    if "in_proj_weight" in state:
-        weights = np.split(state["in_proj_weight"], 3)
-    else:
-        weights = [state[f"{letter}_proj_weight"] for letter in "qkv"]
-    biases = np.split(state["in_proj_bias"], 3) if "in_proj_bias" in state else [0.0] * 3
-    q, k, v = (x.numpy() @ w.T + b for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    count = len(q)
-    if "bias_k" in state:
-        k, v = (np.concatenate([x, np.repeat(state[b], count, 0)], 1) for x, b in ((k, "bias_k"), (v, "bias_v")))
-    if module.add_zero_attn:
-        k, v = (np.concatenate([x, np.zeros((count, 1, x.shape[2]))], 1) for x in (k, v))
-    q, k, v = (x.reshape(count, x.shape[1], HEADS, -1).transpose(0, 2, 1, 3) for x in (q, k, v))
-    scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
-    bias = np.broadcast_to(bias.numpy(), (count, HEADS, query.shape[1], key.shape[1]))
-    scores[..., : key.shape[1]] += bias
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    merged = (weights @ v).transpose(0, 2, 1, 3).reshape(count, query.shape[1], -1)
-    out = merged @ state["out_proj.weight"].T + state.get("out_proj.bias", 0.0)
-    return torch.from_numpy(out), torch.from_numpy(weights)
-
-
-@pytest.mark.parametrize("masks", mask_forms())
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": False},
-        {"add_bias_kv": True},
-        {"add_zero_attn": True},
-        {"kdim": 6, "vdim": 9},
-        {"kdim": 6, "vdim": 6, "add_bias_kv": True, "add_zero_attn": True},
-    ],
-    ids=lambda o: "+".join(o) or "default",
-)
-def test_mask_forms_give_what_the_formula_gives(options, masks):
-    stock, ours = pair(batch_first=True, **options)
-    query, key, value = (double(BATCH, n, w) for n, w in ((LENGTH, EMBED), (KEYS, stock.kdim), (KEYS, stock.vdim)))
-    value = key if options.get("kdim") == options.get("vdim") else value
-    arguments, bias = mask_forms()[masks]
-    out, weights = numpy_attention(ours, query, key, value, bias)
-    got = ours(query, key, value, **arguments)
-    close(got, (out, weights.mean(1)))
-    close(ours(query, key, value, average_attn_weights=False, **arguments), (out, weights))
-    wanted = output_and_gradients(stock, query, key, value, need_weights=False, **arguments)
-    close(wanted[0], out)
-    close(output_and_gradients(ours, query, key, value, need_weights=False, **arguments), wanted)
-    ours.batch_first = False
-    got = ours(*(x.transpose(0, 1) for x in (query, key, value)), need_weights=False, **arguments)[0]
-    close(got.transpose(0, 1), out)
-
-
-def test_per_batch_attn_mask_is_applied_to_its_own_element():
-    _, ours = pair()
-    query, key = double(LENGTH, BATCH, EMBED), double(KEYS, BATCH, EMBED)
-    mask = additive(torch.rand(BATCH, LENGTH, KEYS) > 0.5)
-    mask[..., 0] = 0
-    together = ours(query, key, key, attn_mask=mask.repeat_interleave(HEADS, 0))[0]
-    for i in range(BATCH):
-        alone = ours(query[:, i : i + 1], key[:, i : i + 1], key[:, i : i + 1], attn_mask=mask[i])[0]
-        close(together[:, i : i + 1], alone)
-
-
-@covering(
-    {
-        "added": list(itertools.product([True, False], repeat=2)),
-        "bias": [True, False],
-        "batch_first": [True, False, False],
-    }
-)
-def test_unbatched_inputs_are_a_batch_of_one(batch_first, added, bias):
-    stock, ours = pair(3, 3, bias=bias, add_bias_kv=added[0], add_zero_attn=added[1], batch_first=batch_first)
-    last = torch.tensor([False, False, True])
-    dim = 0 if batch_first else 1
-    for same, padded, mask, need in itertools.product(
-        [True, False], [None, last], [None, last.expand(3, 3, 3)], [True, False]
-    ):
-        q = double(3, 3)
-        inputs = [q, q, q] if same else [q, double(3, 3), double(3, 3)]
-        one = {id(x): x.unsqueeze(dim) for x in inputs}
-        arguments = {"attn_mask": mask, "need_weights": need}
-        out, weights = ours(*inputs, key_padding_mask=padded, **arguments)
-        batched = None if padded is None else padded[None]
-        want, want_weights = ours(*[one[id(x)] for x in inputs], key_padding_mask=batched, **arguments)
-        close((out, weights), (want.squeeze(dim), want_weights.squeeze(0) if need else None))
-        if padded is None or mask is not None or need or not same:
-            close((out, weights), stock(*inputs, key_padding_mask=padded, **arguments))
 
 
 @covering(
@@ -193,32 +71,6 @@ def test_device_and_dtype_arguments():
     assert with_random_parameters(module)(x, x, x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("mask_dim", [2, 3, None])
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
-def test_eval_and_train_agree_under_masks(dtype, padded, mask_dim):
-    """A random mask may hide all keys: that row is NaN on stock's fast path, and 0 before out_proj elsewhere."""
-    stock, ours = pair(batch_first=True)
-    x = double(BATCH, LENGTH, EMBED)
-
-    def drawn(*shape):
-        return torch.rand(shape) > 0.5 if dtype == torch.bool else double(shape)
-
-    mask = None if mask_dim is None else drawn(*[(LENGTH, LENGTH), (BATCH * HEADS, LENGTH, LENGTH)][mask_dim - 2])
-    arguments = {"attn_mask": mask, "key_padding_mask": drawn(BATCH, LENGTH) if padded else None}
-    hidden = arguments["key_padding_mask"]
-    rows = ~hidden if padded and mask is None and dtype == torch.bool else ...
-    results = []
-    for training in (True, False):
-        with torch.no_grad():
-            got, want = (
-                module.train(training)(x, x, x, need_weights=False, **arguments)[0][rows] for module in (ours, stock)
-            )
-        close(got.where(~want.isnan(), torch.nan), want)
-        results.append(got)
-    close(*results)
-
-
 @pytest.mark.parametrize("inputs", ["self", "encoder-decoder", "generic"])
 @pytest.mark.parametrize("average", [True, False], ids=["averaged", "per-head"])
 @pytest.mark.parametrize("masks", ["none", "padding", "mask", "both"])
@@ -245,17 +97,6 @@ def test_fast_path_switch_changes_nothing(masks, average, inputs):
     close(fast, slow)
 
 
-def test_batch_first_false_is_the_transpose():
-    _, ours = pair(10, 2, batch_first=True)
-    ours.eval()
-    x = double(5, 2, 10)
-    out, weights = ours.forward(x, x, x)
-    ours.batch_first = False
-    y = x.transpose(0, 1)
-    got, got_weights = ours.forward(y, y, y)
-    close((got.transpose(0, 1), got_weights), (out, weights))
-
-
 @BATCH_FIRST
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 def test_outputs_are_contiguous_where_those_of_nn_multihead_attention_are(masked, batch_first):
@@ -265,18 +106,6 @@ def test_outputs_are_contiguous_where_those_of_nn_multihead_attention_are(masked
         module(x, x, x, need_weights=False, key_padding_mask=hidden)[0] for module in pair(batch_first=batch_first)
     )
     assert ours.is_contiguous() or not stock.is_contiguous()
-
-
-@torch.no_grad()
-def test_one_feature_per_head_and_missing_biases():
-    """As many heads as features; separate projection weights; no bias."""
-    x = double(4, 4, 4)
-    stock, ours = (module.eval() for module in pair(4, 4, batch_first=True))
-    close(ours(x, x, x), stock(x, x, x))
-    for options, key in (({"kdim": 2, "vdim": 2}, double(4, 4, 2)), ({"bias": False}, x)):
-        stock, ours = pair(4, 4, **options)
-        close(ours(x, key, key), stock(x, key, key))
-    assert ours.in_proj_bias is ours.out_proj.bias is None
 
 
 def test_is_causal_needs_attn_mask_beside_attention_weights():
@@ -301,22 +130,6 @@ def test_dense_gradcheck():
     assert check(lambda a: ours(a, a, a, key_padding_mask=hidden, need_weights=False)[0], (x,))
     assert check(lambda a, b: ours(a, b, b, key_padding_mask=hidden, need_weights=False)[0], (x, key))
     assert torch.autograd.gradgradcheck(lambda a: ours(a, a, a)[0], (x,), fast_mode=True)
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-def test_non_contiguous_inputs(masked):
-    _, ours = pair(batch_first=True)
-    x, key = double(BATCH, LENGTH, EMBED), double(BATCH, KEYS, EMBED)
-    arguments = {"need_weights": False, "key_padding_mask": KEYS_PADDED if masked else None}
-
-    def strided(tensor):
-        return tensor.repeat_interleave(2, -1)[..., ::2]
-
-    odd = strided(key)
-    close(
-        output_and_gradients(ours, strided(x), odd, odd, **arguments),
-        output_and_gradients(ours, x, key, key, **arguments),
-    )
 
 
 @pytest.mark.parametrize("arguments", [{}, {"need_weights": True}], ids=["left out", "weights"])

@@ -24,13 +24,8 @@ from torch.nn import functional as F
 import nt_attention as nta
 
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning")
-
-
 CONFIGURATIONS, BLOCK = 1000, 50
-
-
 TOLERANCE = 1e-8
-
 
 # which of up to three tensors stand for query, key and value
 SHARING = {
@@ -40,7 +35,6 @@ SHARING = {
     "query is value": (0, 1, 0),
     "all different": (0, 1, 2),
 }
-
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "grad": nullcontext,

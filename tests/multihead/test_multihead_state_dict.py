@@ -1,8 +1,6 @@
 """State dicts and copies of VarlenMultiheadAttention, alone and inside of PyTorch's Transformer layers."""
 
-import copy
 import io
-import pickle
 import warnings
 
 import pytest
@@ -10,18 +8,10 @@ import torch
 from parameters import with_random_parameters
 from torch import nn
 from transformer_layers import (
-    BATCH,
     EMBED,
     HEADS,
-    LENGTH,
-    LENGTHS,
-    as_nested,
     close,
-    double,
-    encoder,
-    in_mode,
     pair,
-    random_sequences,
     with_our_attention,
 )
 
@@ -47,36 +37,6 @@ def test_state_dicts_load_both_ways():
     assert all(torch.equal(a, b) for a, b in zip(stock.parameters(), ours.parameters(), strict=True))
     with pytest.raises(RuntimeError, match="in_proj_weight"):
         ours.load_state_dict({k: v for k, v in stock.state_dict().items() if "in_proj_weight" not in k})
-
-
-def save_and_load(module):
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize(
-    "make_copy",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), save_and_load],
-    ids=["deepcopy", "pickle", "save"],
-)
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_copied_modules_and_encoders_have_their_own_parameters(mode, make_copy):
-    _, module = pair(add_bias_kv=True, kdim=3)
-    model = with_our_attention(encoder(2, norm=True))
-    x = double(BATCH, LENGTH, EMBED)
-    jagged = as_nested(random_sequences(LENGTHS), "jagged")
-    for made, inputs in ((module, (x, double(BATCH, LENGTH, 3), x)), (model, (x,)), (model, (jagged,))):
-        with in_mode(mode, made):
-            copied = make_copy(made)
-            assert copied.training == made.training
-            want = made(*inputs)
-            got = copied(*inputs)
-            want, got = ((r[0] if isinstance(r, tuple) else r) for r in (want, got))
-            close(*(list(r.unbind()) for r in (got, want)))
-            assert not {id(p) for p in made.parameters()} & {id(p) for p in copied.parameters()}
-            assert repr(copied) == repr(made)
 
 
 def test_quantizable_multihead_attention_reads_our_module():

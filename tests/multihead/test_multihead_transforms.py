@@ -6,7 +6,6 @@ import pytest
 import torch
 from parameters import with_random_parameters
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformer_layers import (
     BATCH,
     EMBED,
@@ -18,9 +17,7 @@ from transformer_layers import (
     close,
     decoder_layer,
     double,
-    encoder,
     encoder_layer,
-    in_mode,
     random_sequences,
     with_our_attention,
 )
@@ -95,40 +92,3 @@ def test_padded_decoder_layers_run_where_values_can_not_be_read(where):
     else:
         close(want, stock(x, x, SOME_PADDED))
         close(where(with_our_attention(stock), x, SOME_PADDED), want)
-
-
-@pytest.mark.sweep
-def test_padded_encoder_compiles_as_one_graph():
-    model = with_our_attention(encoder(2, dropout=0.1)).eval()
-    x, hidden = double(1, 41, EMBED), torch.rand(1, 41) > 0.5
-    hidden[:, 0] = True
-    torch.compiler.reset()
-    run = torch.compile(model, fullgraph=True, backend="eager")
-    for mode in ("eval", "no-grad"):
-        with in_mode(mode, model):
-            close(run(x, src_key_padding_mask=hidden), model(x, src_key_padding_mask=hidden))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_traced_encoder_layer():
-    layer = with_our_attention(encoder_layer())
-    x = double(BATCH, LENGTH, EMBED)
-    close(torch.jit.trace(layer, x)(x), layer(x))
-
-
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "dense"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-def test_checkpointed_encoder_layer_has_the_same_gradients(reentrant, nested):
-    if nested and reentrant:
-        pytest.skip("reentrant checkpoints lose the offsets of NestedTensors upstream")
-    layer = with_our_attention(encoder_layer())
-    leaves = random_sequences(LENGTHS) if nested else [double(BATCH, LENGTH, EMBED, requires_grad=True)]
-    results = []
-    for recompute in (False, True):
-        x = as_nested(leaves, "jagged") if nested else leaves[0]
-        out = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
-        (out.values() if nested else out).square().sum().backward()
-        results.append([t.grad for t in (*leaves, *layer.parameters())])
-        for t in (*leaves, *layer.parameters()):
-            t.grad = None
-    close(*results)

@@ -11,11 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import nt_attention as nta
 
 EMBED, HEADS, LENGTHS, LENGTH, KEYS = 12, 3, [5, 2, 7], 7, 11
-
-
 PADDING = torch.arange(LENGTH) >= torch.tensor(LENGTHS)[:, None]
-
-
 MEMORY_PADDING = torch.arange(KEYS) >= torch.tensor([3, 11, 6])[:, None]
 
 
@@ -109,20 +105,6 @@ def test_patched_block_takes_nested_tensors():
         out = model[0](nested, None)
     for got, part in zip(out.unbind(), values.split(LENGTHS), strict=True):
         torch.testing.assert_close(got, model[0](part[None], None)[0])
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_patched_decoder_takes_nested_tensors(norm_first):
-    layer = nn.TransformerDecoderLayer(EMBED, HEADS, 20, 0.0, batch_first=True, norm_first=norm_first)
-    decoder = nn.TransformerDecoder(layer, 2).double()
-    nest = nta.SequenceLayout.from_lengths
-    x, memory = (torch.randn(sum(n), EMBED, dtype=torch.float64) for n in (LENGTHS, [4, 1, 6]))
-    with nta.patch(decoder) as handle:
-        out = decoder(nest(LENGTHS).to_nested(x), nest([4, 1, 6]).to_nested(memory), tgt_is_causal=True)
-        assert list(handle.changed) == ["model"]
-    for got, part, beside in zip(out.unbind(), x.split(LENGTHS), memory.split([4, 1, 6]), strict=True):
-        mask = nn.Transformer.generate_square_subsequent_mask(len(part), dtype=torch.float64)
-        torch.testing.assert_close(got, decoder(part[None], beside[None], tgt_mask=mask)[0])
 
 
 def test_forward_hooks_stay_on_replaced_attention():

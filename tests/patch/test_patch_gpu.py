@@ -9,10 +9,7 @@ import nt_attention as nta
 from nt_attention.hf.pack import small_batches
 
 LENGTHS, LENGTH = [7, 1, 113, 91, 64], 117
-
-
 pytestmark = pytest.mark.gpu
-
 
 KINDS = {
     "bert": "BertForMaskedLM",

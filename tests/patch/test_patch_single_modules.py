@@ -43,90 +43,6 @@ def rows():
     return torch.randn(3, LENGTH, E, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("padding", [PADDING, ADDITIVE], ids=["bool", "additive"])
-@pytest.mark.parametrize(
-    "masks",
-    [{}, {"src_mask": CAUSAL}, {"src_mask": CAUSAL, "is_causal": True}],
-    ids=["full", "causal mask", "causal mask with hint"],
-)
-def test_encoder_layers_in_a_loop_run_packed(training, norm_first, padding, masks):
-    model, x = LayersInALoop(norm_first=norm_first).train(training), rows().requires_grad_()
-    want = model(x, src_key_padding_mask=padding, **masks)
-    want_gradient = torch.autograd.grad(want[~PADDING].square().sum(), x)[0]
-    with nta.patch(model, on_fallback="raise") as handle:
-        out = model(x, src_key_padding_mask=padding, **masks)
-        gradient = torch.autograd.grad(out[~PADDING].square().sum(), x)[0]
-    assert handle.calls == {None: 3}
-    torch.testing.assert_close(out[~PADDING], want[~PADDING])
-    torch.testing.assert_close(gradient[~PADDING], want_gradient[~PADDING])
-    assert not out[PADDING].any()
-    torch.testing.assert_close(model(x, src_key_padding_mask=padding, **masks), want, rtol=0, atol=0)
-
-
-def test_encoder_layer_computes_tokens_only():
-    model, seen = LayersInALoop(), []
-    nta.patch(model)
-    model.layers[1].linear1.register_forward_hook(lambda module, inputs, out: seen.append(tuple(inputs[0].shape)))
-    model(rows(), src_key_padding_mask=PADDING)
-    assert seen == [(11, E)]
-
-
-def test_encoder_layer_alone_and_not_batch_first():
-    layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, dtype=torch.float64)
-    x = rows().transpose(0, 1)
-    want = layer(x, src_key_padding_mask=PADDING)
-    with nta.patch(layer, on_fallback="raise") as handle:
-        out = layer(x, src_key_padding_mask=PADDING)
-    assert "model: nn.TransformerEncoderLayer, packed at the entry" in str(handle)
-    torch.testing.assert_close(out.transpose(0, 1)[~PADDING], want.transpose(0, 1)[~PADDING])
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("padding", [PADDING, ADDITIVE], ids=["bool", "additive"])
-@pytest.mark.parametrize("kind", ["layer", "encoder"])
-def test_padded_row_without_batch_dimension_runs_packed(kind, padding, batch_first):
-    layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
-    model = layer if kind == "layer" else nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = rows()[1]
-    want = model(x, src_key_padding_mask=padding[1])
-    handle = nta.patch(model, on_fallback="raise")
-    out = model(x, src_key_padding_mask=padding[1])
-    assert handle.calls == {None: 1}
-    torch.testing.assert_close(out[~PADDING[1]], want[~PADDING[1]])
-    assert not out[PADDING[1]].any()
-
-
-@pytest.mark.parametrize("kind", ["layer", "encoder"])
-def test_call_under_a_function_transform_is_counted(kind):
-    layer = nn.TransformerEncoderLayer(E, 2, 26, dropout=0.0, batch_first=True, dtype=torch.float64)
-    model, x = layer if kind == "layer" else nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), rows()
-
-    def loss(x):
-        return model(x, src_key_padding_mask=PADDING)[~PADDING].sin().sum()
-
-    want = torch.func.grad(loss)(x)
-    handle = nta.patch(model)
-    with pytest.warns(NotPackedWarning, match="its values can't be read here"):
-        torch.testing.assert_close(torch.func.grad(loss)(x), want)
-    assert handle.calls["its values can't be read here"] == 1
-
-
-def test_encoder_layer_falls_back_for_another_mask():
-    model, x, band = LayersInALoop(), rows(), CAUSAL.roll(1, 1)
-    want = model(x, src_mask=band, src_key_padding_mask=PADDING)
-    handle = nta.patch(model)
-    with pytest.warns(NotPackedWarning, match="mask is neither None nor causal"):
-        out = model(x, src_mask=band, src_key_padding_mask=PADDING)
-    torch.testing.assert_close(out[~PADDING], want[~PADDING])
-    assert handle.calls == {"mask is neither None nor causal": 3}
-    handle.remove()
-    nta.patch(model, on_fallback="raise")
-    with pytest.raises(NotPackedError, match="neither None nor causal"):
-        model(x, src_mask=band, src_key_padding_mask=PADDING)
-
-
 class OverRows(nn.Module):
     """Differs between (B, L, E) and (T, E), as stochastic depth does."""
 
@@ -166,24 +82,6 @@ def test_encoder_layer_runs_its_replaced_activation(activation):
     torch.testing.assert_close(model(x, src_key_padding_mask=PADDING)[~PADDING], want[~PADDING])
 
 
-def test_encoder_layer_without_padding_is_not_counted():
-    model, x = LayersInALoop(), rows()
-    want = model(x)
-    handle = nta.patch(model, on_fallback="raise")
-    torch.testing.assert_close(model(x), want)
-    assert not handle.calls
-
-
-def test_encoder_layer_takes_nested_tensors():
-    model = LayersInALoop()
-    values = [torch.randn(n, E, dtype=torch.float64) for n in (4, 1)]
-    want = [model(x.unsqueeze(0))[0] for x in values]
-    nta.patch(model, on_fallback="raise")
-    out = model(torch.nested.nested_tensor(values, layout=torch.jagged))
-    for one, expected in zip(out.unbind(), want, strict=True):
-        torch.testing.assert_close(one, expected)
-
-
 class ScaledLayer(nn.TransformerEncoderLayer):
     """A layer with a forward of its own, which calls the stock one."""
 
@@ -217,11 +115,8 @@ def test_layers_of_an_encoder_with_its_own_forward_run_padded_and_are_counted():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("kind", [LayersInALoop, OneAttention])
-def test_copies_of_single_modules_run_packed(kind, copied):
-    model, x = kind(), rows()
-    options = {"src_key_padding_mask": PADDING} if kind is LayersInALoop else {"key_padding_mask": PADDING}
-    options |= {} if kind is LayersInALoop else {"need_weights": False}
+def test_copies_of_an_attention_module_run_packed(copied):
+    model, x, options = OneAttention(), rows(), {"key_padding_mask": PADDING, "need_weights": False}
     want = model(x, **options)
     nta.patch(model, on_fallback="raise")
     torch.testing.assert_close(copied(model)(x, **options)[~PADDING], want[~PADDING])
@@ -303,18 +198,6 @@ def test_pad_of_a_nested_tensor_names_values():
     nested = layout.to_nested(torch.randn(5, 4))
     with pytest.raises(TypeError, match=r"values must be a plain tensor, got a NestedTensor: pass its \.values\(\)"):
         layout.pad(nested)
-
-
-def test_copy_of_a_patched_layer_can_be_patched_again():
-    model, x = LayersInALoop(), rows()
-    want = model(x, src_key_padding_mask=PADDING)
-    handle = nta.patch(model)
-    copied = copy.deepcopy(model)
-    handle.remove()
-    with nta.patch(copied, on_fallback="raise") as again:
-        out = copied(x, src_key_padding_mask=PADDING)
-    assert again.calls == {None: 3}
-    torch.testing.assert_close(out[~PADDING], want[~PADDING])
 
 
 def test_layers_with_a_varlen_attention_of_ones_own_run_packed():

@@ -33,30 +33,6 @@ def test_checkpoint_around_the_whole_model():
         assert handle.calls == {None: 2}
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("base", "eager"), pytest.param("causal", "aot_eager", marks=pytest.mark.sweep)]
-)
-def test_compiled_model_over_batches_of_other_lengths(kind, backend):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    model = make(kind, num_hidden_layers=1)
-    batches = [make_batch(kind, lengths, max(lengths) + 2) for lengths in RAGGED]
-    want = [(loss_of(model, batch), gradients(model, batch)) for batch in batches]
-    counter = CompileCounterWithBackend(backend)
-    with nta.patch(model) as handle:
-        compiled = torch.compile(model, backend=counter, dynamic=True)
-        graphs = []
-        for batch, (loss, grads) in zip(batches, want, strict=True):
-            got = loss_of(compiled, batch)
-            close(got, loss)
-            torch.testing.assert_close(torch.autograd.grad(got, list(model.parameters())), grads, rtol=1e-3, atol=1e-4)
-            graphs.append(counter.frame_count)
-        assert handle.calls == {None: len(batches)}
-    assert graphs[-1] == graphs[2]
-    torch._dynamo.reset()
-
-
 @every_kind
 def test_bfloat16_autocast_trains_as_the_padded_model_does(kind):
     batches = [make_batch(kind, lengths) for lengths in RAGGED]

@@ -28,8 +28,6 @@ import nt_attention as nta
 pytest.importorskip("nt_attention.hf.trainer", exc_type=ImportError, reason="needs another transformers")
 TEXTS = [text[: 9 + 13 * (i % 5)] for i, text in enumerate(paragraphs(90, 48))]
 ROWS = [{"input_ids": list(text.encode()), "labels": list(text.encode())} for text in TEXTS]
-
-
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
 
 
@@ -207,7 +205,6 @@ MISTAKES = {
     "another size": "ParallelismConfig has cp_size=4, but the model is patched with a mesh of 2 ranks: pass cp_size=2",
     "FSDP alone": r"FSDP needs parallelism_config=ParallelismConfig\(cp_size=2\)",
 }
-
 
 WITH_FSDP = ("FSDP alone", "another size")
 

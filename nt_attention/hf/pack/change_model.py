@@ -18,6 +18,7 @@ from ..proof import Head, Proof
 from ..route.attention import NAME_OVER, register
 from ..route.packed_row import counts_positions, embed_positions
 from ..route.rope import rotate_per_sequence, scales_by_length
+from ..transformers_private import ATTENTION, attention_attributes, attention_of, supports_sdpa
 from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
@@ -34,22 +35,22 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     handles = [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
     _check_not_patched(model, configs, handles, handle)
-    before: str = model.config._attn_implementation
+    before: str = attention_of(model.config)
     over = next((over for over, name in NAME_OVER.items() if name == before), None)
     if over is not None and handles:
         before = over  # the model is a copy, made before the patch of the original was removed
-    kept = [(config, {name: x for name, x in vars(config).items() if name.startswith("_attn")}) for config in configs]
+    kept = [(config, attention_attributes(config)) for config in configs]
     for config in configs:
         _patched_by[config] = weakref.ref(handle)
     handle.on_remove(functools.partial(_restore_configs, handle, kept, over and before))
     if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
         # calls that are not packed run on the implementation that the model had, eager or sdpa
-        name = register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager"))
+        name = register(over or ("sdpa" if before != "eager" and supports_sdpa(model) else "eager"))
         model.set_attn_implementation(name)
         for config in _configs_of_layers(model, configs):
-            if config._attn_implementation in (before, over and NAME_OVER[over]):
-                kept.append((config, {"_attn_implementation_internal": over or config._attn_implementation}))
-                config._attn_implementation_internal = name
+            if attention_of(config) in (before, over and NAME_OVER[over]):
+                kept.append((config, {ATTENTION: over or attention_of(config)}))
+                vars(config)[ATTENTION] = name
     return before
 
 
@@ -88,14 +89,14 @@ def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], rep
     for copied in copies_of(handle):  # their patch also ends
         for model in [module for module in copied.modules() if isinstance(module, PreTrainedModel)]:
             for config in _configs(model) + _configs_of_layers(model, []):
-                if config._attn_implementation in NAME_OVER.values() and type(config) in before:
+                if attention_of(config) in NAME_OVER.values() and type(config) in before:
                     config.__dict__.update(before[type(config)])
     for config, attributes in kept:
-        for key in [key for key in vars(config) if key.startswith("_attn") and key not in attributes]:
+        for key in attention_attributes(config).keys() - attributes.keys():
             del config.__dict__[key]
         config.__dict__.update(attributes)
-        if replace_ours and config._attn_implementation_internal in NAME_OVER.values():
-            config._attn_implementation_internal = replace_ours
+        if replace_ours and vars(config)[ATTENTION] in NAME_OVER.values():
+            vars(config)[ATTENTION] = replace_ours
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

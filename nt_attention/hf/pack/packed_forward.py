@@ -21,6 +21,7 @@ from ..route.attention import NAME_OVER, NAMES, register
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, is_bypass_mask
 from ..route.packed_row import current_row, rows_of_head
+from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, Call, Packed, Unpatched, passing_rows, run_route
 from .rules import AFTER_GRAPH, AS_OUTER_MODEL, BEFORE_GRAPH, route_of
@@ -165,7 +166,7 @@ class PackedCall:
 
     def keeps_apart(self, model: PreTrainedModel) -> bool:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
-        is_ours = self.is_routed and model.config._attn_implementation in NAMES
+        is_ours = self.is_routed and attention_of(model.config) in NAMES
         return is_ours and not self.needs_row and self.proof.extra is None
 
     @inline_only

@@ -25,6 +25,7 @@ from ...patching.forwards import (
 from .. import families
 from ..route.attention import NAMES
 from ..route.packed_row import is_unpatched
+from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .inputs import has_axes, padding_id, points_at_padding
 from .routes import AsOuterModel, Call, FallsBack, HeadFallsBack, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
@@ -90,7 +91,7 @@ def head_needs_rows(call: Call) -> str | None:
         return None
     model, arguments = call.model, call.arguments
     labels = arguments.get("labels", arguments.get("shift_labels"))
-    if vars(model).get("_loss_function") is not None or (labels is not None and not _has_usual_loss(model)):
+    if has_other_loss(model) or (labels is not None and not _has_usual_loss(model)):
         return "its loss_function was replaced, and may need padded rows"
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) and keep.dtype == torch.bool:
@@ -174,7 +175,7 @@ def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, 
     """Why a call with these arguments can't be packed, or None."""
     config = model.config
     of_config = vars(config)  # the __getattribute__ of a config is a Python function, which takes µs
-    is_ours = of_config.get("_attn_implementation_internal") in NAMES
+    is_ours = of_config.get(ATTENTION) in NAMES
     if not (is_routed and is_ours) and config.output_attentions:  # transformers allows it with its eager attention only
         return "the config asks for attention weights"
     if model.training and _has_noise(model):
@@ -192,7 +193,7 @@ def why_arguments_not_packed(arguments: dict[str, Any], model: PreTrainedModel, 
     if position_ids is not None and position_ids.dim() != 2 and not has_axes(position_ids, mask):
         return "its position_ids are not (batch, length)"
     if is_routed and not is_ours:
-        return f"its attention was set to {config._attn_implementation!r} after the patch"
+        return f"its attention was set to {attention_of(config)!r} after the patch"
     if divides_tokens(model):
         return "its parallel styles divide the tokens of a row over ranks, and a packed row may not divide evenly"
     return None

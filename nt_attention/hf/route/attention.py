@@ -23,17 +23,19 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._warnings import warn
-from ...compiler import TracedLayout, TracedShardedLayout, is_traced
+from ...compiler import TracedShardedLayout, is_traced
 from ...functional import varlen_attention
 from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ...layouts.reading import owner_of
 from ...patching.forwards import is_context_parallel
+from ..transformers_private import supports_sdpa
 from . import masks, positions
 from .dropout import rate_of
 from .packed_mask import PackedMask, is_bypass_mask
 
-Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
+Layouts = tuple[Layout, Layout]  # of the queries and of the keys, over all B rows concatenated
 
 # transformers treats names with "flash", "sdpa", "/" or "|" in a special way.
 NAME_OVER = {"sdpa": "nt_attention", "eager": "nt_attention_eager"}
@@ -199,11 +201,11 @@ def _layouts_of_patch(call: _Call, mask: Tensor | None, offsets: Tensor) -> Layo
     """The layouts of a row that the patch has packed: the mask has it, or else the offsets do, as in a graph."""
     is_sharded = offsets.dim() == 0  # `ShardedLayout.handle`
     if is_traced(call.query):
-        traced = cast(SequenceLayout, TracedShardedLayout(offsets) if is_sharded else TracedLayout(offsets))
+        traced: Any = TracedShardedLayout(offsets) if is_sharded else SequenceLayout.in_this_graph(offsets)
         return traced, traced
-    layout: SequenceLayout | None = None if mask is None else owner_of(mask)
+    layout: Any = None if mask is None else owner_of(mask)
     if layout is None:  # the mask was copied
-        layout = cast(SequenceLayout, owner_of(offsets)) if is_sharded else SequenceLayout.from_offsets(offsets)
+        layout = owner_of(offsets) if is_sharded else SequenceLayout.from_offsets(offsets)
     for what, tokens in (("queries", call.query), ("keys", call.key)):
         if layout.total != tokens.shape[0] * tokens.shape[2]:
             raise OtherLengthError(f"its packed row ends at {layout.total}, but there are {tokens.shape[2]} {what}")
@@ -245,7 +247,7 @@ def _layouts_of_positions(
     """`_layouts_of_call` for `position_ids` that may restart in a row."""
     rows, traced = call.query.shape[0], is_traced(call.query)
     if traced and mask is None:
-        layout = positions.layout_in_graph(ids, rows, forward_token)
+        layout = SequenceLayout.in_graph(ids, forward_token, rows=rows)
         return (layout, layout), None
     source = masks.source_of(mask)
     if source is None or not source.may_be_packed:  # a mask of the caller has its own packing
@@ -260,7 +262,7 @@ def _layouts_of_positions(
     return None, _both(_causal_mask(call) if mask is None else mask, together)
 
 
-def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+def _run_packed(call: _Call, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
         raise ValueError(
@@ -324,15 +326,15 @@ def _has_sdpa(cls: Any) -> bool:
     """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
     classes = [x for x in list(vars(sys.modules[cls.__module__]).values()) if isinstance(x, type)]
     models: list[Any] = [x for x in classes if issubclass(x, PreTrainedModel) and x.__module__ == cls.__module__]
-    return not models or any(x._supports_sdpa for x in models)
+    return not models or any(supports_sdpa(x) for x in models)
 
 
 def _layouts_of_offsets(
     call: _Call, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool, forward_token: Tensor | None
 ) -> Layouts:
-    """The layouts of the offsets that a caller has passed. For `forward_token`, see `new_forward_token`."""
+    """The layouts of the offsets that a caller has passed. For `forward_token`, see `reading.new_forward_token`."""
 
-    def layout_of(offsets: Tensor) -> SequenceLayout:
+    def layout_of(offsets: Tensor) -> Layout:
         return SequenceLayout.in_graph(offsets, forward_token) if traced else SequenceLayout.from_offsets(offsets)
 
     layout = layout_of(cu_seq_lens_q)
@@ -370,7 +372,7 @@ def _causal_mask(call: _Call) -> Tensor:
     return (torch.ones(queries, keys, dtype=torch.bool, device=device) if visible is None else visible)[None, None]
 
 
-def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+def _same_layout(query: Tensor, key: Tensor, layout: Layout, key_layout: Layout) -> Tensor:
     """(B, 1, T, S) bool, True if query and key are in one sequence."""
     rows = query.shape[0]
     ids, _ = layout.locate_rows(rows * query.shape[2])

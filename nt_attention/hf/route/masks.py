@@ -15,8 +15,8 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...compiler import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from ...layouts.known import SequenceLayout
-from .positions import new_forward_token
+from ...layouts.protocol import Layout
+from ...layouts.reading import new_forward_token
 from .running_call import RunningCall, has_scaled_rope, running_call
 
 MaskFunction = Callable[..., Any]
@@ -53,7 +53,7 @@ def mask(*, over: str, **arguments: Any) -> Tensor | None:
     """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
     It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
-    made of causality, a window and packed rows. In a graph it is then `new_forward_token`. The attention function then
+    made of causality, a window and packed rows. In a graph it is then a forward token. The attention function then
     finds packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images,
     masks of the caller), the result is that of the implementation `over`. Syncs with the device once if there is an
     attention mask, as that implementation does.
@@ -87,7 +87,7 @@ def mask(*, over: str, **arguments: Any) -> Tensor | None:
     return made
 
 
-def _packed_by_caller(call: RunningCall, over: str, arguments: dict[str, Any]) -> SequenceLayout | None:
+def _packed_by_caller(call: RunningCall, over: str, arguments: dict[str, Any]) -> Layout | None:
     """The sequences of rows that the caller packed, if the mask must keep them apart, because the model does not pass
     on where they begin. None if there are no such rows.
 
@@ -103,7 +103,7 @@ def _packed_by_caller(call: RunningCall, over: str, arguments: dict[str, Any]) -
     return None if passes else layout
 
 
-def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLayout | None:
+def layout_beside(over: str, made: Tensor, rows: int, length: int) -> Layout | None:
     """The sequences of rows that the caller packed, for a mask (B, 1, L, L) that the model has made by itself.
 
     None if there are no such rows, or if the caller passed a mask of four dimensions, which has its own packing.
@@ -118,19 +118,17 @@ def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLa
             call.check(over)
             layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
         setattr(storage, _ROWS, layout)
-    of_rows: SequenceLayout | None = getattr(storage, _ROWS)
+    of_rows: Layout | None = getattr(storage, _ROWS)
     return of_rows
 
 
 _ROWS = "_nt_attention_rows"
 
 
-def _kept_apart(arguments: dict[str, Any], layout: SequenceLayout) -> dict[str, Any]:
+def _kept_apart(arguments: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """The arguments of a mask function for a mask in which a token sees its own sequence only."""
-    shape, function = (
-        (arguments["batch_size"], arguments["q_length"]),
-        arguments.get("mask_function", stock.causal_mask_function),
-    )
+    shape = arguments["batch_size"], arguments["q_length"]
+    function = arguments.get("mask_function", stock.causal_mask_function)
     sequence, position = layout.sequence_ids.view(shape), layout.position_ids.view(shape)
     if _CHUNKED in set(_codes(function)) and _REMAP.isdisjoint(_codes(function)):
         function = stock.remap_positions_for_packed_sequence(function, position)

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...compiler import inline_only, is_compiling, outside_of_graphs
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 
 
 class PackedRow(NamedTuple):
     """A packed row: its sequences, the positions of its tokens, (1, T) or (axes, 1, T), and L of the padded batch."""
 
-    layout: SequenceLayout
+    layout: Layout
     position_ids: Tensor
     length: int
 

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
+from ...torch_private import buffers_of, parameters_of
 from .. import families
+from ..transformers_private import attention_of
 from . import positions
 from .hand_packed import layout_of_lengths, mixed_rows_error
 from .packed_mask import PackedMask, is_bypass_mask
@@ -69,11 +71,11 @@ class RunningCall(NamedTuple):
         name = type(self.model).__name__
         if self._is_of_transformers() and not families.routes_attention(self.model):
             raise ValueError(
-                f"{name} does not run its attn_implementation {self.model.config._attn_implementation!r}: load it with "
+                f"{name} does not run its attn_implementation {attention_of(self.model.config)!r}: load it with "
                 "'eager', and call nt_attention.patch(model)."
             )
         model_type = getattr(self.model.config, "model_type", None)
-        implementation = self.model.config._attn_implementation
+        implementation = attention_of(self.model.config)
         if model_type in NOT_SUPPORTED:
             raise ValueError(f"{name} passes arguments to its attention that {implementation!r} ignores: use 'sdpa'.")
         if model_type in NEED_EAGER and over != "eager":
@@ -87,11 +89,11 @@ class RunningCall(NamedTuple):
                 "position_ids that begin again with each sequence, or call nt_attention.patch(model)."
             )
         for path, module in self.model.named_modules() if self.names_sequences else ():
-            other = getattr(vars(module).get("config"), "_attn_implementation", None)
+            other = attention_of(vars(module).get("config"))
             if "Attention" in type(module).__name__ and isinstance(other, str) and not other.startswith(_OURS):
                 raise ValueError(
                     f"{path} of {name} has a config of its own, with the attention {other!r}, which would mix the "
-                    "sequences of a row: set its config._attn_implementation too, or call nt_attention.patch(model)."
+                    "sequences of a row: set_attn_implementation of that part too, or call nt_attention.patch(model)."
                 )
 
     def _is_of_transformers(self) -> bool:
@@ -107,7 +109,7 @@ class RunningCall(NamedTuple):
         has_table = embeds_positions(self.model) or has_scaled_rope(self.model)
         return has_table or not self._is_of_transformers() or self.model.config.model_type in COUNT_POSITIONS
 
-    def layout(self, rows: int, length: int, token_mask: Tensor | None) -> SequenceLayout | None:
+    def layout(self, rows: int, length: int, token_mask: Tensor | None) -> Layout | None:
         """The sequences of all B · L positions, or None if each row is one. Syncs once for each tensor.
 
         Raises:
@@ -128,7 +130,7 @@ class RunningCall(NamedTuple):
             raise mixed_rows_error(self.model, reason)
         return layout
 
-    def _why_mixed(self, layout: SequenceLayout) -> str | None:
+    def _why_mixed(self, layout: Layout) -> str | None:
         """Why the model mixes sequences, whatever its attention does, or None."""
         model = self.model
         model_type = getattr(model.config, "model_type", None)
@@ -183,7 +185,8 @@ def running_call() -> RunningCall | None:
     model: PreTrainedModel | None = None
     variables: dict[str, Any] = {}
     while frame is not None:
-        if frame.f_code.co_name in _FRAMES and isinstance(owner := frame.f_locals.get("self"), PreTrainedModel):
+        has_call = frame.f_code is _CALL or frame.f_code.co_name in _FRAMES
+        if has_call and isinstance(owner := frame.f_locals.get("self"), PreTrainedModel):
             if owner is not model and model is not None:
                 call = _call_of(cast(PreTrainedModel, innermost), model, variables)
                 if call is None or call.names_sequences:
@@ -196,9 +199,10 @@ def running_call() -> RunningCall | None:
     return None if model is None else _call_of(cast(PreTrainedModel, innermost), model, variables)
 
 
-# The names of functions whose frame has a model and the arguments of its call: those of torch, of the decorators of
-# transformers, and the forward.
-_FRAMES = {"_wrapped_call_impl", "_call_impl", "wrapper", "forward"}
+# The functions whose frame has a model and the arguments of its call: that of torch, and by their names, the decorators
+# of transformers and the forward.
+_CALL: Any = cast(Any, nn.Module.__call__).__code__
+_FRAMES = {"wrapper", "forward"}
 
 
 def _call_of(innermost: PreTrainedModel, model: PreTrainedModel, variables: dict[str, Any]) -> RunningCall | None:
@@ -234,7 +238,7 @@ def embeds_positions(model: nn.Module) -> bool:
         _has_table[model] = any(map(_is_table_of_positions, model.named_modules())) or any(
             _POSITIONS.fullmatch(name) and name != "position_ids" and isinstance(x, Tensor)
             for module in model.modules()
-            for name, x in [*vars(module).items(), *module._buffers.items(), *module._parameters.items()]
+            for name, x in [*vars(module).items(), *buffers_of(module).items(), *parameters_of(module).items()]
         )
     return _has_table[model]
 

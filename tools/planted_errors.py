@@ -1,0 +1,758 @@
+"""Do the tests notice small errors? Plants one error after another in a copy of the package and runs some tests.
+
+    python tools/planted_errors.py                      # all of them
+    python tools/planted_errors.py layouts/ hf/route    # those in files with these beginnings
+    python tools/planted_errors.py -k window            # those with a name like this
+
+Each error replaces some text of one file. If the text is not there, it is searched in the whole package, because code
+moves. An error whose text is gone, or is in several files, is printed as "to be adapted". The exit status is 1 if an
+error was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+
+import pytest
+import torch
+import transformers  # noqa: F401
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("nt_attention", "tests", "conftest.py", "pyproject.toml")
+
+
+class Error(NamedTuple):
+    """A planted error.
+
+    Attributes:
+        name: a short name.
+        file: the file in `nt_attention/` where the text was.
+        old, new: the text and what replaces it; only the first occurrence in a file.
+        tests: what pytest runs: files or directories in `tests/`, and options.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+ERRORS = [
+    # layouts
+    Error(
+        "index of tokens in a padded batch",
+        "layouts/known.py",
+        "return ids * length + positions",
+        "return ids * max(1, length - 1) + positions",
+        "layout/test_pack_pad_to_nested.py",
+    ),
+    Error(
+        "positions that jump ahead begin no sequence",
+        "layouts/known.py",
+        "begins[:, 1:] = rows.diff(dim=1) != 1",
+        "begins[:, 1:] = rows.diff(dim=1) <= 0",
+        "layout/test_layout_constructors.py",
+    ),
+    Error(
+        "one hole is no hole",
+        "layouts/known.py",
+        "(index[last] - index[first] > last - first)",
+        "(index[last] - index[first] > last - first + 1)",
+        "layout/test_layout_constructors.py layout/test_pack_pad_to_nested.py",
+    ),
+    Error(
+        "the first row past the end stays",
+        "layouts/known.py",
+        "past = torch.arange(values.shape[0], device=values.device) >= self.total",
+        "past = torch.arange(values.shape[0], device=values.device) > self.total",
+        "layout/test_bounded_layouts.py -k past_the_end",
+    ),
+    Error(
+        "a bound below the longest sequence is accepted",
+        "layouts/known.py",
+        "max_seqlen < facts.max_seqlen",
+        "max_seqlen < facts.min_seqlen",
+        "layout/test_layout_errors.py layout/test_layout_constructors.py",
+    ),
+    Error(
+        "the gradient of pad takes the first rows",
+        "layouts/known.py",
+        "return packed.index_select(0, ctx.saved_tensors[0]), None, None, None",
+        "return packed[: len(ctx.saved_tensors[0])], None, None, None",
+        "layout/test_pack_pad_to_nested.py",
+    ),
+    Error(
+        "layouts with other keys share a cache entry",
+        "layouts/known.py",
+        "other_cache = None if other is None or other is self else other._facts.cache",
+        "other_cache = None",
+        "attention/test_attention_errors.py",
+    ),
+    # nested
+    Error(
+        "holes move the tokens after them",
+        "layouts/nested.py",
+        "layout.position_ids + offsets[:-1].to(torch.int64)[layout.sequence_ids]",
+        "layout.position_ids + layout.offsets[:-1].to(torch.int64)[layout.sequence_ids]",
+        "nested/test_nested_tensor_forms.py",
+    ),
+    Error(
+        "the shortest length of a NestedTensor is the longest",
+        "layouts/nested.py",
+        '"min_seqlen": layout.min_seqlen',
+        '"min_seqlen": layout.max_seqlen',
+        "nested/test_nested_tensor_forms.py",
+    ),
+    Error(
+        "overlapping sequences are accepted",
+        "layouts/nested.py",
+        "wrong = (counts < 0) | (ends > limits)",
+        "wrong = counts < 0",
+        "nested/test_nested_tensor_errors.py",
+    ),
+    # bounded
+    Error(
+        "offsets past the bound are valid",
+        "layouts/bounded.py",
+        "& (offsets[-1] <= max_tokens)",
+        "& (offsets[-1] >= 0)",
+        "layout/test_bounded_layouts.py",
+    ),
+    Error(
+        "a sequence longer than the bound is valid",
+        "layouts/bounded.py",
+        "in_order = ((lengths >= 0) & (lengths <= max_seqlen)).all()",
+        "in_order = (lengths >= 0).all()",
+        "layout/test_bounded_layouts.py",
+    ),
+    Error(
+        "results of invalid offsets are 0",
+        "layouts/bounded.py",
+        "(past & self.are_valid)",
+        "past",
+        "layout/test_bounded_layouts.py",
+    ),
+    # paged
+    Error(
+        "the row in a page is ignored",
+        "layouts/paged.py",
+        "return entries * unit + row",
+        "return entries * unit + 0 * row",
+        "paged/test_paged_layouts.py",
+    ),
+    Error(
+        "a sequence with too few pages has no error",
+        "layouts/paged.py",
+        "self.lengths.where(self.lengths <= capacity, -1)",
+        "self.lengths.where(self.lengths <= capacity, 0)",
+        "paged/test_paged_attention.py -k 'not split_kv'",
+    ),
+    # functional
+    Error(
+        "keys of another number of sequences are accepted",
+        "functional.py",
+        "if layout.batch_size != key_layout.batch_size:",
+        "if False:",
+        "attention/test_attention_errors.py",
+    ),
+    Error(
+        "autocast casts float64",
+        "functional.py",
+        "x.is_floating_point() and x.dtype != torch.float64",
+        "x.is_floating_point()",
+        "attention/test_autocast.py",
+    ),
+    # autograd
+    Error(
+        "lse of a fully masked row ignores the sink",
+        "kernels/autograd.py",
+        "with_sinks = torch.where(masked, sinks, torch.logaddexp(finite, sinks))",
+        "with_sinks = torch.logaddexp(finite, sinks)",
+        "backends/test_adapters.py backends/test_reference_backend.py attention/test_random_calls.py",
+    ),
+    Error(
+        "the second derivative is 0",
+        "kernels/autograd.py",
+        'raise RuntimeError(f"trying to differentiate twice {_NOT_SUPPORTED}")',
+        "return None, *_",
+        "attention/test_attention_gradients.py",
+    ),
+    Error(
+        "the share of a sink is that of the keys",
+        "kernels/autograd.py",
+        "share = torch.sigmoid(finite - sinks)",
+        "share = torch.sigmoid(sinks - finite)",
+        "attention/test_attention_gradients.py backends/test_adapters.py",
+    ),
+    # adapters
+    Error(
+        "lse of a fully masked row has a gradient",
+        "kernels/adapters.py",
+        "saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0)",
+        "saved.grad_lse",
+        "attention/test_attention_gradients.py backends/test_rewrites.py backends/test_adapters.py",
+    ),
+    Error(
+        "the gradient of lse is rounded",
+        "kernels/adapters.py",
+        "[high, (grad_lse - high).to(out.dtype)]",
+        "[high, 0 * high]",
+        "backends/test_adapters.py",
+    ),
+    Error(
+        "the share of lse in dk has no scale",
+        "kernels/adapters.py",
+        "grads[1].add_(share, alpha=spec.scale)",
+        "grads[1].add_(share)",
+        "backends/test_adapters.py",
+    ),
+    Error(
+        "rows past the end keep what was in memory",
+        "kernels/adapters.py",
+        "        out[layout.total :] = 0\n",
+        "",
+        "attention/test_random_calls.py multihead/test_multihead_inputs.py",
+    ),
+    # rewrites
+    Error(
+        "the mirrored window is not mirrored",
+        "kernels/rewrites.py",
+        "window_size=(0 if spec.is_causal else right, left)",
+        "window_size=(left, 0 if spec.is_causal else right)",
+        "backends/test_rewrites.py",
+    ),
+    Error(
+        "slopes of reversed sequences are not reversed",
+        "kernels/rewrites.py",
+        "slopes = slopes.flip(0) if",
+        "slopes = slopes if",
+        "backends/test_rewrites.py",
+    ),
+    Error(
+        "buckets of reversed sequences are not reversed",
+        "kernels/rewrites.py",
+        "buckets=relative.buckets.flip(0)",
+        "buckets=relative.buckets",
+        "backends/test_rewrites.py attention/test_relative_bias.py",
+    ),
+    Error(
+        "queries without keys are kept",
+        "kernels/rewrites.py",
+        "kept = torch.minimum(queries, keys)",
+        "kept = torch.where(keys > 0, queries, 0)",
+        "backends/test_rewrites.py",
+    ),
+    # masks, ALiBi, relative biases
+    Error(
+        "the left side of a window is exclusive",
+        "kernels/masks.py",
+        "after_left = distance >= -int(self.left)",
+        "after_left = distance > -int(self.left)",
+        "backends/test_reference_backend.py",
+    ),
+    Error(
+        "the number of visible pairs lacks the last key",
+        "kernels/masks.py",
+        "shift + int(self.right) + 1",
+        "shift + int(self.right)",
+        "backends/test_call_size.py attention/test_flop_counts.py",
+    ),
+    Error(
+        "a mask that hides one key is no mask",
+        "kernels/masks.py",
+        "diagonal + self.right >= keys - 1",
+        "diagonal + self.right >= keys - 2",
+        "backends/test_reference_backend.py backends/test_cpu_backend.py",
+    ),
+    Error(
+        "slopes for a number of heads that is no power of 2",
+        "kernels/alibi.py",
+        "2 ** (-4 * (i + 1) / n)",
+        "2 ** (-4 * (i + 2) / n)",
+        "multihead/test_multihead_inputs.py",
+    ),
+    Error(
+        "distances of a relative bias have the other sign",
+        "kernels/relative.py",
+        "distance.clamp(-radius, radius) + radius",
+        "radius - distance.clamp(-radius, radius)",
+        "attention/test_relative_bias.py -k 'not token_tiled'",
+    ),
+    Error(
+        "the gradient of a bias is the mean of the tiles",
+        "kernels/relative.py",
+        "grad.flatten(0, -4).sum(0)",
+        "grad.flatten(0, -4).mean(0)",
+        "attention/test_relative_bias.py -k 'not token_tiled'",
+    ),
+    # reference, cpu, flex
+    Error(
+        "the gradient of softcap is linear",
+        "kernels/backends/reference.py",
+        "(1 - (capped / spec.softcap).square())",
+        "(1 - (capped / spec.softcap).abs())",
+        "backends/test_reference_backend.py",
+    ),
+    Error(
+        "dropout keeps its weights small",
+        "kernels/backends/reference.py",
+        "/ (1 - spec.dropout_p)",
+        "",
+        "backends/test_reference_backend.py",
+    ),
+    Error(
+        "a tile misses its first key",
+        "kernels/backends/cpu.py",
+        "low = int(max(0, min(keys, first + shift - left)))",
+        "low = int(max(0, min(keys, first + shift - left + 1)))",
+        "backends/test_cpu_backend.py",
+    ),
+    Error(
+        "gradients of keys that no query sees are not written",
+        "kernels/backends/cpu.py",
+        "all_keys_once=most_tiles <= 1 and keys_used == key_layout.total",
+        "all_keys_once=most_tiles <= 1",
+        "backends/test_cpu_backend.py attention/test_attention_gradients.py",
+    ),
+    Error(
+        "NaN in a query is a fully masked row",
+        "kernels/backends/cpu.py",
+        "wrong = (lse == 0) & query[0].isnan()",
+        "wrong = (lse != 0) & query[0].isnan()",
+        "backends/test_cpu_backend.py",
+    ),
+    Error(
+        "causality of the kernel with a scale below 0",
+        "kernels/backends/cpu.py",
+        " and shift == 0 and spec.has_positive_scale",
+        " and shift == 0",
+        "backends/test_cpu_backend.py",
+    ),
+    Error(
+        "the last block of a flex mask is left out",
+        "kernels/backends/flex.py",
+        "(end - 1) // BLOCK - first + 1, 0)",
+        "(end - 1) // BLOCK - first, 0)",
+        "backends/test_flex_backend.py",
+    ),
+    # token_tiled and split_kv, in Triton's interpreter
+    Error(
+        "intervals end one key early",
+        "kernels/token_tiled/triton_kernels.py",
+        "tl.maximum(own + after + 1, lowest)",
+        "tl.maximum(own + after, lowest)",
+        "token_tiled/test_token_tiled_plan.py",
+    ),
+    Error(
+        "the block at the window's end has no mask",
+        "kernels/token_tiled/triton_kernels.py",
+        "unmasked_from = tl.load(Lo + end - 1)",
+        "unmasked_from = tl.load(Lo + start)",
+        "token_tiled/test_token_tiled_accuracy.py",
+    ),
+    Error(
+        "softcap has a gradient of 1",
+        "kernels/token_tiled/triton_kernels.py",
+        "cap_gradient = 1.0 - capped * capped",
+        "cap_gradient = 1.0",
+        "token_tiled/test_token_tiled_accuracy.py",
+    ),
+    Error(
+        "the gradient of lse has the other sign",
+        "kernels/token_tiled/triton_kernels.py",
+        "delta -= tl.load(GradLse",
+        "delta += tl.load(GradLse",
+        "token_tiled/test_token_tiled_accuracy.py",
+    ),
+    Error(
+        "a bounded plan has too few tiles",
+        "kernels/token_tiled/bounded_plan.py",
+        "number = most // rows + self.batch_size",
+        "number = most // rows",
+        "token_tiled/test_token_tiled_bounds.py",
+    ),
+    Error(
+        "parts of a row have equal weights",
+        "kernels/split_kv/triton_kernels.py",
+        "weights = tl.exp2((most - overall) * LOG2E)",
+        "weights = tl.exp2(0 * (most - overall))",
+        "paged/test_paged_attention.py",
+    ),
+    Error(
+        "the first keys of a window need no mask",
+        "kernels/split_kv/triton_kernels.py",
+        "all_from = tl.maximum(lo, last_query + shift - before)",
+        "all_from = lo",
+        "paged/test_paged_attention.py",
+    ),
+    # choice of backends
+    Error(
+        "few queries with gradients run on split_kv",
+        "kernels/cost_model.py",
+        "    if spec.needs_grad:\n        return False\n",
+        "",
+        "backends/test_cost_model.py",
+    ),
+    Error(
+        "times of a smaller head dim",
+        "kernels/cost_model.py",
+        "min((d for d in by_head_dim if d >= wide), default=max(by_head_dim))",
+        "max((d for d in by_head_dim if d <= wide), default=min(by_head_dim))",
+        "backends/test_cost_model.py",
+    ),
+    Error(
+        "use_backend has no end",
+        "kernels/select.py",
+        "_requested.reset(token)",
+        "pass",
+        "backends/test_backend_selection.py",
+    ),
+    Error(
+        "a named backend may fall back",
+        "kernels/select.py",
+        "candidates = [backends[name]] if name in backends else []",
+        "candidates = list(backends.values())",
+        "backends/test_backend_selection.py attention/test_attention_errors.py",
+    ),
+    # compat
+    Error(
+        "queries of a window are at one position",
+        "compat/flash_attn.py",
+        'is_ordered = options["is_causal"] or options["window_size"] != (-1, -1)',
+        'is_ordered = options["is_causal"]',
+        "compat",
+    ),
+    Error(
+        "keys before the padding count",
+        "compat/_kv_cache.py",
+        "lengths - self.leftpad)",
+        "lengths)",
+        "compat",
+    ),
+    # modules
+    Error(
+        "the hint replaces a mask although weights are needed",
+        "modules/inputs.py",
+        "return both and not need_weights and self.key_padding_mask is None",
+        "return both and self.key_padding_mask is None",
+        "multihead/test_multihead_attn_mask.py multihead/test_multihead_nn_module.py",
+    ),
+    Error(
+        "padding counts in positions",
+        "modules/inputs.py",
+        "positions = (~hidden).cumsum(1) - 1",
+        "positions = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape)",
+        "multihead/test_multihead_rotary.py",
+    ),
+    Error(
+        "the last pair of NTK keeps its frequency",
+        "modules/rotary.py",
+        "/ max(1, pairs - 1)",
+        "/ pairs",
+        "multihead/test_rotary.py",
+    ),
+    Error(
+        "keys and values share a bias",
+        "modules/multihead.py",
+        "None if bias is None else bias[q_dim:]",
+        "None if bias is None else bias[q_dim:].flip(0)",
+        "multihead/test_multihead_nn_module.py",
+    ),
+    Error(
+        "added keys are hidden",
+        "modules/padded_attention.py",
+        "F.pad(scores.visible, beyond, value=True)",
+        "F.pad(scores.visible, beyond, value=False)",
+        "multihead/test_multihead_nn_module.py multihead/test_multihead_attn_mask.py",
+    ),
+    # torch_models
+    Error(
+        "a causal mask with other values is causal",
+        "torch_models/padded_inputs.py",
+        "(mask == causal).all()",
+        "(mask == causal).any()",
+        "patch/test_torch_models.py",
+    ),
+    Error(
+        "outputs of sequence-first modules are batch-first",
+        "torch_models/padded_inputs.py",
+        "return padded if self.batch_first else padded.transpose(0, 1)",
+        "return padded",
+        "patch/test_torch_models.py",
+    ),
+    Error(
+        "a memory that hides more than the padding",
+        "torch_models/padded_inputs.py",
+        'return "hidden" if differs or hidden is None else "same"',
+        'return "same"',
+        "patch/test_patch_transformer.py",
+    ),
+    # hf/route
+    Error(
+        "rows that the caller packed are mixed",
+        "hf/route/masks.py",
+        "function = stock.and_masks(function, stock.packed_sequence_mask_function(sequence))",
+        "function = stock.and_masks(function)",
+        "hugging_face/test_hf_hand_packed.py",
+    ),
+    Error(
+        "positions that count padding begin sequences",
+        "hf/route/positions.py",
+        "varies & (step != 1) & (step != distance)",
+        "varies & (step != 1)",
+        "hugging_face/test_hf_positions.py",
+    ),
+    Error(
+        "a sliding window has one key more",
+        "hf/route/attention.py",
+        "window = call.sliding_window - 1 if call.sliding_window else -1",
+        "window = call.sliding_window if call.sliding_window else -1",
+        "hugging_face/test_hf_attention_function.py",
+    ),
+    Error(
+        "two sequences in a row see each other in an additive mask",
+        "hf/route/attention.py",
+        "mask.masked_fill(~other, torch.finfo(mask.dtype).min)",
+        "mask",
+        "hugging_face/test_hf_attention_function.py hugging_face/test_hf_attention_positions.py",
+    ),
+    Error(
+        "long sequences keep the frequencies of short ones",
+        "hf/route/rope.py",
+        "return length if length > rotary.original_max_seq_len else 0",
+        "return 0",
+        "hugging_face/test_hf_rope.py",
+    ),
+    Error(
+        "longrope begins one token early",
+        "hf/route/rope.py",
+        "return trained + 1 if length > trained else 0",
+        "return trained + 1 if length >= trained else 0",
+        "hugging_face/test_hf_rope.py",
+    ),
+    # hf/pack
+    Error(
+        "the first token of a sequence is predicted",
+        "hf/pack/packed_forward.py",
+        ".masked_fill(layout.position_ids == 0, ignored)",
+        "",
+        "patch/test_patch_training.py patch/test_patch_hugging_face.py patch/test_patch_packing.py",
+    ),
+    Error(
+        "positions of tokens in rows with left padding",
+        "hf/pack/packed_forward.py",
+        "return packing.pack(is_token.cumsum(1) * is_token + padding)",
+        "return packing.layout.position_ids.unsqueeze(0) + padding",
+        "patch/test_patch_packing.py patch/test_patch_hugging_face.py",
+    ),
+    Error(
+        "masked positions of span logits are 0",
+        "hf/pack/packed_forward.py",
+        "packing.pad(packed, torch.finfo(packed.dtype).min)",
+        "packing.pad(packed)",
+        "patch/test_patch_outputs.py patch/test_patch_hugging_face.py",
+    ),
+    Error(
+        "padding repeats the next token",
+        "hf/pack/packing.py",
+        "token = torch.searchsorted(self.index, flat, right=nearest)",
+        "token = torch.searchsorted(self.index, flat)",
+        "patch/test_patch_outputs.py patch/test_patch_hugging_face.py",
+    ),
+    Error(
+        "the first token of a row without padding on the left",
+        "hf/pack/packing.py",
+        "return packed[0].index_select(0, layout.offsets[:-1])",
+        "return packed[0].index_select(0, layout.offsets[1:] - 1)",
+        "patch/test_patch_outputs.py patch/test_patch_hugging_face.py",
+    ),
+    Error(
+        "rows with several sequences share positions",
+        "hf/pack/packing.py",
+        "return self.layout.position_ids if self.shares_rows else self.padded_positions",
+        "return self.padded_positions",
+        "patch/test_patch_packing.py hugging_face/test_hf_hand_packed.py",
+    ),
+    Error(
+        "an ignored label in the middle ends the target",
+        "hf/pack/encoder_decoder.py",
+        "mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0",
+        "mask = labels != _IGNORED",
+        "hugging_face/test_hf_encoder_decoder.py",
+    ),
+    Error(
+        "the outputs of the source are padded as the target",
+        "hf/pack/encoder_decoder.py",
+        "packing = sides.source if name in OF_SOURCE else sides.target",
+        "packing = sides.target",
+        "hugging_face/test_hf_encoder_decoder.py",
+    ),
+    # distributed
+    Error(
+        "a piece lacks the first key of its window",
+        "distributed/planner.py",
+        "return max(0, piece.start - self.left),",
+        "return max(0, min(piece.start, piece.start - self.left + 1)),",
+        "distributed/test_planner.py distributed/test_sharded_attention.py",
+    ),
+    Error(
+        "the work of a piece lacks the keys after it",
+        "distributed/planner.py",
+        "return before + after + stop - start",
+        "return before + stop - start",
+        "distributed/test_planner.py",
+    ),
+    Error(
+        "received rows are used by other keys",
+        "distributed/exchange_keys.py",
+        "uses[uses >= 0] += whole",
+        "uses[uses >= 0] += 0",
+        "distributed/test_sharded_attention.py",
+    ),
+    Error(
+        "gradients of shared heads are not added",
+        "distributed/exchange_heads.py",
+        "added[:, head] += x[:, i]",
+        "added[:, head] = x[:, i]",
+        "distributed/test_sharded_attention.py",
+    ),
+    Error(
+        "a mod gets the head of the rank",
+        "distributed/mods.py",
+        "return mod(score, b, h + first, q_idx, kv_idx)",
+        "return mod(score, b, h, q_idx, kv_idx)",
+        "distributed/test_sharded_attention.py distributed/test_tensor_parallel.py",
+    ),
+    # handles
+    Error(
+        "a fallback is not counted",
+        "patching/handle.py",
+        "            self.calls[reason] += 1\n            warns",
+        "            warns",
+        "patch/test_patch_handle.py patch/test_patch_packing.py",
+    ),
+    Error(
+        "each fallback warns",
+        "patching/handle.py",
+        "warns = not is_quiet and reason not in self._warned",
+        "warns = not is_quiet",
+        "patch/test_torch_models.py patch/test_patch_handle.py",
+    ),
+    Error(
+        "remove restores in the wrong order",
+        "patching/handle.py",
+        "self._undo.pop()()",
+        "self._undo.pop(0)()",
+        "patch/test_torch_models.py patch/test_patch_handle.py patch/test_patch_attention_modules.py",
+    ),
+    # cli
+    Error(
+        "the best result of the cases counts",
+        "cli/check.py",
+        'max(row.get(case.which, "both"), finding.result',
+        'min(row.get(case.which, "no"), finding.result',
+        "cli/test_check_results.py",
+    ),
+    Error(
+        "NaN is right",
+        "cli/bench.py",
+        "if not x <= TOLERANCE[inputs.grad.dtype]",
+        "if x > TOLERANCE[inputs.grad.dtype]",
+        "cli/test_bench.py",
+    ),
+]
+
+
+def find_file(package: Path, error: Error) -> Path | None:
+    """The file that has the text of an error: the file where it was, or else the only one; None if there is none."""
+    file = package / error.file
+    if file.exists() and error.old in file.read_text("utf-8"):
+        return file
+    files = [x for x in sorted(package.rglob("*.py")) if error.old in x.read_text("utf-8")]
+    return files[0] if len(files) == 1 else None
+
+
+def run(copy: Path, error: Error) -> tuple[str, str]:
+    """(result, details) of the tests of one error, which is planted in the copy and removed again."""
+    file = find_file(copy / "nt_attention", error)
+    if file is None:
+        return "to be adapted", "its text is gone, or is in several files"
+    text = file.read_text("utf-8")
+    file.write_text(text.replace(error.old, error.new, 1), "utf-8")
+    names, _, option = error.tests.partition(" -k ")
+    arguments = ["-q", "-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not sweep and not gpu"]
+    arguments += [*(["-k", option.strip("'")] if option else []), *(f"tests/{x}" for x in names.split())]
+    output = copy / "output.txt"
+    if (child := os.fork()) == 0:  # torch is imported already, and nt_attention is not
+        run_pytest(copy, output, arguments)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    file.write_text(text, "utf-8")
+    lines = output.read_text("utf-8", errors="replace").splitlines()
+    failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
+    details = failed[0][:150] if failed else " ".join(lines[-1:])[:150]
+    return {0: "NOT FOUND", 1: "found"}.get(status, f"pytest ended with {status}"), details
+
+
+def run_pytest(copy: Path, output: Path, arguments: list[str]) -> NoReturn:
+    """Run pytest in this process, and end it."""
+    with output.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    sys.dont_write_bytecode = True  # two versions of a file may have the same size and time
+    status = 3
+    try:
+        status = int(pytest.main(arguments))
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="the beginnings of files in nt_attention/")
+    parser.add_argument("-k", default="", help="a part of the name of an error")
+    parser.add_argument("--list", action="store_true", help="only say whether the texts are still there")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this number of errors")
+    options = parser.parse_args()
+    selected = [x for x in ERRORS if x.file.startswith(tuple(options.files) or "") and options.k in x.name]
+    if options.list:
+        for error in selected:
+            file = find_file(ROOT / "nt_attention", error)
+            print(f"{error.file}: {error.name}: {'to be adapted' if file is None else file.relative_to(ROOT)}")
+        return 0
+    not_found = 0
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory)
+        os.environ["NT_ATTENTION_CACHE"] = str(copy / "cache")
+        torch.set_num_threads(1)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy / name)
+        for error in selected[options.skip :]:
+            began = time.monotonic()
+            result, details = run(copy, error)
+            not_found += result == "NOT FOUND"
+            seconds = time.monotonic() - began
+            print(f"{result:13} {error.file}: {error.name} ({seconds:.0f} s)\n    {details}", flush=True)
+    print(f"{len(selected)} errors, {not_found} not found")
+    return 1 if not_found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
