@@ -112,8 +112,8 @@ def _run_padded(
     """
     if is_unpatched(model):  # the model around it has counted the call
         return original(*args, **kwargs)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    masks = [x for name, x in given.items() if name.endswith("attention_mask") and isinstance(x, Tensor)]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    masks = [x for name, x in arguments.items() if name.endswith("attention_mask") and isinstance(x, Tensor)]
     if any(mask.dim() == 2 and _has_padding(mask) for mask in masks):
         handle.fall_back(reason)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]

@@ -91,8 +91,9 @@ class PatchedForward:
             return self._for(module)(*args, **kwargs)
 
         forward.__wrapped__ = self  # type: ignore[attr-defined]
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = self.__signature__.replace(parameters=[own, *self.__signature__.parameters.values()])  # type: ignore[attr-defined]
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [first, *self.__signature__.parameters.values()]
+        forward.__signature__ = self.__signature__.replace(parameters=parameters)  # type: ignore[attr-defined]
         return forward
 
     @property
@@ -211,7 +212,7 @@ def active_handles(model: nn.Module) -> Iterator[Handle]:
 _WRAPPERS = {"accelerate", "nt_attention", "torch", "transformers"}
 
 
-def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | None:
+def replacement_of(forward: Callable[..., Any], cls: type[nn.Module]) -> str | None:
     """Why a model can't be packed: its `forward` replaces that of its class. None if it is or wraps that forward.
 
     `__wrapped__` alone is not enough, because a function with this attribute may not call the function it names. So
@@ -219,26 +220,26 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     """
     if isinstance(forward, PatchedForward):
         forward = forward.original
-    if isinstance(forward, functools.partial) and forward.func is kind.forward:  # a hot path: `PatchedForward.original`
-        if "<locals>" in kind.__qualname__:  # a cache would keep the class
-            return _replacement_of(_links(kind.forward), kind)
-        return _class_replacement_of(kind, kind.forward)  # type: ignore[arg-type]  # classes are hashable
-    return _replacement_of(_links(forward), kind)
+    if isinstance(forward, functools.partial) and forward.func is cls.forward:  # a hot path: `PatchedForward.original`
+        if "<locals>" in cls.__qualname__:  # a cache would keep the class
+            return _replacement_of(_links(cls.forward), cls)
+        return _class_replacement_of(cls, cls.forward)  # type: ignore[arg-type]  # classes are hashable
+    return _replacement_of(_links(forward), cls)
 
 
 @functools.lru_cache(256)
-def _class_replacement_of(kind: type[nn.Module], forward: Callable[..., Any]) -> str | None:
-    return _replacement_of(_links(forward), kind)
+def _class_replacement_of(cls: type[nn.Module], forward: Callable[..., Any]) -> str | None:
+    return _replacement_of(_links(forward), cls)
 
 
-def _replacement_of(links: list[Any], kind: type[nn.Module]) -> str | None:
-    own = _links(kind.forward)[-1]
-    known = {*_WRAPPERS, *(base.__module__.partition(".")[0] for base in kind.__mro__)}
+def _replacement_of(links: list[Any], cls: type[nn.Module]) -> str | None:
+    of_class = _links(cls.forward)[-1]
+    known = {*_WRAPPERS, *(base.__module__.partition(".")[0] for base in cls.__mro__)}
     foreign = (link for link in links if _module_of(link).partition(".")[0] not in known)
-    replacement = next(foreign, None if links[-1] is own else links[-1])
+    replacement = next(foreign, None if links[-1] is of_class else links[-1])
     if replacement is None:
         return None
-    return f"{_name_of(replacement)} replaces {kind.__name__}.forward, and may need padded rows"
+    return f"{_name_of(replacement)} replaces {cls.__name__}.forward, and may need padded rows"
 
 
 def _links(forward: Callable[..., Any] | None) -> list[Any]:
@@ -282,12 +283,12 @@ def _forward_in_style(link: Any) -> Callable[..., Any] | None:
 
 def variables_around(function: Any) -> dict[str, Any]:
     """The variables that a function uses from the function around it. Other callables have none."""
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if inspect.isfunction(function):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # the variable has no value
-                found[name] = cell.cell_contents
-    return found
+                variables[name] = cell.cell_contents
+    return variables
 
 
 def _module_of(link: Any) -> str:

@@ -1,7 +1,6 @@
 """Batches that are too small to gain run the original forward. Their outputs are 0 at padding."""
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -209,15 +208,6 @@ def test_calls_of_the_base_model_in_the_forward_of_its_head(everything_is_small)
             model(torch.full((2, 9), 7), attention_mask=mask.long())
         found.append(nested[1:])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
-
-
-def test_decisions_are_not_pickled(everything_is_small):
-    """A pickle may be loaded on another device."""
-    model = tiny.make("bert", "BertModel", "sdpa")
-    with nta.patch(model), torch.no_grad():
-        model(**batch_of(model, "right"))
-        copied = pickle.loads(pickle.dumps(model))
-        assert [len(x.forward.forward._is_small_shape) for x in (model, copied)] == [1, 0]
 
 
 def test_forwards_with_and_without_gradients_decide_alike(monkeypatch):

@@ -120,21 +120,6 @@ def _bias_of(module: Any, buckets: int) -> Tensor:
     return bias.T
 
 
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a module's forward, by name."""
-    kind: Any = type(module)
-    return dict(zip(_parameter_names(kind), args, strict=False)) | kwargs
-
-
-def _parameter_names(kind: Any) -> tuple[str, ...]:
-    if kind not in _names:  # not functools.cache, of which torch.compile warns
-        _names[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
-    return _names[kind]
-
-
-_names: dict[Any, tuple[str, ...]] = {}
-
-
 def _rate(dropout: nn.Module) -> float:
     """The rate of a dropout module now; 0 if another module took its place."""
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
@@ -231,23 +216,28 @@ def _mpnet_buckets(module: Any, device: torch.device) -> Tensor:
     return _buckets((encoder,), encoder.relative_position_bucket, 128, device)
 
 
-def _t5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
+def _t5(
+    module: Any,
+    mask: PackedMask,
+    /,
+    hidden_states: Tensor,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None, None]:
     """The bias of the first layer, (H, N), goes to the others as their `position_bias`. Scores are not scaled."""
-    given = _arguments(module, args, kwargs)
-    bias = given.get("position_bias")
     if module.has_relative_attention_bias:
-        bias = _bias_of(module, module.relative_attention_num_buckets)
-    out = _t5_attention(module, mask, given["hidden_states"], given.get("key_value_states"), bias)
-    return out, bias, None
+        position_bias = _bias_of(module, module.relative_attention_num_buckets)
+    return _t5_attention(module, mask, hidden_states, key_value_states, position_bias), position_bias, None
 
 
-def _umt5(module: Any, mask: PackedMask, /, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _umt5(
+    module: Any, mask: PackedMask, /, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
     """Each layer has a bias of its own."""
-    given = _arguments(module, args, kwargs)
-    bias = None
-    if module.has_relative_attention_bias:
-        bias = _bias_of(module, module.relative_attention_num_buckets)
-    return _t5_attention(module, mask, given["hidden_states"], given.get("encoder_hidden_states"), bias), None
+    has_bias = module.has_relative_attention_bias
+    bias = _bias_of(module, module.relative_attention_num_buckets) if has_bias else None
+    return _t5_attention(module, mask, hidden_states, encoder_hidden_states, bias), None
 
 
 def _t5_attention(module: Any, mask: PackedMask, /, x: Tensor, memory: Tensor | None, bias: Tensor | None) -> Tensor:

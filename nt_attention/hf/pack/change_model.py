@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import weakref
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -23,27 +21,12 @@ from ..route.rope import rotate_per_sequence, scales_by_length
 from ..transformers_private import ATTENTION, attention_attributes, attention_of, supports_sdpa
 from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
+from .inputs import padding_id
 from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
 from .small_batches import Size
 
-
-@dataclass(frozen=True)
-class _Renaming:
-    """A patch that has set our name in a config: its handle, its model, and the attributes that the config had."""
-
-    handle: weakref.ref[Handle]
-    model: weakref.ref[nn.Module]
-    before: dict[str, Any]
-
-
-# Config → renamings. Models may share a config, so there may be several.
-_renamings = WeakIdKeyDictionary()
-
-
-def _other_renamings(config: Any, handle: Handle) -> list[_Renaming]:
-    """The other active patches that have set our name in a config."""
-    found = [(renaming, renaming.handle()) for renaming in _renamings.get(config, ())]
-    return [renaming for renaming, other in found if other is not None and other.active and other is not handle]
+# Config → a weak reference to the handle of the last patch that has set our name in it.
+_patched_by = WeakIdKeyDictionary()
 
 
 def set_attention(model: PreTrainedModel, handle: Handle) -> str:
@@ -56,15 +39,9 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     over = next((over for over, name in NAME_OVER.items() if name == before), None)
     if over is not None and handles:
         before = over  # the model is a copy, made before the patch of the original was removed
-    kept = []
+    kept = [(config, attention_attributes(config)) for config in configs]
     for config in configs:
-        others = _other_renamings(config, handle)  # patches of other models with this config
-        attributes = attention_attributes(config)
-        if others:
-            attributes = others[0].before
-            before = attributes[ATTENTION] if config is model.config else before
-        kept.append((config, attributes))
-        _renamings[config] = [*others, _Renaming(weakref.ref(handle), weakref.ref(model), attributes)]
+        _patched_by[config] = weakref.ref(handle)
     handle.on_remove(functools.partial(_restore_configs, handle, kept, over and before))
     if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
         # calls that are not packed run on the implementation that the model had, eager or sdpa
@@ -78,50 +55,43 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
 
 
 def _check_not_patched(model: PreTrainedModel, configs: list[Any], handles: list[Handle], handle: Handle) -> None:
-    renamings = [renaming for config in configs for renaming in _other_renamings(config, handle)]
-    owners = [owner for renaming in renamings if (owner := renaming.model()) is not None]
-    is_inside = any(part is model for owner in owners for part in owner.modules())
-    if is_inside or any(other.active and other is not handle for other in handles):
-        raise ValueError(
-            f"{type(model).__name__} or a part of it is already patched: {CALL_REMOVE_FIRST} "
-            "For a copied or loaded model, it is model.forward.handle."
-        )
+    references = [_patched_by[config] for config in configs if config in _patched_by]
+    for other in (*handles, *(reference() for reference in references)):
+        if other is not None and other.active and other is not handle:
+            raise ValueError(
+                f"{type(model).__name__} or a part of it is already patched, or shares its config object with a patched"
+                f" model: {CALL_REMOVE_FIRST} For a copied or loaded model, it is model.forward.handle. To patch two "
+                "models, make each with a copy.deepcopy of the config."
+            )
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
     """The configs of a model and its parts, without duplicates."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while waiting:
         config = waiting.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
             waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _configs_of_layers(model: PreTrainedModel, configs: list[Any]) -> list[Any]:
     """The configs that only layers have, without duplicates: a layer that was copied has a copy of the config."""
     known = {id(config) for config in configs}
-    own = (vars(module).get("config") for module in model.modules())
-    return list({id(x): x for x in own if isinstance(x, PreTrainedConfig) and id(x) not in known}.values())
-
-
-def _restore_copies(handle: Handle, kept: list[tuple[Any, dict[str, Any]]]) -> None:
-    """Restore the configs of copies of the model, whose patch also ends."""
-    before = {type(config): attributes for config, attributes in reversed(kept)}
-    for copied in copies_of(handle):
-        models = [module for module in copied.modules() if isinstance(module, PreTrainedModel)]
-        for config in itertools.chain(*(_configs(x) + _configs_of_layers(x, []) for x in models)):
-            if attention_of(config) in NAME_OVER.values() and type(config) in before:
-                config.__dict__.update(before[type(config)])
+    of_modules = (vars(module).get("config") for module in model.modules())
+    return list({id(x): x for x in of_modules if isinstance(x, PreTrainedConfig) and id(x) not in known}.values())
 
 
 def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], replace_ours: str | None) -> None:
-    _restore_copies(handle, kept)
+    before = {type(config): attributes for config, attributes in reversed(kept)}
+    for copied in copies_of(handle):  # their patch also ends
+        for model in [module for module in copied.modules() if isinstance(module, PreTrainedModel)]:
+            for config in _configs(model) + _configs_of_layers(model, []):
+                if attention_of(config) in NAME_OVER.values() and type(config) in before:
+                    config.__dict__.update(before[type(config)])
     for config, attributes in kept:
-        if _other_renamings(config, handle):
-            continue  # the last of the patches that share the config restores it
         for key in attention_attributes(config).keys() - attributes.keys():
             del config.__dict__[key]
         config.__dict__.update(attributes)
@@ -131,29 +101,22 @@ def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], rep
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The innermost attention modules, by name: those that compute attention."""
-    found = {
+    modules = {
         path: module
         for path, module in model.named_modules()
         if "Attention" in type(module).__name__ and not isinstance(module, nn.MultiheadAttention)
     }
-    return {path: x for path, x in found.items() if not any(other.startswith(f"{path}.") for other in found)}
+    return {path: x for path, x in modules.items() if not any(other.startswith(f"{path}.") for other in modules)}
 
 
 def _override_positions(base: nn.Module, handle: Handle) -> bool:
     """Override modules that count positions along the row, or scale them by its length. Returns whether there are."""
-    found = False
-    for module in base.modules():
-        override = (
-            rotate_per_sequence if scales_by_length(module) else embed_positions if counts_positions(module) else None
-        )
-        if override is not None:
-            override_forward(module, override, handle)
-            found = True
-    return found
-
-
-def _head_call(model: PreTrainedModel) -> SequenceHeadCall:
-    return SequenceHeadCall(_arguments(model)[0], is_of_transformers(families.class_of(model)))
+    scaling, counting = ([x for x in base.modules() if test(x)] for test in (scales_by_length, counts_positions))
+    for module in scaling:
+        override_forward(module, rotate_per_sequence, handle)
+    for module in counting:
+        override_forward(module, embed_positions, handle)
+    return bool(scaling or counting)
 
 
 def make_padding_free(
@@ -177,31 +140,28 @@ def make_padding_free(
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
-        size = Size.of(entry, len(attention_modules(entry))) if may_run_padded else None
+        first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
+        size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
         how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size)
         return PackedCall(handle, proof, family, head, *how)
 
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)
-        if head != "token" and model is not base:
-            override_forward(model, _head_call(model), handle)
-        for entry in [base, model] if head == "token" and model is not base else [base]:
-            defaults, _ = _arguments(entry)
-            override_forward(entry, EncoderDecoderCall(handle, proof, defaults, logits, is_routed), handle)
-        return
-    entries: list[tuple[PreTrainedModel, Head | None]] = [(base, "sequence" if head == "sequence" else None)]
-    if model is base and head != "sequence":
-        entries = [(model, head)]
-    elif head != "sequence":
-        entries.append((model, head))
-    if head == "sequence" and model is not base:
-        override_forward(model, _head_call(model), handle)
-    for entry, works_on in entries:
-        call = packed_call(entry, works_on)
-        override_forward(entry, call, handle)
-        if works_on == "sequence":  # replaces the entry that another head with the same base model has made
-            cast(PatchedForward, entry.forward).forward = call
+        for entry in (base, model) if head == "token" else (base,):
+            override_forward(entry, EncoderDecoderCall(handle, proof, _arguments(entry)[0], logits, is_routed), handle)
+        packs_head = head == "token"
+    else:
+        packs_head = head != "sequence"
+        call = packed_call(base, None if packs_head and model is not base else head)
+        override_forward(base, call, handle)
+        if packs_head and model is not base:
+            override_forward(model, packed_call(model, head), handle)
+        elif not packs_head:  # replaces the entry that another head with the same base model has made
+            cast(PatchedForward, base.forward).forward = call
+    if not packs_head and model is not base:
+        is_known = is_of_transformers(families.class_of(model))
+        override_forward(model, SequenceHeadCall(_arguments(model)[0], is_known), handle)
 
 
 def _arguments(entry: PreTrainedModel) -> tuple[dict[str, Any], bool]:

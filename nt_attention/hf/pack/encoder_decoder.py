@@ -15,9 +15,8 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
@@ -30,10 +29,11 @@ from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask
 from ..route.packed_row import PackedRow, extend_tables, running
 from .attention_code import make_cached_tensors
-from .inputs import arguments_of, default_position_ids
+from .inputs import arguments_of, default_position_ids, read_packing
+from .outputs import pad_outputs
 from .packed_forward import Logits, add_rows_of_head
 from .packing import Packing
-from .routes import Call, FallsBack, Unpatched
+from .routes import Call, FallsBack, Unpatched, run_route
 from .rules import (
     AS_OUTER_MODEL,
     Rule,
@@ -51,6 +51,9 @@ _INPUTS = {
 # Outputs with a value for each token of the source. Others have one for each token of the target.
 OF_SOURCE = ("encoder_last_hidden_state", "encoder_hidden_states")
 _IGNORED = -100  # labels with this value have no loss
+# Inputs with a value for each position of the source, and of the target.
+_SOURCE = {"input_ids", "inputs_embeds"}
+_TARGET = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 
 
 class _Sides(NamedTuple):
@@ -82,68 +85,108 @@ class EncoderDecoderCall:
         arguments = arguments_of(self.defaults, args, kwargs)
         if arguments is None or isinstance(arguments.get("decoder_attention_mask"), PackedMask):
             return original(*args, **kwargs)  # if it is None, this raises an error
-        call = _TwoSidedCall(self, model, original, args, kwargs, arguments, None)
-        route = self._route(call)
-        return self._run_packed(call) if route is None else route.run()
+        return run_route(self._route(_TwoSidedCall(self, model, original, args, kwargs, arguments, None)))
 
     @outside_of_graphs
-    def _route(self, call: _TwoSidedCall) -> Unpatched | None:
-        """The route of a call, counted. None if both sides run packed."""
+    def _route(self, call: _TwoSidedCall) -> Unpatched | PackedSides:
         if (route := route_of(call, AS_OUTER_MODEL)) is not None:
             return route
         add_rows_of_head(call.model, call.arguments)
         _refuse_packed_rows(call.model, call.arguments)
         _add_target(call.model, call.arguments)
-        if (route := route_of(call, _RULES)) is not None:
-            return route
-        self.handle.count(None)
-        if self.handle.graphs is not None:
-            self.handle.graphs.count("it is a call of an encoder-decoder")
-        assert call.sides is not None
-        source, target = call.sides
-        # No graph can do these, and layers may be compiled.
-        make_cached_tensors(call.model, source.layout.device)
-        extend_tables(call.model, max(source.length, target.length))
-        return None
+        return route_of(call, _RULES) or PackedSides.take(call)
 
     def keeps_apart(self, model: Any) -> bool:
         """True: calls whose rows have several sequences were refused."""
         return True
 
+
+class _TwoSidedCall(Call):
+    """A call of a patched encoder-decoder."""
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        """The patched models in this one."""
+        return self.base, self.model.get_encoder()
+
+    @functools.cached_property
+    def sides(self) -> _Sides | None:
+        """The packing of both sides, or None if there is no source. Syncs with the device at most once for each.
+
+        The target's tokens are those of its mask or, without a mask, all up to the last label that is not ignored.
+        """
+        arguments = self.arguments
+        encoded = arguments.get("encoder_outputs")
+        states = None if encoded is None else encoded if isinstance(encoded, Tensor) else encoded[0]
+        source: Any = arguments.get("input_ids", arguments.get("inputs_embeds", states))
+        target: Any = arguments.get("decoder_input_ids", arguments.get("decoder_inputs_embeds"))
+        mask, labels = arguments.get("decoder_attention_mask"), arguments.get("labels")
+        if mask is None and labels is not None and labels.shape == target.shape[:2]:
+            mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
+        if source is None:
+            return None
+        both = ((source, arguments.get("attention_mask")), (target, mask))
+        packings = [read_packing({"input_ids": x, "attention_mask": x_mask}, always=True) for x, x_mask in both]
+        return _Sides(*cast(list[Packing], packings))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSides:
+    """The route of a packed call: the encoder runs on the packed source, and the rest on the packed target."""
+
+    call: _TwoSidedCall
+    sides: _Sides
+
+    @classmethod
+    def take(cls, call: _TwoSidedCall) -> PackedSides:
+        """Count the call, and return its route."""
+        call.entry.handle.count(None)
+        if call.entry.handle.graphs is not None:
+            call.entry.handle.graphs.count("it is a call of an encoder-decoder")
+        assert call.sides is not None
+        source, target = call.sides
+        # No graph can do these, and layers may be compiled.
+        make_cached_tensors(call.model, source.layout.device)
+        extend_tables(call.model, max(source.length, target.length))
+        return cls(call, call.sides)
+
     @inline_only
-    def _run_packed(self, call: _TwoSidedCall) -> Any:
-        model, sides, arguments = call.model, call.sides, dict(call.arguments)  # copied as in `Packed.run`
-        assert sides is not None
-        source = sides.source
+    def run(self) -> Any:
+        """Run the call."""
+        model, arguments = self.call.model, dict(self.call.arguments)  # copied as in `Packed.run`
+        known = (model, *self.call.inner)
         as_dict = arguments.pop("return_dict", model.config.return_dict)
-        keep_packed = self.logits is None and model.training and "labels" in arguments
+        keep_packed = self.call.entry.logits is None and model.training and "labels" in arguments
         encoded = arguments.pop("encoder_outputs", None)
         if encoded is None:
-            row, inputs = self._pack_source(model, source, arguments)
-            with running(row=row, known=(model, *call.inner)):
+            row, inputs = self._pack_source(arguments)
+            with running(row=row, known=known):
                 encoded = model.get_encoder()(**inputs)
         else:
-            encoded = _packed_outputs(encoded, source)
-        row, inputs = self._pack_target(model, sides, arguments)
-        with running(row=row, known=(model, *call.inner)):
-            out = call.original(**inputs, encoder_outputs=encoded)
-        _pad_outputs(out, sides, {"logits"} if keep_packed else set())
+            encoded = _packed_outputs(encoded, self.sides.source)
+        row, inputs = self._pack_target(arguments)
+        with running(row=row, known=known):
+            out = self.call.original(**inputs, encoder_outputs=encoded)
+        done, of_source = {"logits"} if keep_packed else set(), out.keys() & set(OF_SOURCE)
+        pad_outputs(out, self.sides.source, None, done | (out.keys() - of_source))
+        pad_outputs(out, self.sides.target, None, done | of_source)
         return out if as_dict else out.to_tuple()
 
     @outside_of_graphs
-    def _pack_source(self, model: Any, source: Packing, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
+    def _pack_source(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed source, and the arguments of the encoder."""
-        positions = default_position_ids(self.proof, model, source, arguments.get("input_ids"))
+        source, call = self.sides.source, self.call
+        positions = default_position_ids(call.entry.proof, call.model, source, arguments.get("input_ids"))
         inputs: dict[str, Any] = {name: source.pack(arguments[name]) for name in _SOURCE & arguments.keys()}
         inputs |= {name: arguments[name] for name in ("output_hidden_states",) if name in arguments}
         inputs |= {"attention_mask": PackedMask.of(source.layout, form="pairs"), "return_dict": True}
         return PackedRow(source.layout, positions, source.length), inputs
 
     @outside_of_graphs
-    def _pack_target(self, model: Any, sides: _Sides, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
+    def _pack_target(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed target, and the arguments of the original forward but `encoder_outputs`."""
-        source, target = sides
-        positions = default_position_ids(self.proof, model, target, arguments.get("decoder_input_ids"))
+        (source, target), call = self.sides, self.call
+        positions = default_position_ids(call.entry.proof, call.model, target, arguments.get("decoder_input_ids"))
         replaced = _SOURCE | _TARGET | {"attention_mask", "decoder_attention_mask", "use_cache"}
         inputs = {name: x for name, x in arguments.items() if name not in replaced}
         inputs |= {name: target.pack(arguments[name]) for name in _TARGET & arguments.keys()}
@@ -154,11 +197,6 @@ class EncoderDecoderCall:
             "return_dict": True,
         }
         return PackedRow(target.layout, positions, target.length), inputs
-
-
-# Inputs with a value for each position of the source, and of the target.
-_SOURCE = {"input_ids", "inputs_embeds"}
-_TARGET = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 
 
 @outside_of_graphs
@@ -219,20 +257,6 @@ def _shifted(model: Any, ids: Tensor) -> Tensor | None:
 _TARGET_FROM_SOURCE = {"bart", "mbart", "mvp", "plbart"}
 
 
-class _TwoSidedCall(Call):
-    """A call of a patched encoder-decoder."""
-
-    @property
-    def inner(self) -> tuple[Any, ...]:
-        """The patched models in this one."""
-        return self.base, self.model.get_encoder()
-
-    @functools.cached_property
-    def sides(self) -> _Sides | None:
-        """The packing of both sides."""
-        return _read_sides(self.arguments)
-
-
 def _has_other_arguments(call: _TwoSidedCall) -> str | None:
     """An argument or the config asks for what packed rows can't give."""
     arguments = call.arguments
@@ -266,40 +290,3 @@ _RULES: tuple[Rule, ...] = (
     (_has_no_padding, Unpatched),
     (_has_holes, FallsBack),
 )
-
-
-def _read_sides(arguments: dict[str, Any]) -> _Sides | None:
-    """The packing of the source and of the target. Syncs with the device at most once for each.
-
-    The target's tokens are those of its mask or, without a mask, all up to the last label that is not ignored.
-    """
-    encoded = arguments.get("encoder_outputs")
-    states = None if encoded is None else encoded if isinstance(encoded, Tensor) else encoded[0]
-    source: Any = next((arguments[name] for name in ("input_ids", "inputs_embeds") if name in arguments), states)
-    target: Any = arguments.get("decoder_input_ids", arguments.get("decoder_inputs_embeds"))
-    mask, labels = arguments.get("decoder_attention_mask"), arguments.get("labels")
-    if mask is None and labels is not None and labels.shape == target.shape[:2]:
-        mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
-    if source is None:
-        return None
-    return _Sides(_packing(arguments.get("attention_mask"), source), _packing(mask, target))
-
-
-def _packing(mask: Tensor | None, tokens: Tensor) -> Packing:
-    rows, length = tokens.shape[:2]
-    if mask is not None and mask.shape != (rows, length):
-        raise ValueError(f"a mask is {tuple(mask.shape)}, but its tokens are {(rows, length)} (batch, length).")
-    mask = torch.ones(rows, length, dtype=torch.bool, device=tokens.device) if mask is None else mask != 0
-    return Packing.of(mask, None, rows, length)
-
-
-@outside_of_graphs
-def _pad_outputs(out: ModelOutput, sides: _Sides, done: set[str]) -> None:
-    """Pad every output with a value for each token: (1, S or T, …) → (B, Ls or Lt, …)."""
-    for name, value in list(out.items()):
-        if name in families.OTHER_OUTPUTS | done:
-            continue
-        packing = sides.source if name in OF_SOURCE else sides.target
-        many = isinstance(value, tuple)
-        padded = tuple(packing.pad(x) for x in (value if many else (value,)))
-        out[name] = padded if many else padded[0]

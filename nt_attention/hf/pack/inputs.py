@@ -85,7 +85,7 @@ def default_position_ids(proof: Proof, base: Any, packing: Packing, input_ids: T
     if packing.shares_rows:
         is_token = packing.pack(is_token)
         total = is_token.cumsum(1) - is_token
-        first = packing.layout.offsets[:-1].clamp(max=packing.layout.total - 1)
+        first = packing.layout.safe_offsets[:-1].clamp(max=packing.layout.total - 1)
         return (total - total[:, first[packing.layout.sequence_ids]] + 1) * is_token + padding
     return packing.pack(is_token.cumsum(1) * is_token + padding)
 

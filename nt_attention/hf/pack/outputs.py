@@ -15,7 +15,7 @@ from ...compiler import outside_of_graphs
 from ...torch_private import pytree
 from .. import families
 from .packing import Packing
-from .small_batches import PaddedRows
+from .small_batches import PaddedPacking
 from .tensor_parallel import is_distributed
 
 
@@ -28,9 +28,9 @@ _UNKNOWN = "its output {!r} is not known, and may have a value for each token"
 
 @outside_of_graphs
 def pad_outputs(
-    out: ModelOutput, packing: Packing | PaddedRows, kept: tuple[Tensor, Tensor] | None, done: set[str]
+    out: ModelOutput, packing: Packing | PaddedPacking, kept: tuple[Tensor, Tensor] | None, done: set[str]
 ) -> None:
-    """Pad every output with a value for each token: (1, T, …) → (B, L, …). With `PaddedRows`, write its padding.
+    """Pad every output with a value for each token: (1, T, …) → (B, L, …). With `PaddedPacking`, write its padding.
 
     Args:
         out: the outputs, which are replaced.
@@ -47,7 +47,7 @@ def pad_outputs(
 
     for name in [name for name in out if name not in done and name not in families.OTHER_OUTPUTS]:
         value = out[name]
-        if isinstance(packing, PaddedRows):
+        if isinstance(packing, PaddedPacking):
             # without a change: DTensors, and hidden states (altup, B, L, D) of Gemma3n
             if is_distributed(value) or (name == "hidden_states" and any(x.dim() != 3 for x in _tensors_of(value))):
                 continue

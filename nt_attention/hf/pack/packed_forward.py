@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...compiler import TRACING, active_compiler, can_be_read, inline_only, outside_of_graphs
@@ -18,22 +17,18 @@ from ...patching.forwards import Handle, refuse_export
 from .. import families
 from ..families import Family
 from ..proof import Head, Proof
-from ..route.attention import NAME_OVER, NAMES, OtherLengthError, register
+from ..route.attention import NAME_OVER, NAMES, register
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, is_bypass_mask
 from ..route.packed_row import current_row, rows_of_head
 from ..transformers_private import attention_of
-from .inputs import arguments_of, padding_id
-from .outputs import UnknownOutputError
-from .routes import AsGraph, Call, FallsBack, Packed, Unpatched, passing_rows
-from .rules import AFTER_GRAPH, AS_OUTER_MODEL, BEFORE_GRAPH, Rule, route_of
+from .inputs import arguments_of
+from .routes import AsGraph, Call, Packed, Unpatched, passing_rows, run_route
+from .rules import AFTER_GRAPH, AS_OUTER_MODEL, BEFORE_GRAPH, route_of
 from .small_batches import Size, costs_of, may_run_padded
 
 Logits = Literal["padded"] | None
 PackingMode = Literal["auto", "always"]
-
-# The names of a config for the largest length of a row.
-_MOST_POSITIONS = ("max_position_embeddings", "max_seq_len")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +100,6 @@ class PackedCall:
     needs_row: bool
     is_causal: bool
     size: Size | None
-    _is_small_shape: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_is_small_shape": {}}  # a pickle may be loaded on another device
 
     @property
     def pool(self) -> families.Pool | None:
@@ -134,40 +125,32 @@ class PackedCall:
             try:
                 return route.run()
             except NotCapturedError:
-                route = self._route(call, AFTER_GRAPH)
-        if isinstance(route, Unpatched):
-            return route.run()
-        try:
-            return route.run()
-        except (UnknownOutputError, OtherLengthError) as error:  # the call runs again, and both are counted
-            reason = str(error)
-        except (RuntimeError, ValueError):
-            if (adapter := families.adapter_of_rows(model)) is None:
-                raise
-            reason = adapter
-        return FallsBack.take(call, reason).run()
+                route = self._packed_route(call)
+        return run_route(route)
 
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs
     def _first_route(self, call: Call) -> Unpatched | Packed | AsGraph:
-        if (route := route_of(call, AS_OUTER_MODEL)) is not None:
-            return route
-        add_rows_of_head(call.model, call.arguments)
-        if (route := route_of(call, BEFORE_GRAPH)) is not None:
+        if (route := route_of(call, AS_OUTER_MODEL)) is None:
+            add_rows_of_head(call.model, call.arguments)
+            route = route_of(call, BEFORE_GRAPH)
+        if route is not None:
             return route
         if self.handle.graphs is not None and call.compiler is not TRACING and not is_part_of_a_graph():
             return AsGraph(call)
-        return self._route(call, AFTER_GRAPH)
+        return self._packed_route(call)
 
     @outside_of_graphs
-    def _route(self, call: Call, rules: tuple[Rule, ...]) -> Unpatched | Packed:
-        return route_of(call, rules) or Packed.take(call)
+    def _packed_route(self, call: Call) -> Unpatched | Packed:
+        return route_of(call, AFTER_GRAPH) or Packed.take(call)
 
     def is_small(self, call: Call) -> bool:
         """Whether a batch is too small to gain from packing. This is decided from shapes."""
         arguments, base = call.arguments, call.base
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))
-        if call.compiler is not None or self.size is None or tokens is None or not may_run_padded(arguments):
+        if call.compiler is not None or self.size is None or tokens is None:
+            return False
+        if (costs := costs_of(tokens.device)) is None or not may_run_padded(arguments):
             return False
         if not can_be_read(arguments["attention_mask"]):  # as on a CPU: an error says what to do
             return False
@@ -178,23 +161,7 @@ class PackedCall:
         dtype = torch.get_autocast_dtype(device_type) if is_autocast else parameter.dtype
         # a checkpoint runs forwards without and with gradients, which must draw the same random numbers
         training = base.training or torch.is_grad_enabled()
-        key = tokens.shape, tokens.device, dtype, training
-        is_small = self._is_small_shape.get(key)
-        if is_small is None:
-            if len(self._is_small_shape) >= 4096:
-                self._is_small_shape.clear()
-            is_small = self._is_small_shape[key] = self._decide_if_small(base, tokens, dtype, training)
-        return is_small
-
-    def _decide_if_small(self, base: PreTrainedModel, tokens: Tensor, dtype: torch.dtype, training: bool) -> bool:
-        assert self.size is not None
-        if (costs := costs_of(tokens.device)) is None:
-            return False
         rows, length = tokens.shape[:2]
-        first = (padding_id(base) or 0) + 1 if self.proof.positions == "ids" else 0
-        most = (getattr(base.config, name, None) for name in _MOST_POSITIONS)
-        if any(number is not None and first + length > number for number in most):
-            return False  # the model has no positions for the padding
         return self.size.is_too_small(rows, length, dtype, costs, training)
 
     def keeps_apart(self, model: PreTrainedModel) -> bool:

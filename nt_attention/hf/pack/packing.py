@@ -134,9 +134,9 @@ class Packing:
         return self._nearest(packed, torch.arange(self.length, device=packed.device))
 
     def _nearest(self, packed: Tensor, positions: Tensor) -> Tensor:
-        tokens, found = self.tokens_at(positions, nearest=True)
+        tokens, is_token = self.tokens_at(positions, nearest=True)
         values = packed[0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
-        return values.masked_fill(~found.view(*found.shape, *[1] * (packed.dim() - 2)), 0)
+        return values.masked_fill(~is_token.view(*is_token.shape, *[1] * (packed.dim() - 2)), 0)
 
     def tokens_at(self, positions: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
         """Find the tokens at some positions of the padded rows.
@@ -159,8 +159,8 @@ class Packing:
             token = torch.maximum(token - 1, torch.searchsorted(self.index, row * self.length))
         token = token.clamp(max=self.layout.total - 1)
         at = self.index[token]
-        found = at.div(self.length, rounding_mode="floor") == row if nearest else at == flat
-        return token.where(found, 0), found
+        is_token = at.div(self.length, rounding_mode="floor") == row if nearest else at == flat
+        return token.where(is_token, 0), is_token
 
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding: (B, L, …) or (1, L, …) → (1, T, …)."""

@@ -21,6 +21,7 @@ from ...compiler import compiled_by, inline_only, outside_of_graphs
 from ...graphs.device import NotCapturedError
 from ...graphs.module_state import Snapshot
 from .. import families
+from ..route.attention import OtherLengthError
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, bypass_mask
 from ..route.packed_row import PackedRow, extend_tables, running
@@ -30,7 +31,7 @@ from .inputs import default_position_ids, read_packing, tokens_to_keep
 from .outputs import UnknownOutputError, pad_outputs
 from .packing import Packing
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch
-from .small_batches import PaddedRows
+from .small_batches import PaddedPacking
 
 if TYPE_CHECKING:
     from ...patching.forwards import Handle
@@ -56,12 +57,6 @@ class Call:
     arguments: dict[str, Any]
     compiler: Any
 
-    @property
-    def handle(self) -> Handle:
-        """The handle of the patch. It counts calls and warns."""
-        handle: Handle = self.entry.handle
-        return handle
-
     @functools.cached_property
     def base(self) -> PreTrainedModel:
         """The base model."""
@@ -75,16 +70,16 @@ class Call:
     @functools.cached_property
     def packing(self) -> Packing | None:
         """The packing of the batch, or None; see `read_packing`. Syncs with the device once."""
-        return read_packing(self.arguments, self.handle.mesh is not None)
+        return read_packing(self.arguments, self.entry.handle.mesh is not None)
 
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
         """The packing, divided over the mesh."""
         assert self.packing is not None
-        divided = ShardedPacking.of_mesh(self.packing, self.handle.mesh, self.entry.is_causal)
-        if (checked := _checked.get(self.model)) is None or checked() is not self.handle:
-            check_same_batch(self.arguments, self.handle.mesh)
-            _checked[self.model] = weakref.ref(self.handle)
+        divided = ShardedPacking.of_mesh(self.packing, self.entry.handle.mesh, self.entry.is_causal)
+        if (checked := _checked.get(self.model)) is None or checked() is not self.entry.handle:
+            check_same_batch(self.arguments, self.entry.handle.mesh)
+            _checked[self.model] = weakref.ref(self.entry.handle)
         return divided
 
 
@@ -101,7 +96,7 @@ class Unpatched:
     @classmethod
     def take(cls, call: Call, reason: str) -> Unpatched:
         """Count the call, and return its route."""
-        call.handle.count(reason)
+        call.entry.handle.count(reason)
         return cls(call)
 
     @inline_only
@@ -110,7 +105,7 @@ class Unpatched:
         call, known = self.call, {}
         if "position_ids" in call.arguments or "cu_seq_lens_q" in call.arguments:
             known = {"known": ()}
-        elif not isinstance(self, AsOuterModel):
+        elif call.inner and not isinstance(self, AsOuterModel):  # else the model around it may know more
             known = {"known": (call.model, *call.inner)}
         with running(row=None, unpatched=call.inner, **known):
             return call.original(*call.args, **call.kwargs)
@@ -129,6 +124,7 @@ class FallsBack(Unpatched):
     """`Unpatched`, because packing can't give the result. The user is warned."""
 
     @classmethod
+    @outside_of_graphs
     def take(cls, call: Call, reason: str) -> Unpatched:
         """Count and warn.
 
@@ -137,7 +133,7 @@ class FallsBack(Unpatched):
         """
         if not call.entry.keeps_apart(call.model) and is_packed(call.arguments):
             raise mixed_rows_error(call.model, f"this call can't run packed: {reason}")
-        call.handle.fall_back(reason)
+        call.entry.handle.fall_back(reason)
         return cls(call)
 
 
@@ -147,7 +143,7 @@ class HeadFallsBack(Unpatched):
     @classmethod
     def take(cls, call: Call, reason: str) -> Unpatched:
         """Count and warn."""
-        call.handle.fall_back(reason, "this call" if call.base is call.model else "the head of this call")
+        call.entry.handle.fall_back(reason, "this call" if call.base is call.model else "the head of this call")
         return cls(call)
 
     @inline_only
@@ -176,7 +172,7 @@ class SmallBatch(Unpatched):
         call, entry = self.call, self.call.entry
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
         out = Unpatched(replace(call, args=(), kwargs={**call.arguments, "return_dict": True})).run()
-        rows = PaddedRows(call.arguments["attention_mask"] == 0)
+        rows = PaddedPacking(call.arguments["attention_mask"] == 0)
         done = set()
         if entry.keeps_logits_packed(call.model, call.arguments):
             done.add("logits")
@@ -200,13 +196,13 @@ class Packed:
     @classmethod
     def take(cls, call: Call) -> Packed:
         """Count the call, and return its route."""
-        call.handle.count(None)
+        call.entry.handle.count(None)
         packing = call.packing
         assert packing is not None
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(call.model, packing.layout.device)
         extend_tables(call.model, packing.length)
-        return cls(call, packing) if call.handle.mesh is None else Sharded(call, call.sharded)
+        return cls(call, packing) if call.entry.handle.mesh is None else Sharded(call, call.sharded)
 
     @inline_only
     def run(self) -> Any:
@@ -258,6 +254,22 @@ class Packed:
             out["pooler_output"] = entry.pool(self.call.model, self.packing.first_tokens(hidden))
 
 
+@inline_only
+def run_route(route: Any) -> Any:
+    """Run a call. If it turns out that it can't run packed, it runs again, and both are counted."""
+    if isinstance(route, Unpatched):
+        return route.run()
+    try:
+        return route.run()
+    except (UnknownOutputError, OtherLengthError) as error:
+        reason = str(error)
+    except (RuntimeError, ValueError):
+        if (adapter := families.adapter_of_rows(route.call.model)) is None:
+            raise
+        reason = adapter
+    return FallsBack.take(route.call, reason).run()
+
+
 class Sharded(Packed):
     """`Packed`, with the tokens of this rank of the mesh."""
 
@@ -289,7 +301,7 @@ class AsGraph:
         Raises:
             NotCapturedError: the call can't run as a graph. Nothing was computed.
         """
-        call, graphs = self.call, self.call.handle.graphs
+        call, graphs = self.call, self.call.entry.handle.graphs
         assert graphs is not None
         is_compiled, holes = call.compiler is not None, call.entry.proof.holes
         try:
@@ -300,7 +312,7 @@ class AsGraph:
             graphs.count(str(error))
             raise
         graphs.count(None)
-        call.handle.count(None)
+        call.entry.handle.count(None)
         return out
 
     def _run_packed(self, packing: BoundedPacking, arguments: dict[str, Any]) -> Any:

@@ -50,7 +50,7 @@ def runs_as_outer_model(call: Call) -> str | None:
 
 def is_divided_by_context_parallel(call: Call) -> str | None:
     """PyTorch or accelerate has divided the rows."""
-    return CONTEXT_PARALLEL if call.handle.mesh is None and is_context_parallel() else None
+    return CONTEXT_PARALLEL if call.entry.handle.mesh is None and is_context_parallel() else None
 
 
 def needs_samples(call: Call) -> str | None:
@@ -121,13 +121,13 @@ def has_no_padding(call: Call) -> str | None:
     """Packing saves nothing. With a mesh, it always does: each rank has fewer tokens than the batch."""
     packing = call.packing
     has_work = packing is not None and packing.layout.total > 0
-    is_packed = has_work and (call.handle.mesh is not None or not call.packing.saves_nothing)  # type: ignore[union-attr]
+    is_packed = has_work and (call.entry.handle.mesh is not None or not call.packing.saves_nothing)  # type: ignore[union-attr]
     return None if is_packed else "there is no padding to skip"
 
 
 def is_not_sharded(call: Call) -> str | None:
     """The call can't be divided over the ranks of the mesh."""
-    if call.handle.mesh is None:
+    if call.entry.handle.mesh is None:
         return None
     if (reason := why_call_not_sharded(call.model, call.entry.head, call.arguments)) is not None:
         return reason

@@ -49,12 +49,12 @@ def why_not_sharded(proof: Proof, needs_row: bool, is_routed: bool) -> str | Non
     return None
 
 
-def why_call_not_sharded(model: nn.Module, head: Head | None, given: dict[str, Any]) -> str | None:
+def why_call_not_sharded(model: nn.Module, head: Head | None, arguments: dict[str, Any]) -> str | None:
     """Why a call can't be divided over ranks, or None."""
     for name, reason in _NOT_SUPPORTED.items():
-        if name in given and not (isinstance(given[name], int) and given[name] == 0):
+        if name in arguments and not (isinstance(arguments[name], int) and arguments[name] == 0):
             return reason
-    if head == "next token" and "labels" in given and not _passes_arguments_to_loss(cast(Any, type(model))):
+    if head == "next token" and "labels" in arguments and not _passes_arguments_to_loss(cast(Any, type(model))):
         return "its loss shifts labels by itself"
     return None
 
@@ -97,25 +97,25 @@ class ShardedPacking(Packing):
         return self.whole.pad(self._gather(packed), value)
 
     def shard_inputs(
-        self, model: nn.Module, head: Head | None, given: dict[str, Any]
+        self, model: nn.Module, head: Head | None, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], Tensor | None]:
         """The arguments of the original forward for the tokens of this rank, and the share of this rank in the loss.
 
-        `given` are those for the packed row (1, T). The share is None if the loss is that of all tokens.
+        `arguments` are those for the packed row (1, T). The share is None if the loss is that of all tokens.
         """
-        given, share = dict(given), None
-        if "labels" in given and head in ("token", "next token"):
-            share = self._cut_labels(model, head, given)
-        for name in families.TOKEN_INPUTS & given.keys():
-            if given[name].shape[:2] == (1, self.layout.total):
-                given[name] = self._local(given[name], 1)
-        given["position_ids"] = self._local(given["position_ids"], -1)
+        arguments, share = dict(arguments), None
+        if "labels" in arguments and head in ("token", "next token"):
+            share = self._cut_labels(model, head, arguments)
+        for name in families.TOKEN_INPUTS & arguments.keys():
+            if arguments[name].shape[:2] == (1, self.layout.total):
+                arguments[name] = self._local(arguments[name], 1)
+        arguments["position_ids"] = self._local(arguments["position_ids"], -1)
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            given[name] = self.sharded.handle
-        given["attention_mask"] = bypass_mask(self.sharded)
-        return given, share
+            arguments[name] = self.sharded.handle
+        arguments["attention_mask"] = bypass_mask(self.sharded)
+        return arguments, share
 
-    def _cut_labels(self, model: nn.Module, head: Head, given: dict[str, Any]) -> Tensor:
+    def _cut_labels(self, model: nn.Module, head: Head, arguments: dict[str, Any]) -> Tensor:
         """Replace labels by those of this rank, and return the share of this rank in the loss.
 
         The loss of a rank is the mean over its labels. The loss of the batch is the sum over the ranks of loss · share.
@@ -124,20 +124,20 @@ class ShardedPacking(Packing):
         if no rank has labels.
         """
         takes_arguments = _passes_arguments_to_loss(cast(Any, type(model)))
-        ignored = given.get("ignore_index", -100) if takes_arguments else -100
-        shifted = given.get("shift_labels")
-        labels = given["labels"] if shifted is None else shifted
+        ignored = arguments.get("ignore_index", -100) if takes_arguments else -100
+        shifted = arguments.get("shift_labels")
+        labels = arguments["labels"] if shifted is None else shifted
         if head == "next token" and shifted is None:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
         local = self._local(labels, 1)
         count, total = ((x != ignored).sum() for x in (local, labels))
-        items = given.pop("num_items_in_batch", None)
+        items = arguments.pop("num_items_in_batch", None)
         if items is not None and takes_arguments:
             total = torch.as_tensor(items, device=total.device)
         is_first = torch.arange(local.shape[1], device=local.device) == 0
-        given["labels"] = torch.where((count == 0) & is_first, int(ignored == 0), local)
+        arguments["labels"] = torch.where((count == 0) & is_first, int(ignored == 0), local)
         if head == "next token" or shifted is not None:
-            given["shift_labels"] = given["labels"]
+            arguments["shift_labels"] = arguments["labels"]
         return count.double() / total
 
     def _local(self, x: Tensor, dim: int) -> Tensor:
@@ -184,13 +184,13 @@ def check_same_batch(inputs: Mapping[str, Any], mesh: DeviceMesh) -> None:
 
 
 @functools.lru_cache(64)
-def _passes_arguments_to_loss(kind: Any) -> bool:
+def _passes_arguments_to_loss(cls: Any) -> bool:
     """Whether the forward of a class calls the loss function of transformers with its other arguments.
 
     Then the loss takes `shift_labels`, `num_items_in_batch` and `ignore_index`.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
     except (OSError, TypeError):
         return False
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))

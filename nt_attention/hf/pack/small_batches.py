@@ -61,16 +61,18 @@ class Size:
         attention: the width of all heads, summed over the layers.
         launches: the number of kernels that a packed forward launches, estimated.
         width: the number of values of a token that such a kernel writes.
+        longest: the length of the longest row, with its padding, for which the model has positions.
     """
 
     weights: int
     attention: int
     launches: int
     width: int
+    longest: int = 2**31
 
     @classmethod
-    def of(cls, model: PreTrainedModel, layers: int) -> Size:
-        """The size of a model with this number of attention modules."""
+    def of(cls, model: PreTrainedModel, layers: int, first_position: int = 0) -> Size:
+        """The size of a model with this number of attention modules, which counts positions from `first_position`."""
         config: Any = model.config.get_text_config()
         times = max(1, getattr(config, "num_hidden_layers", 1) // max(1, layers))  # layers may share modules (ALBERT)
         parts = list(model.modules())
@@ -80,10 +82,14 @@ class Size:
         has_rotary = any("Rotary" in type(x).__name__ for x in parts)
         launches = sum(map(_launches_of, leaves)) + layers * (15 if has_rotary else 6)
         width = getattr(config, "hidden_size", 0)
-        return cls(times * weights, times * layers * width, times * launches, width)
+        most = (getattr(model.config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+        longest = min([number for number in most if number is not None], default=2**31) - first_position
+        return cls(times * weights, times * layers * width, times * launches, width, longest)
 
     def is_too_small(self, rows: int, length: int, dtype: torch.dtype, costs: Costs, training: bool) -> bool:
         """Whether the device computes the padded batch (B, L) before the host would have queued a packed one."""
+        if length > self.longest:
+            return False
         tokens = rows * length
         operations = 2 * tokens * (self.weights + 2 * length * self.attention)
         moved = 3 * tokens * self.width * self.launches * dtype.itemsize  # kernels read two tensors, and write one
@@ -111,18 +117,18 @@ def _launches_of(leaf: nn.Module) -> int:
 _READ = ("position_ids", "cu_seq_lens_q", "logits_to_keep")
 
 
-def may_run_padded(given: dict[str, Any]) -> bool:
-    """Whether `PaddedRows` can write the padding of the outputs of a call with these arguments."""
-    mask = given.get("attention_mask")
-    is_plain = given.keys().isdisjoint(_READ)
+def may_run_padded(arguments: dict[str, Any]) -> bool:
+    """Whether `PaddedPacking` can write the padding of the outputs of a call with these arguments."""
+    mask = arguments.get("attention_mask")
+    is_plain = arguments.keys().isdisjoint(_READ)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_plain:
         return False
-    shapes = [given[key].shape[:2] for key in families.TOKEN_INPUTS & given.keys()]
+    shapes = [arguments[key].shape[:2] for key in families.TOKEN_INPUTS & arguments.keys()]
     return all(shape == mask.shape for shape in shapes)
 
 
 @dataclass(frozen=True)
-class PaddedRows:
+class PaddedPacking:
     """The rows of a padded batch, of which the host does not know the lengths.
 
     Attributes:

@@ -30,11 +30,11 @@ def divides_tokens(model: nn.Module) -> bool:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    hooks, found = _known.get(model, (None, False))
+    hooks, divides = _known.get(model, (None, False))
     if hooks != RemovableHandle.next_id:  # `parallelize_module` may have registered hooks
-        found = any(map(_is_of_tokens, _placements(model)))
-        _known[model] = RemovableHandle.next_id, found
-    return found
+        divides = any(map(_is_of_tokens, _placements(model)))
+        _known[model] = RemovableHandle.next_id, divides
+    return divides
 
 
 def is_distributed(x: Any) -> bool:

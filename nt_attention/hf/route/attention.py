@@ -65,7 +65,7 @@ def register(over: str = "sdpa") -> str:
         >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
         >>> model = BertModel(config)
         >>> model.set_attn_implementation(nta.hf.register())
-        >>> attention_of(model.config)
+        >>> model.config._attn_implementation
         'nt_attention'
     """
     if over not in NAME_OVER:
@@ -175,7 +175,7 @@ def attention(
             options[name] = x
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
     layouts, mask = None, attention_mask
-    if isinstance(mask, PackedMask):  # it stands for a mask that contains causality
+    if isinstance(mask, PackedMask):  # such a mask has no causality of its own
         call = call.with_defaults(mask.is_causal)
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None and (cu_seq_lens_q.dim() == 0 or is_bypass_mask(mask)):  # the model is patched
@@ -221,13 +221,13 @@ def _layouts_of_call(
 ) -> tuple[Layouts | None, Tensor | None]:
     """The layouts to run a call of a registered model packed, or None; and the mask to run it padded."""
     query, key, options = call.query, call.key, call.options
-    traced, layouts, token = is_traced(query), None, None
+    traced, layouts, forward_token = is_traced(query), None, None
     if positions.is_forward_token(mask):
-        token, mask = mask, None
+        forward_token, mask = mask, None
     if cu_seq_lens_q is not None:
-        layouts = _layouts_of_offsets(call, cu_seq_lens_q, cu_seq_lens_k, traced, token)
+        layouts = _layouts_of_offsets(call, cu_seq_lens_q, cu_seq_lens_k, traced, forward_token)
     elif ids is not None and _may_be_packed(call, ids):
-        layouts, mask = _layouts_of_positions(call, mask, ids, token)
+        layouts, mask = _layouts_of_positions(call, mask, ids, forward_token)
     if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
         layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
         layouts = layouts or (None if layout is None else (layout, layout))
@@ -242,12 +242,12 @@ def _layouts_of_call(
 
 
 def _layouts_of_positions(
-    call: _Call, mask: Tensor | None, ids: Tensor, token: Tensor | None
+    call: _Call, mask: Tensor | None, ids: Tensor, forward_token: Tensor | None
 ) -> tuple[Layouts | None, Tensor | None]:
     """`_layouts_of_call` for `position_ids` that may restart in a row."""
     rows, traced = call.query.shape[0], is_traced(call.query)
     if traced and mask is None:
-        layout = SequenceLayout.in_graph(ids, token, rows=rows)
+        layout = SequenceLayout.in_graph(ids, forward_token, rows=rows)
         return (layout, layout), None
     source = masks.source_of(mask)
     if source is None or not source.may_be_packed:  # a mask of the caller has its own packing
@@ -255,8 +255,8 @@ def _layouts_of_positions(
     if not traced:
         layer = getattr(call.module, "layer_idx", None)
         if positions.can_read_layout(ids, rows, layer, source.token_mask):
-            found = positions.read_layout(ids, rows, layer, source.token_mask)
-            return None if found is None else (found, found), mask
+            read = positions.read_layout(ids, rows, layer, source.token_mask)
+            return None if read is None else (read, read), mask
         warn(_NOT_READ)
     together = positions.same_sequence(ids, rows, source.token_mask)
     return None, _both(_causal_mask(call) if mask is None else mask, together)
@@ -312,30 +312,30 @@ def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None
 
 
 @functools.lru_cache(64)
-def _eager_of(kind: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _eager_of(cls: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The eager attention function of the file that defines a class or, if there is none, its base class."""
-    for base in kind.__mro__:
+    for base in cls.__mro__:
         eager = getattr(sys.modules[base.__module__], "eager_attention_forward", None)
         if eager is not None:
             return eager
-    raise NotImplementedError(f"no module that defines {kind.__name__} or a base class has eager_attention_forward.")
+    raise NotImplementedError(f"no module that defines {cls.__name__} or a base class has eager_attention_forward.")
 
 
 @functools.lru_cache(64)
-def _has_sdpa(kind: Any) -> bool:
+def _has_sdpa(cls: Any) -> bool:
     """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
-    found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]
-    models: list[Any] = [x for x in found if issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__]
+    classes = [x for x in list(vars(sys.modules[cls.__module__]).values()) if isinstance(x, type)]
+    models: list[Any] = [x for x in classes if issubclass(x, PreTrainedModel) and x.__module__ == cls.__module__]
     return not models or any(supports_sdpa(x) for x in models)
 
 
 def _layouts_of_offsets(
-    call: _Call, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool, token: Tensor | None
+    call: _Call, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool, forward_token: Tensor | None
 ) -> Layouts:
-    """The layouts of the offsets that a caller has passed. `token` is the forward token."""
+    """The layouts of the offsets that a caller has passed. For `forward_token`, see `reading.new_forward_token`."""
 
     def layout_of(offsets: Tensor) -> Layout:
-        return SequenceLayout.in_graph(offsets, token) if traced else SequenceLayout.from_offsets(offsets)
+        return SequenceLayout.in_graph(offsets, forward_token) if traced else SequenceLayout.from_offsets(offsets)
 
     layout = layout_of(cu_seq_lens_q)
     same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q

@@ -16,20 +16,20 @@ from ...layouts.protocol import Layout
 from .positions import starts
 
 
-def layout_of_lengths(given: dict[str, Any], tokens: Tensor, *, may_jump: bool = True) -> Layout:
+def layout_of_lengths(arguments: dict[str, Any], tokens: Tensor, *, may_jump: bool = True) -> Layout:
     """The sequences of all B · L positions, from `cu_seq_lens_q`.
 
     Syncs with the device once for each tensor of offsets, and once if there are `position_ids`.
 
     Args:
-        given: the arguments of the call.
+        arguments: the arguments of the call.
         tokens: (B, L, …), its input.
         may_jump: whether positions may jump forward inside of a sequence.
 
     Raises:
         ValueError: the offsets are not those of whole rows, or `cu_seq_lens_k` or `position_ids` say something else.
     """
-    offsets, other, (rows, length) = given["cu_seq_lens_q"], given.get("cu_seq_lens_k"), tokens.shape[:2]
+    offsets, other, (rows, length) = arguments["cu_seq_lens_q"], arguments.get("cu_seq_lens_k"), tokens.shape[:2]
     if not isinstance(offsets, Tensor):
         raise ValueError(f"cu_seq_lens_q must be a tensor of offsets, got {type(offsets).__name__}.")
     layout = SequenceLayout.from_offsets(offsets.to(tokens.device))
@@ -45,7 +45,7 @@ def layout_of_lengths(given: dict[str, Any], tokens: Tensor, *, may_jump: bool =
     keys = layout if other is None or other is offsets else SequenceLayout.from_offsets(other.to(tokens.device))
     if not layout.same_lengths(keys):
         raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q: in self-attention, pass the same offsets.")
-    position_ids = given.get("position_ids")
+    position_ids = arguments.get("position_ids")
     if position_ids is not None and position_ids.shape in ((rows, length), (1, length)):
         _check_positions(position_ids.expand(rows, -1).flatten(), layout, may_jump)
     return layout
@@ -67,12 +67,12 @@ def _check_positions(position_ids: Tensor, layout: Layout, may_jump: bool) -> No
         )
 
 
-def is_packed(given: dict[str, Any]) -> bool:
+def is_packed(arguments: dict[str, Any]) -> bool:
     """Whether a row of this call has several sequences. Syncs with the device once if there are `position_ids`.
 
     Positions that the host can't read are those of one sequence.
     """
-    offsets, position_ids, mask = (given.get(x) for x in ("cu_seq_lens_q", "position_ids", "attention_mask"))
+    offsets, position_ids, mask = (arguments.get(x) for x in ("cu_seq_lens_q", "position_ids", "attention_mask"))
     if offsets is not None:
         return bool(offsets.numel() != 2)
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or not can_be_read(position_ids):

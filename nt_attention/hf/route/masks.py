@@ -49,45 +49,45 @@ _REMAP = {  # older versions of transformers have none
 }
 
 
-def mask(*, over: str, **given: Any) -> Tensor | None:
+def mask(*, over: str, **arguments: Any) -> Tensor | None:
     """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
     It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
-    made of causality, a window and packed rows. In a graph it is a forward token then. The attention function finds
-    packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of
-    the caller), the result is that of the implementation `over`. Syncs with the device once if there is an attention
-    mask, as that implementation does.
+    made of causality, a window and packed rows. In a graph it is then a forward token. The attention function then
+    finds packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images,
+    masks of the caller), the result is that of the implementation `over`. Syncs with the device once if there is an
+    attention mask, as that implementation does.
 
     Args:
         over: "sdpa" or "eager", the underlying implementation.
-        given: the arguments that transformers passes to every mask function. They include q_length, kv_length, q_offset
+        arguments: those that transformers passes to every mask function. They include q_length, kv_length, q_offset
             (int or Tensor), mask_function, attention_mask (B, L) and config.
     """
-    token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
-    whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
+    token_mask, offset = arguments.get("attention_mask"), arguments.get("q_offset", 0)
+    whole = isinstance(offset, int) and offset == 0 and arguments["q_length"] == arguments["kv_length"]
     call = running_call() if whole and not (is_tracing() or is_in_jit_trace()) else None
-    layout = None if call is None else _packed_by_caller(call, over, given)
+    layout = None if call is None else _packed_by_caller(call, over, arguments)
     if (
         whole
         and layout is None
-        and not given.get("use_vmap")  # set if the caller combined another mask with the model's
-        and _passes_geometry(given.get("config"))
-        and is_plain(given.get("mask_function", stock.causal_mask_function))
+        and not arguments.get("use_vmap")  # set if the caller combined another mask with the model's
+        and _passes_geometry(arguments.get("config"))
+        and is_plain(arguments.get("mask_function", stock.causal_mask_function))
         and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
     ):
         if token_mask is None or is_all_true(token_mask):
-            return new_forward_token(given.get("device") or torch.device("cpu")) if is_tracing() else None
-        given |= _NO_SKIPS  # which would read the mask once more
+            return new_forward_token(arguments.get("device") or torch.device("cpu")) if is_tracing() else None
+        arguments |= _NO_SKIPS  # which would read the mask once more
     if layout is not None:
-        given = _kept_apart(given, layout)
-    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
+        arguments = _kept_apart(arguments, layout)
+    made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**arguments)
     if whole and isinstance(made, Tensor):
         source = Source(token_mask, may_be_packed=call is None or call.names_sequences)
         setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, source)
     return made
 
 
-def _packed_by_caller(call: RunningCall, over: str, given: dict[str, Any]) -> Layout | None:
+def _packed_by_caller(call: RunningCall, over: str, arguments: dict[str, Any]) -> Layout | None:
     """The sequences of rows that the caller packed, if the mask must keep them apart, because the model does not pass
     on where they begin. None if there are no such rows.
 
@@ -95,11 +95,11 @@ def _packed_by_caller(call: RunningCall, over: str, given: dict[str, Any]) -> La
         ValueError: the model can't keep them apart.
     """
     call.check(over)
-    config = given.get("config")
+    config = arguments.get("config")
     passes = _passes_geometry(config) and (bool(call.lengths) or config.model_type not in _PASS_LENGTHS_ONLY)  # type: ignore[union-attr]
     if not call.names_sequences or (passes and not has_scaled_rope(call.model)):
         return None
-    layout = call.layout(given["batch_size"], given["q_length"], given.get("attention_mask"))
+    layout = call.layout(arguments["batch_size"], arguments["q_length"], arguments.get("attention_mask"))
     return None if passes else layout
 
 
@@ -118,21 +118,22 @@ def layout_beside(over: str, made: Tensor, rows: int, length: int) -> Layout | N
             call.check(over)
             layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
         setattr(storage, _ROWS, layout)
-    found: Layout | None = getattr(storage, _ROWS)
-    return found
+    of_rows: Layout | None = getattr(storage, _ROWS)
+    return of_rows
 
 
 _ROWS = "_nt_attention_rows"
 
 
-def _kept_apart(given: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def _kept_apart(arguments: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """The arguments of a mask function for a mask in which a token sees its own sequence only."""
-    shape, function = (given["batch_size"], given["q_length"]), given.get("mask_function", stock.causal_mask_function)
+    shape = arguments["batch_size"], arguments["q_length"]
+    function = arguments.get("mask_function", stock.causal_mask_function)
     sequence, position = layout.sequence_ids.view(shape), layout.position_ids.view(shape)
     if _CHUNKED in set(_codes(function)) and _REMAP.isdisjoint(_codes(function)):
         function = stock.remap_positions_for_packed_sequence(function, position)
     function = stock.and_masks(function, stock.packed_sequence_mask_function(sequence))
-    return {**given, **_NO_SKIPS, "mask_function": function}
+    return {**arguments, **_NO_SKIPS, "mask_function": function}
 
 
 _NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

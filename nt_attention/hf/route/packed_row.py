@@ -113,8 +113,8 @@ def embed_positions(module: Any, original: Callable[..., Any], /, *args: Any, **
         return original(*args, **kwargs)
     parameters = inspect.signature(type(module).forward).parameters
     if "position_ids" in parameters:
-        given = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
-        return original(**{**given, "position_ids": row.position_ids[0]})
+        arguments = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
+        return original(**{**arguments, "position_ids": row.position_ids[0]})
     if not is_compiling():  # in a graph, the length would become a constant
         _extend_table(module, row.length)
     return module.weights[row.position_ids].detach()

@@ -23,8 +23,8 @@ from .packed_row import current_row
 
 def scales_by_length(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding whose frequencies depend on the sequence length."""
-    kind = getattr(module, "rope_type", None)
-    return any(_by_length(each) for each in (kind.values() if isinstance(kind, dict) else [kind]))
+    rope_type = getattr(module, "rope_type", None)
+    return any(_by_length(x) for x in (rope_type.values() if isinstance(rope_type, dict) else [rope_type]))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -93,7 +93,7 @@ class RunningCall(NamedTuple):
             if "Attention" in type(module).__name__ and isinstance(other, str) and not other.startswith(_OURS):
                 raise ValueError(
                     f"{path} of {name} has a config of its own, with the attention {other!r}, which would mix the "
-                    "sequences of a row: set its config._attn_implementation too, or call nt_attention.patch(model)."
+                    "sequences of a row: set_attn_implementation of that part too, or call nt_attention.patch(model)."
                 )
 
     def _is_of_transformers(self) -> bool:
@@ -144,8 +144,8 @@ class RunningCall(NamedTuple):
             return "it takes no position_ids, and counts positions along the whole row: call nt_attention.patch(model)"
         lengths = layout.lengths.tolist() if has_scaled_rope(model) else []
         for rotary in [x for x in model.modules() if lengths and scales_by_length(x)]:
-            kinds = rotary.rope_type.keys() if isinstance(rotary.rope_type, dict) else (None,)
-            if any(len({scaled_for(rotary, n, kind) for n in lengths}) > 1 for kind in kinds):
+            layer_types = rotary.rope_type.keys() if isinstance(rotary.rope_type, dict) else (None,)
+            if any(len({scaled_for(rotary, n, x) for n in lengths}) > 1 for x in layer_types):
                 return "its RoPE would be scaled by the longest one for all: call nt_attention.patch(model)"
         return None
 
@@ -185,7 +185,8 @@ def running_call() -> RunningCall | None:
     model: PreTrainedModel | None = None
     variables: dict[str, Any] = {}
     while frame is not None:
-        if frame.f_code.co_name in _FRAMES and isinstance(owner := frame.f_locals.get("self"), PreTrainedModel):
+        has_call = frame.f_code is _CALL or frame.f_code.co_name in _FRAMES
+        if has_call and isinstance(owner := frame.f_locals.get("self"), PreTrainedModel):
             if owner is not model and model is not None:
                 call = _call_of(cast(PreTrainedModel, innermost), model, variables)
                 if call is None or call.names_sequences:
@@ -198,9 +199,10 @@ def running_call() -> RunningCall | None:
     return None if model is None else _call_of(cast(PreTrainedModel, innermost), model, variables)
 
 
-# The names of functions whose frame has a model and the arguments of its call: those of torch, of the decorators of
-# transformers, and the forward.
-_FRAMES = {"_wrapped_call_impl", "_call_impl", "wrapper", "forward"}
+# The functions whose frame has a model and the arguments of its call: that of torch, and by their names, the decorators
+# of transformers and the forward.
+_CALL: Any = cast(Any, nn.Module.__call__).__code__
+_FRAMES = {"wrapper", "forward"}
 
 
 def _call_of(innermost: PreTrainedModel, model: PreTrainedModel, variables: dict[str, Any]) -> RunningCall | None:
@@ -226,8 +228,8 @@ _NAMED, _LENGTHS = {"position_ids", "attention_mask"}, ("cu_seq_lens_q", "cu_seq
 
 
 @functools.cache
-def _parameters(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _parameters(cls: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 def embeds_positions(model: nn.Module) -> bool:
