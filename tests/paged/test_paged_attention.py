@@ -70,6 +70,10 @@ def test_heads_and_head_dims(sizes):
     make([1, 2, 9], [300, 5, 17], **sizes).check("split_kv", is_causal=True)
 
 
+def test_window_that_begins_in_another_block_for_later_queries():
+    make([20, 3], [170, 40], heads=2).check("split_kv", window_size=(30, 3))
+
+
 def test_more_than_one_tile_of_queries():
     make([70, 1, 33], [290, 300, 33], heads=4, kv_heads=2).check("split_kv", is_causal=True)
 
@@ -232,8 +236,7 @@ WRONG = {
 class TestInvalid:
     """Lengths and pages that only the device knows can't raise an error: they give NaN in their sequence."""
 
-    @pytest.mark.parametrize("which", WRONG)
-    @pytest.mark.parametrize("page", [1, 16])
+    @covering({"which": WRONG, "page": [1, 16]})
     def test_split_kv(self, which, page):
         case = make([1, 2, 1], [300, 290, 5], page=page)
         want, _ = case.solve("split_kv")
