@@ -47,8 +47,7 @@ def test_as_with_packed_keys(backend, which, form, page, mask):
     make(*BATCHES[which], page=page, form=form).check(backend, **MASKS[mask])
 
 
-@pytest.mark.parametrize("page", [3, 16])
-@pytest.mark.parametrize("edge", [-1, 0, 1])
+@covering({"edge": [-1, 0, 1], "page": [3, 16]})
 def test_lengths_at_the_edges_of_pages_and_chunks(page, edge):
     lengths = [page + edge, 2 * page + edge, CHUNK + edge, 3 * CHUNK + edge]
     make([1] * 4, lengths, page=page, kv_heads=1).check("split_kv")
@@ -88,8 +87,7 @@ OPTIONS = {
 }
 
 
-@every_backend
-@pytest.mark.parametrize("kind", OPTIONS)
+@covering({"kind": OPTIONS, "backend": BACKENDS})
 def test_options(backend, kind):
     options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in OPTIONS[kind].items()}
     if backend == "cpu" and "softcap" in options:
