@@ -27,7 +27,7 @@ import nt_attention as nta
 from nt_attention.cli.environment import device_name
 from nt_attention.functional import plan
 from nt_attention.kernels import adapters, custom_ops, select
-from nt_attention.kernels.adapters import Inputs
+from nt_attention.kernels.adapters import Tensors
 from nt_attention.kernels.backend import Backend, BackwardInputs, Gradients
 from nt_attention.kernels.backends import cpu
 from nt_attention.kernels.call import Call
@@ -67,7 +67,6 @@ def without_kernels() -> Backend:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
     backend = dataclasses.replace(cpu.BACKEND, name="none", forward=forward, backward=backward)
-    custom_ops.register(backend)
     select.BACKENDS[backend.name] = backend
     return backend
 
@@ -77,12 +76,12 @@ def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[]
     layout = nta.SequenceLayout.from_lengths(LENGTHS, device=device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     query, key, value, grad = torch.randn(4, layout.total, HEADS, HEAD_DIM, device=device, dtype=dtype).unbind()
-    inputs = Inputs(query, key, value)
+    inputs = Tensors(query, key, value)
     leaves = [x.clone().requires_grad_() for x in inputs]
     call = plan(*leaves, layout, is_causal=True, backend=backend.name).call
-    arguments = (*inputs, *custom_ops.arguments_of(call))
+    arguments = (*inputs, *custom_ops.arguments_of(call, backend.name))
     operators = torch.ops.nt_attention
-    out, lse, state, selected = operators.auto_forward(*arguments, backend.name)
+    out, lse, state, selected = operators.attention_forward(*arguments)
     saved = BackwardInputs(grad, None, out, lse, None)
 
     def forward() -> Tensor:
@@ -91,14 +90,14 @@ def pairs(backend: Backend, device: torch.device) -> dict[str, tuple[Callable[[]
 
     def forward_operator() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return operators.auto_forward.default(*arguments, backend.name)
+            return operators.attention_forward.default(*arguments)
 
     def backward() -> Gradients:
         call.layout.check_saved()
         return adapters.backward(backend, saved, inputs, call)
 
     def backward_operator() -> Any:
-        return operators.auto_backward.default(grad, None, out, lse, state, *arguments, selected)
+        return operators.attention_backward.default(grad, None, out, lse, state, selected, *arguments)
 
     def with_autograd() -> None:
         attended = nta.varlen_attention(*leaves, layout, is_causal=True, backend=backend.name)

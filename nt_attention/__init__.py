@@ -49,10 +49,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *[name for name in globals() if name.startswith("__")]])
-
-
-def _shard(layout: SequenceLayout, mesh: Any, **mask: Any) -> Any:
-    return __getattr__("distributed").ShardedLayout(layout, mesh, **mask)
-
-
-SequenceLayout._shard = staticmethod(_shard)

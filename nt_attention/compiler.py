@@ -1,4 +1,4 @@
-"""Support for compilers and tracers: is one tracing, `TracedLayout` for its graph, and functions that break graphs.
+"""Support for compilers and tracers: is one tracing, and functions that break graphs.
 
 Dimensions: B sequences, N rows.
 """
@@ -9,32 +9,36 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    get_eval_frame_callback,
-    set_code_exec_strategy,
-    set_eval_frame,
-)
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 
+from .torch_private import (
+    PRE_DISPATCH,
+    FakeTensor,
+    count_dispatch_modes,
+    frame_callback,
+    is_dispatched,
+    is_jit_tracing,
+    is_mapped,
+    is_output_of_cuda_graph,
+    is_transformed,
+    proxy_mode,
+    set_frame_callback,
+    skip_frames,
+    unwrapped,
+)
+
 _F = TypeVar("_F", bound=Callable[..., Any])
-_PROXY_MODE = torch._C._TorchDispatchModeKey.PROXY
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 TRACING = "tracing"  # see `active_compiler`
 
 
 def outside_of_graphs(function: _F) -> _F:
     """Break graphs at `function`, as `torch.compiler.disable` does, but without importing the compiler."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    return cast(_F, skip_frames(function, with_callees=True))
 
 
 def inline_only(function: _F) -> _F:
@@ -42,8 +46,7 @@ def inline_only(function: _F) -> _F:
 
     If it runs outside of graphs, the functions that it calls are compiled on their own.
     """
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-    return function
+    return cast(_F, skip_frames(function, with_callees=False))
 
 
 @inline_only
@@ -61,17 +64,17 @@ def active_compiler() -> Any:
 
     None without torch.compile. `TRACING` if torch.compile is tracing the caller: then it can't be used.
     """
-    return TRACING if torch.compiler.is_dynamo_compiling() else get_eval_frame_callback()
+    return TRACING if torch.compiler.is_dynamo_compiling() else frame_callback()
 
 
 @outside_of_graphs
 def compiled_by(compiler: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Call `function`, which `outside_of_graphs` would not compile. `compiler` is that of the code around it."""
-    before = set_eval_frame(compiler)
+    before = set_frame_callback(compiler)
     try:
         return function(*args)
     finally:
-        set_eval_frame(before)
+        set_frame_callback(before)
 
 
 @inline_only  # in a graph that starts here, the answer would always be yes
@@ -82,9 +85,7 @@ def is_tracing() -> bool:
 
 @inline_only
 def _is_in_make_fx() -> bool:
-    """The same as `get_proxy_mode() is not None`, but three times as fast."""
-    in_mode = torch._C._get_dispatch_mode(_PROXY_MODE) is not None
-    return in_mode or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    return (count_dispatch_modes() > 0 and proxy_mode() is not None) or is_dispatched(PRE_DISPATCH)
 
 
 @inline_only
@@ -96,20 +97,39 @@ def is_traced(tensor: object) -> bool:
 @inline_only
 def can_be_read(tensor: Tensor) -> bool:
     """Whether the host can read the values. It can't while tracing, on the meta device, or in function transforms."""
-    return not (
-        is_traced(tensor) or torch._C._is_tracing() or tensor.is_meta or torch._C._are_functorch_transforms_active()
-    )
+    return not (is_traced(tensor) or is_jit_tracing() or tensor.is_meta or is_transformed())
+
+
+EAGER, OBSERVED, TRACED = "eager", "observed", "traced"  # see `call_mode`
 
 
 @inline_only
-def is_observed(*tensors: Tensor) -> bool:
-    """Whether calls must go through custom operators: for a compiler, mode, transform or tensor subclass."""
-    return (
+def call_mode(*tensors: Tensor) -> str:
+    """Who sees a call with these tensors. It is asked once in each call.
+
+    Returns:
+        TRACED: the call becomes a part of a graph, and values are not known. The first tensor decides that, outside of
+            compilers and tracers. OBSERVED: a dispatch mode, function transform or tensor subclass must see an
+            operator. EAGER: nobody; kernels can be called directly.
+
+    Raises:
+        RuntimeError: torch.jit.trace is tracing.
+    """
+    if (
         torch.compiler.is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any(type(x) not in _PLAIN_TENSORS or x.is_meta for x in tensors)
-    )
+        or (count_dispatch_modes() > 0 and proxy_mode() is not None)
+        or is_dispatched(PRE_DISPATCH)
+    ):
+        return TRACED
+    if is_jit_tracing():
+        refuse_jit_trace()
+    is_seen = count_dispatch_modes() > 0 or is_transformed()
+    for x in tensors:
+        if type(x) not in _PLAIN_TENSORS or x.is_meta:
+            is_seen = True
+    if not is_seen:
+        return EAGER
+    return TRACED if isinstance(tensors[0], (FakeTensor, Proxy)) else OBSERVED
 
 
 def is_captured(tensor: Tensor) -> bool:
@@ -154,13 +174,13 @@ def _driver() -> ctypes.CDLL:
 
 def is_replayed(tensor: Tensor) -> bool:
     """Whether it is an output of a CUDA graph of torch.compile. Replays write to it without changing its version."""
-    return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
+    return is_output_of_cuda_graph(tensor)
 
 
 @inline_only
 def is_in_jit_trace() -> bool:
     """Whether torch.jit.trace is tracing."""
-    return not torch.compiler.is_dynamo_compiling() and torch._C._is_tracing()
+    return not torch.compiler.is_dynamo_compiling() and is_jit_tracing()
 
 
 @inline_only
@@ -186,7 +206,7 @@ def check_readable(tensor: Tensor, name: str) -> None:
         ValueError: the tensor is on the meta device or a FakeTensor, or torch.vmap maps over it, or make_fx is tracing.
     """
     refuse_jit_trace()
-    if torch._C._are_functorch_transforms_active() and _is_mapped(tensor):
+    if is_transformed() and _is_mapped(tensor):
         raise ValueError(
             f"{name} has other values in each sample of torch.vmap, and a layout has the lengths of one batch: make "
             "the layout outside of vmap. A patched model runs outside of vmap, or after remove() of its handle."
@@ -204,71 +224,11 @@ def check_readable(tensor: Tensor, name: str) -> None:
 
 def _is_mapped(tensor: Tensor) -> bool:
     """Whether torch.vmap maps over a dimension of the tensor."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
+    while (inner := unwrapped(tensor)) is not tensor:
+        if is_mapped(tensor):
             return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = inner
     return False
-
-
-class TracedLayout:
-    """A `SequenceLayout` in a graph of torch.compile, torch.export or make_fx. It has offsets, but no lengths.
-
-    When the graph runs, its operators read and check the lengths, once for each offsets tensor. After a graph break,
-    eager code may receive a `TracedLayout`. Its other attributes then read the offsets.
-    """
-
-    knows_lengths: ClassVar[bool] = True  # they are known when the graph runs
-    bounds: tuple[int, int] | None = None
-    _read_offsets: ClassVar[Callable[..., Any]]  # SequenceLayout.from_offsets, outside of graphs; set by layout.py
-
-    def __init__(self, offsets: Tensor, max_seqlen: int | None = None) -> None:
-        """`max_seqlen` is the bound that was passed to `from_offsets`."""
-        self.offsets = self.cu_seqlens = self.operator_offsets = offsets  # operators take int32 and int64
-        self.batch_size, self.device = offsets.shape[0] - 1, offsets.device
-        self.arguments: tuple[int | None, ...] = (max_seqlen,)  # of `from_offsets`, after the offsets
-
-    @property
-    def _safe_offsets(self) -> Tensor:
-        return self.offsets
-
-    def __getattr__(self, name: str) -> Any:
-        if not is_traced(self.offsets) and not name.startswith("__"):
-            return getattr(TracedLayout._read_offsets(self.offsets, *self.arguments), name)
-        if name == "min_seqlen":
-            return 0
-        raise AttributeError(f"{name} needs the lengths, which are not known in a graph: read it outside of the graph.")
-
-    def cached(self, key: object, build: Any, other: object = None) -> Any:
-        return build()
-
-    def same_lengths(self, other: object) -> bool:
-        return self is other
-
-    def check_rows(self, values: Tensor, name: str) -> None:
-        if values.device != self.device:
-            raise ValueError(f"{name} is on {values.device} and the layout on {self.device}.")
-
-    def check_keys(self, key: Tensor, value: Tensor) -> None:
-        for name, x in (("key", key), ("value", value)):
-            self.check_rows(x, name)  # the operator checks the number of rows
-
-    def check_saved(self) -> None:
-        """Does nothing: the backward operator checks whether the offsets were changed."""
-
-    def extended(self, extra: int) -> TracedLayout:
-        longer = self.offsets + extra * torch.arange(self.offsets.shape[0], device=self.device)
-        return TracedLayout(torch.ops.nt_attention.offsets.default(longer, None))
-
-    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        row = torch.arange(rows, device=self.device)
-        found = torch.searchsorted(self.offsets, row, right=True) - 1
-        sequence = found.clamp(max=self.offsets.shape[0] - 2)
-        return sequence, row - self.offsets[sequence]
-
-    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
-        past = torch.arange(values.shape[0], device=values.device) >= self.offsets[-1]
-        return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
 
 
 class TracedShardedLayout:

@@ -6,34 +6,35 @@ of queries and keys, Dv that of values.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Unpack, cast, get_type_hints
+from functools import partial
+from typing import Any, NamedTuple, Unpack, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .compiler import is_compiling, is_traced, refuse_jit_trace
+from .compiler import EAGER, TRACED, call_mode, is_compiling
+from .kernels.adapters import Tensors, is_direct
 from .kernels.autograd import run
 from .kernels.backend import Backend
 from .kernels.call import (
-    DTYPES,
     OPTIONS,
     AttentionSpec,
     Call,
     Options,
     PreparedRuns,
     all_options,
-    check_options,
     check_slopes,
     describe,
 )
 from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
-from .layouts import nested
-from .layouts.known import SequenceLayout
+from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
+from .layouts.protocol import Layout
+from .torch_private import forward_ad_level, graph_break, is_any_autocast_enabled
 
 _NO_OPERATOR = (
     "no custom operator supports this call (it has mask_mod, score_mod or backend='flex', or a backend for inference "
@@ -45,8 +46,8 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | Any | None = None,
-    key_layout: SequenceLayout | PagedLayout | Any | None = None,
+    layout: Layout | Any | None = None,
+    key_layout: Layout | PagedLayout | Any | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -121,37 +122,32 @@ def varlen_attention(
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
     if getattr(layout, "is_sharded", False):
-        arguments = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
-        given = {"backend": backend, "exchange": exchange, "options": options}
-        return _run_sharded[type(layout)](query, key, value, layout, key_layout, **arguments, **given)
+        attention = importlib.import_module("nt_attention.distributed.custom_op").attention  # its import takes long
+
+        sharded: Any = (layout, key_layout)
+        more: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}
+        more |= {"backend": backend, "exchange": exchange, "options": options}
+        return attention(query, key, value, *sharded, **more)
     if exchange != "auto":
         raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
-    planned = _plan(_pack(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
+    planned = plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
     if sinks is not None:
-        check_sinks(sinks, planned.query)
+        check_sinks(sinks, planned.tensors.query)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
         warn_if_slow(planned.call, backend)
-    out, lse = run(planned.backend, planned.query, planned.key, planned.value, sinks, planned.call)
+    out, lse = run(planned.backend, planned.tensors, sinks, planned.call, planned.mode)
     if planned.rewrap is not None:
         out = planned.rewrap(out)
         lse = planned.rewrap(lse, True) if return_lse else lse
     return (out, lse) if return_lse else out
 
 
-_run_sharded: dict[type, Callable[..., Any]] = {}  # the class of sharded layouts, and its attention
-
-
-def register_sharded(layout: type, attention: Callable[..., Any]) -> None:
-    """Let `varlen_attention` run sharded layouts. `nt_attention.distributed`, which imports this file, calls it."""
-    _run_sharded[layout] = attention
-
-
 def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | PagedLayout | None = None,
+    layout: Layout | None = None,
+    key_layout: Layout | PagedLayout | None = None,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -179,12 +175,12 @@ def explain(
         >>> explanation.chosen, explanation.reasons["cpu"]
         ('reference', ('...softcap...',))
     """
-    inputs = _pack(query, key, value, layout, key_layout, relative)
-    spec = _spec(inputs, alibi_slopes is not None, all_options(options))
-    _check_rows(inputs, alibi_slopes)
+    arguments = _read(query, key, value, layout, key_layout, relative)
+    spec = _check(arguments, alibi_slopes is not None, options)
+    _check_tensors_of_call(arguments, alibi_slopes)
     if sinks is not None:
-        check_sinks(sinks, inputs.query)
-    return explain_call(Call(inputs.layout, inputs.key_layout, alibi_slopes, spec, None, inputs.relative), backend)
+        check_sinks(sinks, arguments.tensors.query)
+    return explain_call(Call(arguments.layout, arguments.key_layout, alibi_slopes, spec, None, relative), backend)
 
 
 def _name_options(function: Any) -> None:
@@ -204,151 +200,198 @@ _name_options(varlen_attention)
 _name_options(explain)
 
 
-class Plan(NamedTuple):
+class PlannedCall(NamedTuple):
     """A checked call and its backend.
 
     Attributes:
-        query, key, value: packed tensors.
+        tensors: packed query, key and value.
         call: all other arguments of a kernel.
         backend: the backend to run. In a graph, "auto" or a name, which is looked up when the graph runs.
+        mode: who sees the call, see `call_mode`.
         rewrap: converts a packed result to a NestedTensor like `query`; None if the caller passed packed tensors.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    tensors: Tensors
     call: Call
     backend: Backend | str
+    mode: str
     rewrap: Callable[..., Tensor] | None
+
+
+class _Choice(NamedTuple):
+    """What depends on a call but not on the values of its tensors. It is cached with the layout."""
+
+    spec: AttentionSpec
+    backend: Backend | str
+    head_dims: tuple[int, int] | None
+    is_direct: bool
+    prepared: PreparedRuns
+
+
+class Arguments(NamedTuple):
+    """The tensors of a call, and who sees it (`call_mode`). `rewrap` is that of `PlannedCall`."""
+
+    tensors: Tensors
+    layout: Layout
+    key_layout: Any  # a `Layout` or a `PagedLayout`
+    relative: RelativeBias | None = None
+    needs_grad: bool = False
+    mode: str = EAGER
+    rewrap: Callable[..., Tensor] | None = None
 
 
 def plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None = None,
-    key_layout: SequenceLayout | PagedLayout | None = None,
+    layout: Layout | None = None,
+    key_layout: Layout | PagedLayout | None = None,
     *,
     alibi_slopes: Tensor | None = None,
-    relative: RelativeBias | None = None,
     backend: str = "auto",
     **options: Unpack[Options],
-) -> Plan:
+) -> PlannedCall:
     """Check a call of `varlen_attention` and choose its backend, without running it."""
-    return _plan(_pack(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
+    return plan_arguments(_read(query, key, value, layout, key_layout, None), alibi_slopes, backend, options)
 
 
-def _plan(inputs: _Inputs, alibi_slopes: Tensor | None, backend: str, given: Mapping[str, Any]) -> Plan:
-    """See `plan`. The spec and the backend are cached with the layout, so that all layers of a model share them."""
-    options = all_options(given)
-    if "window_size" in given:  # as a tuple, because a list can't be a cache key
-        options["window_size"] = OPTIONS["window_size"].parse("window_size", options["window_size"])
-
-    def decide() -> tuple[AttentionSpec, Backend | str, tuple[int, int] | None]:
-        spec = _spec(inputs, alibi_slopes is not None, options)
-        return spec, *_choose(inputs, spec, backend)
-
-    query, key, value, layout, key_layout, rewrap, is_traced, needs_grad, relative = inputs
-    prepared: PreparedRuns | None = None
-    if is_traced or options["score_mod"] is not None or options["mask_mod"] is not None:
-        spec, chosen, dims = decide()  # the cache would keep score_mod and mask_mod alive as long as the layout
+def plan_arguments(
+    arguments: Arguments, slopes: Tensor | None, backend: str, options: Mapping[str, Any]
+) -> PlannedCall:
+    """See `plan`. All layers of a model share one `_Choice`, which is cached with the layout."""
+    tensors, layout, key_layout, relative, needs_grad, mode, rewrap = arguments
+    query, key, value = tensors
+    is_paged = isinstance(key_layout, PagedLayout)
+    if isinstance(options.get("window_size"), list):  # it can't be a part of a cache key
+        options = {**options, "window_size": tuple(options["window_size"])}
+    choose = partial(_choose, arguments, slopes, backend, options)
+    if mode == TRACED or options.get("score_mod") is not None or options.get("mask_mod") is not None:
+        choice = choose()  # the cache would keep score_mod and mask_mod alive as long as the layout
     else:
         cache_key = (
             *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
-            (key_layout.batch_size, key_layout.max_seqlen) if isinstance(key_layout, PagedLayout) else None,
-            *(query.device, key.device, value.device, alibi_slopes is None, needs_grad, *selection_key(backend)),
-            relative and (relative.terms, relative.requires_grad),
-            *(*options.values(), *map(type, options.values())),  # types too: 1 == True, but 1 is not a valid bool
+            *(query.device, key.device, value.device, slopes is None, needs_grad, rewrap is None),
+            (key_layout.batch_size, key_layout.max_seqlen) if is_paged else None,
+            None if relative is None else (relative.terms, relative.requires_grad),
+            *(*selection_key(backend), *options.items(), *map(type, options.values())),  # 1 == True, but is no bool
         )
         try:
-            other = None if key_layout is layout or isinstance(key_layout, PagedLayout) else key_layout
-            spec, chosen, dims, prepared = layout.cached(cache_key, lambda: (*decide(), {}), other)
-        except TypeError:
-            check_options(**options)  # raises a clearer error: no option has unhashable values
-            raise
-    _check_rows(inputs, alibi_slopes)
-    prepared = prepared if alibi_slopes is None and relative is None else None
-    call = Call(layout, key_layout, alibi_slopes, spec, dims, relative, prepared)
-    return Plan(query, key, value, call, chosen, rewrap)
+            choice = layout.cached(cache_key, choose, None if is_paged or key_layout is layout else key_layout)
+        except TypeError:  # an option can't be a part of a cache key, so it is wrong
+            choice = choose()
+    has_biases = slopes is not None or relative is not None
+    if mode != TRACED and (has_biases or is_paged or not _fit(tensors, layout, key_layout)):
+        _check_tensors_of_call(arguments, slopes)  # what is not in the cache key
+    call = Call(
+        *(layout, key_layout, slopes, choice.spec, choice.head_dims, relative),
+        *(None if has_biases else choice.prepared, choice.is_direct),
+    )
+    return PlannedCall(tensors, call, choice.backend, mode, rewrap)
 
 
-class _Inputs(NamedTuple):
-    """Packed tensors and their layouts. The caller passed packed tensors or NestedTensors."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    layout: SequenceLayout
-    key_layout: SequenceLayout  # or a PagedLayout, which has the attributes that this file uses
-    rewrap: Callable[..., Tensor] | None
-    is_traced: bool
-    needs_grad: bool
-    relative: RelativeBias | None
+def _fit(tensors: Tensors, layout: Layout, key_layout: Layout) -> bool:
+    """Whether there are as many rows as tokens, which needs no further check."""
+    query, key, value = tensors
+    return query.shape[0] == layout.total and key.shape[0] == value.shape[0] == key_layout.total
 
 
-def _pack(
+def _choose(arguments: Arguments, alibi_slopes: Tensor | None, backend: str, options: Mapping[str, Any]) -> _Choice:
+    """Check a call, and choose its backend, or only a name if an operator chooses when the graph runs."""
+    spec = _check(arguments, alibi_slopes is not None, options)
+    _check_tensors_of_call(arguments, alibi_slopes)
+    if arguments.mode == TRACED:
+        if can_choose_later(spec, backend):
+            return _Choice(spec, backend, None, False, {})
+        if is_compiling():
+            graph_break(f"{_NO_OPERATOR}, so it runs outside of the graph")
+        else:
+            raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
+    call = Call(arguments.layout, arguments.key_layout, None, spec, None, arguments.relative)
+    chosen, dims = choose_for(call, backend)
+    return _Choice(spec, chosen, dims, is_direct(chosen, call, dims), {})
+
+
+def _check(arguments: Arguments, alibi: bool, options: Mapping[str, Any]) -> AttentionSpec:
+    """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
+    relative, needs_grad = arguments.relative, arguments.needs_grad
+    terms, relative_grad = ((), False) if relative is None else (relative.terms, needs_grad and relative.requires_grad)
+    more: Any = {"alibi": alibi, "relative": terms, "needs_grad": needs_grad, "relative_grad": relative_grad}
+    layouts = arguments.layout, arguments.key_layout
+    return AttentionSpec.of_tensors(arguments.tensors, *layouts, all_options(options), **more)
+
+
+def _read(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SequenceLayout | None,
-    key_layout: SequenceLayout | PagedLayout | None,
+    layout: Layout | None,
+    key_layout: Layout | PagedLayout | None,
     relative: RelativeBias | None,
-) -> _Inputs:
-    refuse_jit_trace()
-    query, key, value, layout, key_layout, rewrap = _unwrap(query, key, value, layout, key_layout)
-    if isinstance(key_layout, PagedLayout):  # pools are not cast, which would copy them in each call
-        query = query if _autocast_dtype(query.device.type) is None else query.to(key.dtype)
+) -> Arguments:
+    """Pack the tensors, cast them under autocast, and ask who sees the call."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+    rewrap = None
+    if query.is_nested or key.is_nested or value.is_nested:
+        query, key, value, layout, key_layout, rewrap = _unwrap(query, key, value, layout, key_layout)
+        mode = call_mode(query, key, value)
     else:
-        query, key, value = autocast(query, key, value)
+        mode = call_mode(query, key, value)
+        layout, key_layout = _layouts(query, layout, key_layout, mode)
+    is_paged = isinstance(key_layout, PagedLayout)
+    if mode == TRACED or is_any_autocast_enabled():
+        # pools are not cast, which would copy them in each call
+        query, key, value = autocast(query, key, value, to=key.dtype if is_paged else None)
     if relative is not None:
         check_type(relative)
-    traced = is_traced(query)
-    if traced:
+        mode = call_mode(*relative.tensors, relative.buckets) if mode == EAGER else mode
+    if mode == TRACED:
         # Views: a graph's inputs do not show that a transform differentiates them, and can't be passed twice.
         query, key, value = query.view_as(query), key.view_as(key), value.view_as(value)
         relative = relative and relative.with_tensors([x.view_as(x) for x in relative.tensors])
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if isinstance(key_layout, PagedLayout):
+    if is_paged:
         _check_paged(needs_grad, relative)
     if relative is not None and not needs_grad:
         needs_grad = torch.is_grad_enabled() and relative.requires_grad
-    return _Inputs(query, key, value, layout, key_layout, rewrap, traced, needs_grad, relative)
+    return Arguments(Tensors(query, key, value), layout, key_layout, relative, needs_grad, mode, rewrap)
+
+
+def _layouts(
+    query: Tensor, layout: Layout | None, key_layout: Layout | PagedLayout | None, mode: str
+) -> tuple[Layout, Any]:
+    """The layouts of packed tensors, after checks."""
+    if layout is None:
+        raise ValueError(
+            f"packed tensors such as query {tuple(query.shape)} need layout=: pass "
+            "SequenceLayout.from_lengths([...]) or .from_offsets(cu_seqlens), or pass NestedTensors instead. "
+            "To pack a padded batch, use SequenceLayout.from_attention_mask(mask).pack(padded)."
+        )
+    is_self = key_layout is None or key_layout is layout
+    if mode != EAGER or type(layout) is not Layout:
+        layout = SequenceLayout.require(layout, "layout")
+    if is_self:
+        return layout, layout
+    is_known = mode == EAGER and type(key_layout) is Layout
+    if is_known or isinstance(key_layout, PagedLayout):
+        return layout, key_layout
+    return layout, SequenceLayout.require(key_layout, "key_layout")
 
 
 def _unwrap(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: SequenceLayout | None,
-    key_layout: SequenceLayout | PagedLayout | None,
-) -> tuple[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout, Callable[..., Tensor] | None]:
-    """Convert NestedTensors to packed tensors, their layouts and `rewrap`. Packed tensors are only checked."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
-    kinds = nested.are_nested(query, key, value)
-    if not any(kinds):
-        if layout is None:
-            raise ValueError(
-                f"packed tensors such as query {tuple(query.shape)} need layout=: pass "
-                "SequenceLayout.from_lengths([...]) or .from_offsets(cu_seqlens), or pass NestedTensors instead. "
-                "To pack a padded batch, use SequenceLayout.from_attention_mask(mask).pack(padded)."
-            )
-        is_self = key_layout is None or key_layout is layout
-        layout = SequenceLayout.require(layout, "layout")
-        if isinstance(key_layout, PagedLayout):
-            return query, key, value, layout, cast(SequenceLayout, key_layout), None
-        key_layout = layout if is_self else SequenceLayout.require(key_layout, "key_layout")
-        return query, key, value, layout, key_layout, None
-    if not all(kinds):
+    query: Tensor, key: Tensor, value: Tensor, layout: object, key_layout: object
+) -> tuple[Tensor, Tensor, Tensor, Layout, Layout, Callable[..., Tensor]]:
+    """Convert NestedTensors to packed tensors, their layouts and `rewrap`."""
+    if not (query.is_nested and key.is_nested and value.is_nested):
         kinds_of = ", ".join(
-            f"{name} is {'nested' if kind else 'a plain tensor'}"
-            for name, kind in zip(("query", "key", "value"), kinds, strict=True)
+            f"{name} is {'nested' if x.is_nested else 'a plain tensor'}"
+            for name, x in (("query", query), ("key", key), ("value", value))
         )
         raise TypeError(f"{kinds_of}: pass three NestedTensors, or three packed tensors and a layout.")
     if layout is not None or key_layout is not None:
         raise ValueError("NestedTensors have their own layout: leave out layout= and key_layout=.")
-    q, k, v = nested.unwrap_each(query=query, key=key, value=value, for_weights=False)
+    q, k, v = unwrap_each(query=query, key=key, value=value, for_weights=False)
     if not k.layout.same_lengths(v.layout):
         raise ValueError(
             f"key and value must have the same lengths, got {format_lengths(k.layout)} and {format_lengths(v.layout)}."
@@ -358,65 +401,26 @@ def _unwrap(
 
 def _autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype of autocast; None if it is not enabled."""
-    if not is_compiling() and not torch._C._is_any_autocast_enabled():
-        return None
     # Compilers may not support is_autocast_available. The devices that they support have autocast, except for meta.
-    if device == "meta" or (not is_compiling() and not torch.amp.is_autocast_available(device)):
+    if device == "meta" or not (is_compiling() or torch.amp.is_autocast_available(device)):
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor, to: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The tensors as autocast casts them. If it is enabled and `to` is a dtype, only the first is cast, to this one."""
     dtype = _autocast_dtype(tensors[0].device.type)
     if dtype is None:
         return tensors
+    if to is not None:
+        return (tensors[0].to(to), *tensors[1:])
     # autocast casts floating-point tensors, but not float64
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def _spec(inputs: _Inputs, alibi: bool, options: dict[str, Any]) -> AttentionSpec:
-    """The spec of a call. Raises an error if tensors do not match or an option is invalid."""
-    query, key, value, layout, key_layout, *_ = inputs
-    is_paged = isinstance(key_layout, PagedLayout)
-    check_tensors(query, key, value, is_paged)
-    if layout.batch_size != key_layout.batch_size:
-        raise ValueError(
-            f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many sequences "
-            "of keys as of queries. A sequence may have length 0."
-        )
-    if is_paged:
-        return AttentionSpec.of_paged(query, key, value, options, alibi=alibi, bounded=not layout.knows_lengths)
-    same, traced = layout is key_layout, inputs.is_traced  # a graph may run with other lengths
-    return AttentionSpec.of(
-        query.device,
-        query.dtype,
-        (query.shape, key.shape, value.shape),
-        options,
-        alibi=alibi,
-        relative=() if inputs.relative is None else inputs.relative.terms,
-        needs_grad=inputs.needs_grad,
-        relative_grad=inputs.needs_grad and inputs.relative is not None and inputs.relative.requires_grad,
-        equal_lengths=same or (not traced and layout.same_lengths(key_layout)),
-        keyless=(traced and not same) or key_layout.min_seqlen == 0,
-        bounded=not (layout.knows_lengths and key_layout.knows_lengths),
-    )
-
-
-def _choose(inputs: _Inputs, spec: AttentionSpec, backend: str) -> tuple[Backend | str, tuple[int, int] | None]:
-    """The backend and the head dims to call it with, or only a name if an operator chooses when the graph runs."""
-    if inputs.is_traced:
-        if can_choose_later(spec, backend):
-            return backend, None
-        if is_compiling():
-            torch._dynamo.graph_break(msg=f"{_NO_OPERATOR}, so it runs outside of the graph")
-        else:
-            raise ValueError(f"{_NO_OPERATOR}, so make_fx can't trace it: call it outside of the traced function.")
-    return choose_for(Call(inputs.layout, inputs.key_layout, None, spec, None, inputs.relative), backend)
-
-
 def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
     """Check what a call with a `PagedLayout` may not have."""
-    if needs_grad or forward_ad._current_level >= 0:
+    if needs_grad or forward_ad_level() >= 0:
         raise ValueError(
             "keys in pools are for inference, but query, key or value needs a gradient, or forward-mode AD is active: "
             "call varlen_attention in torch.no_grad(), or pass packed keys and a SequenceLayout."
@@ -428,36 +432,16 @@ def _check_paged(needs_grad: bool, relative: RelativeBias | None) -> None:
         )
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, is_paged: bool) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if is_paged and name != "query":
-            if x.dim() not in (3, 4):
-                raise ValueError(f"{name} must be a pool (pages, page_size, G, D) or (N, G, D), got {tuple(x.shape)}.")
-        elif x.dim() != 3:
-            raise ValueError(
-                f"{name} must be (tokens, heads, head dim), got {tuple(x.shape)}: pack a padded "
-                "batch with layout.pack, and split an embedding with unflatten(-1, (heads, -1))."
-            )
-        if x.dtype != query.dtype or x.dtype not in DTYPES:
-            raise ValueError(
-                f"query, key and value must share one floating-point dtype, got {query.dtype}, {key.dtype} and "
-                f"{value.dtype}: cast them to float16, bfloat16, float32 or float64, or use torch.autocast."
-            )
-        if x.device != query.device:
-            raise ValueError(
-                f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
-            )
-
-
-def _check_rows(inputs: _Inputs, alibi_slopes: Tensor | None) -> None:
-    """Check the number of rows, the slopes and the relative bias, which can change in calls with the same layout."""
-    if inputs.rewrap is None:  # unwrapping has checked NestedTensors
-        inputs.layout.check_rows(inputs.query, "query")
-        inputs.key_layout.check_keys(inputs.key, inputs.value)
+def _check_tensors_of_call(arguments: Arguments, alibi_slopes: Tensor | None) -> None:
+    """Check the number of rows, the slopes and the relative bias."""
+    (query, key, value), layout = arguments.tensors, arguments.layout
+    if arguments.rewrap is None:  # unwrapping has checked NestedTensors
+        layout.check_rows(query, "query")
+        arguments.key_layout.check_keys(key, value)
     if alibi_slopes is not None:
-        check_slopes(alibi_slopes, inputs.query.shape[1], inputs.layout.batch_size, inputs.query.device)
-    if inputs.relative is not None:
-        check_relative(inputs.relative, inputs.query, inputs.key)
+        check_slopes(alibi_slopes, query.shape[1], layout.batch_size, query.device)
+    if arguments.relative is not None:
+        check_relative(arguments.relative, query, key)
 
 
 def check_sinks(sinks: Tensor, query: Tensor) -> None:
@@ -471,7 +455,7 @@ def check_sinks(sinks: Tensor, query: Tensor) -> None:
         raise ValueError(f"sinks must be floating-point numbers, got {sinks.dtype}.")
 
 
-def format_lengths(layout: SequenceLayout) -> str:
+def format_lengths(layout: Layout) -> str:
     """The first lengths of a layout, for error messages."""
-    lengths = layout.host_offsets.diff()
+    lengths = layout.host.diff()
     return f"{lengths[:6].tolist()}{' …' if len(lengths) > 6 else ''}"

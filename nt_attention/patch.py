@@ -12,6 +12,7 @@ from .modules.multihead import VarlenMultiheadAttention
 from .patching.handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 from .torch_models import stacks
 from .torch_models.attention_modules import swap_attention
+from .torch_private import children_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,9 +67,10 @@ def patch(
             padding them costs the memory that packing saves. "padded" always pads them.
         packing: "auto" runs a Hugging Face model on the padded batch where that takes less time: on Hopper GPUs
             (measured on an H200), if the batch is so small that the device waits for the host. This is decided from
-            shapes, before the mask is read, and `handle.calls` counts these calls. Outputs, loss and gradients are
-            those of a packed call, and the model may return a cache. Inputs at padding must be valid. "always" packs
-            every batch. So do CPUs, other GPUs, compiled models, encoder-decoders and modules of `torch.nn`.
+            shapes, before the mask is read, and `handle.calls` counts these calls. Outputs are 0 at padding, and logits
+            have the form of `logits`, as in a packed call. All else is as without the patch, such as a loss that
+            counts labels at padding. "always" packs every batch. So do CPUs, other GPUs, compiled models,
+            encoder-decoders and modules of `torch.nn`.
         on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
             such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
             packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a
@@ -186,7 +188,7 @@ def _patch_modules(
             return
     if padding_free and padded_because is None:
         padded_because = stacks.why_attention_is_padded(module)
-    for child_name, child in list(module._modules.items()):  # not named_children(), which skips second names
+    for child_name, child in list(children_of(module).items()):  # not named_children(), which skips second names
         path = f"{name}.{child_name}"
         if child is None:
             continue
@@ -201,7 +203,7 @@ def _patch_modules(
             handle.leave(path, reason)
         else:
             description = "takes NestedTensors"
-            ragged = cast(VarlenMultiheadAttention, module._modules[child_name])
+            ragged = cast(VarlenMultiheadAttention, getattr(module, child_name))
             ragged.graphs = handle.graphs
             if padding_free and padded_because is None:
                 description += (

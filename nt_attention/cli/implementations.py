@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ..functional import explain, varlen_attention
 from ..kernels.masks import Window, distances
 from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from .workloads import Workload
 
 PADDED, NESTED = "padded SDPA", "NestedTensor SDPA"
@@ -34,8 +35,8 @@ class NotSupportedError(Exception):
 class Inputs:
     """The arguments of ``varlen_attention``, and the gradient of its output."""
 
-    layout: SequenceLayout
-    key_layout: SequenceLayout  # the same object for self-attention
+    layout: Layout
+    key_layout: Layout  # the same object for self-attention
     qkv: tuple[Tensor, Tensor, Tensor]  # (T, H, D), (S, G, D) and (S, G, Dv)
     grad: Tensor  # (T, H, Dv)
     options: dict[str, Any]
@@ -43,9 +44,9 @@ class Inputs:
     @classmethod
     def random(cls, workload: Workload, device: torch.device, dtype: torch.dtype, past_end: int = 0) -> Inputs:
         """Standard normal tensors with a fixed seed, and ``past_end`` rows of NaN after the last sequence."""
-        layout = key_layout = SequenceLayout.from_lengths(workload.lengths, device=device)
-        if workload.key_lengths is not None:
-            key_layout = SequenceLayout.from_lengths(workload.key_lengths, device=device)
+        layout: Layout = SequenceLayout.from_lengths(workload.lengths, device=device)
+        keys = workload.key_lengths
+        key_layout = layout if keys is None else SequenceLayout.from_lengths(keys, device=device)
         generator = torch.Generator(device).manual_seed(7)
 
         def normal(rows: int, heads: int, width: int) -> Tensor:
@@ -54,9 +55,8 @@ class Inputs:
 
         heads, kv_heads, width = workload.heads, workload.kv_heads, workload.value_dim or workload.head_dim
         query = normal(layout.total, heads, workload.head_dim)
-        key = normal(key_layout.total, kv_heads, workload.head_dim)
-        qkv = (query, key, normal(key_layout.total, kv_heads, width))
-        return cls(layout, key_layout, qkv, normal(layout.total, heads, width), workload.options)
+        key, value = (normal(key_layout.total, kv_heads, dim) for dim in (workload.head_dim, width))
+        return cls(layout, key_layout, (query, key, value), normal(layout.total, heads, width), workload.options)
 
     @property
     def window(self) -> Window:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
+from ..torch_private import sleep_on_device
+
 
 def wall_ms(function: Callable[[], Any], seconds: float = 1.0) -> float:
     """The wall-clock time of a call in ms: the median over blocks of calls, each with one device sync at its end."""
@@ -32,7 +34,7 @@ def device_ms(function: Callable[[], Any], repeats: int = 7) -> float:
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(2e9 * min(1.0, 1.5 * host * calls + 1e-3)))  # cycles, at about 2 GHz
+        sleep_on_device(int(2e9 * min(1.0, 1.5 * host * calls + 1e-3)))  # cycles, at about 2 GHz
         start.record()
         for _ in range(calls):
             function()

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..compiler import is_captured, is_traced
 from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 
 # Layouts that were used while a CUDA graph was captured. They are kept, because replays of the graph read them.
-_captured: set[SequenceLayout] = set()
+_captured: set[Layout] = set()
 
 
-def layout_of_offsets(cu_seqlens: Tensor, max_seqlen: int, rows: int) -> SequenceLayout:
+def layout_of_offsets(cu_seqlens: Tensor, max_seqlen: int, rows: int) -> Layout:
     """The layout of packed tensors with `rows` rows.
 
     The host reads `cu_seqlens` (B+1,) at the first use of the tensor, but not while a CUDA graph is captured. In a
@@ -32,7 +33,7 @@ def layout_of_offsets(cu_seqlens: Tensor, max_seqlen: int, rows: int) -> Sequenc
     return SequenceLayout.from_offsets(cu_seqlens, max_seqlen=max_seqlen)
 
 
-def equal_lengths(batch: int, length: int, like: Tensor) -> SequenceLayout:
+def equal_lengths(batch: int, length: int, like: Tensor) -> Layout:
     """The layout of B sequences of L tokens each, on the device of `like`. It is cached, and needs no sync."""
     return _equal_lengths(batch, length, like, with_positions=False)
 
@@ -42,7 +43,7 @@ def token_positions(batch: int, length: int, like: Tensor) -> tuple[Tensor, Tens
     return _equal_lengths(batch, length, like, with_positions=True).locate_rows(batch * length)
 
 
-def _equal_lengths(batch: int, length: int, like: Tensor, *, with_positions: bool) -> SequenceLayout:
+def _equal_lengths(batch: int, length: int, like: Tensor, *, with_positions: bool) -> Layout:
     if is_traced(like):
         return SequenceLayout.from_offsets(torch.arange(batch + 1, dtype=torch.int32, device=like.device) * length)
     layout = _cached(batch, length, like.device, with_positions)
@@ -52,7 +53,7 @@ def _equal_lengths(batch: int, length: int, like: Tensor, *, with_positions: boo
 
 
 @functools.lru_cache(maxsize=64)
-def _cached(batch: int, length: int, device: torch.device, with_positions: bool) -> SequenceLayout:
+def _cached(batch: int, length: int, device: torch.device, with_positions: bool) -> Layout:
     """The host copies the offsets to the device, so this raises an error while a CUDA graph is captured."""
     layout = SequenceLayout.from_lengths([length] * batch, device=device)
     if with_positions:  # made now: tensors that are made in a capture have no values before the first replay

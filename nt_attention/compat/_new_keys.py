@@ -17,7 +17,7 @@ from ._kv_cache import KVCache, Pools
 from ._layouts import token_positions
 
 
-class Rotary(NamedTuple):
+class RotaryTables(NamedTuple):
     """The rotary embedding of a call, with tables instead of frequencies.
 
     Attributes:
@@ -34,7 +34,7 @@ class Rotary(NamedTuple):
     @classmethod
     def of(
         cls, cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity: int, interleaved: bool, is_ordered: bool
-    ) -> Rotary | None:
+    ) -> RotaryTables | None:
         """Check `rotary_cos` and `rotary_sin`. None if both are None."""
         if cos is None and sin is None:
             return None
@@ -68,7 +68,7 @@ class Rotary(NamedTuple):
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, cache_seqlens: int | Tensor | None, rotary: Rotary | None
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, cache_seqlens: int | Tensor | None, rotary: RotaryTables | None
 ) -> tuple[Tensor, Pools, Callable[[], None]]:
     """The queries (B·L, H, D), rotated; the keys with the new ones; and a function that writes the new ones."""
     new = k.shape[1]

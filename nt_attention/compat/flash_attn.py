@@ -30,11 +30,11 @@ from torch import Tensor
 
 from ..functional import plan, varlen_attention
 from ..kernels.call import OPTIONS, Options, check_shapes
-from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
+from ..layouts.protocol import Layout
 from ._kv_cache import KVCache
 from ._layouts import equal_lengths, layout_of_offsets
-from ._new_keys import Rotary, check_new, check_nothing_new, check_shape, prepare
+from ._new_keys import RotaryTables, check_new, check_nothing_new, check_shape, prepare
 
 __all__ = [
     "flash_attn_func",
@@ -256,7 +256,7 @@ def flash_attn_varlen_func(
     _check_probabilities(return_attn_probs, dropout_p)
     layout = layout_of_offsets(cu_seqlens_q, max_seqlen_q, q.shape[0])
     if block_table is not None:
-        key_layout: SequenceLayout | PagedLayout | None = _paged(k, cu_seqlens_k, max_seqlen_k, block_table)
+        key_layout: Layout | PagedLayout | None = _paged(k, cu_seqlens_k, max_seqlen_k, block_table)
     elif cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q and k.shape[0] == q.shape[0]:
         key_layout = None
     else:
@@ -436,7 +436,7 @@ def flash_attn_with_kvcache(
     else:
         check_new(k, v, cache, cache_seqlens)
         is_ordered = options["is_causal"] or options["window_size"] != (-1, -1)
-        rotary = Rotary.of(rotary_cos, rotary_sin, q, cache.capacity, rotary_interleaved, is_ordered)
+        rotary = RotaryTables.of(rotary_cos, rotary_sin, q, cache.capacity, rotary_interleaved, is_ordered)
         query, pools, write = prepare(q, k, v, cache, cache_seqlens, rotary)
     keys, values, paged = pools
     layout = equal_lengths(batch, length, q)
@@ -452,8 +452,8 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout | PagedLayout | None,
+    layout: Layout,
+    key_layout: Layout | PagedLayout | None,
     alibi_slopes: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:

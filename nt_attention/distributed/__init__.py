@@ -1,6 +1,5 @@
 """Ragged batches over several GPUs."""
 
-from . import custom_op  # noqa: F401 (registers the attention of sharded layouts)
 from .attention import ExchangeChoice, explain_exchange
 from .sharded_layout import ShardedLayout
 from .tensor_parallel import HeadParallel

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import autocast, check_sinks, check_tensors, varlen_attention
+from ..functional import autocast, check_sinks, varlen_attention
 from ..kernels.autograd import with_sinks
-from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes
+from ..kernels.call import OPTIONS, AttentionSpec, all_options, check_slopes, check_tensors
 from .exchange import Exchange
 from .exchange_heads import Heads, HeadsExchange
 from .exchange_keys import KeysExchange, KeysPlan, Schedule, slopes_of
@@ -276,7 +276,7 @@ def prepare(
 def _key_of(inputs: tuple[Tensor, ...], exchange: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
     """A cache key for a call on plain packed tensors without autocast. None for other calls."""
     is_plain = {type(x) for x in inputs} <= _PLAIN and not any(x.is_nested for x in inputs)
-    if not is_plain or torch._C._is_any_autocast_enabled():
+    if not is_plain or inputs[0].is_meta or torch.is_autocast_enabled(inputs[0].device.type):
         return None
     values = options.values()
     types = [(type(x), *map(type, x)) if isinstance(x, tuple) else type(x) for x in values]  # True == 1 == 1.0

@@ -8,8 +8,7 @@ Dimensions: N query tokens of this rank, M key tokens of this rank, H query head
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import functional
 from ..compiler import TracedShardedLayout, is_traced, outside_of_graphs
 from ..functional import autocast
 from ..kernels.autograd import with_sinks
 from ..kernels.call import OPTIONS, SCHEMA, all_options, check_options, from_schema, values_in_schema
 from ..layouts.reading import owner_of, tensor_of
 from ..operators import LIBRARY, define
+from ..torch_private import recording_in_operators
 from .attention import exchange_of, prepare, sharded_attention
 from .exchange import Exchange
 from .local_attention import TensorInfo, accumulation_dtype
@@ -90,19 +89,6 @@ def _from_handle(handle: Tensor) -> ShardedLayout:
     return found
 
 
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """A context in which autograd records operations with `enable_grad`. In an operator it does not.
-
-    Some backends, such as the reference, have no kernel for the backward, and are differentiated by autograd.
-    """
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView"):
-        exclude = exclude.remove(torch._C._dispatch_key_parse(name))
-    with torch.no_grad(), torch._C._ForceDispatchKeyGuard(include, exclude):
-        yield
-
-
 @dataclass
 class _State:
     """What the backward needs besides tensors of the graph.
@@ -132,7 +118,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, handle: Tensor, key_hand
     key_sharded = None if keys is sharded else keys
     request, schedule = prepare(query, key, value, sharded, key_sharded, slopes, None, options, exchange)
     selected = exchange_of(request, schedule, backend, bool(needs_grad), wants_lse)
-    with _recording():
+    with recording_in_operators():
         out, lse = selected.forward(*request[:3])
     if any(saved is not None and saved.is_graph for saved in selected.saved):  # it needs the tensors that it has made
         out = out.clone(memory_format=torch.contiguous_format)
@@ -157,7 +143,7 @@ def _backward(
             "sharded attention in a graph can't have its saved tensors copied, as saved_tensors_hooks and save_on_cpu "
             "do: leave them out, or do not compile it."
         )
-    with _recording():
+    with recording_in_operators():
         dq, dk, dv = saved.selected.backward(saved.tensors, saved.inputs, out, grad, grad_lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -198,5 +184,3 @@ define(
 torch.library.register_autograd(
     "nt_attention::sharded_forward", _differentiate, setup_context=_setup_context, lib=LIBRARY
 )
-for _layout in (ShardedLayout, TracedShardedLayout):
-    functional.register_sharded(_layout, attention)

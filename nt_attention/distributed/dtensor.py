@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from ..torch_private import version_of
+
 
 def from_local(x: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]) -> DTensor:
     """The contiguous `DTensor` of this shape, whose part on this rank is `x`. Nothing is communicated or checked."""
@@ -32,15 +34,15 @@ def check_in_backward(x: Tensor, used: Iterable[object]) -> None:
     """
     if torch.compiler.is_compiling() or x.grad_fn is None:
         return
-    versions = [(each, each._version) for each in used if isinstance(each, DTensor)]
+    versions = [(each, version_of(each)) for each in used if isinstance(each, DTensor)]
 
     def check(_: object) -> None:
         for tensor, version in versions:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     "a DTensor needed for gradient computation has been modified by an inplace operation: "
-                    f"{tuple(tensor.shape)} is at version {tensor._version}, expected version {version}. Call backward "
-                    "before the change."
+                    f"{tuple(tensor.shape)} is at version {version_of(tensor)}, expected version {version}. Call "
+                    "backward before the change."
                 )
 
     if versions:

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..functional import plan
-from ..kernels.adapters import Inputs
+from ..kernels.adapters import Tensors
 from ..kernels.autograd import Kernel, as_in_forward
 from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
 from ..kernels.select import selection_key, warn_if_slow
 from ..layouts.known import SequenceLayout
+from ..torch_private import version_of
 
 
 @dataclass
@@ -54,25 +55,25 @@ class LocalAttention:
         of_tensors = [(x.shape[1:], x.dtype) for x in (query, key, value)]
         plan_key = (*of_tensors, *selection_key(self.backend))
         if self.slopes is None and (found := self.planned.get(plan_key)) is not None:
-            return self._run(*found, Inputs(query.detach(), key.detach(), value.detach()), given)
+            return self._run(*found, Tensors(query.detach(), key.detach(), value.detach()), given)
         with torch.set_grad_enabled(self.needs_grad):
-            inputs = Inputs(*[x.detach().requires_grad_(self.needs_grad) for x in (query, key, value)])
+            inputs = Tensors(*[x.detach().requires_grad_(self.needs_grad) for x in (query, key, value)])
             more = {"alibi_slopes": self.slopes, "backend": self.backend, **self.options}
-            planned = plan(inputs.query, inputs.key, inputs.value, self.layout, self.key_layout, **more)
+            planned = plan(*inputs, self.layout, self.key_layout, **more)
             backend = planned.backend
             assert isinstance(backend, Backend)
             if backend.is_reference:
                 warn_if_slow(planned.call, self.backend)
             if backend.differentiable:
                 with saved_tensors_hooks(_keep, _kept):
-                    out, lse = backend.forward(inputs.query, inputs.key, inputs.value, planned.call)[:2]
+                    out, lse = backend.forward(*inputs, planned.call)[:2]
                 return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
         kernel = Kernel(backend)
         if not backend.is_reference:  # it may be slow, and then warns
             self.planned[plan_key] = kernel, planned.call
-        return self._run(kernel, planned.call, Inputs(*[x.detach() for x in inputs]), given)
+        return self._run(kernel, planned.call, Tensors(*[x.detach() for x in inputs]), given)
 
-    def _run(self, kernel: Kernel, call: Call, inputs: Inputs, given: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
+    def _run(self, kernel: Kernel, call: Call, inputs: Tensors, given: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
         out, lse, *rest = kernel.forward(inputs, call, given)
         return out, lse, _SavedTensors(kernel, call, [*inputs, self.slopes, lse, *rest])
 
@@ -152,7 +153,7 @@ class _SavedTensors(Saved):
         dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, slopes, lse, state, *more = tensors
-        saved, inputs = BackwardInputs(grad, grad_lse, out, lse, state), Inputs(query, key, value)
+        saved, inputs = BackwardInputs(grad, grad_lse, out, lse, state), Tensors(query, key, value)
         grads = self.kernel.backward(saved, tuple(more), inputs, as_in_forward(self.call, slopes), dq)
         return grads[0], grads[1], grads[2]
 
@@ -160,12 +161,12 @@ class _SavedTensors(Saved):
 # The graph of a `_SavedGraph` keeps its tensors itself. With the hooks of a checkpoint, each backward of such a graph
 # would compute the forward of the checkpoint again, with its collectives, and not all ranks have as many.
 def _keep(x: Tensor) -> tuple[Tensor, int]:
-    return x, x._version
+    return x, version_of(x)
 
 
 def _kept(saved: tuple[Tensor, int]) -> Tensor:
     x, version = saved
-    if x._version != version:  # PyTorch does not compare them if there are hooks
+    if version_of(x) != version:  # PyTorch does not compare them if there are hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: query, "
             "key or value of attention with a ShardedLayout."
@@ -179,7 +180,7 @@ class _SavedGraph(Saved):
 
     is_graph: ClassVar[bool] = True
 
-    inputs: Inputs
+    inputs: Tensors
     out: Tensor
     lse: Tensor
 

@@ -21,8 +21,10 @@ from ..compiler import outside_of_graphs
 from ..functional import format_lengths
 from ..kernels.call import OPTIONS
 from ..layouts import nested
-from ..layouts.known import SequenceLayout
+from ..layouts.known import SequenceLayout, unwrap_each
+from ..layouts.protocol import Layout
 from ..layouts.reading import copy_of, creating_cached_tensors, tensor_of, to_device
+from ..torch_private import ragged_dim_of
 from .dtensor import check_in_backward, from_local
 from .local_attention import accumulation_dtype
 from .mesh import check_mesh
@@ -82,7 +84,7 @@ class ShardedLayout:
         mask = Mask.of(is_causal, window_size)
         self.layout, self.mesh, self.mask = layout, mesh, mask
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
-        self.lengths: list[int] = layout.host_offsets.diff().tolist()
+        self.lengths: list[int] = layout.host.diff().tolist()
         self.plan: ShardPlan = make_plan(self.lengths, self.ranks, mask)
         self.sizes = chunk_sizes(layout.total, self.ranks)
         self.total = self.sizes[self.rank]
@@ -102,7 +104,7 @@ class ShardedLayout:
     @property
     def device(self) -> torch.device:
         """The device of the layout."""
-        return self.layout.offsets.device
+        return self.layout.device
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -212,15 +214,13 @@ class ShardedLayout:
     @outside_of_graphs
     def _local_nested(self, x: Tensor) -> Tensor:
         values, ragged_dim = _values_of_jagged(x, self.layout, "the batch")
-        self.local_layout.check_unchanged("the pieces of this rank")
-        return nested.wrap(values.index_select(0, self._own_rows), self.local_layout, ragged_dim)
+        return self.local_layout.wrap(values.index_select(0, self._own_rows), ragged_dim)
 
     @outside_of_graphs
     def _gather_nested(self, x: Tensor, sum_gradients: bool) -> Tensor:
         values, ragged_dim = _values_of_jagged(x, self.local_layout, self._pieces_of_rank)
         self.check_rows("x", values)
-        self.layout.check_unchanged("the layout")
-        return nested.wrap(cast(Tensor, _Gather.apply(values, self, sum_gradients)), self.layout, ragged_dim)
+        return self.layout.wrap(cast(Tensor, _Gather.apply(values, self, sum_gradients)), ragged_dim)
 
     @outside_of_graphs
     def unwrap(
@@ -270,7 +270,7 @@ class ShardedLayout:
         self, query: Tensor, key: Tensor, value: Tensor, keys: ShardedLayout
     ) -> tuple[_Tensors, Callable[..., Tensor]]:
         """`unwrap` for NestedTensors."""
-        q, k, v = nested.unwrap_each(query=query, key=key, value=value)
+        q, k, v = unwrap_each(query=query, key=key, value=value)
         for name, x, layout in (("query", q, self), ("key", k, keys), ("value", v, keys)):
             _check_lengths(name, x.layout, layout.local_layout, layout._pieces_of_rank)
         return (q.values, k.values, v.values), q.rewrap
@@ -335,7 +335,7 @@ class ShardedLayout:
 
     def _rows_of(self, rank: int) -> NDArray[np.int64]:
         """The rows of the packed tensor that a rank has, in its order."""
-        begins = self.layout.host_offsets.numpy()
+        begins = self.layout.host.numpy()
         pieces = self.plan.pieces_of(rank)
         return concatenate([np.arange(begins[p.sequence] + p.start, begins[p.sequence] + p.stop) for p in pieces])
 
@@ -379,12 +379,12 @@ def _values_of_jagged(x: Tensor, layout: SequenceLayout, whose: str) -> tuple[Te
     """The packed tokens of a jagged NestedTensor with the lengths of `layout`, and its ragged dimension."""
     if x.layout != torch.jagged:
         raise TypeError("x is a strided NestedTensor: make it with layout=torch.jagged.")
-    (unwrapped,) = nested.unwrap_each(x=x, for_weights=False)
+    (unwrapped,) = unwrap_each(x=x, for_weights=False)
     _check_lengths("x", unwrapped.layout, layout, whose)
-    return unwrapped.values, x._ragged_idx  # type: ignore[attr-defined]
+    return unwrapped.values, ragged_dim_of(x)
 
 
-def _check_lengths(name: str, given: SequenceLayout, layout: SequenceLayout, whose: str) -> None:
+def _check_lengths(name: str, given: Layout, layout: Layout, whose: str) -> None:
     """Raise a ValueError if a NestedTensor has other lengths. Needs no sync, because both layouts have been read."""
     if not given.same_lengths(layout):
         raise ValueError(

@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMappin
 from typing import Any, cast
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +32,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..modules.config import AttentionConfig
 from ..modules.inputs import Inputs, Masks
 from ..modules.multihead import VarlenMultiheadAttention
+from ..torch_private import parameters_of
 from .dtensor import check_in_backward, from_local
 from .mesh import check_mesh
 from .mods import shift_heads
@@ -111,7 +111,7 @@ class HeadParallel(ParallelStyle):
         place(attention.out_proj, "bias", Replicate())
         norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
         for owner in (owner for norm in norms for owner in norm.modules()):
-            for name in list(owner._parameters):
+            for name in list(parameters_of(owner)):
                 place(owner, name, Replicate())
         attention.__class__ = HeadParallelAttention
         attention.out_proj.__class__ = _SummedLinear
@@ -299,7 +299,7 @@ class HeadParallelAttention(VarlenMultiheadAttention):
         super()._save_to_state_dict(saved, prefix, keep_vars)
         fused = self._fused_names
         parts = {prefix + part for name in fused for part in _PARTS[name]}
-        for name in self._parameters:
+        for name in parameters_of(self):
             if name in fused:
                 destination[prefix + name] = _fuse([cast(DTensor, getattr(self, part)) for part in _PARTS[name]])
             elif prefix + name in saved and prefix + name not in parts:
@@ -393,7 +393,7 @@ def _check_division(attention: VarlenMultiheadAttention, mesh: DeviceMesh) -> No
             "before adapters and parametrizations."
         )
     names = {"in_proj_weight", *_WEIGHTS, "in_proj_bias", "bias_k", "bias_v", "sinks"}
-    if different := sorted(attention._parameters.keys() ^ names):
+    if different := sorted(parameters_of(attention).keys() ^ names):
         raise ValueError(
             f"the parameters differ from those of VarlenMultiheadAttention ({', '.join(different)}): if the module is "
             "pruned, call prune.remove first."
@@ -404,7 +404,7 @@ def _check_division(attention: VarlenMultiheadAttention, mesh: DeviceMesh) -> No
 
 def _place(owner: nn.Module, name: str, placement: Placement, *, mesh: DeviceMesh, source: int | None) -> None:
     """Replace a parameter of `owner` by a `DTensor`. Rank `source` of the mesh sends it; None takes each rank's own."""
-    parameter = owner._parameters.get(name)
+    parameter = parameters_of(owner).get(name)
     if parameter is None or isinstance(parameter, DTensor):  # a module can be both norms
         return
     placed = distribute_tensor(parameter.detach(), mesh, (placement,), src_data_rank=source)
@@ -522,7 +522,8 @@ def _distribute_like(whole: Tensor, parameter: DTensor) -> DTensor:
 
 
 def _all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", mesh))
+    parts = DTensor.from_local(x.contiguous(), mesh, (Partial(),), run_check=False)
+    return _wait(parts.redistribute(mesh, (Replicate(),)).to_local())
 
 
 class _SumGradients(torch.autograd.Function):
@@ -583,5 +584,6 @@ class _Gather(torch.autograd.Function):
         return gradient.chunk(ctx.size, 1)[ctx.rank], None
 
 
-def _wait(x: Tensor) -> Tensor:
-    return collectives.wait_tensor(x) if isinstance(x, collectives.AsyncCollectiveTensor) else x
+def _wait(x: Any) -> Tensor:
+    """The result of a collective, of which a `DTensor` may have only begun."""
+    return x.wait() if hasattr(x, "wait") else x

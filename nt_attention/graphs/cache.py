@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_all_modules
 
+from ..torch_private import count_dispatch_modes, has_hooks_of_all_modules, is_replica, is_transformed
 from .capture import (
     Bucket,
     ByChanceError,
@@ -62,15 +62,12 @@ def check_call(module: nn.Module, tensor: Tensor, training: bool) -> None:
         raise NotCapturedError(reason)
     if module.training and not torch.is_grad_enabled():
         raise NotCapturedError("the module is in training mode, without gradients")
-    if "_is_replica" in vars(module):  # a new module in each call
+    if is_replica(module):
         raise NotCapturedError("the module is a replica of DataParallel")
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if count_dispatch_modes() or is_transformed():
         raise NotCapturedError("a dispatch mode or a transform is active")
-    if any(getattr(hooks_of_all_modules, f"_global_{name}_hooks") for name in _GLOBAL_HOOKS):
+    if has_hooks_of_all_modules():
         raise NotCapturedError("there are global hooks of modules")
-
-
-_GLOBAL_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 
 
 def process_settings(device: torch.device) -> tuple[object, ...]:

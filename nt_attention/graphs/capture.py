@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..torch_private import TorchDispatchMode, copy_each, pytree
 from .device import NotCapturedError, supports
 from .gradients import Backward, Gradients, Slot, backward_of, dependencies_of, used_by
 from .module_state import ModuleState, Snapshot
@@ -193,7 +192,7 @@ def _fill(inputs: dict[str, Tensor], work: Work, cached: dict[tuple[torch.Size, 
     for name in work.zeroed:
         if inputs[name].shape != work.inputs[name].shape:
             inputs[name].zero_()
-    torch._foreach_copy_(parts, tensors)
+    copy_each(parts, tensors)
 
 
 class Kind:
@@ -276,7 +275,7 @@ class _Program:
         shared = self.kind.slot.gradients_like(self.parameters)
         pairs = [(x, y) for x, y in zip(shared, of_parameters, strict=True) if y is not None]
         if pairs:
-            torch._foreach_copy_([x for x, _ in pairs], [y for _, y in pairs])
+            copy_each([x for x, _ in pairs], [y for _, y in pairs])
         return [*of_inputs, *(None if y is None else x for x, y in zip(shared, of_parameters, strict=True))]
 
     def _begin(self, outputs: list[Tensor]) -> None:
@@ -409,9 +408,8 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if on_gpu and isinstance(out, Tensor) and not supports(out) and out.device.type != "meta":
             raise NotCapturedError(f"its forward copies values to the host ({func})")
-        known = {x.untyped_storage()._cdata for x in given}
-        storages = [x.untyped_storage() for x in tensors_of(out)]
-        self._made += [StorageWeakRef(x) for x in storages if x._cdata not in known]
+        known = {StorageWeakRef(x.untyped_storage()) for x in given}
+        self._made += {StorageWeakRef(x.untyped_storage()) for x in tensors_of(out)} - known
         return out
 
     def has_left_tensors(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_private import end_pool
+
 
 class NotCapturedError(Exception):
     """A call can't run as a CUDA graph. The message says why."""
@@ -59,7 +61,7 @@ class Device:
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a failed capture leaves these to us
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+                end_pool(self._stream.device_index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.synchronize()
             self._end_for_random_numbers()

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import parametrize
 
+from ..torch_private import (
+    backward_hooks_of_tensor,
+    backward_id,
+    caches_parametrizations,
+    copy_each,
+    forward_ad_level,
+    saved_tensors_hooks,
+)
 from .device import Device
 from .module_state import version_of
 
@@ -110,15 +117,15 @@ class Backward:
             if grad is not None:
                 targets.append(part)
                 sources.append(grad)
-        if zeros:
-            torch._foreach_zero_(zeros)
+        for x in zeros:
+            x.zero_()
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
 
         def run() -> Gradients:
             self.replay()
             if own:
-                torch._foreach_copy_(copies, own)
+                copy_each(copies, own)
             copy_of = dict(zip(which, copies, strict=True))
             return [copy_of.get(i) for i in range(len(shapes))]
 
@@ -205,7 +212,7 @@ class Replayed:
         for i, others in enumerate(self.backward.used_by):
             if others and (x := results[i]).requires_grad:
                 x.register_hook(lambda grad: None).remove()  # leaves an empty dictionary
-                self.watched.append((i, cast(Any, x)._backward_hooks, weakref.ref(x)))
+                self.watched.append((i, backward_hooks_of_tensor(x), weakref.ref(x)))
 
     def _check_hooks(self, grads: Sequence[Tensor | None]) -> None:
         for i, hooks, reference in self.watched:
@@ -284,14 +291,14 @@ def connect(call: Replayed, token: Tensor, results: Sequence[Tensor], tensors: S
 
 def why_not_differentiable() -> str | None:
     """Why a call at this moment can't have a backward graph, or None."""
-    if torch._C._current_graph_task_id() != -1:  # dropout would not be that of the first forward
+    if backward_id() != -1:  # dropout would not be that of the first forward
         return "it runs in a backward, as the second forward of a checkpoint does"
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if saved_tensors_hooks(True) is not None:
         return "there are hooks on saved tensors, as in a checkpoint"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if forward_ad_level() >= 0:
         return "forward-mode AD is active"
     if torch.is_anomaly_enabled():
         return "anomalies are detected, which reads values on the host"
-    if parametrize._cache_enabled:
+    if caches_parametrizations():
         return "the values of parametrizations are cached"
     return None

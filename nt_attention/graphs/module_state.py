@@ -15,10 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..torch_private import (
+    REPLICATE,
+    backward_hooks_of,
+    buffers_of,
+    children_of,
+    forward_hooks_of,
+    parameters_of,
+)
+
 # Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
 _HOOKS = {"transformers.utils.output_capturing"}
 # Attributes of a patched module that refer to the module, so they are not kept: it would never be freed.
-_OF_PATCH = ("forward", "_replicate_for_data_parallel")
+_OF_PATCH = ("forward", REPLICATE)
 
 
 class ModuleState:
@@ -32,10 +41,10 @@ class ModuleState:
         modules = list(module.modules())
         self._patched = [weakref.ref(x) for x in modules if "forward" in vars(x)]
         self._attributes = [vars(x) for x in modules if "forward" not in vars(x)]
-        self._children = [x._modules for x in modules]
-        self._tables: list[dict[str, Any]] = [table for x in modules for table in (x._parameters, x._buffers)]
-        self._hooks = [table for x in modules for table in (x._forward_hooks, x._forward_pre_hooks)]
-        self._backward_hooks = [table for x in modules for table in (x._backward_hooks, x._backward_pre_hooks)]
+        self._children = [children_of(x) for x in modules]
+        self._tables: list[dict[str, Any]] = [table for x in modules for table in (parameters_of(x), buffers_of(x))]
+        self._hooks = [table for x in modules for table in forward_hooks_of(x)]
+        self._backward_hooks = [table for x in modules for table in backward_hooks_of(x)]
         self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
         # tensors that are neither parameters nor buffers
         self._others = [(weakref.ref(x), name) for x in modules for name, y in vars(x).items() if isinstance(y, Tensor)]
@@ -54,7 +63,6 @@ class ModuleState:
         if len({x.device for x in tensors if x.is_cuda}) > 1:
             self._kind = "its parameters are on several devices"
         self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in tensors]
-        self._addresses = [x.cdata for x in self._storages]  # of the weak references
 
     def tensors(self) -> list[Tensor]:
         """All parameters, buffers and other tensors of the module."""
@@ -117,7 +125,7 @@ class ModuleState:
         If not, no graph may run: the memory may have been freed, or a table may have too few rows for the inputs. Takes
         about 0.1 µs for each module and tensor. Children are kept by `_objects`, so their ids stay unique.
         """
-        was_freed = any(map(torch.UntypedStorage._expired, self._addresses))
+        was_freed = any(x.expired() for x in self._storages)
         return not was_freed and self._read_before_replay() == self._before_replay
 
     @property
@@ -213,7 +221,7 @@ def _same(one: Any, two: Any) -> bool:
 
 def version_of(x: Tensor) -> int | None:
     """The version of a tensor, which in-place changes increase; None if it has none."""
-    return None if x.is_inference() else x._version
+    return None if x.is_inference() else version_of(x)
 
 
 def _weak(x: Any) -> Any:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
+from ..torch_private import children_of, inside_compiled, parameters_of
 from .proof import Positions
+from .transformers_private import can_set_attention
 
 
 def pool_first(base: Any, first: Tensor) -> Tensor | None:
@@ -30,7 +32,7 @@ def _pool_big_bird(base: Any, first: Tensor) -> Tensor | None:
     return base.activation(base.pooler(first)) if base.pooler is not None else None
 
 
-def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: SequenceLayout) -> Tensor | None:
+def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor | None:
     """The embeddings (1, T, E) of a packed row. ESM-2 scales them by the share of masked tokens in a sequence."""
     embeddings = base.embeddings
     if not embeddings.token_dropout:
@@ -46,7 +48,7 @@ def _embed_esm(base: Any, input_ids: Tensor, position_ids: Tensor, layout: Seque
 
 
 Pool = Callable[[Any, Tensor], Tensor | None]
-Embed = Callable[[Any, Tensor, Tensor, SequenceLayout], Tensor | None]
+Embed = Callable[[Any, Tensor, Tensor, Layout], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def routes_attention(module: Any) -> bool:
 
 def why_not_routed(module: Any) -> str | None:
     """Why the attention of a model can't be replaced by name, or None."""
-    if module._can_set_attn_implementation():
+    if can_set_attention(module):
         return None
     if class_of(module).__module__ == "__main__":
         return "has no source that transformers could read, which it does before it replaces attention: use a file"
@@ -201,7 +203,7 @@ def config_of(module: Any) -> Any:
 def base_model(module: Any) -> PreTrainedModel:
     """The base model of a model with a head, or the model itself if it has no head."""
     inner = module.base_model
-    inner = getattr(inner, "_orig_mod", inner)  # it was replaced by torch.compile(inner)
+    inner = inside_compiled(inner)  # it was replaced by torch.compile(inner)
     return inner if isinstance(inner, PreTrainedModel) else module
 
 
@@ -222,10 +224,10 @@ def adapter_of_rows(model: nn.Module) -> str | None:
 
 def first_parameter(module: nn.Module) -> Tensor | None:
     """What `next(module.parameters(), None)` is, in an eighth of its time."""
-    for parameter in module._parameters.values():
+    for parameter in parameters_of(module).values():
         if parameter is not None:
             return parameter
-    for child in module._modules.values():
+    for child in children_of(module).values():
         if child is not None and (found := first_parameter(child)) is not None:
             return found
     return None

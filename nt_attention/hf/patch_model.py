@@ -18,16 +18,18 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..compiler import can_be_read, outside_of_graphs
 from ..patching.forwards import Handle, override_forward, replacement_of
+from ..torch_private import inside_compiled
 from . import families
 from .pack.change_model import attention_modules, make_padding_free, set_attention
-from .pack.packed_forward import Logits, PackingMode, is_planned_by_head, planned_by_head
+from .pack.packed_forward import Logits, PackingMode
 from .pack.sharded_packing import why_not_sharded
 from .proof import Proof
 from .prove.store import proof_of
 from .prove.twin import new_model
 from .route.attention import attention, is_stock
-from .route.packed_row import counts_positions
+from .route.packed_row import counts_positions, is_unpatched, running
 from .route.rope import scales_by_length
+from .transformers_private import ATTENTION, attention_of
 
 # Vision towers that get all images in one row only run them in one call if the name contains "flash".
 _VISION_NAME = "nt_attention_flash_for_packed_images"
@@ -81,7 +83,7 @@ def patch_model(
             # only this module's copy of the config gets the special name
             handle.on_remove(functools.partial(setattr, module, "config", module.config))
             module.config = copy.copy(cast(Any, module.config))
-            module.config._attn_implementation_internal = _VISION_NAME
+            vars(module.config)[ATTENTION] = _VISION_NAME
             handle.change(f"{name}.{path}" if path else name, "one call for all images")
     return True
 
@@ -108,14 +110,14 @@ def _run_padded(
 
     `names` are the names of the model's arguments. Syncs with the device once for each mask.
     """
-    if is_planned_by_head(model):  # the model around it has counted the call
+    if is_unpatched(model):  # the model around it has counted the call
         return original(*args, **kwargs)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     masks = [x for name, x in given.items() if name.endswith("attention_mask") and isinstance(x, Tensor)]
     if any(mask.dim() == 2 and _has_padding(mask) for mask in masks):
         handle.fall_back(reason)
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
-    with planned_by_head(*(parts if masks else ())):
+    with running(unpatched=tuple(parts if masks else ())):
         return original(*args, **kwargs)
 
 
@@ -127,7 +129,7 @@ def _run_expanded(
     if not expansion or expansion["attend"] or positions is None:
         return original(features, *args, **kwargs)
     handle.fall_back("its query_expansion has attend=False, which reads states at positions that attention_mask hides")
-    with planned_by_head(*(part for part in module.modules() if isinstance(part, PreTrainedModel))):
+    with running(unpatched=tuple(part for part in module.modules() if isinstance(part, PreTrainedModel))):
         return original(features, *args, **kwargs)
 
 
@@ -143,7 +145,7 @@ _REWRITE = "Rewrite it with nt_attention.varlen_attention (docs/coming_from/scal
 
 def _not_provable(model: PreTrainedModel) -> str | None:
     """Why a proof, which is made with a small model of the same class, says nothing about this model, or None."""
-    implementation = model.config._attn_implementation
+    implementation = attention_of(model.config)
     if families.routes_attention(model) and not is_stock(implementation):
         return f"can't be packed: {implementation!r} is not an attention implementation of transformers. {_ALONE}"
     if (adapter := families.adapter_of_rows(model)) is not None:
@@ -153,7 +155,7 @@ def _not_provable(model: PreTrainedModel) -> str | None:
     for path, part in model.named_modules():
         if not path or isinstance(part, PreTrainedModel):
             continue
-        if isinstance(getattr(part, "_orig_mod", None), nn.Module):
+        if inside_compiled(part) is not part:
             return f"can't be packed: {path} was compiled already. Call nt_attention.patch before torch.compile"
         if "forward" in vars(part) and (reason := replacement_of(part.forward, type(part))) is not None:
             return f"can't be packed: in {path}, {reason}. {_ALONE}"

@@ -9,21 +9,19 @@ Dimensions: P ranks of a context parallel group, W ranks of all groups, B rows o
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, recursively_apply  # type: ignore[import-untyped]
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from ..patching.forwards import active_handles
 from .pack.sharded_packing import check_same_batch
+from .transformers_private import TrainerOverrides, keep_masks, scales_losses_by_tp_size, set_mesh
 
 __all__ = ["ShardedTrainer", "ShardedTrainerMixin"]
 
@@ -33,15 +31,14 @@ else:
     _Base = object
 
 
-for _function in (Trainer.compute_loss, Trainer._get_num_items_in_batch):
-    if "get_tp_size" not in inspect.unwrap(_function).__code__.co_names:  # losses would be scaled wrongly
-        raise ImportError(
-            f"nt_attention.hf.trainer does not work with transformers {transformers.__version__}: its Trainer does not "
-            "ask get_tp_size() how many ranks pass the same batch. Install transformers 5.23."
-        )
+if not scales_losses_by_tp_size(Trainer):  # losses would be scaled wrongly
+    raise ImportError(
+        f"nt_attention.hf.trainer does not work with transformers {transformers.__version__}: its Trainer does not "
+        "ask get_tp_size() how many ranks pass the same batch. Install transformers 5.23."
+    )
 
 
-class ShardedTrainerMixin(_Base):
+class ShardedTrainerMixin(TrainerOverrides, _Base):
     """Makes a subclass of transformers' Trainer take a model with `patch(model, mesh=...)`.
 
     Use it as the first base class: `class MyTrainer(ShardedTrainerMixin, SFTTrainer): ...`. See `ShardedTrainer`.
@@ -52,12 +49,11 @@ class ShardedTrainerMixin(_Base):
         mesh = self.context_mesh
         _check_arguments(self, mesh)
         accelerator: Any = self.accelerator
-        # Keeps attention masks, which the patched model needs. Accelerate would also refuse windows here.
-        accelerator._prepare_cp = lambda *objects: objects
+        keep_masks(accelerator)
         if accelerator.torch_device_mesh is None:  # from this mesh, accelerate reads which ranks get the same batch
             shape = (dist.get_world_size() // mesh.size(), mesh.size())
             both = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("dp_replicate", "cp"))
-            accelerator._prepare_device_mesh = lambda: both
+            set_mesh(accelerator, both)
 
     @property
     def context_mesh(self) -> DeviceMesh:
@@ -85,21 +81,9 @@ class ShardedTrainerMixin(_Base):
         """1: no rank passes a part of a batch."""
         return 1
 
-    def _prepare_context_parallel_inputs(
-        self, model: nn.Module, inputs: dict[str, Any]
-    ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        return contextlib.nullcontext, inputs
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Move the inputs to the device, and compare them with those of the other ranks. Syncs with the device."""
-        inputs = super()._prepare_inputs(inputs)
+    def check_inputs(self, inputs: dict[str, Any]) -> None:
+        """Compare the inputs with those of the other ranks. Syncs with the device."""
         check_same_batch(inputs, self.context_mesh)
-        return inputs
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """The floating-point operations of this rank. Trainer adds them over all ranks."""

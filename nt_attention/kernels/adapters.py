@@ -25,7 +25,7 @@ from .rewrites import Rewrite, rewrite
 from .support import head_dims
 
 
-class Inputs(NamedTuple):
+class Tensors(NamedTuple):
     """query (T, H, D), key (S, G, D), value (S, G, Dv)."""
 
     query: Tensor
@@ -33,8 +33,27 @@ class Inputs(NamedTuple):
     value: Tensor
 
 
+def is_direct(backend: Backend, call: Call, dims: tuple[int, int] | None) -> bool:
+    """The value of `Call.is_direct` of a call that runs with these head dims."""
+    spec = call.spec
+    return (
+        dims == (spec.head_dim, spec.value_dim)
+        and not (backend.reads_past_end or backend.lower_right_only or spec.bounded or spec.paged)
+        and (backend.takes_fully_masked_rows or not spec.may_have_fully_masked_rows)
+        and min(call.layout.total, call.key_layout.total) > 0
+    )
+
+
+def _runs_directly(call: Call, tensors: Tensors) -> bool:
+    """Whether no adapter is needed for a call with these tensors."""
+    query, key, value = tensors
+    if not call.is_direct or query.shape[0] != call.layout.total or key.shape[0] != call.key_layout.total:
+        return False
+    return query.stride(-1) == key.stride(-1) == value.stride(-1) == 1 and value.shape[0] == key.shape[0]
+
+
 def forward(
-    backend: Backend, inputs: Inputs, call: Call, given: Tensor | None = None
+    backend: Backend, inputs: Tensors, call: Call, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out (T, H, Dv), lse (T, H), and the random state, None without dropout.
 
@@ -44,10 +63,15 @@ def forward(
     if call.prepared and (run := call.prepared.get(geometry(*inputs))) is not None:
         out, lse, *states = run(*inputs)
         return out, lse, states[0] if states else None
+    prepares = call.prepared is not None and backend.prepare_forward is not None
+    if given is None and not prepares and _runs_directly(call, inputs):
+        out, lse, *states = backend.forward(query, key, value, call)
+        lse = lse if lse.T.is_contiguous() else lse.T.contiguous().T
+        return out.contiguous(), lse, states[0] if states else None
     rows = query.shape[0]
     if (rewritten := rewrite(backend, query, key, value, call)) is not None:
         queries, keys, call = rewritten
-        rewritten_inputs = Inputs(queries.select(query), keys.select(key), keys.select(value))
+        rewritten_inputs = Tensors(queries.select(query), keys.select(key), keys.select(value))
         out, lse, state = forward(backend, rewritten_inputs, call)
         return queries.restore(out, rows, 0.0), queries.restore(lse, rows, -torch.inf).T.contiguous().T, state
     layout, key_layout, _, spec, *_ = call
@@ -81,7 +105,7 @@ def forward(
 
 
 def backward(
-    backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call, dq: Tensor | None = None
+    backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call, dq: Tensor | None = None
 ) -> Gradients:
     """The gradients, 0 in rows past the layouts' totals.
 
@@ -90,9 +114,19 @@ def backward(
     """
     if call.prepared and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
         return run(saved, *inputs)
+    if backend.rng_on_host and saved.rng_state is not None:  # an operator returns it on the device of `out`
+        saved = saved._replace(rng_state=saved.rng_state.cpu())
+    prepares = call.prepared is not None and backend.prepare_backward is not None
+    grad, grad_lse, out, _, _ = saved
+    is_plain = dq is None and grad_lse is None and call.relative is None
+    if is_plain and not prepares and _runs_directly(call, inputs):
+        assert backend.backward is not None
+        if grad.stride(-1) == out.stride(-1) == 1:
+            results = backend.backward(saved, *inputs, call)
+            return tuple([_with_strides_of(grad, x) for grad, x in zip(results, inputs, strict=True)])
     given = (*saved, *inputs)
     saved = saved._replace(grad=contiguous_in_head_dim(saved.grad)[0], out=contiguous_in_head_dim(saved.out)[0])
-    inputs = Inputs(*contiguous_in_head_dim(*inputs))
+    inputs = Tensors(*contiguous_in_head_dim(*inputs))
     if (rewritten := rewrite(backend, *inputs, call)) is not None:
         return _rewritten_backward(backend, saved, inputs, rewritten)
     layout, key_layout = call.layout, call.key_layout
@@ -105,7 +139,7 @@ def backward(
         # lse of a fully masked row depends on no input, so its gradient is dropped
         saved = saved._replace(grad_lse=saved.grad_lse.masked_fill(saved.lse == -torch.inf, 0.0))
     totals = (layout.total, key_layout.total, key_layout.total)
-    if call.prepared is not None and backend.prepare_backward is not None:
+    if prepares and backend.prepare_backward is not None and call.prepared is not None:
         dims, lengths = (inputs.query.shape[2], inputs.value.shape[2]), tuple([len(x) for x in inputs])
         is_same = all(x is y for x, y in zip(given, (*saved, *inputs), strict=True))
         if is_same and totals == lengths and dims == _head_dims(backend, call):
@@ -131,9 +165,9 @@ def _fill_if_bounded(call: Call, *results: Tensor) -> None:
             x.add_(value)
 
 
-def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, rewritten: Rewrite) -> Gradients:
+def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, rewritten: Rewrite) -> Gradients:
     queries, keys, call = rewritten
-    rewritten_inputs = Inputs(queries.select(inputs.query), keys.select(inputs.key), keys.select(inputs.value))
+    rewritten_inputs = Tensors(queries.select(inputs.query), keys.select(inputs.key), keys.select(inputs.value))
     grad, grad_lse, out, lse, state = saved
     grad_lse = None if grad_lse is None else queries.select(grad_lse)
     saved = BackwardInputs(queries.select(grad), grad_lse, queries.select(out), queries.select(lse), state)
@@ -153,7 +187,7 @@ def _rewritten_backward(backend: Backend, saved: BackwardInputs, inputs: Inputs,
 
 
 def _kernel_backward(
-    backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call, dq: Tensor | None
+    backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call, dq: Tensor | None
 ) -> Gradients:
     """The backward of the kernel, and the gradient of lse: by the kernel, by added columns, or by a second call."""
     assert backend.backward is not None
@@ -173,8 +207,8 @@ def _kernel_backward(
 
 
 def _with_lse_columns(
-    backend: Backend, saved: BackwardInputs, grad_lse: Tensor, inputs: Inputs, spec: AttentionSpec
-) -> tuple[BackwardInputs, Inputs] | None:
+    backend: Backend, saved: BackwardInputs, grad_lse: Tensor, inputs: Tensors, spec: AttentionSpec
+) -> tuple[BackwardInputs, Tensors] | None:
     """The inputs of the backward with columns that add −dlse to delta: v = 0, out = −dlse, dout = 1.
 
     In 16 bits there are two columns, for dlse and its rounding error. None if the kernel supports no larger head dim.
@@ -191,7 +225,7 @@ def _with_lse_columns(
 
 
 def _add_lse_share(
-    backend: Backend, grads: Gradients, saved: BackwardInputs, grad_lse: Tensor, inputs: Inputs, call: Call
+    backend: Backend, grads: Gradients, saved: BackwardInputs, grad_lse: Tensor, inputs: Tensors, call: Call
 ) -> None:
     """Add the gradient through lse in place, by a second call of the kernel.
 
@@ -233,8 +267,8 @@ def _pad(x: Tensor, head_dim: int) -> Tensor:
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
 
 
-def _pad_all(inputs: Inputs, dims: tuple[int, int]) -> Inputs:
-    return Inputs(_pad(inputs.query, dims[0]), _pad(inputs.key, dims[0]), _pad(inputs.value, dims[1]))
+def _pad_all(inputs: Tensors, dims: tuple[int, int]) -> Tensors:
+    return Tensors(_pad(inputs.query, dims[0]), _pad(inputs.key, dims[0]), _pad(inputs.value, dims[1]))
 
 
 def _pad_saved(saved: BackwardInputs, dims: tuple[int, int]) -> BackwardInputs:

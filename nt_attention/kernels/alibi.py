@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..compiler import is_compiling
 from ..layouts.reading import creating_cached_tensors
+from ..torch_private import count_dispatch_modes
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
@@ -21,7 +22,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     n is the largest power of 2 that is not above H. The first n slopes are 2^(−8i/n) for i = 1 … n. The others are
     every second slope for 2n heads: 2^(−4i/n) for i = 1, 3, 5, ….
     """
-    if is_compiling() or torch._C._len_torch_dispatch_stack():
+    if is_compiling() or count_dispatch_modes():
         return _slopes(num_heads, device)  # a traced or fake tensor must not be cached
     return _cached_slopes(num_heads, device)
 

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiler import is_compiling, is_observed, is_tracing
-from ..layouts.known import SequenceLayout
+from ..compiler import EAGER, call_mode, is_compiling, is_tracing
+from ..layouts.protocol import Layout
+from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
 from . import adapters, flops, paged
-from .adapters import Inputs
+from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
-from .custom_ops import arguments_of, bounds_of, paged_arguments_of
+from .custom_ops import arguments_of
+from .registry import number_of
 from .relative import RelativeBias
 
 _NOT_SUPPORTED = (
@@ -31,58 +33,70 @@ _NOT_SUPPORTED = (
 )
 
 
-def run(
-    backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor]:
+def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Call, mode: str) -> tuple[Tensor, Tensor]:
     """Run a checked call.
 
     Args:
         backend: The backend that runs. In a graph, "auto" or a name, which is looked up when the graph runs.
-        query, key, value: As for a backend's forward (`kernels/backend.py`).
+        tensors: As for a backend's forward (`kernels/backend.py`).
         sinks: (H,) or None.
         call: All other arguments.
+        mode: Who sees the call, see `call_mode`.
 
     Returns:
         out (T, H, Dv) and lse (T, H), both differentiable. Rows past the layout's total are 0 and −inf.
     """
-    if call.spec.paged:
-        out, lse = _run_paged(backend, query, key, value, call)
-    elif isinstance(backend, Backend) and backend.differentiable:
-        out, lse = backend.forward(query, key, value, call)[:2]
+    needs_grad = call.spec.needs_grad or forward_ad_level() >= 0
+    if isinstance(backend, Backend) and backend.differentiable and not call.spec.paged:
+        out, lse = backend.forward(*tensors, call)[:2]
+    elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not call.spec.paged:
+        out, lse, _ = adapters.forward(backend, tensors, call)
+    elif not needs_grad or call.spec.paged:
+        out, lse, *_ = Kernel(backend).forward(tensors, call)
     else:
-        kernel = Kernel(None, backend) if isinstance(backend, str) else Kernel(backend)
-        out, lse = _run_kernel(kernel, Inputs(query, key, value), call)
+        out, lse, *_ = _run_with_gradients(Kernel(backend), tensors, call)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks, call.layout)
+
+
+def _run_with_gradients(kernel: Kernel, tensors: Tensors, call: Call) -> tuple[Any, ...]:
+    relative = _relative_tensors(call)
+    if forward_ad_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *relative)):
+        # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
+        raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
+    in_transform = is_transformed()
+    if is_tracing() and not in_transform:  # in a graph, the custom operator itself is differentiable
+        return kernel.forward(tensors, call)
+    function = _Attention if in_transform else _EagerAttention
+    call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
+    return function.apply(*tensors, (kernel, call), *relative)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of a backend. If `backend` is None, `name` selects it when the graph runs.
+    """The kernel of a backend, or of the one that an operator selects for a name when a graph runs.
 
     It runs as a custom operator if a compiler, dispatch mode or function transform must see it. Otherwise it is called
     directly, which saves 40 µs of host time.
     """
 
-    backend: Backend | None
-    name: str = "auto"
+    backend: Backend | str
 
-    def forward(self, inputs: Inputs, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
+    def forward(self, inputs: Tensors, call: Call, given: Tensor | None = None) -> tuple[Any, ...]:
         """out (T, H, Dv), lse (T, H), the random state or None, and further results for the backward.
 
         If the backend can write to `given` (T, H, Dv), that is `out`.
         """
-        if self.backend is not None and not is_observed(*inputs, *_relative_tensors(call)):
-            return adapters.forward(self.backend, inputs, call, given)
-        more = self._bounds(call)
-        if self.backend is None and not more:
-            more = (self.name,)
-        return self._operator("forward", call)(*inputs, *arguments_of(call), *more)
+        if isinstance(self.backend, str) or call_mode(*inputs, *_relative_tensors(call)) != EAGER:
+            return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
+        if call.spec.paged:
+            return paged.forward(self.backend, *inputs, call)
+        return adapters.forward(self.backend, inputs, call, given)
 
     def backward(
         self,
         saved: BackwardInputs,
         more: tuple[Any, ...],
-        inputs: Inputs,
+        inputs: Tensors,
         call: Call,
         dq: Tensor | None = None,
     ) -> Gradients:
@@ -90,55 +104,27 @@ class Kernel:
 
         If the backend can write to `dq` (T, H, D), that is the gradient of the query.
         """
-        if self.backend is not None and not is_observed(saved.grad, *inputs, *_relative_tensors(call)):
-            return adapters.backward(self.backend, saved, inputs, call, dq)
+        if isinstance(self.backend, Backend):
+            if call_mode(saved.grad, *inputs, *_relative_tensors(call)) == EAGER:
+                return adapters.backward(self.backend, saved, inputs, call, dq)
+            more = more or (torch.tensor([number_of(self.backend)], device="cpu"),)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))
-        more = self._bounds(call) or more
-        query, key, value, biases = self._operator("backward", call)(*saved, *inputs, *arguments_of(call), *more)
+        arguments = arguments_of(call, self._name)
+        query, key, value, biases = _operator("backward", call)(*saved, *more, *inputs, *arguments)
         return (query, key, value, *biases)
 
-    def _bounds(self, call: Call) -> tuple[Any, ...]:
-        """The further arguments of the operators for layouts that know only bounds; () for other calls."""
-        if not call.spec.bounded:
-            return ()
-        return bounds_of(call), self.name if self.backend is None else self.backend.name
-
-    def _operator(self, direction: str, call: Call) -> Callable[..., Any]:
-        name = "auto" if self.backend is None else self.backend.name
-        name = "bounded" if call.spec.bounded else name
-        if not is_compiling():
-            flops.register(name)
-        return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
+    @property
+    def _name(self) -> str:
+        return self.backend if isinstance(self.backend, str) else self.backend.name
 
 
-def _run_kernel(kernel: Kernel, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
-    wants_gradient = call.spec.needs_grad
-    if forward_ad._current_level >= 0:
-        wants_gradient = True
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in (*inputs, *_relative_tensors(call))):
-            # Not in `_Attention.jvp`: torch.compile supports no autograd function that has one.
-            raise NotImplementedError(f"forward-mode AD (torch.func.jvp, jacfwd, dual tensors) {_NOT_SUPPORTED}")
-    transformed = torch._C._are_functorch_transforms_active()
-    if not wants_gradient or (is_tracing() and not transformed):
-        out, lse, *_ = kernel.forward(inputs, call)  # in a graph, the custom operator itself is differentiable
-    else:
-        function = _Attention if transformed else _EagerAttention
-        relative = _relative_tensors(call)
-        call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
-        out, lse, *_ = function.apply(*inputs, (kernel, call), *relative)
-    return out, lse
-
-
-def _run_paged(backend: Backend | str, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Keys in pools: there is no backward."""
-    if isinstance(backend, Backend):
-        if not is_observed(query, key, value):
-            return paged.forward(backend, query, key, value, call)
-        backend = backend.name
-    operators = torch.ops.nt_attention
-    operator = operators.paged_forward if call.layout.bounds is None else operators.paged_forward_with_bounds
-    return operator.default(query, key, value, *paged_arguments_of(call), backend)
+def _operator(direction: str, call: Call) -> Callable[..., Any]:
+    """The operator of a call: the one that reads nothing on the host, if its lengths are not known."""
+    name = "bounded" if call.spec.bounded else "attention"
+    if not is_compiling():
+        flops.register()
+    return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
 
 
 class _Attention(torch.autograd.Function):
@@ -152,7 +138,7 @@ class _Attention(torch.autograd.Function):
         query: Tensor, key: Tensor, value: Tensor, what: tuple[Kernel, Call], *relative: Tensor
     ) -> tuple[Any, ...]:
         kernel, call = what
-        return kernel.forward(Inputs(query, key, value), _with_relative(call, relative))
+        return kernel.forward(Tensors(query, key, value), _with_relative(call, relative))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -162,7 +148,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         kernel, call = ctx.what
         if not is_compiling():  # it can't trace the check
-            _refuse_batches(grad, grad_lse)
+            _refuse_batch(grad)
+            _refuse_batch(grad_lse)
         query, key, value, slopes, *rest = ctx.saved_tensors
         relative, (out, lse, state, *more) = _split_relative(call, rest)
         call = as_in_forward(call, slopes)
@@ -172,7 +159,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             grads = _Gradients.apply((kernel, call), query, key, value, *relative, *saved, *more)
         else:
-            grads = kernel.backward(saved, tuple(more), Inputs(query, key, value), _with_relative(call, relative))
+            grads = kernel.backward(saved, tuple(more), Tensors(query, key, value), _with_relative(call, relative))
         if not relative:
             return (*grads, None)
         of_biases = grads[3:] or (None,) * (len(relative) - 1)
@@ -183,9 +170,9 @@ class _Attention(torch.autograd.Function):
         raise NotImplementedError(f"torch.vmap of a call that needs gradients, as in vmap(grad(...)), {_NOT_SUPPORTED}")
 
 
-def _refuse_batches(*grads: Tensor | None) -> None:
-    """Raise an error for gradients of `torch.autograd.grad(is_grads_batched=True)`."""
-    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
+def _refuse_batch(grad: Tensor | None) -> None:
+    """Raise an error for a gradient of `torch.autograd.grad(is_grads_batched=True)`."""
+    if grad is not None and is_legacy_mapped(grad):
         raise NotImplementedError(f"is_grads_batched=True (a batch of gradients) {_NOT_SUPPORTED}")
 
 
@@ -197,7 +184,7 @@ class _Gradients(torch.autograd.Function):
         kernel, call = what
         relative, rest = _split_relative(call, tensors[3:])
         saved, more = BackwardInputs(*rest[:5]), tuple(rest[5:])
-        return kernel.backward(saved, more, Inputs(*tensors[:3]), _with_relative(call, relative))
+        return kernel.backward(saved, more, Tensors(*tensors[:3]), _with_relative(call, relative))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -264,7 +251,7 @@ def as_in_forward(call: Call, slopes: Tensor | None) -> Call:
     return call if slopes is None else call._replace(alibi_slopes=slopes)
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) and lse (T, H) of attention with sinks (H,), from those without.
 
     The layout is that of the queries; None if all rows belong to sequences.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from . import device
 from .launch import Launch, launch
 
@@ -42,7 +42,7 @@ class Checked(NamedTuple):
         return self.cu_seqlens if self.keys is self.queries else self.keys[:-1]
 
 
-def check(layout: SequenceLayout, key_layout: SequenceLayout) -> Checked:
+def check(layout: Layout, key_layout: Layout) -> Checked:
     """The checked offsets of both sides, computed by one kernel and cached with the layouts.
 
     One side may know its lengths.
@@ -50,7 +50,7 @@ def check(layout: SequenceLayout, key_layout: SequenceLayout) -> Checked:
     return layout.cached("checked", lambda: _check(layout, key_layout), key_layout)
 
 
-def _check(layout: SequenceLayout, key_layout: SequenceLayout) -> Checked:
+def _check(layout: Layout, key_layout: Layout) -> Checked:
     from . import bounds_kernels as kernels
 
     same = layout is key_layout

@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ..layouts.known import SequenceLayout
+from ..compiler import is_traced
 from ..layouts.paged import PagedLayout
+from ..layouts.protocol import Layout
 from .masks import Window
 from .relative import RelativeBias
 
@@ -194,18 +195,43 @@ class AttentionSpec:
         return cls(device, dtype, num_heads, num_kv_heads, head_dim, value_dim, **values, **more)
 
     @classmethod
-    def of_paged(
-        cls, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any], *, alibi: bool, bounded: bool
+    def of_tensors(
+        cls,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        layout: Layout,
+        key_layout: Layout | PagedLayout,
+        options: Mapping[str, Any],
+        **more: Any,
     ) -> AttentionSpec:
-        """The spec of a call whose keys are in pools. `options` may have other fields of `SCHEMA`, which are ignored.
+        """The spec of a call with query, key and value, after checks of dtypes and devices.
+
+        Args:
+            tensors: Query (T, H, D), key (S, G, D) and value (S, G, Dv), or pools with a `PagedLayout`.
+            layout, key_layout: The sequences of queries and of keys.
+            options, **more: As for `of`.
 
         Raises:
-            ValueError: as `of`.
+            ValueError: The tensors, layouts or options do not fit each other.
         """
-        shapes = (query.shape, (1, *key.shape[-2:]), (1, *value.shape[-2:]))
-        options = {name: x for name, x in options.items() if name in OPTIONS}
-        more = {"equal_lengths": False, "keyless": True, "bounded": bounded, "paged": True}
-        return cls.of(query.device, query.dtype, shapes, options, alibi=alibi, **more)
+        query, key, value = tensors
+        is_paged = isinstance(key_layout, PagedLayout)
+        check_tensors(query, key, value, is_paged)
+        if layout.batch_size != key_layout.batch_size:
+            raise ValueError(
+                f"layout has {layout.batch_size} sequences and key_layout {key_layout.batch_size}: pass as many "
+                "sequences of keys as of queries. A sequence may have length 0."
+            )
+        shapes: Any = (query.shape, key.shape, value.shape)
+        if is_paged:
+            shapes = (query.shape, (1, *key.shape[-2:]), (1, *value.shape[-2:]))
+        known = layout.knows_lengths and (is_paged or key_layout.knows_lengths)
+        is_same = key_layout is layout
+        if not (
+            is_same or isinstance(key_layout, PagedLayout) or is_traced(query)
+        ):  # a graph may run with other lengths
+            is_same = layout.same_lengths(key_layout)
+        more |= {"equal_lengths": is_same, "keyless": key_layout.min_seqlen == 0 or (is_traced(query) and not is_same)}
+        return cls.of(query.device, query.dtype, shapes, options, bounded=not known, paged=is_paged, **more)
 
     @property
     def window(self) -> Window:
@@ -369,15 +395,17 @@ class Call(NamedTuple):
         head_dims: The head dims (D, Dv) that the chosen backend is called with; None if not looked up yet.
         relative: The relative bias, or None.
         prepared: Forwards and backwards that run again for other tensors; None if they can't be kept.
+        is_direct: Whether no adapter is needed for tensors without rows past the end, contiguous in the last dimension.
     """
 
-    layout: SequenceLayout
-    key_layout: SequenceLayout  # for type checkers; see `paged`
+    layout: Layout
+    key_layout: Layout  # for type checkers; see `paged`
     alibi_slopes: Tensor | None
     spec: AttentionSpec
     head_dims: tuple[int, int] | None = None
     relative: RelativeBias | None = None
     prepared: PreparedRuns | None = None
+    is_direct: bool = False
 
     @property
     def paged(self) -> PagedLayout:
@@ -416,6 +444,32 @@ def check_shapes(query: Sequence[int], key: Sequence[int], value: Sequence[int])
         problem = "head dims must not be 0"
     if problem is not None:
         raise ValueError(f"{problem}: query {tuple(query)}, key {tuple(key)}, value {tuple(value)}.")
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, is_paged: bool) -> None:
+    """Check the dimensions, dtypes and devices of query, key and value.
+
+    Raises:
+        ValueError: They are wrong. The message says what to pass.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if is_paged and name != "query":
+            if x.dim() not in (3, 4):
+                raise ValueError(f"{name} must be a pool (pages, page_size, G, D) or (N, G, D), got {tuple(x.shape)}.")
+        elif x.dim() != 3:
+            raise ValueError(
+                f"{name} must be (tokens, heads, head dim), got {tuple(x.shape)}: pack a padded "
+                "batch with layout.pack, and split an embedding with unflatten(-1, (heads, -1))."
+            )
+        if x.dtype != query.dtype or x.dtype not in DTYPES:
+            raise ValueError(
+                f"query, key and value must share one floating-point dtype, got {query.dtype}, {key.dtype} and "
+                f"{value.dtype}: cast them to float16, bfloat16, float32 or float64, or use torch.autocast."
+            )
+        if x.device != query.device:
+            raise ValueError(
+                f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
+            )
 
 
 def check_slopes(slopes: object, heads: int, batch: int, device: torch.device) -> None:

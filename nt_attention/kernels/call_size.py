@@ -40,7 +40,7 @@ class CallSize(NamedTuple):
             return cls(layout.batch_size, tokens, pairs, most_queries)
 
         def count() -> int:
-            queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
+            queries, keys = layout.host.diff(), key_layout.host.diff()
             return int(spec.window.pairs(queries, keys, spec.lower_right).sum())
 
         pairs = layout.cached(("pairs", spec.window, spec.lower_right), count, key_layout)

@@ -12,52 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import Backend, BackwardInputs
+from .backend import Backend
 from .call import Call
 
 
 def checked(backend: Backend) -> Backend:
     """The backend, with functions that raise a ValueError if what they return has another shape, dtype or device."""
-    functions: dict[str, Any] = {"forward": _forward(backend.name, backend.forward)}
-    if backend.paged_forward is not None:
-        functions["paged_forward"] = _forward(backend.name, backend.paged_forward)
-    if backend.prepare_forward is not None:
-        functions["prepare_forward"] = _prepare_forward(backend.name, backend.prepare_forward)
-    if backend.backward is not None:
-        functions["backward"] = _backward(backend.name, backend.backward)
-    if backend.prepare_backward is not None:
-        functions["prepare_backward"] = _prepare_backward(backend.name, backend.prepare_backward)
+    name = backend.name
+
+    def forward(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, k, v, call, **more: _check_results(name, function(q, k, v, call, **more), q, v, call)
+
+    def backward(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda saved, q, k, v, call, **more: _check_gradients(
+            name, function(saved, q, k, v, call, **more), (q, k, v), call
+        )
+
+    def prepare_forward(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(*given: Any) -> Callable[..., Any]:
+            run, call = prepare(*given), given[-1]
+            return lambda q, k, v: _check_results(name, run(q, k, v), q, v, call)
+
+        return prepared
+
+    def prepare_backward(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepared(*given: Any) -> Callable[..., Any]:
+            run, call = prepare(*given), given[-1]
+            return lambda saved, *inputs: _check_gradients(name, run(saved, *inputs), inputs, call)
+
+        return prepared
+
+    checks: dict[str, Any] = {"forward": forward, "paged_forward": forward, "backward": backward}
+    checks |= {"prepare_forward": prepare_forward, "prepare_backward": prepare_backward}
+    functions: Any = {field: check(x) for field, check in checks.items() if (x := getattr(backend, field)) is not None}
     return dataclasses.replace(backend, **functions)
-
-
-def _forward(name: str, function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, **more: Any) -> tuple[Tensor, ...]:
-        return _check_results(name, function(query, key, value, call, **more), query, value, call)
-
-    return forward
-
-
-def _prepare_forward(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Callable[..., tuple[Tensor, ...]]:
-        run = prepare(query, key, value, call)
-        return lambda query, key, value: _check_results(name, run(query, key, value), query, value, call)
-
-    return prepare_forward
-
-
-def _backward(name: str, function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    def backward(saved: BackwardInputs, *inputs: Any, **more: Any) -> tuple[Tensor, ...]:
-        return _check_gradients(name, function(saved, *inputs, **more), inputs[:3], inputs[3])
-
-    return backward
-
-
-def _prepare_backward(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_backward(saved: BackwardInputs, *inputs: Any) -> Callable[..., tuple[Tensor, ...]]:
-        run, call = prepare(saved, *inputs), inputs[3]
-        return lambda saved, *inputs: _check_gradients(name, run(saved, *inputs), inputs, call)
-
-    return prepare_backward
 
 
 def _check_results(name: str, results: Any, query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:

@@ -1,16 +1,18 @@
-"""Backends as custom operators, which all have the same schema, and their fake implementations.
+"""Attention as custom operators, and their fake implementations.
 
-A graph holds tensors and numbers, so an operator takes offsets instead of a layout. What was read from the offsets is
-cached, so the operator finds the layout without a sync. The operator `auto` selects a backend when it runs.
+A graph holds tensors and numbers, so an operator takes offsets instead of a layout, and the name of a backend. What was
+read from the offsets is cached, so the operator finds the layout without a sync. There are two pairs of operators:
+`attention_forward` and `attention_backward` may read lengths on the host. `bounded_forward` and `bounded_backward` are
+for layouts that know only bounds. They read nothing, so a compiler can capture them in a CUDA graph.
 
 Dimensions: T query tokens, S key tokens, H query heads, G key heads, D and Dv head dims.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,278 +21,51 @@ from ..compiler import is_traced
 from ..layouts.bounded import BoundedLayout
 from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
+from ..layouts.protocol import Layout
 from ..operators import LIBRARY, define
-from . import adapters
-from .adapters import Inputs
-from .backend import Backend, BackwardInputs
+from . import adapters, paged, registry
+from .adapters import Tensors
+from .backend import BackwardInputs
 from .call import OPTIONS, SCHEMA, AttentionSpec, Call, PreparedRuns, check_slopes, from_schema, schema_values
-from .relative import RelativeBias, check_relative, check_type
+from .relative import TERMS, RelativeBias, check_relative, check_type
+from .select import Selection, choose_for, select_again, select_in_operator, selection_key
 
 _T = TypeVar("_T")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, Tensor? alibi_slopes"
 _RELATIVE = "Tensor? buckets, Tensor? bias, Tensor? query_bias, Tensor? key_bias"
-_CALL = f"{_TENSORS}, {_RELATIVE}, {SCHEMA}"
-_PAGED = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor table, Tensor? table_offsets, Tensor? lengths, "
-    "Tensor? alibi_slopes, SymInt[] bounds, SymInt page_size, SymInt max_seqlen, bool has_slots"
-)
+# Of a `PagedLayout`: its tensors, and its page size, max_seqlen and whether it has slots; empty for packed keys.
+_PAGED = "Tensor? table, Tensor? table_offsets, Tensor? key_lengths, SymInt[] pages"
+# The bounds of both sides: max_seqlen and total of queries, then those of keys; empty if lengths are read.
+_MORE = "SymInt[] bounds, str backend"
+_CALL = f"{_TENSORS}, {_RELATIVE}, {_PAGED}, {SCHEMA}, {_MORE}"
+_SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state, Tensor selected"
+_RESULTS = "Tensor out, Tensor lse, Tensor rng_state, Tensor selected"
+_Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and value, and of the biases that are passed
 _NAMES = [argument.split()[-1] for argument in _CALL.split(", ")]
-_ARGUMENTS = len(_NAMES)
-_Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # of query, key and value, and of the biases that are given
-_VALUES = _NAMES.index("key_bias") + 1  # the arguments from here on are not tensors
-_BIASES = slice(_NAMES.index("bias"), _VALUES)
-_GRADIENTS = "(Tensor, Tensor, Tensor, Tensor[])"  # the schema of `_Gradients`
-_SAVED = "Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, Tensor rng_state"
+_VALUES = slice(_NAMES.index("pages") + 1, _NAMES.index("bounds"))  # the fields in `SCHEMA`
+_BIASES = slice(_NAMES.index("bias"), _NAMES.index("key_bias") + 1)
+# The arguments of a forward operator. Those of a backward have the arguments in `_SAVED` before them.
+_named_tuple: Any = namedtuple  # mypy would look for the names
+Arguments = _named_tuple("Arguments", _NAMES)
 
 
-def register(backend: Backend) -> None:
-    """Define `nt_attention::<name>_forward` and `_backward`, which run the kernel and its adapters."""
-    register_by_name(backend.name, lambda: (0, backend), random="dropout" in backend.features)
-
-
-def register_by_name(name: str, find: Callable[[], tuple[int, Backend]], *, random: bool = True) -> None:
-    """The same for a name. The operators find the backend when they run, because it can be removed and replaced.
-
-    Args:
-        name: The name of the backend.
-        find: Returns the backend, and a number that no other backend of this name has. Raises a ValueError if there is
-            none.
-        random: Whether the backend may draw random numbers.
-    """
-
-    def call_and_backend(arguments: Sequence[Any], is_backward: bool) -> tuple[Call, Backend]:
-        number, backend = find()
-        return _cached_call(arguments, (name, number), lambda call: None, is_backward)[0], backend
-
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call, backend = call_and_backend(arguments, False)
-        return _forward(backend, Inputs(*arguments[:3]), call)
-
-    def backward(*arguments: Any) -> _Gradients:
-        saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
-        call, backend = call_and_backend(arguments, True)
-        if backend.backward is None:
-            raise RuntimeError(f"{name} has no gradients: run this graph in torch.no_grad(), or name another backend.")
-        return _backward(backend, saved, Inputs(*arguments[:3]), call)
-
-    def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _fake_forward(find()[1].rng_on_host, *arguments)
-
-    results = "Tensor out, Tensor lse, Tensor rng_state"
-    define(f"{name}_forward({_CALL}) -> ({results})", forward, fake, random=random)
-    define(f"{name}_backward({_SAVED}, {_CALL}) -> {_GRADIENTS}", backward, _fake_backward)
-    _differentiate(name)
-
-
-def register_bounded(
-    choose: Callable[[Call, str], tuple[Backend, tuple[int, int] | None]], key: Callable[[str], Any]
-) -> None:
-    """Define `nt_attention::bounded_forward` and `bounded_backward`, for layouts that know only bounds.
-
-    They read nothing on the host, so a compiler can capture them in a CUDA graph. Their further arguments are the
-    bounds of both sides, see `bounds_of`, and the name of a backend or "auto". Both directions select it, from the same
-    arguments. With dropout, the caller must name it: backends draw other random numbers.
-
-    Args:
-        choose: Selects a backend, and the head dims to call it with, for a call and a requested name.
-        key: Everything besides the call on which `choose` depends, for a requested name.
-    """
-
-    def call_and_backend(arguments: Sequence[Any]) -> tuple[Call, Backend]:
-        name = arguments[-1]
-        call, (backend, dims) = _cached_call(arguments, ("bounded", key(name)), lambda call: choose(call, name))
-        return call._replace(head_dims=dims), backend
-
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call, backend = call_and_backend(arguments)
-        return _forward(backend, Inputs(*arguments[:3]), call)
-
-    def backward(*arguments: Any) -> _Gradients:
-        saved, arguments = _backward_inputs(*arguments[:8]), arguments[5:]
-        call, backend = call_and_backend(arguments)
-        return _backward(backend, saved, Inputs(*arguments[:3]), call)
-
-    fake = functools.partial(_fake_forward, False)
-    results, more = "Tensor out, Tensor lse, Tensor rng_state", "SymInt[4] bounds, str backend"
-    define(f"bounded_forward({_CALL}, {more}) -> ({results})", forward, fake, random=True, reads_on_host=False)
-    define(
-        f"bounded_backward({_SAVED}, {_CALL}, {more}) -> {_GRADIENTS}", backward, _fake_backward, reads_on_host=False
-    )
-    _differentiate("bounded")
-
-
-def register_paged(
-    choose: Callable[[Call, str], tuple[Backend, tuple[int, int] | None]],
-    run: Callable[[Backend, Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]],
-) -> None:
-    """Define `nt_attention::paged_forward` and `paged_forward_with_bounds`, for keys in pools.
-
-    The second one is for queries whose layout knows only bounds. It reads nothing on the host, so a compiler can
-    capture it in a CUDA graph. Both have no gradients.
-
-    Args:
-        choose: Selects a backend, and the head dims to call it with, for a call and a requested name.
-        run: Runs it.
-    """
-
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, *rest, name = arguments
-        call = _paged_call(query, key, value, rest)
-        return run(choose(call, name)[0], query, key, value, call)
-
-    def fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-        query, _, value = arguments[:3]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-        return out, query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T
-
-    for name, reads_on_host in (("paged_forward", True), ("paged_forward_with_bounds", False)):
-        schema = f"{name}({_PAGED}, {SCHEMA}, str backend) -> (Tensor out, Tensor lse)"
-        define(schema, forward, fake, random=True, reads_on_host=reads_on_host)
-        torch.library.register_autograd(f"nt_attention::{name}", _refuse_gradients, lib=LIBRARY)
-
-
-def _refuse_gradients(*_: Any) -> None:
-    raise RuntimeError("keys in pools are for inference: run this graph in torch.no_grad(), or record packed keys.")
-
-
-def paged_arguments_of(call: Call) -> tuple[Any, ...]:
-    """The arguments of `paged_forward` after query, key and value, without the last one."""
-    paged = call.paged
-    where = (paged.table, paged.table_offsets, paged.given_lengths)
-    numbers = (list(call.layout.bounds or ()), paged.page_size, paged.max_seqlen, paged.has_slots)
-    return (call.layout.operator_offsets, *where, call.alibi_slopes, *numbers, *schema_values(call.spec))
-
-
-def _paged_call(query: Tensor, key: Tensor, value: Tensor, arguments: Sequence[Any]) -> Call:
-    """The inverse of `paged_arguments_of`."""
-    cu_seqlens, table, table_offsets, lengths, slopes, bounds, page_size, max_seqlen, has_slots, *values = arguments
-    layout = BoundedLayout(cu_seqlens, *bounds) if bounds else SequenceLayout.in_operator(cu_seqlens)
-    if has_slots:
-        paged = PagedLayout.from_slots(table.squeeze(1), lengths, max_seqlen)
-    elif table_offsets is not None:
-        paged = PagedLayout.from_indices(table, table_offsets, lengths, page_size, max_seqlen)
-    else:
-        paged = PagedLayout(table, lengths, page_size, max_seqlen)
-    layout.check_rows(query, "query")
-    paged.check_keys(key, value)
-    if slopes is not None:
-        check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in from_schema(values).items()}
-    more = {"alibi": slopes is not None, "bounded": not layout.knows_lengths}
-    spec = AttentionSpec.of_paged(query, key, value, options, **more)
-    return Call(layout, cast(SequenceLayout, paged), slopes, spec)
-
-
-class Selection(NamedTuple):
-    """A backend that was selected for a call: its number, by which the backward finds it, and `Call.head_dims`."""
-
-    number: int
-    backend: Backend
-    head_dims: tuple[int, int] | None
-
-
-def register_auto(
-    select: Callable[[Call, str], Selection],
-    select_again: Callable[[Call, int], Selection],
-    key: Callable[[str], Any],
-    version: Callable[[], int],
-) -> None:
-    """Define `nt_attention::auto_forward`, which selects a backend when it runs, and `auto_backward`.
-
-    The forward's result `selected` (3,) int64, on the CPU, holds the number of the backend and a digest of each layout.
-    The backward compares the digests, to detect offsets that were modified in place.
-
-    Args:
-        select: Selects a backend for a call and a requested name.
-        select_again: Selects the backend of a number, or raises a ValueError if it cannot run the call.
-        key: Everything besides the call on which `select` depends, for a requested name.
-        version: A number that changes if a backend is registered or removed.
-    """
-
-    def select_first(call: Call, name: str) -> tuple[Selection, Tensor]:
-        found = select(call, name)
-        return found, torch.tensor([found.number, call.layout.digest, call.key_layout.digest], device="cpu")
-
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        *arguments, name = arguments  # type: ignore[assignment]
-        call, ((_, backend, dims), selected) = _cached_call(
-            arguments, ("forward", key(name)), lambda call: select_first(call, name)
-        )
-        out, lse, state = _forward(backend, Inputs(*arguments[:3]), call._replace(head_dims=dims))
-        return out, lse, state.to(out.device) if backend.rng_on_host else state, selected.clone()
-
-    def backward(*arguments: Any) -> _Gradients:
-        saved, (*arguments, selected) = _backward_inputs(*arguments[:8]), arguments[5:]  # type: ignore[assignment]
-        number, *digests = selected.tolist()
-        call, (_, backend, dims) = _cached_call(
-            arguments, ("backward", number, version()), lambda call: select_again(call, number), is_backward=True
-        )
-        if digests != [call.layout.digest, call.key_layout.digest]:  # not all compilers check saved tensors
-            raise RuntimeError(
-                "the offsets of a layout, which are needed for gradient computation, have been modified by an inplace "
-                "operation since the forward: pass a copy of them, offsets.clone(), to each forward."
-            )
-        if backend.rng_on_host:
-            saved = saved._replace(rng_state=saved.rng_state.cpu())  # type: ignore[union-attr]
-        return _backward(backend, saved, Inputs(*arguments[:3]), call._replace(head_dims=dims))
-
-    def fake(*arguments: Any) -> tuple[Tensor, ...]:
-        return (*_fake_forward(False, *arguments[:-1]), torch.empty(3, dtype=torch.int64, device="cpu"))
-
-    results = "Tensor out, Tensor lse, Tensor rng_state, Tensor selected"
-    define(f"auto_forward({_CALL}, str backend) -> ({results})", forward, fake, random=True)
-    define(f"auto_backward({_SAVED}, {_CALL}, Tensor selected) -> {_GRADIENTS}", backward, _fake_backward)
-    _differentiate("auto")
-
-
-def _differentiate(name: str) -> None:
-    """Register the gradient of `<name>_forward` for graphs that contain the operator, such as exported ones.
-
-    Eager calls use the autograd function in `kernels/autograd.py` instead.
-    """
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        # auto_backward takes `selected` in place of the last argument of auto_forward, the name of the backend
-        ctx.given, ctx.more, inputs = len(inputs), inputs[_ARGUMENTS:], inputs[:_ARGUMENTS]
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in inputs], *output)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: a checkpoint computes the tensors for each reading
-        tensors, (out, lse, state, *selected) = saved[:_ARGUMENTS], saved[_ARGUMENTS:]
-        arguments = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
-        arguments[argument_index("needs_grad")] = True
-        arguments[argument_index("relative_grad")] = any(ctx.needs_input_grad[_BIASES])
-        grad = torch.zeros_like(out) if grad is None else grad
-        backward_operator = getattr(torch.ops.nt_attention, f"{name}_backward").default
-        more = selected if name == "auto" else ctx.more
-        *grads, of_biases = backward_operator(grad, grad_lse, out, lse, state, *arguments, *more)
-        grads += [None] * (ctx.given - 3)
-        given = [at for at, x in enumerate(arguments[_BIASES], _BIASES.start) if x is not None]
-        for at, of_bias in zip(given, of_biases, strict=False):  # there are none if no bias needs a gradient
-            grads[at] = of_bias
-        return tuple(grads)
-
-    torch.library.register_autograd(f"nt_attention::{name}_forward", backward, setup_context=setup_context, lib=LIBRARY)
-
-
-def argument_index(name: str) -> int:
-    """The index of an argument of the forward operators."""
-    return _NAMES.index(name)
-
-
-def arguments_of(call: Call) -> tuple[Any, ...]:
+def arguments_of(call: Call, backend: str) -> tuple[Any, ...]:
     """An operator's arguments after query, key and value."""
-    layout, key_layout, slopes, spec, _, relative, _ = call
-    of_relative = relative and (relative.buckets, relative.bias, relative.query_bias, relative.key_bias)
-    offsets = layout.operator_offsets, key_layout.operator_offsets
-    return (*offsets, slopes, *(of_relative or [None] * 4), *schema_values(spec))
+    layout, key_layout, slopes, spec, _, relative, *_ = call
+    biases = [None] * 4 if relative is None else [relative.buckets, *(getattr(relative, name) for name in TERMS)]
+    offsets = layout.operator_offsets
+    of_pages: tuple[Any, ...] = (None, None, None, [])
+    if spec.paged:
+        pages, key_offsets, bounds = call.paged, offsets, list(layout.bounds or ())
+        numbers = [pages.page_size, pages.max_seqlen, int(pages.has_slots)]
+        of_pages = (pages.table, pages.table_offsets, pages.given_lengths, numbers)
+    else:
+        key_offsets, bounds = key_layout.operator_offsets, _bounds_of(call) if spec.bounded else []
+    return (offsets, key_offsets, slopes, *biases, *of_pages, *schema_values(spec), bounds, backend)
 
 
-def bounds_of(call: Call) -> list[int]:
-    """The bounds for the operators of `register_bounded`: max_seqlen and total of queries, then those of keys.
+def _bounds_of(call: Call) -> list[int]:
+    """The bounds of both sides.
 
     Raises:
         ValueError: One side knows its lengths when a graph runs, and not before.
@@ -304,35 +79,34 @@ def bounds_of(call: Call) -> list[int]:
     return [bound for x in layouts for bound in (x.bounds or (x.max_seqlen, x.total))]
 
 
-def call_of(*arguments: Any) -> Call:
-    """The inverse of `arguments_of`, for the arguments of a forward operator.
+def call_of(arguments: Any) -> Call:
+    """The call of an operator's `Arguments`.
 
     It checks the tensors, because kernels could read past their end.
 
     Raises:
         ValueError: The tensors do not fit each other.
     """
-    return _cached_call(arguments, (), lambda call: None)[0]
+    return _paged_call(arguments) if arguments.table is not None else _cached_call(arguments, (), lambda call: None)[0]
 
 
-def _cached_call(
-    arguments: Sequence[Any], key: tuple[Any, ...], more: Callable[[Call], _T], is_backward: bool = False
-) -> tuple[Call, _T]:
-    """`call_of`, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
-    query, k, value, cu_seqlens, key_cu_seqlens, slopes, *of_relative = arguments[:_VALUES]
-    is_bounded = len(arguments) == _ARGUMENTS + 2
-    bounds = arguments[_ARGUMENTS] if is_bounded else ()
-    layout, key_layout = _layouts(cu_seqlens, key_cu_seqlens, bounds, is_backward)
-    relative = None if of_relative[0] is None else RelativeBias(*of_relative)
+def _cached_call(arguments: Any, key: tuple[Any, ...], more: Callable[[Call], _T]) -> tuple[Call, _T]:
+    """The call, and `more(call)`, which depends on the spec, the layouts and `key`. It is cached with the layouts."""
+    query, k, value, slopes = arguments.query, arguments.key, arguments.value, arguments.alibi_slopes
+    layout, key_layout = _layouts(arguments)
+    relative = None if arguments.buckets is None else RelativeBias(arguments.buckets, *arguments[_BIASES])
     if relative is not None:
         check_type(relative)
     terms = () if relative is None else relative.terms
-    values = tuple([tuple(x) if isinstance(x, list) else x for x in arguments[_VALUES:_ARGUMENTS]])
+    values = tuple([tuple(x) if isinstance(x, list) else x for x in arguments[_VALUES]])
 
     def build() -> tuple[AttentionSpec, _T, PreparedRuns]:
         layout.check_rows(query, "query")
         key_layout.check_keys(k, value)
-        spec = _spec(query, k, value, layout, key_layout, slopes is not None, terms, values)
+        fields = from_schema(values)
+        options = {name: fields.pop(name) for name in OPTIONS.keys() & fields.keys()}
+        more_fields = {"alibi": slopes is not None, "relative": terms, **fields}
+        spec = AttentionSpec.of_tensors((query, k, value), layout, key_layout, options, **more_fields)
         return spec, more(Call(layout, key_layout, slopes, spec, None, relative)), {}
 
     of_tensors = [item for x in (query, k, value) for item in (x.shape, x.dtype, x.device)]
@@ -348,99 +122,151 @@ def _cached_call(
     return Call(layout, key_layout, slopes, spec, None, relative, prepared), found
 
 
-def _layouts(
-    cu_seqlens: Tensor, key_cu_seqlens: Tensor, bounds: Sequence[int], is_backward: bool
-) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and keys. `bounds` are those of `bounds_of`; empty if the lengths are read.
+def _layouts(arguments: Any) -> tuple[Layout, Layout]:
+    """The layouts of queries and keys.
 
     Layouts with bounds are new in each call, and nothing that they cache outlives it: CUDA graphs of torch.compile
     allow no other tensors in their memory than their outputs.
     """
+    offsets, key_offsets, bounds = arguments.cu_seqlens, arguments.key_cu_seqlens, list(arguments.bounds)
     if not bounds:
-        layout = SequenceLayout.in_operator(cu_seqlens, is_backward)
-        same = key_cu_seqlens is cu_seqlens
-        return layout, layout if same else SequenceLayout.in_operator(key_cu_seqlens, is_backward)
-    bounded = BoundedLayout(cu_seqlens, bounds[0], bounds[1])
-    if key_cu_seqlens is cu_seqlens and list(bounds[:2]) == list(bounds[2:]):
-        return bounded, bounded
-    return bounded, BoundedLayout(key_cu_seqlens, bounds[2], bounds[3])
+        layout = SequenceLayout.in_operator(offsets)
+        return layout, layout if key_offsets is offsets else SequenceLayout.in_operator(key_offsets)
+    bounded = BoundedLayout(offsets, *bounds[:2])
+    is_same = key_offsets is offsets and bounds[:2] == bounds[2:]
+    return bounded, bounded if is_same else BoundedLayout(key_offsets, *bounds[2:])
 
 
-def _spec(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: SequenceLayout,
-    key_layout: SequenceLayout,
-    alibi: bool,
-    relative: tuple[str, ...],
-    values: Sequence[Any],
-) -> AttentionSpec:
-    if layout.batch_size != key_layout.batch_size:
-        raise ValueError(f"cu_seqlens are of {layout.batch_size} sequences, key_cu_seqlens of {key_layout.batch_size}.")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query, key and value must share a dtype, got {query.dtype}, {key.dtype} and {value.dtype}.")
-    options = from_schema(values)
-    return AttentionSpec.of(
-        query.device,
-        query.dtype,
-        (query.shape, key.shape, value.shape),
-        {name: x for name, x in options.items() if name in OPTIONS},
-        alibi=alibi,
-        relative=relative,
-        equal_lengths=layout is key_layout or layout.same_lengths(key_layout),
-        keyless=key_layout.min_seqlen == 0,
-        bounded=not (layout.knows_lengths and key_layout.knows_lengths),
-        **{name: x for name, x in options.items() if name not in OPTIONS},
-    )
+def _paged_call(arguments: Any) -> Call:
+    query, key, value, slopes = arguments.query, arguments.key, arguments.value, arguments.alibi_slopes
+    (page_size, max_seqlen, has_slots), bounds = arguments.pages, arguments.bounds
+    table, table_offsets, lengths = arguments.table, arguments.table_offsets, arguments.key_lengths
+    offsets = arguments.cu_seqlens
+    layout = BoundedLayout(offsets, *bounds) if bounds else SequenceLayout.in_operator(offsets)
+    pages: Any
+    if has_slots:
+        pages = PagedLayout.from_slots(table.squeeze(1), lengths, max_seqlen)
+    elif table_offsets is not None:
+        pages = PagedLayout.from_indices(table, table_offsets, lengths, page_size, max_seqlen)
+    else:
+        pages = PagedLayout(table, lengths, page_size, max_seqlen)
+    layout.check_rows(query, "query")
+    pages.check_keys(key, value)
+    if slopes is not None:
+        check_slopes(slopes, query.shape[1], layout.batch_size, query.device)
+    options = {name: x for name, x in from_schema(arguments[_VALUES]).items() if name in OPTIONS}
+    spec = AttentionSpec.of_tensors((query, key, value), layout, pages, options, alibi=slopes is not None)
+    return Call(layout, pages, slopes, spec)
 
 
-def _backward_inputs(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    state: Tensor,
-    query: Tensor,
-    _: Tensor,
-    value: Tensor,
-) -> BackwardInputs:
-    """The backward's inputs. Shapes are checked, because kernels could read past the end of a tensor."""
-    if not query.dim() == value.dim() == 3:
-        raise ValueError(f"query and value must have three dimensions, got {query.dim()} and {value.dim()}.")
-    of_out, of_lse = (*query.shape[:2], value.shape[2]), tuple(query.shape[:2])
-    for name, x, shape in (
-        *(("grad", grad, of_out), ("out", out, of_out)),
-        *(("lse", lse, of_lse), ("grad_lse", grad_lse, of_lse)),
-    ):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}.")
-    return BackwardInputs(grad, grad_lse, out, lse, state)
+def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results in `_RESULTS`.
+
+    `selected` (1,) int64, on the CPU, holds the number of the backend, so that the backward runs on the same one. With
+    bounds it is empty, because a CUDA graph has no tensors on the CPU. The backward then selects by the same arguments.
+    """
+    arguments = Arguments(*given)
+    query, key, value = inputs = Tensors(*arguments[:3])
+    empty = query.new_empty(0, dtype=torch.int64)
+    if arguments.table is not None:
+        call = _paged_call(arguments)
+        out, lse = paged.forward(choose_for(call, arguments.backend)[0], query, key, value, call)
+        return out, lse, empty, empty.clone()
+
+    def select(call: Call) -> tuple[Selection, Tensor]:
+        chosen = select_in_operator(call, arguments.backend)
+        if call.spec.bounded:
+            return chosen, empty
+        return chosen, torch.tensor([chosen.number], device="cpu")
+
+    key_of_choice = ("forward", *selection_key(arguments.backend))
+    call, (chosen, selected) = _cached_call(arguments, key_of_choice, select)
+    out, lse, state = adapters.forward(chosen.backend, inputs, call._replace(head_dims=chosen.head_dims))
+    return out, lse, empty if state is None else state.to(out.device), selected.clone()
 
 
-def _forward(backend: Backend, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, state = adapters.forward(backend, inputs, call)
-    return out, lse, out.new_empty(0, dtype=torch.int64) if state is None else state
-
-
-def _fake_forward(rng_on_host: bool, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, _, value = arguments[:3]
-    dropout_p = arguments[argument_index("dropout_p")]
-    out = query.new_empty(*query.shape[:2], value.shape[2])
-    state_device = "cpu" if rng_on_host and dropout_p else query.device
-    state = torch.empty(2 if dropout_p else 0, dtype=torch.int64, device=state_device)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T  # strides of adapters.forward
-    return out, lse, state
-
-
-def _backward(backend: Backend, saved: BackwardInputs, inputs: Inputs, call: Call) -> _Gradients:
-    query, key, value, *of_biases = adapters.backward(backend, saved, inputs, call)
+def _backward(*given: Any) -> _Gradients:
+    saved, selected, arguments = BackwardInputs(*given[:5]), given[5], Arguments(*given[6:])
+    inputs = Tensors(*arguments[:3])
+    _check_saved(saved, inputs)
+    if arguments.bounds:
+        call, chosen = _cached_call(arguments, (), lambda call: select_in_operator(call, arguments.backend))
+    else:
+        number = int(selected)
+        since = ("backward", number, registry.state.version)
+        call, chosen = _cached_call(arguments, since, lambda call: select_again(call, number))
+    call = call._replace(head_dims=chosen.head_dims)
+    query, key, value, *of_biases = adapters.backward(chosen.backend, saved, inputs, call)
     return query, key, value, of_biases
 
 
-def _fake_backward(*arguments: Any) -> _Gradients:
-    arguments = arguments[5:]  # the first five are those that the forward does not have
+def _check_saved(saved: BackwardInputs, inputs: Tensors) -> None:
+    """Check shapes, because kernels could read past the end of a tensor."""
+    query, _, value = inputs
+    if not query.dim() == value.dim() == 3:
+        raise ValueError(f"query and value must have three dimensions, got {query.dim()} and {value.dim()}.")
+    of_out, of_lse = (*query.shape[:2], value.shape[2]), tuple(query.shape[:2])
+    for name, shape in (("grad", of_out), ("out", of_out), ("lse", of_lse), ("grad_lse", of_lse)):
+        if (x := getattr(saved, name)) is not None and x.shape != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}.")
+
+
+def _fake_forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    arguments = Arguments(*given)
+    query, value = arguments.query, arguments.value
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype).T  # strides of adapters.forward
+    is_packed = arguments.table is None
+    state = query.new_empty(2 if arguments.dropout_p and is_packed else 0, dtype=torch.int64)
+    if is_packed and not arguments.bounds:
+        return out, lse, state, torch.empty(1, dtype=torch.int64, device="cpu")
+    return out, lse, state, query.new_empty(0, dtype=torch.int64)
+
+
+def _fake_backward(*given: Any) -> _Gradients:
+    arguments = Arguments(*given[6:])
     query, key, value = map(torch.empty_like, adapters.contiguous_in_head_dim(*arguments[:3]))
-    biases = arguments[_BIASES] if arguments[argument_index("relative_grad")] else ()
+    biases = arguments[_BIASES] if arguments.relative_grad else ()
     return query, key, value, [x.new_empty(x.shape) for x in biases if x is not None]
+
+
+def _define(name: str, *, reads_on_host: bool) -> None:
+    """Define `<name>_forward` and `_backward`, and the gradient of the former, for graphs that contain the operator.
+
+    Eager calls use the autograd function in `kernels/autograd.py` instead.
+    """
+    define(
+        f"{name}_forward({_CALL}) -> ({_RESULTS})", _forward, _fake_forward, random=True, reads_on_host=reads_on_host
+    )
+    gradients = "(Tensor, Tensor, Tensor, Tensor[])"
+    define(f"{name}_backward({_SAVED}, {_CALL}) -> {gradients}", _backward, _fake_backward, reads_on_host=reads_on_host)
+    operator = getattr(torch.ops.nt_attention, f"{name}_backward").default
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in inputs], *output)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once: a checkpoint computes the tensors for each reading
+        tensors, (out, lse, state, selected) = saved[: len(_NAMES)], saved[len(_NAMES) :]
+        arguments = Arguments(*[number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)])
+        if arguments.table is not None:
+            raise RuntimeError(
+                "keys in pools are for inference: run this graph in torch.no_grad(), or record packed keys."
+            )
+        arguments = arguments._replace(needs_grad=True, relative_grad=any(ctx.needs_input_grad[_BIASES]))
+        grad = torch.zeros_like(out) if grad is None else grad
+        *grads, of_biases = operator(grad, grad_lse, out, lse, state, selected, *arguments)
+        grads += [None] * (len(_NAMES) - 3)
+        passed = [at for at, x in enumerate(arguments[_BIASES], _BIASES.start) if x is not None]
+        for at, of_bias in zip(passed, of_biases, strict=False):  # there are none if no bias needs a gradient
+            grads[at] = of_bias
+        return tuple(grads)
+
+    torch.library.register_autograd(f"nt_attention::{name}_forward", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+_define("attention", reads_on_host=True)
+_define("bounded", reads_on_host=False)

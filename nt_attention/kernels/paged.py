@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import adapters
-from .adapters import Inputs
+from .adapters import Tensors
 from .backend import Backend
 from .call import Call
 
@@ -45,5 +45,5 @@ def _gather_and_forward(
     """Copy the keys into packed tensors, and run the forward on them. Syncs once."""
     key_layout, (key, value) = call.paged.gather(key, value)
     spec = dataclasses.replace(call.spec, paged=False, keyless=key_layout.min_seqlen == 0)
-    call = call._replace(key_layout=key_layout, spec=spec, prepared=None)  # what is prepared is for other lengths
-    return adapters.forward(backend, Inputs(query, key, value), call)[:2]
+    call = call._replace(key_layout=key_layout, spec=spec, prepared=None, is_direct=False)  # these are of other lengths
+    return adapters.forward(backend, Tensors(query, key, value), call)[:2]

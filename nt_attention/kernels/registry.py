@@ -10,7 +10,7 @@ import threading
 from types import TracebackType
 from typing import NamedTuple
 
-from . import custom_ops, split_kv, support, token_tiled
+from . import split_kv, support, token_tiled
 from .backend import Backend, HeadDims
 from .backends import cpu, flash_attn_2, flash_attn_4, flex, reference, torch_efficient, torch_flash
 from .checked import checked
@@ -22,7 +22,7 @@ BACKENDS: dict[str, Backend] = {
         *(cpu, reference),
     )
 }
-_RESERVED = ("auto", *BACKENDS, "bounded", "paged")  # these have custom operators of their own
+_RESERVED = ("auto", *BACKENDS)
 
 
 class Registered(NamedTuple):
@@ -32,7 +32,7 @@ class Registered(NamedTuple):
     backend: Backend
 
 
-class _State(NamedTuple):
+class _Registrations(NamedTuple):
     """What is registered. It is replaced and never changed, so that threads can read it without a lock.
 
     Attributes:
@@ -44,10 +44,9 @@ class _State(NamedTuple):
     registered: dict[str, Registered]
 
 
-_state = _State(0, {})
+state = _Registrations(0, {})  # its version is a part of cache keys
 _lock = threading.Lock()
 _numbers = itertools.count(1)
-_with_operators: set[str] = set()
 
 
 class BackendHandle:
@@ -63,13 +62,13 @@ class BackendHandle:
 
     def remove(self) -> None:
         """Take the backend back. Later calls of `remove` do nothing. Calls that are running are not interrupted."""
-        global _state
+        global state
         name = self.backend.name
         with _lock:
-            registered = dict(_state.registered)
+            registered = dict(state.registered)
             if name in registered and registered[name].number == self._number:
                 del registered[name]
-                _state = _State(_state.version + 1, registered)
+                state = _Registrations(state.version + 1, registered)
 
     def __enter__(self) -> BackendHandle:
         return self
@@ -117,23 +116,18 @@ def register_backend(backend: Backend) -> BackendHandle:
         >>> "mine" in nta.available_backends()
         False
     """
-    global _state
+    global state
     _check(backend)
     name = backend.name
     with _lock:
-        if name in _state.registered:
+        if name in state.registered:
             raise ValueError(
                 f"a backend {name!r} is already registered: pass a backend with another name, or remove that one "
                 "first, with remove() of its handle."
             )
         support.support_as_documented(name)
-        if backend.has_operators and name not in _with_operators:
-            # PyTorch can't safely undefine operators, because graphs refer to them. So they stay, and find the backend
-            # when they run.
-            custom_ops.register_by_name(name, lambda: find(name))
-            _with_operators.add(name)
         added = Registered(next(_numbers), checked(backend))
-        _state = _State(_state.version + 1, {**_state.registered, name: added})
+        state = _Registrations(state.version + 1, {**state.registered, name: added})
     return BackendHandle(backend, added.number)
 
 
@@ -160,33 +154,17 @@ def _check(backend: object) -> None:
 
 def backends() -> dict[str, Backend]:
     """All backends by name: our own, then those that are registered."""
-    return {**BACKENDS, **{name: each.backend for name, each in _state.registered.items()}}
+    return {**BACKENDS, **{name: each.backend for name, each in state.registered.items()}}
 
 
 def is_backend(name: str) -> bool:
     """Whether a backend of this name exists now."""
-    return name in BACKENDS or name in _state.registered
-
-
-def version() -> int:
-    """A number that changes with each registration and removal, as a part of cache keys."""
-    return _state.version
-
-
-def find(name: str) -> Registered:
-    """The registered backend of this name.
-
-    Raises:
-        ValueError: It was removed.
-    """
-    if (found := _state.registered.get(name)) is None:
-        raise ValueError(f"there is no backend {name!r} anymore: register it again with nt_attention.register_backend.")
-    return found
+    return name in BACKENDS or name in state.registered
 
 
 def number_of(backend: Backend) -> int:
     """The number of a backend for `find_by_number`: the index of our own, and a negative number of a registered one."""
-    for each in _state.registered.values():
+    for each in state.registered.values():
         if each.backend is backend:
             return -each.number
     for index, own in enumerate(BACKENDS.values()):
@@ -203,14 +181,9 @@ def find_by_number(number: int) -> Backend:
     """
     if number >= 0:
         return list(BACKENDS.values())[number]
-    for each in _state.registered.values():
+    for each in state.registered.values():
         if each.number == -number:
             return each.backend
     raise ValueError(
         "the backend that computed this forward was removed: keep a backend registered until the backward has run."
     )
-
-
-for _backend in BACKENDS.values():
-    if _backend.has_operators:
-        custom_ops.register(_backend)

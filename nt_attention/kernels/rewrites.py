@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from .backend import Backend
 from .call import AttentionSpec, Call
 
 
-class Rows(NamedTuple):
+class MovedRows(NamedTuple):
     """How the rows of queries or of keys are moved.
 
     Attributes:
@@ -32,8 +33,8 @@ class Rows(NamedTuple):
 class Rewrite(NamedTuple):
     """A rewritten call, and how the rows of queries and of keys are moved for it."""
 
-    queries: Rows
-    keys: Rows
+    queries: MovedRows
+    keys: MovedRows
     call: Call
 
 
@@ -57,11 +58,11 @@ def rewrite(backend: Backend, query: Tensor, key: Tensor, value: Tensor, call: C
     return None
 
 
-def _moved(queries: Rows, keys: Rows, call: Call) -> Rewrite:
+def _moved(queries: MovedRows, keys: MovedRows, call: Call) -> Rewrite:
     """The rewrite. The rows of a relative bias are moved as well."""
     if call.relative is not None:
         call = call._replace(relative=call.relative.map_rows(queries.select, keys.select))
-    return Rewrite(queries, keys, call._replace(prepared=None))  # what is prepared is for the inputs of `call`
+    return Rewrite(queries, keys, call._replace(prepared=None, is_direct=False))  # these are of `call`
 
 
 def _reversed(call: Call) -> Rewrite:
@@ -70,7 +71,7 @@ def _reversed(call: Call) -> Rewrite:
     Counted from the end, query i is i' = Lq − 1 − i and key j is j' = Lk − 1 − j. Then i − left ≤ j ≤ i + right becomes
     i' + Lk − Lq − right ≤ j' ≤ i' + Lk − Lq + left. Distances change their sign. ALiBi uses absolute distances only.
     """
-    layout, key_layout, slopes, spec, dims, relative, _ = call
+    layout, key_layout, slopes, spec, dims, relative, *_ = call
     left, right = spec.window_size
     mirrored = replace(
         spec, is_causal=False, window_size=(0 if spec.is_causal else right, left), causal_alignment="lower_right"
@@ -82,40 +83,38 @@ def _reversed(call: Call) -> Rewrite:
     return _moved(_reversed_rows(layout.total), _reversed_rows(key_layout.total), reversed_call)
 
 
-def _first_rows(total: int) -> Rows:
+def _first_rows(total: int) -> MovedRows:
     """The rows before `total`, for a kernel that multiplies later rows by 0. These may hold NaN."""
 
     def restore(y: Tensor, rows: int, fill: float) -> Tensor:
         return y if rows == total else torch.cat([y, y.new_full((rows - total, *y.shape[1:]), fill)])
 
-    return Rows(lambda x: x[:total], restore)
+    return MovedRows(lambda x: x[:total], restore)
 
 
-def _reversed_rows(total: int) -> Rows:
+def _reversed_rows(total: int) -> MovedRows:
     first = _first_rows(total)
-    return Rows(lambda x: first.select(x).flip(0), lambda y, rows, fill: first.restore(y.flip(0), rows, fill))
+    return MovedRows(lambda x: first.select(x).flip(0), lambda y, rows, fill: first.restore(y.flip(0), rows, fill))
 
 
-def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: SequenceLayout) -> Rewrite:
+def _without_fully_masked_rows(call: Call, kept: Tensor, narrowed: Layout) -> Rewrite:
     """The queries that see a key, for a kernel that does not support others."""
 
     def restore(y: Tensor, rows: int, fill: float) -> Tensor:
         return y.new_full((rows, *y.shape[1:]), fill).index_copy_(0, kept, y)
 
-    queries = Rows(lambda x: x.index_select(0, kept), restore)
-    return _moved(queries, Rows(lambda x: x, lambda y, rows, fill: y), call._replace(layout=narrowed))
+    queries = MovedRows(lambda x: x.index_select(0, kept), restore)
+    return _moved(queries, MovedRows(lambda x: x, lambda y, rows, fill: y), call._replace(layout=narrowed))
 
 
-def _rows_with_keys(
-    layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec
-) -> tuple[Tensor, SequenceLayout]:
+def _rows_with_keys(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> tuple[Tensor, Layout]:
     """(N,) the rows of the N queries that see a key, and their layout."""
-    queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
+    queries, keys = layout.host.diff(), key_layout.host.diff()
     if spec.window.is_open or not spec.lower_right:
         kept = torch.where(keys > 0, queries, 0)
     else:
         kept = torch.minimum(queries, keys)  # the last queries of a sequence
     narrowed = SequenceLayout.from_lengths(kept, device=layout.device)
     # Rows are removed at the start of a sequence only, so a kept row moves by the number of rows removed before it.
-    moved = layout.offsets[1:] - narrowed.offsets[1:]
-    return narrowed.position_ids + (narrowed.offsets[:-1] + moved)[narrowed.sequence_ids], narrowed
+    moved = layout.safe_offsets[1:] - narrowed.safe_offsets[1:]
+    return narrowed.position_ids + (narrowed.safe_offsets[:-1] + moved)[narrowed.sequence_ids], narrowed

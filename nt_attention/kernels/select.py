@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch.nn.attention import current_flash_attention_impl
 
 from .._warnings import warn
 from ..layouts.bounded import LengthsUnknownError
-from . import cost_model, custom_ops, paged, registry, support
+from . import cost_model, registry, support
 from .backend import Backend
 from .call import AttentionSpec, Call
 from .call_size import CallSize
-from .custom_ops import Selection
 from .registry import BACKENDS
 
 ENVIRONMENT_VARIABLE = "NT_ATTENTION_BACKEND"
@@ -220,27 +220,29 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
     )
 
 
-def _choose_in_graph(call: Call, backend: str) -> tuple[Backend, tuple[int, int] | None]:
-    """`choose_for` in an operator."""
-    chosen = choose(call.spec, CallSize.of(call), backend, in_graph=True)
-    return chosen, support.head_dims(chosen, call.spec)
+class Selection(NamedTuple):
+    """A backend that was selected for a call: its number, by which the backward finds it, and `Call.head_dims`."""
+
+    number: int
+    backend: Backend
+    head_dims: tuple[int, int] | None
 
 
-def _select_in_graph(call: Call, name: str) -> Selection:
-    """The chosen backend, with the number of `registry.number_of`."""
-    chosen, dims = _choose_in_graph(call, name)
-    if not chosen.has_operators:
+def select_in_operator(call: Call, name: str) -> Selection:
+    """Select a backend in an operator, for "auto" or a name."""
+    chosen = choose(call.spec, CallSize.of(call), name, in_graph=True)
+    if not (chosen.has_operators or call.spec.paged):
         raise ValueError(
             f"{chosen.name!r} is not a custom operator, so a graph cannot select it when it runs: pass "
             f"backend={chosen.name!r}, or run this call outside of the graph.\n{explain_call(call, name)}"
         )
     if chosen.is_reference:
         warn_if_slow(call, name)
-    return Selection(registry.number_of(chosen), chosen, dims)
+    return Selection(registry.number_of(chosen), chosen, support.head_dims(chosen, call.spec))
 
 
-def _select_again(call: Call, number: int) -> Selection:
-    """The backend of a number that `_select_in_graph` returned.
+def select_again(call: Call, number: int) -> Selection:
+    """The backend of a number that `select_in_operator` returned.
 
     Raises:
         ValueError: It was removed, or it cannot run this call, for example because a graph that was recorded without
@@ -255,8 +257,8 @@ def _select_again(call: Call, number: int) -> Selection:
 
 def selection_key(backend: str) -> tuple[object, ...]:
     """Everything besides the call on which `choose` depends, as a part of a cache key."""
-    settings = support.uses_results(), _ignores_requests.get(), current_flash_attention_impl()
-    return _resolve(backend), registry.version(), *settings
+    settings = support.uses_results.get(), _ignores_requests.get(), current_flash_attention_impl()
+    return _resolve(backend), registry.state.version, *settings
 
 
 def available_backends() -> dict[str, str | None]:
@@ -317,14 +319,13 @@ def automatic_choice() -> Iterator[None]:
 
 def _resolve(backend: str) -> str:
     """A backend's name, or "auto" if neither the caller, `use_backend` nor the environment variable names one."""
-    if backend == "auto" and _ignores_requests.get():
-        return backend
-    if backend == "auto":
+    if backend == "auto" and not _ignores_requests.get():
         backend = _requested.get()
-    if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):
-        check_backend_name(name, f"environment variable {ENVIRONMENT_VARIABLE}: ")
-        return name
-    check_backend_name(backend)
+        if backend == "auto" and (name := os.environ.get(ENVIRONMENT_VARIABLE)):
+            check_backend_name(name, f"environment variable {ENVIRONMENT_VARIABLE}: ")
+            return name
+    if backend != "auto":
+        check_backend_name(backend)
     return backend
 
 
@@ -346,7 +347,7 @@ def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
     """Whether `_reasons` is empty; cached for all batches with the same spec."""
     if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
-    key = (id(backend), spec, support.uses_results(), current_flash_attention_impl())
+    key = (id(backend), spec, support.uses_results.get(), current_flash_attention_impl())
     if (found := _cached.get(key)) is None:
         if len(_cached) > 4096:
             _cached.clear()
@@ -357,8 +358,3 @@ def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
 def _reasons(backend: Backend, spec: AttentionSpec) -> list[str]:
     missing = backend.missing()
     return [missing] if missing is not None else support.reasons(backend, spec)
-
-
-custom_ops.register_auto(_select_in_graph, _select_again, selection_key, registry.version)
-custom_ops.register_bounded(_choose_in_graph, selection_key)
-custom_ops.register_paged(_choose_in_graph, paged.forward)

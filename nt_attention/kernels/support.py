@@ -21,7 +21,7 @@ import torch
 from .backend import Backend
 from .call import AttentionSpec
 
-_uses_results: ContextVar[bool] = ContextVar("nt_attention_verified_support", default=True)
+uses_results: ContextVar[bool] = ContextVar("nt_attention_verified_support", default=True)
 _as_documented: set[str] = set()
 
 
@@ -117,7 +117,7 @@ def _verified(backend: Backend, device: torch.device) -> VerifiedSupport | None:
 
 def verified_for(device: torch.device) -> VerifiedSupport | None:
     """What was verified on this device; None if nothing was, or on a CPU, on ROCm or in `by_documentation`."""
-    if device.type != "cuda" or not _uses_results.get() or torch.version.hip:
+    if device.type != "cuda" or not uses_results.get() or torch.version.hip:
         return None
     return verified_on(torch.cuda.get_device_capability(device))
 
@@ -136,7 +136,7 @@ def head_dims(backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
     verified = _verified(backend, spec.device)
     if verified is not None:
         return verified.head_dims(backend, spec)
-    return backend.head_dims.padded(spec.head_dim, spec.value_dim, ignore_only=not _uses_results.get())
+    return backend.head_dims.padded(spec.head_dim, spec.value_dim, ignore_only=not uses_results.get())
 
 
 def basis(device: torch.device) -> str:
@@ -150,15 +150,11 @@ def basis(device: torch.device) -> str:
 @contextmanager
 def by_documentation() -> Iterator[None]:
     """Within the block, backends support what is documented, verified or not. `check` uses this."""
-    token = _uses_results.set(False)
+    token = uses_results.set(False)
     try:
         yield
     finally:
-        _uses_results.reset(token)
-
-
-def uses_results() -> bool:
-    return _uses_results.get()
+        uses_results.reset(token)
 
 
 def _name(dtype: torch.dtype) -> str:

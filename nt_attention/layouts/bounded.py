@@ -7,39 +7,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..compiler import CapturedGraph, TracedLayout, captured_graph, check_readable, is_replayed
-from .known import SequenceLayout
-from .reading import INT32_MAX, Cache, WeakTensorDict, creating_cached_tensors, plain
+from ..compiler import CapturedGraph, captured_graph, check_readable, is_replayed
+from ..torch_private import version_of
+from .protocol import Layout
+from .protocol import LengthsUnknownError as LengthsUnknownError
+from .reading import INT32_MAX, Cache, creating_cached_tensors, keep, kept, plain
 
 _T = TypeVar("_T")
-
-
-class LengthsUnknownError(ValueError):
-    """The host needs lengths that only the device knows.
-
-    Example:
-        >>> import torch
-        >>> from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError
-        >>> layout = BoundedLayout(torch.tensor([0, 2, 5], dtype=torch.int32), max_seqlen=4, max_tokens=8)
-        >>> try:
-        ...     layout.host_offsets
-        ... except LengthsUnknownError as error:
-        ...     print(error)
-        host_offsets needs the lengths, but this layout only knows bounds of them: make it without max_tokens.
-    """
+_ALIAS = "layout with this alias"
 
 
 class Valid(NamedTuple):
     """Offsets that are safe to index with.
 
     Attributes:
-        offsets: (B+1,) int64. All are 0 if the given ones are not valid: if they decrease, do not begin at 0, or exceed
-            a bound.
+        offsets: (B+1,) int64. All are 0 if the user's are not valid: if they decrease, do not begin at 0, or exceed a
+            bound.
         are_valid: () bool, on the device.
     """
 
@@ -47,8 +35,8 @@ class Valid(NamedTuple):
     are_valid: Tensor
 
     @classmethod
-    def of(cls, given: Tensor, max_seqlen: int, max_tokens: int) -> Valid:
-        offsets = given.long()
+    def of(cls, unchecked: Tensor, max_seqlen: int, max_tokens: int) -> Valid:
+        offsets = unchecked.long()
         lengths = offsets.diff()
         in_order = ((lengths >= 0) & (lengths <= max_seqlen)).all()
         are_valid = in_order & (offsets[0] == 0) & (offsets[-1] <= max_tokens)
@@ -71,27 +59,23 @@ class Valid(NamedTuple):
         return values.masked_fill((past & self.are_valid).view(-1, *[1] * (values.dim() - 1)), value)
 
 
-class BoundedLayout(SequenceLayout):
+class BoundedLayout(Layout):
     """The layout that `SequenceLayout.from_offsets` makes with both bounds, of offsets on a GPU.
 
     It never syncs, so it can be used while a CUDA graph is captured, and the offsets may have other values whenever the
-    graph is replayed. Packed tensors have N rows. Rows past the last offset belong to no sequence: there, results and
-    gradients are 0. If the offsets are not valid or exceed the bounds, all results and gradients of attention are NaN.
+    graph is replayed. So it does not copy them. Packed tensors have N rows. Rows past the last offset belong to no
+    sequence: there, results and gradients are 0. If the offsets are not valid or exceed the bounds, all results and
+    gradients of attention are NaN.
 
     Attributes:
-        given: (B+1,) int32 or int64, an alias of the offsets that were passed.
         total: N.
         max_seqlen: the bound of the longest length.
         min_seqlen: 0.
         sum_of_squares: an upper bound.
     """
 
-    knows_lengths = False
-    __dataclass_fields__: ClassVar[dict[str, Any]] = {}  # torch.compile reads all fields of a frozen dataclass
-
-    given: Tensor
-    _version: int | None
-    _caches: dict[CapturedGraph | None, Cache]
+    knows_lengths: ClassVar[bool] = False
+    min_seqlen = 0
 
     def __init__(self, offsets: Tensor, max_seqlen: int, max_tokens: int) -> None:
         check_readable(offsets, "offsets")
@@ -105,24 +89,15 @@ class BoundedLayout(SequenceLayout):
         for name, bound in (("max_seqlen", max_seqlen), ("max_tokens", max_tokens)):
             if not isinstance(bound, int) or not 0 <= bound <= INT32_MAX:
                 raise ValueError(f"{name} must be an integer from 0 to {INT32_MAX}, got {bound!r}.")
-        if len(offsets) == 1:
-            max_tokens = 0  # there are no sequences
-        # An object of its own, because several layouts of these offsets may have other bounds.
-        with creating_cached_tensors():
-            given = plain(offsets).detach()
-        self.__dict__.update(
-            total=max_tokens,
-            max_seqlen=max_seqlen,
-            min_seqlen=0,
-            sum_of_squares=max_tokens * min(max_seqlen, max_tokens),
-            padded_length=None,
-            _padded_index=None,
-            has_holes=False,
-            given=given,
-            _version=None if is_replayed(offsets) else _version(given),
-            _caches={},
-        )
-        _layout_with[given] = weakref.ref(self)
+        with creating_cached_tensors():  # an alias, because several layouts of these offsets may have other bounds
+            self._alias = plain(offsets).detach()
+        self.batch_size, self.device, self.max_seqlen = len(offsets) - 1, self._alias.device, max_seqlen
+        self.total = max_tokens if len(offsets) > 1 else 0  # without sequences there are no tokens
+        self.sum_of_squares = self.total * min(max_seqlen, self.total)
+        self._version = None if is_replayed(offsets) else _version(self._alias)
+        self._caches: dict[CapturedGraph | None, Cache] = {}
+        # models of transformers pass only offsets to their attention, which finds the layout by them
+        keep(self._alias, _ALIAS, lambda: weakref.ref(self), follows=True)
 
     @staticmethod
     def of(offsets: Tensor, max_seqlen: int, max_tokens: int) -> BoundedLayout:
@@ -130,27 +105,24 @@ class BoundedLayout(SequenceLayout):
 
         So all layers of a model get the same layout.
         """
-        found = _made_of.get(offsets)
-        if found is not None and found.is_unchanged and found.bounds == (max_seqlen, max_tokens):
-            return found
-        made = _made_of[offsets] = BoundedLayout(offsets, max_seqlen, max_tokens)
-        return made
 
-    @property
-    def offsets(self) -> Tensor:
-        return self._converted(torch.int64)
+        key = ("bounds", max_seqlen, max_tokens)
+        return keep(offsets, key, lambda: BoundedLayout(offsets, max_seqlen, max_tokens), follows=True)
 
-    @property
-    def cu_seqlens(self) -> Tensor:
-        return self._converted(torch.int32)
-
-    def _converted(self, dtype: torch.dtype) -> Tensor:
-        """The offsets, or a new tensor of them."""
-        return self.given.to(dtype).contiguous()
+    @staticmethod
+    def with_offsets(offsets: Tensor) -> BoundedLayout | None:
+        """The layout that has this tensor as `operator_offsets`, if the offsets were not changed since."""
+        reference = kept(offsets, _ALIAS)
+        layout: BoundedLayout | None = None if reference is None else reference()
+        return layout if layout is not None and layout.is_unchanged else None
 
     @property
     def operator_offsets(self) -> Tensor:
-        return self.given
+        return self._alias
+
+    @property
+    def device_offsets(self) -> Tensor:
+        return self._alias.int().contiguous()
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -159,75 +131,34 @@ class BoundedLayout(SequenceLayout):
     @property
     def valid(self) -> Valid:
         """The offsets, if they are valid."""
-        return self.cached("valid", lambda: Valid.of(self.given, *self.bounds))
+        return self.cached("valid", lambda: Valid.of(self._alias, *self.bounds))
 
     @property
-    def _safe_offsets(self) -> Tensor:
+    def safe_offsets(self) -> Tensor:
         return self.valid.offsets
 
     @property
-    def host_offsets(self) -> Tensor:
-        raise self._unknown("host_offsets")
-
-    @property
-    def _facts(self) -> Any:
-        raise self._unknown("this method")
-
-    @property
-    def digest(self) -> int:
-        """A constant: the backward can't compare lengths that the host does not know."""
-        return 0
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.given) - 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.given.device
-
-    @property
-    def lengths(self) -> Tensor:
+    def cached_lengths(self) -> Tensor:
         self.check_unchanged("this layout")
-        return super().lengths
-
-    @property
-    def sequence_ids(self) -> Tensor:
-        """(N,) int64, the index of each row's sequence; B − 1 past the last offset."""
-        return super().sequence_ids
-
-    @property
-    def position_ids(self) -> Tensor:
-        """(N,) int64, each row's position in its sequence; 0 past the last offset."""
-        return super().position_ids
+        return super().cached_lengths
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The sequence of each of N rows, and its position in it: B − 1 and 0 past the last offset."""
         self.check_unchanged("this layout")
         return self.cached(("locate", rows), lambda: self.valid.locate(rows))
-
-    @property
-    def reversed(self) -> SequenceLayout:
-        raise self._unknown("this call")
-
-    @property
-    def _own_offsets(self) -> Tensor:
-        return self.offsets
 
     def __repr__(self) -> str:
         bounds = f"at most {self.total} tokens, each sequence at most {self.max_seqlen}"
         return f"BoundedLayout({self.batch_size} sequences, {bounds}, on {self.device})"
 
-    def __getstate__(self) -> dict[str, object]:
+    def __reduce__(self) -> tuple[Any, ...]:
         self.check_unchanged("this layout")
-        return {"offsets": self.given, "max_seqlen": self.max_seqlen, "max_tokens": self.total}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        BoundedLayout.__init__(self, **state)
+        return BoundedLayout, (self._alias, *self.bounds)
 
     @property
     def is_unchanged(self) -> bool:
         """Whether the offsets were not changed in place since the layout was made."""
-        return self._version is None or self._version == _version(self.given)
+        return self._version is None or self._version == _version(self._alias)
 
     def check_unchanged(self, name: str) -> None:
         if not self.is_unchanged:
@@ -239,28 +170,29 @@ class BoundedLayout(SequenceLayout):
     def check_saved(self) -> None:
         if not self.is_unchanged:
             raise RuntimeError(
-                "the cu_seqlens of a layout, which are needed for gradient computation, have been modified by an "
-                "inplace operation: pass a copy, cu_seqlens.clone(), to each forward."
+                "the offsets of a layout with bounds, which are needed for gradient computation, have been modified by "
+                "an inplace operation: pass a copy, offsets.clone(), to each forward."
             )
 
-    def cached(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
-        cache = self._cache
+    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
+        cache = self.cache
         if cache is None:
             return build()
         other_cache = None
         if other is not None and other is not self:
-            other_cache = other._cache if isinstance(other, BoundedLayout) else other._facts.cache
+            other_cache = other.cache
             if other_cache is None:
                 return build()
-        return cast(_T, cache.find_or_build(key, build, other_cache))
+        value: _T = cache.find_or_build(key, build, other_cache)
+        return value
 
     @property
-    def _cache(self) -> Cache | None:
+    def cache(self) -> Cache | None:
         """The cache of this moment; None if nothing can be cached, because changes of the offsets would go unnoticed.
 
         What is built while a graph is captured is computed in each replay of this graph, and only there.
         """
-        graph = captured_graph(self.given)
+        graph = captured_graph(self._alias)
         if graph is None and self._version is None:
             return None
         cache = self._caches.get(graph)
@@ -270,7 +202,7 @@ class BoundedLayout(SequenceLayout):
             cache = self._caches[graph] = Cache(self.device)
         return cache
 
-    def extended(self, extra: int) -> SequenceLayout:
+    def extended(self, extra: int) -> Layout:
         longest, total = self.max_seqlen + extra, self.total + extra * self.batch_size
         return self.cached(("extended", extra), lambda: BoundedLayout(self.valid.extended(extra), longest, total))
 
@@ -306,65 +238,10 @@ class BoundedLayout(SequenceLayout):
         """`values`, or NaN if the offsets are not valid. Integers stay."""
         return values.masked_fill(~self.valid.are_valid, torch.nan) if values.is_floating_point() else values
 
-    def to_nested(self, values: Tensor) -> Tensor:
-        raise self._unknown("to_nested")
-
-    def _unknown(self, name: str) -> LengthsUnknownError:
-        return LengthsUnknownError(
-            f"{name} needs the lengths, but this layout only knows bounds of them: make it without max_tokens."
-        )
-
-
-class TracedBoundedLayout(TracedLayout):
-    """A `BoundedLayout` in a graph.
-
-    Attributes:
-        bounds: `max_seqlen` and `total`.
-    """
-
-    knows_lengths = False
-
-    def __init__(self, offsets: Tensor, max_seqlen: int, max_tokens: int) -> None:
-        super().__init__(offsets)
-        self.arguments = self.bounds = self.max_seqlen, self.total = max_seqlen, max_tokens
-        self.min_seqlen = 0
-
-    @property
-    def valid(self) -> Valid:
-        return Valid.of(self.offsets, self.max_seqlen, self.total)
-
-    @property
-    def _safe_offsets(self) -> Tensor:
-        return self.valid.offsets
-
-    def extended(self, extra: int) -> TracedLayout:
-        longest, total = self.max_seqlen + extra, self.total + extra * self.batch_size
-        return TracedBoundedLayout(self.valid.extended(extra), longest, total)
-
-    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        return self.valid.locate(rows)
-
-    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
-        return self.valid.fill_past_end(values, value)
-
-
-# The offsets that a layout keeps → the layout, for models of transformers, which pass only offsets to their attention.
-_layout_with: WeakTensorDict[weakref.ref[BoundedLayout]] = WeakTensorDict()
-# Offsets → the layout that `BoundedLayout.of` made of them. It refers to an alias of them only, so they can be freed.
-_made_of: WeakTensorDict[BoundedLayout] = WeakTensorDict()
-
-
-def _find(offsets: Tensor) -> BoundedLayout | None:
-    """The layout that keeps this tensor object; None if there is none, or if the offsets were changed since."""
-    reference = _layout_with.get(offsets)
-    layout = None if reference is None else reference()
-    return layout if layout is not None and layout.is_unchanged else None
+    def _check_usable(self, tensor: Tensor, name: str) -> None:
+        self.check_device(tensor, name)
+        self.check_unchanged("this layout")
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-SequenceLayout._with_bounds = staticmethod(BoundedLayout.of)
-SequenceLayout._with_bounds_in_graph = staticmethod(lambda *given: cast(SequenceLayout, TracedBoundedLayout(*given)))
-SequenceLayout._find_bounded = staticmethod(_find)
+    return None if tensor.is_inference() else version_of(tensor)

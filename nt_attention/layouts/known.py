@@ -5,28 +5,36 @@ Dimensions: B sequences, T tokens in the whole batch, L positions in a padded ro
 
 from __future__ import annotations
 
+import importlib
 import operator
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ..compiler import (
-    TracedLayout,
-    check_readable,
-    is_compiling,
-    is_traced,
-    is_tracing,
-    outside_of_graphs,
-    refuse_jit_trace,
+from ..compiler import check_readable, is_compiling, is_traced, is_tracing, refuse_jit_trace
+from . import nested as nested_tensors
+from .bounded import BoundedLayout
+from .protocol import Layout
+from .reading import (
+    Facts,
+    copy_of,
+    creating_cached_tensors,
+    facts_in_operator,
+    facts_where,
+    no_modes,
+    on_host,
+    plain,
+    read_offsets,
+    read_positions,
+    snapshot,
+    to_device,
 )
-from ..operators import define
-from . import reading
-from .reading import HostFacts, copy_of, creating_cached_tensors, facts_of_lengths, on_host, plain
+from .rows import fill_rows_from, scatter_rows
+from .traced import TracedBoundedLayout, TracedLayout
 
 if TYPE_CHECKING:
     from .reading import Ints
@@ -34,29 +42,26 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceLayout:
+class SequenceLayout(Layout):
     """The lengths of the sequences in a ragged batch, and the rows at which they begin in a packed tensor.
 
     Create a layout with one of its `from_*` constructors. A constructor syncs with the device at most once
-    (`from_nested`: at most twice). Later uses of the layout need no sync. Values that depend on the layout are cached,
-    such as `position_ids` and the choice of a backend. Layouts made from the same offsets tensor share this cache.
+    (`from_nested`: at most twice). Later uses of the layout need no sync. A layout copies its offsets when it is made,
+    and never changes. Values that depend on it are cached, such as `position_ids` and the choice of a backend. Layouts
+    made from the same offsets tensor share this cache.
 
     Attributes:
-        offsets: (B+1,) int64, the first row of each sequence, then the end of the last sequence.
-        cu_seqlens: (B+1,) int32, the same numbers.
+        batch_size: B, the number of sequences.
+        device: the device of the layout.
         total: T, the number of tokens.
         max_seqlen: the length of the longest sequence, or the bound that was passed to `from_offsets`.
         min_seqlen: the length of the shortest sequence.
         sum_of_squares: the sum of the squared lengths. In self-attention without a mask, it is the number of (query,
             key) pairs.
-        host_offsets: the same numbers on the CPU.
         padded_length: L of the attention mask that the layout was made from; None if it was made in another way.
-        padded_index: (T,) int64, the position of each token in that mask, flattened to (B·L); else None.
         has_holes: whether a row of that mask has padding between its tokens; else False.
 
-    `host_offsets`, `padded_index`, `lengths`, `sequence_ids` and `position_ids` are new tensors in each access, so you
-    may change them in place. After a change of `offsets` or `cu_seqlens`, the layout raises an error.
+    All tensors that a layout hands out are yours: a change of them in place does not change the layout.
 
     Example:
         >>> import nt_attention as nta
@@ -67,38 +72,74 @@ class SequenceLayout:
         tensor([0, 2, 2, 5])
     """
 
-    offsets: Tensor
-    cu_seqlens: Tensor
-    total: int
-    max_seqlen: int
-    min_seqlen: int
-    sum_of_squares: int = field(repr=False)
-    _facts: HostFacts = field(repr=False)
-    padded_length: int | None = None
-    _padded_index: Tensor | None = field(default=None, repr=False)
-    has_holes: bool = field(default=False, repr=False)
+    _facts: Facts
+    _padded_index: Tensor | None
+    _source: tuple[Tensor, object] | None  # int64 offsets of the user, and their snapshot
+    _handed_out: dict[torch.dtype, Tensor]
 
-    knows_lengths: ClassVar[bool] = True  # False if the host only knows bounds of them
+    def __init__(
+        self,
+        facts: Facts,
+        max_seqlen: int | None = None,
+        source: Tensor | None = None,
+        *,
+        padded_length: int | None = None,
+        padded_index: Tensor | None = None,
+        has_holes: bool = False,
+    ) -> None:
+        """Use a `from_*` constructor.
 
-    # Conversions from and to NestedTensors. nested.py sets them, because it imports this file.
-    _wrap: ClassVar[Callable[[Tensor, SequenceLayout], Tensor]]
-    _layout_of_nested: ClassVar[Callable[[Tensor], SequenceLayout]]
-    # `ShardedLayout`, whose import takes long. nt_attention/__init__.py sets it.
-    _shard: ClassVar[Callable[..., Any]]
-    # `BoundedLayout`, the same in a graph, and the one that has a tensor object. bounded.py sets them.
-    _with_bounds: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]
-    _with_bounds_in_graph: ClassVar[Callable[[Tensor, int, int], SequenceLayout]]
-    _find_bounded: ClassVar[Callable[[Tensor], SequenceLayout | None]]
+        Args:
+            facts: what was read.
+            max_seqlen: the bound of the lengths. None means the longest length.
+            source: (B+1,) int64 offsets that were read, which `offsets` returns as long as they are unchanged.
+            padded_length, padded_index, has_holes: see the attributes.
+        """
+        if facts.first:
+            raise ValueError(
+                f"offsets must begin at 0, got {facts.first}: remove the rows before the first sequence, and pass "
+                "offsets - offsets[0]."
+            )
+        if max_seqlen is not None and max_seqlen < facts.max_seqlen:
+            raise ValueError(
+                f"max_seqlen={max_seqlen} is below the longest sequence of {facts.max_seqlen} tokens: "
+                "pass a larger bound, or leave it out."
+            )
+        self.__dict__.update(
+            _facts=facts,
+            batch_size=facts.host.shape[0] - 1,
+            device=facts.device_offsets.device,
+            total=facts.total,
+            max_seqlen=facts.max_seqlen if max_seqlen is None else max_seqlen,
+            min_seqlen=facts.min_seqlen,
+            sum_of_squares=facts.sum_of_squares,
+            padded_length=padded_length,
+            _padded_index=padded_index,
+            has_holes=has_holes,
+            _source=None if source is None or source.dtype != torch.int64 else (plain(source), snapshot(plain(source))),
+            _handed_out={},
+        )
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"layouts do not change: make a new one instead of setting {name}.")
+
+    def __repr__(self) -> str:
+        return f"SequenceLayout({self.batch_size} sequences, {self.total} tokens, {self.max_seqlen=}, {self.device})"
 
     @classmethod
-    def from_offsets(
-        cls, offsets: Tensor, max_seqlen: int | None = None, max_tokens: int | None = None
-    ) -> SequenceLayout:
+    def _ready(cls, facts: Facts, *args: Any, **of_mask: Any) -> SequenceLayout:
+        """A layout for users, which has the tensors that operators get, so that a graph does not have to make them."""
+        layout = cls(facts, *args, **of_mask)
+        layout._handed_out[torch.int32] = facts.hand_out(torch.int32)
+        return layout
+
+    @classmethod
+    def from_offsets(cls, offsets: Tensor, max_seqlen: int | None = None, max_tokens: int | None = None) -> Layout:
         """Create a layout from the offsets of its sequences.
 
-        The first call with a tensor syncs with its device once. Later calls with the same tensor need no sync. After an
-        in-place change of `offsets`, the next call reads them again, and layouts that were made before the change raise
-        an error. On a GPU, writes to `offsets.data` are not detected, because PyTorch does not record them.
+        The first call with a tensor syncs with its device once. Later calls with the same tensor need no sync. The
+        layout has a copy of the offsets. So an in-place change of `offsets` does not change it, and the next call reads
+        them again. On a GPU, writes to `offsets.data` are not detected, because PyTorch does not record them.
 
         Under torch.compile, torch.export and make_fx, the lengths are not read while the graph is traced. They are read
         when the graph runs.
@@ -111,7 +152,7 @@ class SequenceLayout:
 
         Args:
             offsets: (B+1,) int32 or int64, from 0 and never decreasing. Sequence b has the rows `offsets[b]` to
-                `offsets[b + 1] - 1`. The tensor is not copied; it becomes `offsets` (int64) or `cu_seqlens` (int32).
+                `offsets[b + 1] - 1`.
             max_seqlen: an upper bound of the lengths, which becomes the layout's `max_seqlen`. `pad` pads to this
                 length, so batches with the same bound and B get the same shape.
             max_tokens: an upper bound of the number of tokens. It needs `max_seqlen`. On a CPU the lengths are read
@@ -133,96 +174,54 @@ class SequenceLayout:
         refuse_jit_trace()
         if max_tokens is not None and max_seqlen is None:
             raise ValueError(f"max_tokens={max_tokens} needs max_seqlen, the bound of the longest sequence.")
-        has_bounds = max_seqlen is not None and max_tokens is not None
+        if max_seqlen is not None and max_tokens is not None and isinstance(offsets, Tensor) and not offsets.is_cpu:
+            if is_traced(offsets):
+                return TracedBoundedLayout(offsets, cls, max_seqlen, max_tokens)
+            return BoundedLayout.of(offsets, max_seqlen, max_tokens)
         if is_traced(offsets):
-            if has_bounds and offsets.device.type != "cpu":
-                return cls._with_bounds_in_graph(offsets, cast(int, max_seqlen), cast(int, max_tokens))
             return cls.in_graph(offsets, None, max_seqlen)
-        if isinstance(offsets, Tensor):
-            if has_bounds and offsets.device.type != "cpu":
-                return cls._with_bounds(offsets, cast(int, max_seqlen), cast(int, max_tokens))
-            if (bounded := cls._find_bounded(offsets)) is not None:
-                return bounded
-        layout = cls.from_facts(*reading.read_offsets(offsets), _integer("max_seqlen", max_seqlen))
-        if max_tokens is not None and cast(int, _integer("max_tokens", max_tokens)) < layout.total:
+        if isinstance(offsets, Tensor) and (bounded := BoundedLayout.with_offsets(offsets)) is not None:
+            return bounded
+        layout = cls._ready(read_offsets(offsets), _integer("max_seqlen", max_seqlen), offsets)
+        most = _integer("max_tokens", max_tokens)
+        if most is not None and most < layout.total:
             raise ValueError(f"max_tokens={max_tokens} is below the {layout.total} tokens of the offsets.")
         return layout
 
     @classmethod
-    def in_graph(cls, offsets: Tensor, marker: Tensor | None = None, max_seqlen: int | None = None) -> SequenceLayout:
-        """The layout of a graph. The offsets are read when it runs; see `reading.read_in_operator`."""
-        offsets = torch.ops.nt_attention.offsets.default(offsets, marker)
-        return cast(SequenceLayout, TracedLayout(offsets, max_seqlen))
+    def in_graph(
+        cls, numbers: Tensor, token: Tensor | None = None, max_seqlen: int | None = None, rows: int = 0
+    ) -> TracedLayout:
+        """The layout of a graph. The offsets are read when it runs.
 
-    @staticmethod
-    def in_this_graph(offsets: Tensor, bounds: tuple[int, int] | None) -> SequenceLayout:
-        """The layout of offsets that were made outside of the graph, or that the graph has made before."""
-        if bounds is not None:
-            return SequenceLayout._with_bounds_in_graph(offsets, *bounds)
-        return cast(SequenceLayout, TracedLayout(offsets))
+        Args:
+            numbers: (B+1,) offsets; or (1, L) or (R, L) positions, if `rows` is R.
+            token: the forward token of the model, in which the numbers are read once; None if there is none.
+            max_seqlen: as in `from_offsets`.
+            rows: 0 for offsets.
+        """
+        return TracedLayout(torch.ops.nt_attention.offsets.default(numbers, token, rows), cls, max_seqlen)
 
     @classmethod
-    def in_operator(cls, offsets: Tensor, is_backward: bool = False) -> SequenceLayout:
-        """The layout of the offsets that an operator in a graph gets, from `in_graph` or of a layout from outside.
-
-        Raises:
-            ValueError: they are of a layout, and were changed in place. In a backward, it is a RuntimeError.
-        """
-        if (bounded := cls._find_bounded(offsets)) is not None:
-            return bounded
-        if (found := reading.find(offsets)) is not None:
-            return cls.from_facts(*found)
-        if reading.are_of_layout(offsets):
-            raise _changed_before_backward() if is_backward else _changed("this layout")
-        return cls.from_facts(*reading.read_in_operator(offsets, None))
+    def in_this_graph(cls, offsets: Tensor, bounds: tuple[int, int] | None = None) -> TracedLayout:
+        """The layout of offsets that a layout has outside of the graph, or that the graph has made before."""
+        return TracedLayout(offsets, cls) if bounds is None else TracedBoundedLayout(offsets, cls, *bounds)
 
     @classmethod
-    def _of_lengths(cls, lengths: Ints, device: torch.device, **of_mask: Any) -> SequenceLayout:
-        """Create a layout from lengths on the host. For `of_mask`, see `from_facts`.
-
-        Both `offsets` and `cu_seqlens` are found after the layout is freed: NestedTensors keep the former, and graphs
-        keep the latter for their backward.
-        """
-        offsets, facts, cu_seqlens = facts_of_lengths(lengths, device)
-        return cls.from_facts(offsets, facts, cu_seqlens=cu_seqlens, **of_mask)
+    def in_operator(cls, offsets: Tensor, is_backward: bool = False) -> Layout:
+        """The layout of the offsets that an operator in a graph gets, from `in_graph` or of a layout from outside."""
+        bounded = BoundedLayout.with_offsets(offsets)
+        return cls.of_facts(facts_in_operator(offsets)) if bounded is None else bounded
 
     @classmethod
-    def from_facts(
-        cls,
-        offsets: Tensor,
-        facts: HostFacts,
-        max_seqlen: int | None = None,
-        cu_seqlens: Tensor | None = None,
-        **of_mask: Any,
-    ) -> SequenceLayout:
-        """Create a layout from offsets that have already been read, see `from_offsets`.
-
-        `cu_seqlens`: an alias of `facts.converted`, if those are int32.
-        `of_mask`: `padded_length`, `_padded_index` and `has_holes` of the mask that it was made from.
-        """
-        if facts.first:
-            raise ValueError(
-                f"offsets must begin at 0, got {facts.first}: remove the rows before the first sequence, and pass "
-                "offsets - offsets[0]."
-            )
-        if max_seqlen is not None and max_seqlen < facts.max_seqlen:
-            raise ValueError(
-                f"max_seqlen={max_seqlen} is below the longest sequence of {facts.max_seqlen} tokens: "
-                "pass a larger bound, or leave it out."
-            )
-        wide = offsets.dtype == torch.int64
-        if cu_seqlens is None:
-            cu_seqlens = facts.converted if wide else offsets
-        return cls(
-            offsets=offsets if wide else facts.converted,
-            cu_seqlens=cu_seqlens,
-            total=facts.total,
-            max_seqlen=facts.max_seqlen if max_seqlen is None else max_seqlen,
-            min_seqlen=facts.min_seqlen,
-            sum_of_squares=facts.sum_of_squares,
-            _facts=facts,
-            **of_mask,
-        )
+    def of_facts(cls, facts: Facts) -> SequenceLayout:
+        """The layout of these facts without a bound. It is kept as long as somebody has it."""
+        reference = facts.layout
+        layout: SequenceLayout | None = None if reference is None else reference()
+        if layout is None:
+            layout = cls(facts)
+            facts.layout = weakref.ref(layout)
+        return layout
 
     @classmethod
     def from_lengths(
@@ -251,12 +250,12 @@ class SequenceLayout:
         if isinstance(lengths, Tensor):
             check_readable(lengths, "lengths")
         with creating_cached_tensors():
-            given = _as_tensor(lengths)
-            host = given.detach().to("cpu", torch.int64).numpy()
-        return cls._of_lengths(host, given.device if device is None else torch.device(device))
+            numbers = _as_tensor(lengths)
+            host = numbers.detach().to("cpu", torch.int64).numpy()
+        return cls._ready(Facts.of_lengths(host, numbers.device if device is None else torch.device(device)))
 
     @classmethod
-    def from_nested(cls, nested: Tensor) -> SequenceLayout:
+    def from_nested(cls, nested: Tensor) -> Layout:
         """Create a layout from a NestedTensor.
 
         Syncs once for an offsets tensor that was not read before, and once more for a new tensor of `lengths` (a
@@ -279,7 +278,8 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_nested(nested).lengths
             tensor([2, 3])
         """
-        return SequenceLayout._layout_of_nested(nested)
+        _, offsets, facts, _ = nested_tensors.unwrap(nested)
+        return cls.from_offsets(offsets) if facts is None else cls._ready(facts, None, offsets)
 
     @classmethod
     def from_attention_mask(cls, mask: Tensor) -> SequenceLayout:
@@ -314,11 +314,10 @@ class SequenceLayout:
         bounds = index.searchsorted(length * np.arange(batch + 1))
         lengths = np.diff(bounds)
         first, last = bounds[:-1][lengths > 0], bounds[1:][lengths > 0] - 1
-        return cls._of_lengths(
-            lengths,
-            mask.device,
+        return cls._ready(
+            Facts.of_lengths(lengths, mask.device),
             padded_length=length,
-            _padded_index=reading.to_device(index, mask.device),
+            padded_index=to_device(index, mask.device),
             has_holes=bool((index[last] - index[first] > last - first).any()),
         )
 
@@ -349,33 +348,51 @@ class SequenceLayout:
                 got = f"shape {tuple(position_ids.shape)} and {position_ids.dtype}"
             raise ValueError(f"position_ids must be a (T,) or (R, T) tensor of integers, got {got}.")
         check_readable(position_ids, "position_ids")
-        rows = torch.atleast_2d(position_ids.long())  # the difference of smaller integer types could overflow
-        begins = torch.ones_like(rows, dtype=torch.bool)
-        begins[:, 1:] = rows.diff(dim=1) != 1
-        return layout_where(on_host(begins.flatten()), position_ids.device)
+        return cls._ready(read_positions(position_ids))
 
     @property
-    def batch_size(self) -> int:
-        """B, the number of sequences.
+    def device_offsets(self) -> Tensor:
+        return self._facts.device_offsets
 
-        Example:
-            >>> import nt_attention as nta
-            >>> nta.SequenceLayout.from_lengths([2, 0, 3]).batch_size
-            3
+    @property
+    def offsets(self) -> Tensor:
+        """(B+1,) int64, the first row of each sequence, then the end of the last sequence.
+
+        It is the tensor that the layout was made from, if that is int64 and unchanged.
         """
-        return self._facts.host.numel() - 1
+        if self._source is not None and not is_compiling():
+            source, state = self._source
+            if snapshot(source) == state:
+                return source
+        return self._hand_out(torch.int64)
 
     @property
-    def device(self) -> torch.device:
-        """The device of `offsets`."""
-        return self.offsets.device
+    def cu_seqlens(self) -> Tensor:
+        """(B+1,) int32, the same numbers."""
+        return self._hand_out(torch.int32)
+
+    @property
+    def operator_offsets(self) -> Tensor:
+        return self._hand_out(torch.int32)
+
+    def _hand_out(self, dtype: torch.dtype) -> Tensor:
+        tensor: Tensor | None = self._handed_out.get(dtype)
+        if is_compiling():
+            return self._facts.device_offsets.to(dtype, copy=True) if tensor is None else tensor
+        if tensor is None or not self._facts.are_in(tensor):
+            tensor = self._handed_out[dtype] = self._facts.hand_out(dtype)
+        return tensor
+
+    @property
+    def host(self) -> Tensor:
+        return self._facts.host
 
     @property
     def host_offsets(self) -> Tensor:
         """(B+1,) int64, a copy of `offsets` on the CPU."""
         if is_compiling():
             return copy_of(self._facts.host)
-        with reading.no_modes():  # which would make a fake tensor of it
+        with no_modes():  # which would make a fake tensor of it
             return copy_of(self._facts.host)
 
     @property
@@ -392,12 +409,7 @@ class SequenceLayout:
             >>> nta.SequenceLayout.from_lengths([2, 0, 3]).lengths
             tensor([2, 0, 3])
         """
-        return copy_of(self._cached_lengths)
-
-    @property
-    def _cached_lengths(self) -> Tensor:
-        """The same for code of this package, which does not change it. It is not copied."""
-        return self.cached("lengths", lambda: self._own_offsets.diff())
+        return copy_of(self.cached_lengths)
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -433,7 +445,7 @@ class SequenceLayout:
 
     def _locate(self) -> tuple[Tensor, Tensor]:
         """See `locate_rows`, for all tokens."""
-        offsets, row = self._own_offsets, torch.arange(self.total, device=self.device)
+        offsets, row = self.safe_offsets, torch.arange(self.total, device=self.device)
         if self.device.type == "cpu":  # faster on a CPU; on a GPU it launches three times as many kernels
             ids = torch.arange(self.batch_size, device=self.device)
             ids = ids.repeat_interleave(offsets.diff(), output_size=self.total)
@@ -441,114 +453,49 @@ class SequenceLayout:
             ids = torch.searchsorted(offsets[1:], row, right=True)
         return ids, row - offsets[ids]
 
-    def __getstate__(self) -> dict[str, object]:
-        """Without `_facts`, which `__setstate__` creates from its copy of the offsets on the host.
+    @property
+    def safe_offsets(self) -> Tensor:
+        return self.cached("int64", self._facts.device_offsets.long)
 
-        Raises:
-            ValueError: the offsets were changed in place.
-        """
-        self.check_unchanged("this layout")
-        state = {name: value for name, value in self.__dict__.items() if name != "_facts"}
-        return state | {"host": self._facts.host}
+    def __reduce__(self) -> tuple[Any, ...]:
+        longest = self.max_seqlen if self.max_seqlen > self._facts.max_seqlen else None
+        of_mask = (self.padded_length, self._padded_index, self.has_holes)
+        return _restore, (self._facts.host, self.device, longest, *of_mask)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        host = state.pop("host")
-        self.__dict__.update(state)
-        found = reading.find(self.offsets) or reading.find(self.cu_seqlens)  # the tensors of a shallow copy
-        if found is not None:
-            self.__dict__["_facts"] = found[1]
-            return
-        facts = HostFacts(reading.snapshot(self.offsets), host, self.cu_seqlens)
-        self.__dict__["_facts"] = reading.cache_facts(self.offsets, facts)
-        self.__dict__["cu_seqlens"] = reading.alias_of(self.cu_seqlens, self.offsets, facts)
+    def __copy__(self) -> SequenceLayout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLayout:
+        return self
 
     @staticmethod
-    def require(given: object, name: str) -> SequenceLayout:
+    def require(layout: object, name: str) -> Layout:
         """Check that an argument is a layout, and return it.
 
         In a graph it returns a `TracedLayout`, so that one graph can run with any lengths.
 
         Args:
-            given: the argument.
+            layout: the argument.
             name: the name of the argument, for error messages.
 
         Raises:
-            TypeError: `given` is not a SequenceLayout.
-            ValueError: its offsets were changed in place.
+            TypeError: `layout` is not a layout.
+            ValueError: it has bounds, and its offsets were changed in place.
         """
-        if not isinstance(given, (SequenceLayout, TracedLayout)):
+        if not isinstance(layout, Layout):
             raise TypeError(
-                f"{name} must be a SequenceLayout, got {type(given).__name__}: pass "
+                f"{name} must be a SequenceLayout, got {type(layout).__name__}: pass "
                 "SequenceLayout.from_offsets(offsets), .from_lengths(lengths) or .from_attention_mask(mask)."
             )
-        if isinstance(given, TracedLayout) and not is_traced(given.offsets):  # outside of graphs
-            return SequenceLayout.from_offsets(given.offsets, *given.arguments)
+        if isinstance(layout, TracedLayout) and not is_traced(layout.operator_offsets):  # outside of graphs
+            return layout.read()
         if is_tracing():
-            return SequenceLayout.in_this_graph(given.operator_offsets, given.bounds)
-        if isinstance(given, TracedLayout):
-            return cast(SequenceLayout, given)
-        given.check_unchanged(name)
-        return given
+            return SequenceLayout.in_this_graph(layout.operator_offsets, layout.bounds)
+        layout.check_unchanged(name)
+        return layout
 
-    def check_unchanged(self, name: str) -> None:
-        """Check that the offsets were not changed in place after the layout was made.
-
-        Raises:
-            ValueError: they were changed. The message calls the layout `name`.
-        """
-        if not self.is_unchanged:
-            raise _changed(name)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the offsets were not changed in place, as far as can be known. In a graph, its operators find out."""
-        return is_compiling() or self._facts.match_both(self.offsets, self.cu_seqlens)
-
-    def check_saved(self) -> None:
-        """In a backward pass: check that `cu_seqlens` was not changed in place since the forward pass.
-
-        Raises:
-            RuntimeError: it was changed.
-        """
-        if not self._matches(self.cu_seqlens):
-            raise _changed_before_backward()
-
-    def _matches(self, offsets: Tensor) -> bool:
-        """Whether `offsets` (int32 or int64) are known to be unchanged since they were read. True in a graph."""
-        return is_compiling() or self._facts.match(offsets)
-
-    @property
-    def operator_offsets(self) -> Tensor:
-        """(B+1,) int32 or int64, the offsets that custom operators get."""
-        return self.cu_seqlens
-
-    @property
-    def _safe_offsets(self) -> Tensor:
-        """(B+1,) int64, offsets that are safe to index with."""
-        return self.offsets
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """`max_seqlen` and `total` if the host only knows bounds, else None."""
-        return None
-
-    @property
-    def _own_offsets(self) -> Tensor:
-        """The offsets that were read. The caller may have changed the tensor `offsets` in place since then.
-
-        In a graph, an operator raises an error then, as attention does.
-        """
-        if is_compiling():
-            return torch.ops.nt_attention.offsets_of_layout.default(self.cu_seqlens)
-        return self.offsets if self._matches(self.offsets) else self.cu_seqlens.long()
-
-    @property
-    def digest(self) -> int:
-        """A hash of the offsets."""
-        return self._facts.digest
-
-    def cached(self, key: object, build: Callable[[], _T], other: SequenceLayout | None = None) -> _T:
-        """Return the cached value of `key`, or build it and cache it until the offsets are freed.
+    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
+        """Return the cached value of `key`, or build it and cache it as long as something has the layout's offsets.
 
         Args:
             key: the cache key.
@@ -559,12 +506,20 @@ class SequenceLayout:
         """
         if is_compiling():
             return build()  # a graph's tensors can't be cached
-        if other is not None and not other.knows_lengths:  # its caches depend on the CUDA graph that is captured
-            return other.cached((key, "with keys"), build, self)
-        other_cache = None if other is None or other is self else other._facts.cache
-        return cast(_T, self._facts.cache.find_or_build(key, build, other_cache))
+        if other is None or other is self:
+            value: _T = self._facts.cache.find_or_build(key, build)
+        elif isinstance(other, SequenceLayout):
+            value = self._facts.cache.find_or_build(key, build, other._facts.cache)
+        else:  # its caches depend on the CUDA graph that is captured
+            value = other.cached((key, "with keys"), build, self)
+        return value
 
-    def same_lengths(self, other: SequenceLayout) -> bool:
+    @property
+    def cache(self) -> Any:
+        """The cache of this layout, for a value that depends on another layout too."""
+        return self._facts.cache
+
+    def same_lengths(self, other: Layout) -> bool:
         """Whether both layouts have the same lengths; if they know only bounds, whether they are one. Needs no sync.
 
         Example:
@@ -573,33 +528,25 @@ class SequenceLayout:
             >>> layout.same_lengths(nta.SequenceLayout.from_offsets(torch.tensor([0, 2, 5])))
             True
         """
-        if not (self.knows_lengths and other.knows_lengths):
-            return self is other
+        if not isinstance(other, SequenceLayout):
+            return False
         return self._facts is other._facts or torch.equal(self._facts.host, other._facts.host)
 
     def padded_right(self) -> SequenceLayout:
-        """The same layout, which pads at the end of each row, to the longest length."""
-        return replace(self, max_seqlen=self._facts.max_seqlen, padded_length=None, _padded_index=None, has_holes=False)
+        return SequenceLayout(self._facts, None, self._source and self._source[0])
 
     def extended(self, extra: int) -> SequenceLayout:
-        """The layout in which every sequence is `extra` tokens longer."""
         return self._derived(("extended", extra), lambda lengths: lengths + extra)
 
     @property
     def reversed(self) -> SequenceLayout:
-        """The layout of the same sequences in reverse order."""
         return self._derived("reversed", lambda lengths: lengths[::-1])
 
     def _derived(self, key: object, lengths: Callable[[Ints], Ints]) -> SequenceLayout:
         def build() -> SequenceLayout:
-            return self._of_lengths(lengths(np.diff(self._facts.host.numpy())), self.device)
+            return self._ready(Facts.of_lengths(lengths(np.diff(self._facts.host.numpy())), self.device))
 
         return self.cached(key, build)
-
-    def offsets_for_graph(self, size: int) -> Tensor:
-        """(size,) int32, `cu_seqlens`, then the total. `from_offsets` of them gives this layout, without a sync."""
-        read = self.offsets if self._facts.converted.dtype == torch.int32 else self.cu_seqlens
-        return reading.copy_for_graph(read, self._facts, size)
 
     def pack(self, padded: Tensor) -> Tensor:
         """Remove the padding from a batch. Needs no sync.
@@ -613,7 +560,7 @@ class SequenceLayout:
 
         Raises:
             TypeError: `padded` is not a tensor.
-            ValueError: B, L or the device does not fit the layout, or the layout's offsets were changed in place.
+            ValueError: B, L or the device does not fit the layout.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -645,7 +592,7 @@ class SequenceLayout:
 
         Raises:
             TypeError: `values` is not a tensor.
-            ValueError: too few rows, another device, or the layout's offsets were changed in place.
+            ValueError: too few rows, another device.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -672,7 +619,7 @@ class SequenceLayout:
 
         Raises:
             TypeError: `values` is not a tensor.
-            ValueError: too few rows, another device, or the layout's offsets were changed in place.
+            ValueError: too few rows, another device.
 
         Example:
             >>> import torch, nt_attention as nta
@@ -682,7 +629,12 @@ class SequenceLayout:
         """
         self._check_usable(values, "values")
         self.check_rows(values, "values")
-        return SequenceLayout._wrap(values, self)
+        return self.wrap(values)
+
+    def wrap(self, values: Tensor, ragged_dim: int = 1) -> Tensor:
+        """`to_nested` of checked values. With the ragged dimension 2, the result is (B, H, j, D)."""
+        offsets, longest = self.offsets, self.max_seqlen
+        return nested_tensors.wrap(values, offsets, self._facts, ragged_dim=ragged_dim, max_seqlen=longest)
 
     def shard(self, mesh: Any, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Any:
         """Divide the tokens over the ranks of a mesh, for context parallelism. Needs no sync and no communication.
@@ -714,52 +666,20 @@ class SequenceLayout:
             tensor([0, 1, 2, 3, 4])
             >>> torch.distributed.destroy_process_group()
         """
-        return SequenceLayout._shard(self, mesh, is_causal=is_causal, window_size=window_size)
+        distributed = importlib.import_module("nt_attention.distributed")  # on first use: its import takes long
+        return distributed.ShardedLayout(self, mesh, is_causal=is_causal, window_size=window_size)
 
     def fill_past_end(self, values: Tensor, value: float) -> Tensor:
-        """Replace the rows of `values` (N, …) from row `total` on, which belong to no sequence, by `value`."""
-        if values.shape[0] == self.total:
-            return values
-        past = torch.arange(values.shape[0], device=values.device) >= self.total
-        return values.masked_fill(past.view(-1, *[1] * (values.dim() - 1)), value)
+        return values if values.shape[0] == self.total else fill_rows_from(self.total, values, value)
 
-    def check_rows(self, values: Tensor, name: str) -> None:
-        """Raise a ValueError if `values` is on another device or has fewer rows than `total`."""
-        self._check_device(values, name)
-        if values.dim() == 0 or values.shape[0] < self.total:
-            raise ValueError(
-                f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
-                f"{self.total} tokens: pass at least {self.total} rows."
-            )
-
-    def check_keys(self, key: Tensor, value: Tensor) -> None:
-        """Raise a ValueError if key or value has fewer rows than `total`, or both have more and differ.
-
-        Rows from row `total` on are not read.
-        """
-        for name, x in (("key", key), ("value", value)):
-            self.check_rows(x, name)
-        if key.shape[0] != value.shape[0] and self.total != min(key.shape[0], value.shape[0]):
-            raise ValueError(
-                f"key and value must have the same tokens, got {tuple(key.shape)} and {tuple(value.shape)}."
-            )
-
-    def _check_usable(self, given: object, name: str) -> None:
-        """Check that `given` is a tensor on this layout's device, and that the offsets were not changed in place."""
+    def _check_usable(self, tensor: object, name: str) -> None:
+        """Check that `tensor` is a plain tensor on this layout's device."""
         refuse_jit_trace()
-        if not isinstance(given, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}.")
-        if given.is_nested:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
+        if tensor.is_nested:
             raise TypeError(f"{name} must be a plain tensor, got a NestedTensor: pass its .values().")
-        self._check_device(given, name)
-        self.check_unchanged("this layout")
-
-    def _check_device(self, tensor: Tensor, name: str) -> None:
-        if tensor.device != self.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} and the layout on {self.device}: "
-                f"make the layout from offsets or lengths on {tensor.device}."
-            )
+        self.check_device(tensor, name)
 
     def index_of_tokens(self, length: int) -> Tensor:
         """(T,) int64, the position of each token in a padded batch that is flattened to (B·length)."""
@@ -773,44 +693,47 @@ class SequenceLayout:
         return self.cached(("padded_index", length), build)
 
 
-define(
-    "offsets(Tensor offsets, Tensor? marker) -> Tensor",
-    lambda offsets, marker: reading.copy_for_graph(*reading.read_in_operator(offsets, marker), offsets.shape[0]),
-    lambda offsets, marker: offsets.new_empty(offsets.shape, dtype=torch.int32),
-)
+class Unwrapped(NamedTuple):
+    """A NestedTensor as packed tokens.
+
+    Attributes:
+        values: (N, …), a view of the NestedTensor's values if its sequences are contiguous.
+        layout: the sequences. `layout.total` may be less than N.
+        rewrap: converts (N, …) to a NestedTensor of the same kind, with the same offsets and ragged dimension. If its
+            second argument is True, the ragged dimension is 1.
+    """
+
+    values: Tensor
+    layout: Layout
+    rewrap: Callable[..., Tensor]
 
 
-def _offsets_of_layout(cu_seqlens: Tensor) -> Tensor:
-    SequenceLayout.in_operator(cu_seqlens)  # raises an error if they were changed
-    return cu_seqlens.to(torch.int64, copy=True)
+def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
+    """Convert NestedTensors to packed tokens. Those with the same offsets share a layout; see `nested.take_apart`."""
+    parts = nested_tensors.take_apart(for_weights=for_weights, **named)
+    in_graph: dict[int, Layout] = {}
+    unwrapped = []
+    for values, offsets, facts, rewrap in parts:
+        if facts is not None:
+            layout: Layout = SequenceLayout.of_facts(facts)
+        elif id(offsets) in in_graph:
+            layout = in_graph[id(offsets)]
+        else:
+            layout = in_graph[id(offsets)] = SequenceLayout.from_offsets(offsets)
+        unwrapped.append(Unwrapped(values, layout, rewrap))
+    return tuple(unwrapped)
 
 
-define(
-    "offsets_of_layout(Tensor cu_seqlens) -> Tensor",
-    _offsets_of_layout,
-    lambda cu_seqlens: cu_seqlens.new_empty(cu_seqlens.shape, dtype=torch.int64),
-)
-TracedLayout._read_offsets = staticmethod(outside_of_graphs(lambda *given: SequenceLayout.from_offsets(*given)))
-
-
-def _changed(name: str) -> ValueError:
-    return ValueError(
-        f"the offsets of {name} were changed in place after it was made: make a new layout with "
-        "SequenceLayout.from_offsets(offsets), or make the layout from a copy of the offsets."
-    )
-
-
-def _changed_before_backward() -> RuntimeError:
-    return RuntimeError(
-        "the cu_seqlens of a layout, which are needed for gradient computation, have been modified by an inplace "
-        "operation: pass a copy, cu_seqlens.clone(), to each forward."
-    )
+def _restore(host: Tensor, device: torch.device, max_seqlen: int | None, *of_mask: Any) -> SequenceLayout:
+    """A layout from a pickle."""
+    names = ("padded_length", "padded_index", "has_holes")
+    facts = Facts.of_lengths(np.diff(on_host(host)), device)
+    return SequenceLayout._ready(facts, max_seqlen, **dict(zip(names, of_mask, strict=True)))
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:
     """A layout of N tokens on `device`. A sequence begins wherever `begins` (N,) is not 0, as `begins[0]` must be."""
-    starts = begins.nonzero()[0]
-    return SequenceLayout._of_lengths(np.diff(starts, append=len(begins)), device)
+    return SequenceLayout._ready(facts_where(begins, device))
 
 
 def _as_tensor(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -842,49 +765,9 @@ def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def scatter_rows(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    """A tensor of `shape` (B, L, …) with `values[t]` at position `index[t]` of the flattened B · L, else `value`.
-
-    It has its own autograd function, because `index_copy_` would save the values and return a view.
-    """
-    if not is_compiling():
-        is_derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        if not (is_derived or (values.requires_grad and torch.is_grad_enabled())):
-            return _Scatter.forward(values, index, shape, value)  # `apply` takes 50 µs
-        return cast(Tensor, _Scatter.apply(values, index, shape, value))
-    padded = values.new_full((shape[0] * shape[1], *shape[2:]), value)
-    return padded.index_put((index,), values).unflatten(0, shape[:2])
-
-
 def _integer(name: str, value: Any) -> int | None:
     """An integer, an integer tensor of one value, or None. A float would be rounded."""
     try:
         return None if value is None else operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}.") from None
-
-
-class _Scatter(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, index: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-        padded = values.new_full(shape, value)
-        padded.view(shape[0] * shape[1], *shape[2:]).index_copy_(0, index, values)
-        return padded
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, index, ctx.shape, _ = inputs
-        ctx.save_for_backward(index)
-        ctx.save_for_forward(index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows = grad.shape[0] * grad.shape[1]
-        packed = grad.reshape(rows, *grad.shape[2:])  # `flatten` has no batching rule for is_grads_batched=True
-        return packed.index_select(0, ctx.saved_tensors[0]), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return cast(Tensor, _Scatter.apply(tangent, ctx.saved_tensors[0], ctx.shape, 0.0))

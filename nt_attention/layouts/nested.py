@@ -13,34 +13,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
-from torch.nested._internal.nested_tensor import NestedTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compiler import is_compiling, is_tracing, refuse_jit_trace
-from .known import SequenceLayout
-from .reading import creating_cached_tensors, read_offsets, snapshot
+from ..torch_private import (
+    NestedTensor,
+    extremes_in_graph,
+    extremes_of,
+    make_nested,
+    nested_values_of,
+    ragged_dim_of,
+    share_version_counter,
+    without_torch_function,
+)
+from .reading import Facts, creating_cached_tensors, keep, read_offsets, to_device
 
 
-class Unwrapped(NamedTuple):
+class Parts(NamedTuple):
     """The parts of a NestedTensor.
 
     Attributes:
         values: (N, …), a view of the NestedTensor's values if its sequences are contiguous.
-        layout: the sequences. `layout.total` may be less than N.
+        offsets: the offsets of the NestedTensor.
+        facts: what was read from them; None in a graph. There may be fewer tokens than N.
         rewrap: converts (N, …) to a NestedTensor of the same kind, with the same offsets and ragged dimension. If its
             second argument is True, the ragged dimension is 1.
     """
 
     values: Tensor
-    layout: SequenceLayout
+    offsets: Tensor
+    facts: Facts | None
     rewrap: Callable[..., Tensor]
 
 
-_no_torch_function = torch._C.DisableTorchFunctionSubclass
+_no_torch_function = without_torch_function
 
 
 def are_nested(*tensors: object) -> list[bool]:
@@ -48,8 +57,8 @@ def are_nested(*tensors: object) -> list[bool]:
         return [isinstance(x, Tensor) and x.is_nested for x in tensors]
 
 
-def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
-    """Unwrap NestedTensors (B, j, …) or (B, H, j, D), jagged or strided.
+def take_apart(*, for_weights: bool = True, **named: Tensor) -> tuple[Parts, ...]:
+    """The parts of NestedTensors (B, j, …) or (B, H, j, D), jagged or strided.
 
     If the sequences of a jagged NestedTensor are contiguous from row 0, its values are a view. If not (it has `lengths`
     with holes, or its offsets begin later), the tokens are copied, and `rewrap` restores the rows, with 0 in the holes.
@@ -75,45 +84,48 @@ def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped
         jagged = {id(x): x for x in named.values() if isinstance(x, NestedTensor)}
         may_save = for_weights or any(x.requires_grad for x in jagged.values())
         values = dict(zip(jagged, _values(*jagged.values(), may_save=may_save), strict=True))
-        layouts: dict[int, SequenceLayout] = {}
-        done: dict[int, Unwrapped] = {}
+        read: dict[int, Facts] = {}
+        done: dict[int, Parts] = {}
         for name, x in named.items():
             at = id(x)
             if at not in done:
-                done[at] = _unwrap_jagged(x, values[at], name, layouts) if at in values else _unwrap_strided(x, name)
+                done[at] = _unwrap_jagged(x, values[at], name, read) if at in values else _unwrap_strided(x, name)
         return tuple([done[id(x)] for x in named.values()])
 
 
-def layout_of(nested: Tensor) -> SequenceLayout:
-    """The layout of a NestedTensor's tokens.
+def unwrap(nested: Tensor) -> Parts:
+    """`take_apart` of one NestedTensor.
 
     Raises:
         TypeError: `nested` is not a NestedTensor.
     """
     if not any(are_nested(nested)):
-        kind = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
+        what = f"a dense tensor {tuple(nested.shape)}" if isinstance(nested, Tensor) else type(nested).__name__
         raise TypeError(
-            f"nested must be a NestedTensor, got {kind}: make one with torch.nested.nested_tensor(sequences, "
+            f"nested must be a NestedTensor, got {what}: make one with torch.nested.nested_tensor(sequences, "
             "layout=torch.jagged), or make a layout with SequenceLayout.from_lengths(lengths)."
         )
-    return unwrap_each(nested=nested)[0].layout
+    return take_apart(nested=nested)[0]
 
 
-def wrap(values: Tensor, layout: SequenceLayout, ragged_dim: int = 1) -> Tensor:
-    """A jagged NestedTensor with the layout's offsets, as a view of `values` (N, …).
+def wrap(
+    values: Tensor, offsets: Tensor, facts: Facts, *, ragged_dim: int = 1, max_seqlen: int | None = None
+) -> Tensor:
+    """A jagged NestedTensor with these offsets, as a view of `values` (N, …).
 
     It is (B, j, …); with the ragged dimension 2, it is (B, H, j, D).
     """
+    longest = facts.max_seqlen if max_seqlen is None else max_seqlen
     # In inference mode, nested_tensor_from_jagged raises an error for other than inference tensors.
     if torch.is_inference_mode_enabled() and not is_compiling():
-        return _jagged(values, layout.offsets, None, ragged_dim, layout)
+        return _jagged(values, offsets, None, ragged_dim, facts, longest)
     values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
-    return nested_tensor_from_jagged(values, layout.offsets, None, ragged_dim, layout.min_seqlen, layout.max_seqlen)
+    return nested_tensor_from_jagged(values, offsets, None, ragged_dim, facts.min_seqlen, longest)
 
 
-def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, SequenceLayout]) -> Unwrapped:
-    """Unwrap a jagged NestedTensor. `layouts` maps the id of offsets to their layout, and may be extended."""
-    offsets, lengths, ragged_dim = nested._offsets, nested._lengths, nested._ragged_idx
+def _unwrap_jagged(nested: Any, values: Tensor, name: str, read: dict[int, Facts]) -> Parts:
+    """Unwrap a jagged NestedTensor. `read` maps the id of offsets to their facts, and may be extended."""
+    offsets, lengths, ragged_dim = nested.offsets(), nested.lengths(), ragged_dim_of(nested)
     if ragged_dim not in (1, 2) or (ragged_dim == 2 and values.dim() != 3):
         raise ValueError(
             f"{name} is ragged in dimension {ragged_dim} of {values.dim() + 1}: pass (B, j, …) or (B, H, j, D), "
@@ -121,50 +133,47 @@ def _unwrap_jagged(nested: Any, values: Tensor, name: str, layouts: dict[int, Se
         )
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
     rows = values.shape[0]
+    facts = read.get(id(offsets))
+    if facts is None:
+        facts = read[id(offsets)] = read_offsets(offsets)
     index = None
-    if lengths is not None:
-        layout, index, *_ = _tokens_among_rows(offsets, lengths, rows, name)
-    elif id(offsets) in layouts:
-        layout = layouts[id(offsets)]
-    else:
-        source, facts = read_offsets(offsets)
-        if facts.first:
-            layout, index, *_ = _tokens_among_rows(offsets, None, rows, name)
-        else:
-            layout = layouts[id(offsets)] = SequenceLayout.from_facts(source, facts)
-    if index is None:
-        layout.check_rows(values, name)
-    else:
+    if lengths is not None or facts.first:
+        facts, index = _tokens_among_rows(offsets, facts, lengths, rows, name)
         values = values.index_select(0, index)
+    elif rows < facts.total:
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}, but its {len(facts.host) - 1} sequences have {facts.total} "
+            f"tokens: pass at least {facts.total} rows."
+        )
 
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         if index is not None:
             result = result.new_zeros(rows, *result.shape[1:]).index_copy(0, index, result)
-        return _jagged(result, offsets, lengths, 1 if tokens_first else ragged_dim, layout)
+        return _jagged(result, offsets, lengths, 1 if tokens_first else ragged_dim, facts, facts.max_seqlen)
 
-    return Unwrapped(values, layout, rewrap)
+    return Parts(values, offsets, facts, rewrap)
 
 
-def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Unwrapped, ...]:
-    """`unwrap_each` in a graph, with public operations. NestedTensors with the same ragged size share a layout."""
-    done: list[tuple[Any, Unwrapped]] = []
+def _unwrap_in_graph(named: dict[str, Any]) -> tuple[Parts, ...]:
+    """`take_apart` in a graph, with public operations. NestedTensors with the same ragged size share offsets."""
+    done: list[tuple[Any, Parts]] = []
     for name, x in named.items():
         if x.layout != torch.jagged:
             raise TypeError(
                 f"{name} is a strided NestedTensor, which torch.compile does not support: make it with "
                 "layout=torch.jagged."
             )
-        if x._lengths is not None:
+        if x.lengths() is not None:
             raise ValueError(f"{name} has holes between its sequences: call contiguous() on it outside of the graph.")
         same = next((u for y, u in done if y is x), None)
-        layout = next((u.layout for y, u in done if y.size(y._ragged_idx) == x.size(x._ragged_idx)), None)
-        done.append((x, same if same is not None else _unwrap_one_in_graph(x, layout)))
+        offsets = next((u.offsets for y, u in done if y.size(ragged_dim_of(y)) == x.size(ragged_dim_of(x))), None)
+        done.append((x, same if same is not None else _unwrap_one_in_graph(x, offsets)))
     return tuple([u for _, u in done])
 
 
-def _unwrap_one_in_graph(nested: Any, layout: SequenceLayout | None) -> Unwrapped:
-    values, offsets, ragged_dim = nested.values(), nested.offsets(), nested._ragged_idx
-    extremes = nested._maybe_min_seqlen, nested._maybe_max_seqlen
+def _unwrap_one_in_graph(nested: Any, same: Tensor | None) -> Parts:
+    values, offsets, ragged_dim = nested.values(), nested.offsets(), ragged_dim_of(nested)
+    extremes = extremes_in_graph(nested)
 
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         dim = 1 if tokens_first else ragged_dim
@@ -172,13 +181,13 @@ def _unwrap_one_in_graph(nested: Any, layout: SequenceLayout | None) -> Unwrappe
         return nested_tensor_from_jagged(result, offsets, None, dim, *extremes)
 
     values = values if ragged_dim == 1 else values.movedim(ragged_dim - 1, 0)
-    return Unwrapped(values, SequenceLayout.from_offsets(offsets) if layout is None else layout, rewrap)
+    return Parts(values, offsets if same is None else same, None, rewrap)
 
 
 def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
     """`x.values()` of each NestedTensor, three times as fast and as one autograd node."""
     if not may_save or not torch.is_grad_enabled():
-        return tuple([x._values.detach() for x in nested])  # type: ignore[attr-defined]
+        return tuple([nested_values_of(x).detach() for x in nested])
     differentiable = [x for x in nested if x.requires_grad]
     values = iter(_Values.apply(*differentiable) if differentiable else ())
     return tuple([next(values) if x.requires_grad else _detached_values(x) for x in nested])
@@ -186,38 +195,7 @@ def _values(*nested: Tensor, may_save: bool = True) -> tuple[Tensor, ...]:
 
 def _detached_values(nested: Any) -> Tensor:
     """The detached values, with the version counter of `nested`."""
-    return _share_version_counter(nested, nested._values.detach())
-
-
-def _share_version_counter(base: Tensor, alias: Tensor) -> Tensor:
-    """Set the version counter of `alias`, which shares the memory of `base`, to that of `base`, and return `alias`.
-
-    A NestedTensor and its values have separate version counters. If an operation saves one of them for its backward
-    pass, it does not notice an in-place change of the other, and the gradients are wrong. The result of `detach` has
-    the counter of its input. So `base.detach()` is called here in a mode in which it returns `alias`. Inference tensors
-    have no counter.
-    """
-    if alias.is_inference():
-        return alias
-    torch._C._push_on_torch_dispatch_stack(_ReturnInstead(alias))
-    try:
-        return base.detach()
-    finally:
-        torch._C._pop_torch_dispatch_stack(None)
-
-
-class _ReturnInstead(TorchDispatchMode):
-    """A dispatch mode under which every operator returns one tensor."""
-
-    def __init__(self, result: Tensor) -> None:
-        self.result = result  # super().__init__() is only needed in a with statement
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping adds a slow wrapper, and the mode is never used in compiled code
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        return self.result
+    return share_version_counter(nested, nested_values_of(nested).detach())
 
 
 class _Form(NamedTuple):
@@ -230,10 +208,7 @@ class _Form(NamedTuple):
 
     def wrap(self, values: Tensor) -> Tensor:
         """A detached NestedTensor with these `values`."""
-        with _no_torch_function():
-            nested = NestedTensor(values, self.offsets, lengths=self.lengths, _ragged_idx=self.ragged_dim)
-            nested._metadata_cache = dict(self.extremes)
-        return nested
+        return make_nested(values, *self)
 
 
 class _Values(torch.autograd.Function):
@@ -242,7 +217,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *nested: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.forms = [_Form(x._offsets, x._lengths, x._ragged_idx, x._metadata_cache) for x in nested]
+        ctx.forms = [_Form(x.offsets(), x.lengths(), ragged_dim_of(x), extremes_of(x)) for x in nested]
         return tuple([_detached_values(x) for x in nested])
 
     @staticmethod
@@ -263,76 +238,63 @@ class _Nested(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, form: _Form) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _share_version_counter(values, form.wrap(values.detach()))
+        return share_version_counter(values, form.wrap(values.detach()))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
         return None if grad is None else _values(grad)[0], None
 
 
-def _jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, layout: SequenceLayout) -> Tensor:
+def _jagged(
+    values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_dim: int, facts: Facts, max_seqlen: int
+) -> Tensor:
     """`nested_tensor_from_jagged` of `values` (N, …), three times as fast.
 
     The result has the minimum and maximum of its lengths cached, so that later operations need no sync to compute them.
     """
     with _no_torch_function():
         values = values if ragged_dim == 1 else values.movedim(0, ragged_dim - 1)
-        extremes = layout.cached(("extremes", layout.max_seqlen), lambda: _extremes(layout))
+        extremes = facts.cache.find_or_build(("extremes", max_seqlen), lambda: _extremes(facts, max_seqlen))
         form = _Form(offsets, lengths, ragged_dim, extremes)
         if torch.is_grad_enabled() and values.requires_grad:
             return cast(Tensor, _Nested.apply(values, form))
         return form.wrap(values.detach())
 
 
-def _extremes(layout: SequenceLayout) -> dict[str, Tensor]:
-    """The longest and shortest length, stored as NestedTensor stores them: as the sizes of empty tensors.
-
-    The sizes are marked as dynamic for torch.compile here, once for each layout.
-    """
-    sizes = {"max_seqlen": layout.max_seqlen, "min_seqlen": layout.min_seqlen}
-    extremes = {name: torch.empty(size, 0, device="cpu") for name, size in sizes.items()}
-    for x in extremes.values():
-        torch._dynamo.mark_dynamic(x, 0)
-    return extremes
+def _extremes(facts: Facts, max_seqlen: int) -> dict[str, Tensor]:
+    """The longest and shortest length, as NestedTensor stores them: as the sizes of empty tensors."""
+    offsets = facts.device_offsets
+    values = torch.empty(0, 0, device=offsets.device)
+    return dict(extremes_of(nested_tensor_from_jagged(values, offsets, None, 1, facts.min_seqlen, max_seqlen)))
 
 
-class _TokenRows(NamedTuple):
-    """The rows that are tokens, for a NestedTensor with holes, or with offsets that do not begin at 0."""
-
-    layout: SequenceLayout  # of the tokens without the holes
-    row_of_token: Tensor  # (T,) int64
-    end: int  # one past the last of these rows
-    snapshot: object  # of the lengths
-
-
-def _tokens_among_rows(offsets: Tensor, lengths: Tensor | None, rows: int, name: str) -> _TokenRows:
-    _, facts = read_offsets(offsets)
-    given = facts.host if lengths is None else lengths  # the cache key
-    by_lengths = facts.cache.find_or_build("token rows", WeakIdKeyDictionary)
-    found: _TokenRows | None = by_lengths.get(given)
-    if found is not None and found.end <= rows and found.snapshot == snapshot(given) and found.layout.is_unchanged:
-        return found
+def _tokens_among_rows(
+    offsets: Tensor, facts: Facts, lengths: Tensor | None, rows: int, name: str
+) -> tuple[Facts, Tensor]:
+    """The facts of the tokens, and their rows (T,), of a NestedTensor with holes, or whose offsets begin later."""
     begins = facts.host[:-1]
-    counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
-    ends = begins + counts
-    limits = torch.cat([begins[1:], torch.tensor([rows], device="cpu")])
-    wrong = (counts < 0) | (ends > limits)
+
+    def read() -> tuple[Facts, Tensor, Tensor]:
+        counts = facts.host.diff() if lengths is None else lengths.detach().to("cpu", torch.int64)
+        with creating_cached_tensors():
+            tokens = Facts.of_lengths(counts.clamp(min=0).numpy(), offsets.device)
+            index = np.arange(tokens.total) + (begins - tokens.host[:-1]).numpy().repeat(counts.clamp(min=0).numpy())
+        return tokens, to_device(index, offsets.device), begins + counts
+
+    key = "token rows"
+    tokens, index, ends = facts.cache.find_or_build(key, read) if lengths is None else keep(lengths, (key, facts), read)
+    wrong = (ends < begins) | (ends > torch.cat([begins[1:], torch.tensor([rows], device="cpu")]))
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
+        limit = int(begins[at + 1]) if at + 1 < len(begins) else rows
         raise ValueError(
             f"sequence {at} of {name} has the rows {int(begins[at])} to {int(ends[at])}, but the next sequence begins, "
-            f"or the values end, at row {int(limits[at])}: sequences must not overlap."
+            f"or the values end, at row {limit}: sequences must not overlap."
         )
-    with creating_cached_tensors():
-        layout = SequenceLayout.from_lengths(counts, device=offsets.device)
-        index = layout.position_ids + offsets[:-1].to(torch.int64)[layout.sequence_ids]
-    found = _TokenRows(layout, index, int(ends.max()) if len(ends) else 0, snapshot(given))
-    if not given.is_inference():
-        by_lengths[given] = found
-    return found
+    return tokens, index
 
 
-def _unwrap_strided(nested: Tensor, name: str) -> Unwrapped:
+def _unwrap_strided(nested: Tensor, name: str) -> Parts:
     """Unwrap a strided NestedTensor: (B, j, …), or (B, H, j, D) if its shapes only differ in j."""
     parts = list(nested.unbind()) if nested.size(0) else []
     if not parts:
@@ -342,14 +304,14 @@ def _unwrap_strided(nested: Tensor, name: str) -> Unwrapped:
     token_dim = _strided_token_dim([tuple(part.shape) for part in parts], name)
     values = torch.cat([part.movedim(token_dim, 0) for part in parts])
     lengths = [part.shape[token_dim] for part in parts]
-    layout = SequenceLayout.from_lengths(lengths, device=nested.device)
+    facts = Facts.of_lengths(np.array(lengths), nested.device)
 
     def rewrap(result: Tensor, tokens_first: bool = False) -> Tensor:
         dim = 0 if tokens_first else token_dim
         pieces = [piece.movedim(0, dim) for piece in result.split(lengths)]
         return torch.nested.as_nested_tensor(pieces, layout=torch.strided)
 
-    return Unwrapped(values, layout, rewrap)
+    return Parts(values, facts.device_offsets, facts, rewrap)
 
 
 def _strided_token_dim(shapes: list[tuple[int, ...]], name: str) -> int:
@@ -362,7 +324,3 @@ def _strided_token_dim(shapes: list[tuple[int, ...]], name: str) -> int:
         f"{name} is a strided NestedTensor of shapes such as {shapes[0]}, which do not show whether dimension 1 or 2 "
         "is ragged: make it with layout=torch.jagged."
     )
-
-
-SequenceLayout._wrap = staticmethod(wrap)
-SequenceLayout._layout_of_nested = staticmethod(layout_of)

@@ -1,4 +1,8 @@
-"""Reads each offsets tensor on the host once, and caches the values that are derived from it.
+"""Reads each offsets tensor on the host once, and keeps what follows from it.
+
+What was read, the `Facts`, is kept in two places. One table has the tensors of users: an entry holds until its tensor
+is freed or changed in place. And the tensors that a layout makes carry the facts on their storage, so that they are
+found again through views, graphs and checkpoints, after the layout is freed.
 
 Dimensions: B sequences.
 """
@@ -11,14 +15,23 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..compiler import check_readable, is_compiling, is_replayed, outside_of_graphs
+from ..compiler import check_readable, is_compiling, outside_of_graphs
+from ..operators import define
+from ..torch_private import (
+    count_dispatch_modes,
+    is_output_of_cuda_graph,
+    is_transformed,
+    unwrapped,
+    version_of,
+    without_dispatch_modes,
+    without_transforms,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +40,7 @@ if TYPE_CHECKING:
 
 INT32_MAX = 2**31 - 1
 _MISSING: Any = object()
+_T = TypeVar("_T")
 _V = TypeVar("_V")
 
 
@@ -53,9 +67,6 @@ class WeakTensorDict(Generic[_V]):
     def __setitem__(self, tensor: Tensor, value: _V) -> None:
         key = id(tensor)
         self._entries[key] = (weakref.ref(tensor, functools.partial(_remove, self._entries, key)), value)
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return self.get(tensor) is not None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -107,8 +118,10 @@ def snapshot(tensor: Tensor) -> object:
 
     On a CPU, a snapshot is the values. So changes through NumPy or `.data` are found too, and a change of another row
     of the same table is none. On other devices it has the version counter, which writes to `.data` do not increase. It
-    is None for inference tensors there, which have no version counter.
+    is None if a change could not be seen: of inference tensors there, and of the outputs of CUDA graphs.
     """
+    if is_output_of_cuda_graph(tensor):
+        return None
     if tensor.is_cpu:
         if tensor.is_contiguous():  # twice as fast as NumPy
             return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -116,84 +129,151 @@ def snapshot(tensor: Tensor) -> object:
             return tensor.numpy().tobytes()
     if tensor.is_inference():
         return None
-    return tensor._version, tensor.data_ptr(), tensor.numel()
+    return version_of(tensor), tensor.data_ptr(), tensor.numel()
 
 
-class HostFacts:
-    """The facts that one sync reads from an offsets tensor.
+class _Kept(NamedTuple):
+    """A value that was made of a tensor, the snapshots it was made at, and a second tensor on which it depends."""
 
-    It does not refer to the tensor itself, because the tensor would then never be freed.
+    state: tuple[object, ...]
+    other: weakref.ref[Tensor] | None
+    value: Any
+
+
+# A tensor of a user → what was made of it, by key. The only table of tensors.
+_kept: WeakTensorDict[dict[object, _Kept]] = WeakTensorDict()
+
+
+def keep(
+    tensor: Tensor, key: object, build: Callable[[], _T], other: Tensor | None = None, *, follows: bool = False
+) -> _T:
+    """What `build` makes of a tensor, kept until this tensor is freed or changed in place.
+
+    If a change could not be seen, the value is made in each call.
+
+    Args:
+        tensor: the tensor. The value must not refer to it, or neither would be freed.
+        key: what is made of it.
+        build: makes the value.
+        other: a second tensor on which the value depends.
+        follows: whether the value follows changes that can't be seen, so that it is kept then too.
+    """
+    value: _T | None = kept(tensor, key, other)
+    if value is None:
+        state = _state(tensor, other)  # from before it is read
+        value = build()
+        if follows or None not in state:
+            entries = _kept[tensor] = {
+                name: entry
+                for name, entry in (_kept.get(tensor) or {}).items()
+                if entry.other is None or entry.other() is not None
+            }
+            entries[key] = _Kept(state, None if other is None else weakref.ref(other), value)
+    return value
+
+
+def kept(tensor: Tensor, key: object, other: Tensor | None = None) -> Any:
+    """What `keep` has made of a tensor, if neither it nor `other` was changed since; else None."""
+    entries = _kept.get(tensor)
+    entry = None if entries is None else entries.get(key)
+    if entry is None or (None if entry.other is None else entry.other()) is not other:
+        return None
+    return entry.value if entry.state == _state(tensor, other) else None
+
+
+def _state(tensor: Tensor, other: Tensor | None) -> tuple[object, ...]:
+    return (snapshot(tensor),) if other is None else (snapshot(tensor), snapshot(other))
+
+
+class Facts:
+    """What the host knows of a layout, and what is derived from it. It never changes, and nobody else has its tensors.
 
     Attributes:
-        host: (B+1,) int64, a copy on the CPU. Callers must not get this tensor, because they might change it.
-        converted: (B+1,) on the same device, as int32 if the offsets are int64, and as int64 if they are int32.
+        host, numbers: (B+1,) int64, the offsets on the CPU, and the same in NumPy.
+        device_offsets: (B+1,) int32, the same on the layout's device.
         first, total: the first offset, and the number of tokens after it.
         max_seqlen, min_seqlen, sum_of_squares: the maximum, the minimum and the sum of squares of the lengths.
-        digest: a hash of the offsets.
         cache: all other derived values; see `SequenceLayout.cached`.
+        layout: the layout of these facts without a bound, if somebody has it.
     """
 
-    def __init__(self, offsets_snapshot: object, host: Tensor, converted: Tensor) -> None:
-        """`offsets_snapshot` is the snapshot of the offsets from before they were read."""
-        self.host, self.converted = host, converted
-        self._offsets_snapshot, self._converted_snapshot = offsets_snapshot, snapshot(converted)
-        self._converted_version = converted._version
-        numbers = on_host(host)
+    def __init__(self, host: Tensor, device_offsets: Tensor) -> None:
+        self.host, self.device_offsets = host, device_offsets
+        self.numbers = numbers = on_host(host)
         lengths = np.diff(numbers)
         self.first, self.total = int(numbers[0]), int(numbers[-1] - numbers[0])
         self.max_seqlen, self.min_seqlen = int(lengths.max(initial=0)), int(lengths.min()) if lengths.size else 0
         self.sum_of_squares = int(lengths.dot(lengths))
-        self.digest = hash(numbers.tobytes())
-        self.cache = Cache(converted.device)
+        self.cache = Cache(device_offsets.device)
+        self.layout: weakref.ref[Any] | None = None
+        self._handed_out: dict[torch.dtype, weakref.ref[Tensor]] = {}
 
-    def match(self, offsets: Tensor) -> bool:
-        """Whether `offsets`, the tensor that was read, `converted` or its alias, is known to be unchanged."""
-        is_converted = offsets.dtype == self.converted.dtype
-        before = self._converted_snapshot if is_converted else self._offsets_snapshot
-        return before is not None and snapshot(offsets) == before
+    @classmethod
+    @outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
+    def of_lengths(cls, lengths: Ints, device: torch.device) -> Facts:
+        """The facts of `lengths` (B,) on the host, without a sync.
 
-    def match_both(self, offsets: Tensor, cu_seqlens: Tensor) -> bool:
-        """Whether neither was changed, as far as can be known. One is `converted`, or an alias of it."""
-        read, converted = (offsets, cu_seqlens) if self.converted.dtype == torch.int32 else (cu_seqlens, offsets)
-        before = self._offsets_snapshot
-        if before is not None and snapshot(read) != before:
+        Raises:
+            ValueError: a length is negative, or there are more than 2³¹ − 1 tokens.
+        """
+        if lengths.size and lengths.min() < 0:
+            at = int(lengths.argmin())
+            raise ValueError(f"lengths[{at}] is {lengths[at]}: lengths must be 0 or greater.")
+        ends = np.zeros(lengths.size + 1, np.int64)
+        lengths.cumsum(out=ends[1:])
+        if ends[-1] > INT32_MAX or lengths.max(initial=0) > INT32_MAX:  # both, because the sum may overflow
+            raise ValueError(
+                f"the lengths add up to {sum(map(int, lengths))} tokens, but kernels support at most {INT32_MAX}: "
+                "split the batch."
+            )
+        with creating_cached_tensors():
+            return cls(torch.from_numpy(ends), to_device(ends.astype(np.int32), device))
+
+    def hand_out(self, dtype: torch.dtype) -> Tensor:
+        """(B+1,) int32 or int64, offsets for users and graphs. The facts are found by them; see `facts_of`.
+
+        A tensor that was handed out before, and that somebody still has, is returned again if it is unchanged.
+        """
+        reference = self._handed_out.get(dtype)
+        tensor = None if reference is None else reference()
+        if tensor is None or not self.are_in(tensor):
+            with creating_cached_tensors():
+                tensor = self.device_offsets.to(dtype, copy=True)
+            tensor.untyped_storage().owner = self  # type: ignore[attr-defined]
+            self._handed_out[dtype] = weakref.ref(tensor)
+        return tensor
+
+    def are_in(self, offsets: Tensor) -> bool:
+        """Whether these offsets, which were handed out, have the numbers of the layout, as far as can be known."""
+        if offsets.shape != self.host.shape or offsets.storage_offset() or not offsets.is_contiguous():
             return False
-        if not converted.is_cpu:  # this takes half as long
-            return converted._version == self._converted_version
-        return snapshot(converted) == self._converted_snapshot
-
-    @property
-    def has_old_converted(self) -> bool:
-        """Whether `converted` was changed in place, by its version counter."""
-        return self.converted._version != self._converted_version
-
-    @property
-    def notices_changes(self) -> bool:
-        """Whether a change of the offsets that were read would be noticed. If not, they are read each time."""
-        return self._offsets_snapshot is not None
+        state = snapshot(offsets)
+        if isinstance(state, bytes):
+            return state == self.numbers.astype(np.int32 if offsets.dtype == torch.int32 else np.int64).tobytes()
+        return isinstance(state, tuple) and state[0] == 0  # its version
 
 
-# Offsets → facts. Keys are weak references, so a new tensor never finds the facts of a freed tensor with its id.
-_facts_of: WeakTensorDict[HostFacts] = WeakTensorDict()
-# Converted offsets → a weak reference to the offsets they were made from, because callers may pass either.
-_source_of: WeakTensorDict[weakref.ref[Tensor]] = WeakTensorDict()
-# The results of `copy_for_graph` and `alias_of` → their snapshot, and the offsets and facts they were made from.
-_copies: WeakTensorDict[tuple[object, Tensor, HostFacts]] = WeakTensorDict()
-# Offsets that an operator has read → the marker of the forward, their snapshot, and the copy that was read.
-_read_in: WeakTensorDict[tuple[weakref.ref[Tensor], object, Tensor]] = WeakTensorDict()
+class InGraph(NamedTuple):
+    """The owner of offsets that a graph has made. A compiler may reuse their memory for other numbers in this graph.
+
+    So only the operators to which the graph passes them may trust it, and nothing that reads offsets.
+
+    Attributes:
+        facts: of the offsets. The tensor may have more, if it was made of positions.
+        size: the number of offsets in the tensor.
+    """
+
+    facts: Facts
+    size: int
 
 
-def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
+def read_offsets(offsets: Tensor) -> Facts:
     """Read `offsets` (B+1,) on the host.
 
     This syncs the first time that a tensor object is passed, and after each in-place change of it. On a GPU, inference
     tensors are read each time, because they have no version counter. So are the outputs of a compiled function that
-    runs as a CUDA graph: each replay writes other values to them, without a change of their version.
-
-    Returns:
-        The offsets and their facts. If `offsets` is a copy of another tensor (the converted one, or one for a graph)
-        and neither was changed, that other tensor is returned. If later changes can't be noticed, int32 offsets are
-        copied, because kernels read them.
+    runs as a CUDA graph: each replay writes other values to them, without a change of their version. Offsets that a
+    layout has handed out need no sync.
 
     Raises:
         TypeError: `offsets` is not a tensor.
@@ -202,114 +282,40 @@ def read_offsets(offsets: Tensor) -> tuple[Tensor, HostFacts]:
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"offsets must be a torch.Tensor, got {type(offsets).__name__}: pass torch.tensor([0, 3, 7]).")
-    offsets = plain(offsets)
-    if (found := find(offsets)) is not None:
-        return found
-    facts = _read(offsets)
-    if not facts.notices_changes and offsets.dtype == torch.int32:
-        with creating_cached_tensors():
-            offsets = offsets.detach().clone()
-        facts = HostFacts(snapshot(offsets), facts.host, facts.converted)
-    return offsets, cache_facts(offsets, facts)
+    if is_transformed():
+        offsets = plain(offsets)
+    facts: Facts | None = kept(offsets, "offsets")
+    if facts is None:
+        facts = _handed_out_with(offsets)
+    if facts is None:
+        check_offsets(offsets)
+        facts = keep(offsets, "offsets", lambda: _read(offsets))
+    return facts
 
 
-def read_in_operator(offsets: Tensor, marker: Tensor | None) -> tuple[Tensor, HostFacts]:
-    """`read_offsets` in an operator of a graph.
+def facts_in_operator(offsets: Tensor) -> Facts:
+    """The facts of the offsets that an operator in a graph gets. They are read if their storage is a copy."""
+    owner = owner_of(offsets)
+    if type(owner) is InGraph and offsets.numel() == owner.size:
+        return owner.facts
+    if type(owner) is Facts and offsets.shape == owner.host.shape:
+        return owner
+    check_offsets(offsets)
+    return _read(offsets)
 
-    Offsets that were read outside of graphs need no sync. Others may have been computed in the graph. A compiler may
-    reuse the memory and the tensor object of such a tensor for other offsets, without a change of its version. So they
-    are read again, unless they were read in this forward of the model, which passes them to all of its layers.
 
-    Args:
-        offsets: (B+1,).
-        marker: a tensor that is made once in each forward of a model; None if it is not known.
+def _handed_out_with(offsets: Tensor) -> Facts | None:
+    """The facts with which a layout has handed out these offsets, if they are unchanged."""
+    owner = owner_of(offsets)
+    return owner if type(owner) is Facts and owner.are_in(offsets) else None
 
-    Returns:
-        The offsets, or a copy of those that were read, and their facts.
+
+def check_offsets(offsets: Tensor) -> None:
+    """Check that `offsets` are (B+1,) int32 or int64, and that the host can read them.
+
+    Raises:
+        ValueError: they are not.
     """
-    found = _find(offsets)
-    if found is not None:
-        return found
-    entry = _read_in.get(offsets)
-    if entry is not None and entry[0]() is marker is not None and entry[1] == snapshot(offsets):
-        return read_offsets(entry[2])
-    with creating_cached_tensors():
-        copy = offsets.detach().clone()
-    if marker is not None:
-        _read_in[offsets] = (weakref.ref(marker), snapshot(offsets), copy)
-    return read_offsets(copy)
-
-
-def copy_for_graph(offsets: Tensor, facts: HostFacts, size: int) -> Tensor:
-    """Offsets for a graph. Reading them returns `offsets` and `facts`, without a sync.
-
-    Args:
-        offsets, facts: (B+1,) offsets that begin at 0, and their facts.
-        size: the size of the result, at least B+1. A graph may not know B.
-
-    Returns:
-        (size,) int32, the offsets, then the total: sequences without tokens.
-    """
-
-    def fill() -> Tensor:
-        filled = offsets.new_full((size,), facts.total, dtype=torch.int32)
-        filled[: offsets.shape[0]] = offsets
-        return filled
-
-    filled = facts.cache.find_or_build(("for graph", size), fill)
-    with creating_cached_tensors():
-        copy = filled.clone()
-        _copies[copy] = (snapshot(copy), offsets, facts)
-    return copy
-
-
-def alias_of(converted: Tensor, offsets: Tensor, facts: HostFacts) -> Tensor:
-    """(B+1,), `facts.converted` as another tensor object. Reading it returns `offsets` and `facts`, without a sync.
-
-    A graph keeps this tensor for its backward, and finds by it what was read, also after the offsets are freed. By
-    `converted` itself it would not.
-    """
-    with creating_cached_tensors():
-        alias = converted.detach()
-        _copies[alias] = (snapshot(alias), offsets, facts)
-    return alias
-
-
-def _find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
-    """The offsets that `offsets` are, or are a copy of, and their facts, if they are cached and were not changed."""
-    facts = _facts_of.get(offsets)
-    if facts is not None and facts.match(offsets) and not facts.has_old_converted:
-        return offsets, facts
-    reference = _source_of.get(offsets)
-    source = None if reference is None else reference()
-    if source is not None:
-        facts = _facts_of.get(source)
-        if facts is not None and facts.converted is offsets and facts.match(source) and facts.match(offsets):
-            return source, facts
-    return None
-
-
-def are_of_layout(offsets: Tensor) -> bool:
-    """Whether a layout was made of these offsets, or made them. They may be changed since.
-
-    If the offsets are freed that a layout was made of, what was read is not known anymore, and this is False.
-    """
-    source = _source_of.get(offsets)
-    return offsets in _facts_of or offsets in _copies or (source is not None and source() is not None)
-
-
-def _find_copied(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
-    """What `copy_for_graph` or `alias_of` was called with, if it made these offsets."""
-    entry = _copies.get(offsets)
-    return (entry[1], entry[2]) if entry is not None and entry[0] == snapshot(offsets) else None
-
-
-def find(offsets: Tensor) -> tuple[Tensor, HostFacts] | None:
-    """What `read_offsets` returns, if these offsets were read before and not changed since."""
-    return _find(offsets) or _find_copied(offsets)
-
-
-def _read(offsets: Tensor) -> HostFacts:
     if offsets.is_nested or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
         shape = "nested" if offsets.is_nested else tuple(offsets.shape)
         raise ValueError(
@@ -319,10 +325,11 @@ def _read(offsets: Tensor) -> HostFacts:
     check_readable(offsets, "offsets")
     if offsets.numel() == 0:
         raise ValueError("offsets is empty: B sequences have B+1 offsets, so pass torch.tensor([0]) for no sequences.")
-    offsets_snapshot = None if is_replayed(offsets) else snapshot(offsets)
+
+
+def _read(offsets: Tensor) -> Facts:
     with creating_cached_tensors():
         host = offsets.detach().to("cpu", torch.int64, copy=True)
-        converted = offsets.detach().to(torch.int64 if offsets.dtype == torch.int32 else torch.int32)
         numbers = host.numpy()
     decreases = numbers[1:] < numbers[:-1]  # their difference could overflow
     if decreases.any():
@@ -334,63 +341,104 @@ def _read(offsets: Tensor) -> HostFacts:
     if numbers[0] < 0 or numbers[-1] > INT32_MAX:
         bad = numbers[0] if numbers[0] < 0 else numbers[-1]
         raise ValueError(f"offsets must be in the kernels' range, 0 to {INT32_MAX}, got {bad}.")
-    return HostFacts(offsets_snapshot, host, converted)
+    with creating_cached_tensors():
+        return Facts(host, offsets.detach().to(torch.int32, copy=True))
 
 
-def cache_facts(offsets: Tensor, facts: HostFacts) -> HostFacts:
-    """Cache `facts` for `offsets` and for `facts.converted`, until the offsets are freed."""
-    if facts.notices_changes:
-        _facts_of[offsets] = facts
-        _source_of[facts.converted] = weakref.ref(offsets)
+def facts_where(begins: Ints, device: torch.device) -> Facts:
+    """The facts of N tokens on `device`. A sequence begins wherever `begins` (N,) is not 0, as `begins[0]` must be."""
+    return Facts.of_lengths(np.diff(begins.nonzero()[0], append=len(begins)), device)
+
+
+def read_positions(position_ids: Tensor) -> Facts:
+    """Read positions (R, L): a sequence begins where one is not the previous position plus 1, and with each row."""
+    rows = torch.atleast_2d(position_ids.long())  # the difference of smaller integer types could overflow
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[:, 1:] = rows.diff(dim=1) != 1
+    return facts_where(on_host(begins.flatten()), position_ids.device)
+
+
+def _read_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> Facts:
+    """Read what a graph may have computed: a compiler may have reused the tensor object, for other numbers.
+
+    So it is read again, unless it was read in this forward of the model, which passes it to all of its layers.
+    """
+    if not rows:
+        facts = _handed_out_with(numbers)
+        if facts is None:
+            check_offsets(numbers)
+            facts = kept(numbers, "offsets")  # it was read outside of graphs
+        if facts is not None:
+            return facts
+    read = None if token is None else owner_of(token)
+    now = snapshot(numbers)
+    before, facts, _ = (None, None, None) if read is None else read.get(id(numbers), (None, None, None))
+    if facts is None or before != now or now is None:
+        facts = read_positions(numbers.expand(rows, -1)) if rows else _read(numbers)
+        if read is not None:
+            read[id(numbers)] = now, facts, numbers  # with the tensor, so that no other one gets its id
     return facts
 
 
-@outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
-def facts_of_lengths(lengths: Ints, device: torch.device) -> tuple[Tensor, HostFacts, Tensor]:
-    """Make int64 offsets (B+1,) on `device` from `lengths` (B,) on the host, without a sync.
+def _offsets_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> Tensor:
+    facts = _read_in_graph(numbers, token, rows)
+    with creating_cached_tensors():
+        size = rows * numbers.shape[1] + 1 if rows else numbers.shape[0]
+        made = facts.device_offsets.new_full((size,), facts.total)
+        made[: facts.host.shape[0]] = facts.device_offsets
+    made.untyped_storage().owner = InGraph(facts, size)  # type: ignore[attr-defined]
+    return made
 
-    Returns:
-        The offsets, their facts, and the same offsets as int32, see `alias_of`.
 
-    Raises:
-        ValueError: a length is negative, or there are more than 2³¹ − 1 tokens.
-    """
-    if lengths.size and lengths.min() < 0:
-        at = int(lengths.argmin())
-        raise ValueError(f"lengths[{at}] is {lengths[at]}: lengths must be 0 or greater.")
-    ends = np.zeros(lengths.size + 1, np.int64)
-    lengths.cumsum(out=ends[1:])
-    if ends[-1] > INT32_MAX or lengths.max(initial=0) > INT32_MAX:  # both, because the sum may overflow
-        raise ValueError(
-            f"the lengths add up to {sum(map(int, lengths))} tokens, but kernels support at most {INT32_MAX}: "
-            "split the batch."
-        )
-    with creating_cached_tensors():  # inference tensors would have no version counter
-        host = torch.from_numpy(ends)
-        offsets = to_device(ends, device) if device.type != "cpu" else host.clone()
-        facts = cache_facts(offsets, HostFacts(snapshot(offsets), host, offsets.to(torch.int32)))
-        return offsets, facts, alias_of(facts.converted, offsets, facts)
+def _fake_offsets(numbers: Tensor, token: Tensor | None, rows: int) -> Tensor:
+    size = rows * numbers.shape[1] + 1 if numbers.dim() == 2 else numbers.shape[0]
+    return numbers.new_empty(size, dtype=torch.int32)
+
+
+# numbers: (B+1,) offsets, with `rows` 0; or (1 or R, L) positions of R rows. token: the forward token of the model. The
+# result is (B+1,) or (R·L+1,) int32, the offsets, then the total.
+define("offsets(Tensor numbers, Tensor? token, SymInt rows) -> Tensor", _offsets_in_graph, _fake_offsets)
+
+TOKEN_SHAPE = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
+
+
+def _new_token(device: torch.device) -> Tensor:
+    token = torch.empty(TOKEN_SHAPE, dtype=torch.int8, device=device)
+    token.untyped_storage().owner = {}  # type: ignore[attr-defined]
+    return token
+
+
+def new_forward_token(device: torch.device) -> Tensor:
+    """A tensor of a graph that is made once in each forward of a model. What its layers read is kept on its storage."""
+    token: Tensor = torch.ops.nt_attention.forward_token.default(device)
+    return token
+
+
+# As an operator with random results, so that compilers do not replace it by a constant.
+define(
+    "forward_token(Device device) -> Tensor",
+    _new_token,
+    lambda device: torch.empty(TOKEN_SHAPE, dtype=torch.int8, device=device),
+    random=True,
+)
 
 
 def no_modes() -> AbstractContextManager[Any]:
     """A context in which all dispatch modes are off."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return without_dispatch_modes() if count_dispatch_modes() else nullcontext()
 
 
 def creating_cached_tensors() -> AbstractContextManager[None]:
     """A context to make cached tensors in: without inference mode, gradients, dispatch modes and transforms."""
     is_plain = not (
-        torch.is_inference_mode_enabled()
-        or torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
+        torch.is_inference_mode_enabled() or torch.is_grad_enabled() or is_transformed() or count_dispatch_modes()
     )
     return nullcontext() if is_plain else _without_modes()  # it is often nested
 
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch(), no_modes():
+    with torch.inference_mode(False), torch.no_grad(), without_transforms(), no_modes():
         yield
 
 
@@ -404,13 +452,13 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor inside the wrappers of function transforms, whose values the host can't read."""
-    while isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while isinstance(tensor, Tensor) and (inner := unwrapped(tensor)) is not tensor:
+        tensor = inner
     return tensor
 
 
 def on_host(tensor: Tensor) -> Ints:
-    with torch._C._DisableFuncTorch():
+    with without_transforms():
         return plain(tensor).detach().cpu().numpy()
 
 
@@ -431,5 +479,7 @@ def tensor_of(owner: object, device: torch.device) -> Tensor:
 
 
 def owner_of(tensor: Tensor) -> Any:
-    """The object that `tensor_of` has kept in the storage of a tensor or its alias, or None."""
+    """The object that is kept in the storage of a tensor or its alias, or None."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return None
     return getattr(tensor.untyped_storage(), "owner", None)

@@ -16,14 +16,14 @@ from ..graphs.capture import Bucket, Computed, Sizes, Work
 from ..graphs.device import NotCapturedError
 from ..kernels.select import selection_key
 from ..layouts.bounded import BoundedLayout, LengthsUnknownError
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 
 
 class Packed(NamedTuple):
     """An input of a module: values (T, E) and their sequences."""
 
     values: Tensor
-    layout: SequenceLayout
+    layout: Layout
 
 
 def run_as_graph(
@@ -75,7 +75,7 @@ def _run(
         raise NotCapturedError("the batch has no tokens")
     sizes = tuple([Sizes(x.batch_size, max(1, x.max_seqlen), count) for x, count in zip(layouts, rows, strict=True)])
     values = {f"values {i}": x.values for i, x in enumerate(inputs)}
-    lengths = {f"lengths {j}": x._cached_lengths for j, x in enumerate(layouts)}
+    lengths = {f"lengths {j}": x.cached_lengths for j, x in enumerate(layouts)}
 
     def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
         of_values = {name: (bucket[i].tokens, *x.shape[1:]) for (name, x), i in zip(values.items(), side, strict=True)}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..compiler import can_be_read, is_traced, refuse_jit_trace
 from ..kernels.call import MaskMod, ScoreMod
-from ..layouts import nested
-from ..layouts.known import SequenceLayout
+from ..layouts.known import SequenceLayout, unwrap_each
+from ..layouts.protocol import Layout
 
 _NAMES = ("query", "key", "value")
 _Tensors = tuple[Tensor, Tensor, Tensor]
@@ -68,6 +68,7 @@ class Inputs(NamedTuple):
             are a `ShardedLayout`, T counts the tokens of this rank.
         restore: converts outputs (T, E) or (B, L, E) to the caller's form. None if no conversion is needed.
         is_batched: False for an unbatched padded query (L, E). Its weights have no batch dimension.
+        is_sharded: whether the tokens are divided over ranks.
     """
 
     query: Tensor
@@ -75,9 +76,10 @@ class Inputs(NamedTuple):
     value: Tensor
     masks: Masks
     need_weights: bool
-    layouts: tuple[SequenceLayout, SequenceLayout] | tuple[Any, Any] | None = None
+    layouts: tuple[Layout, Layout] | tuple[Any, Any] | None = None
     restore: Callable[[Tensor], Any] | None = None
     is_batched: bool = True
+    is_sharded: bool = False
 
     @property
     def is_self_attention(self) -> bool:
@@ -86,12 +88,7 @@ class Inputs(NamedTuple):
         return all(x is query or (can_be_read(x) and _same_memory(x, query)) for x in others)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the tokens are divided over ranks."""
-        return self.layouts is not None and getattr(self.layouts[0], "is_sharded", False)
-
-    @property
-    def positions(self) -> tuple[SequenceLayout, SequenceLayout] | tuple[Any, Any]:
+    def positions(self) -> tuple[Layout, Layout] | tuple[Any, Any]:
         """The positions of queries and keys: layouts if packed, else tensors (B or 1, L) and (B or 1, S).
 
         In padded self-attention, positions only count tokens, as in packed inputs.
@@ -108,23 +105,20 @@ class Inputs(NamedTuple):
 
     def pack(self) -> Inputs:
         """Pack padded inputs, whose only masks are `is_causal` and a boolean `key_padding_mask`."""
-        if self.layouts is not None:
-            return self
         (query, key, _), padding = self[:3], self.masks.key_padding_mask
         key_layout = layout_without_padding(key) if padding is None else SequenceLayout.from_attention_mask(~padding)
         layout = key_layout if self.is_self_attention else layout_without_padding(query)
-        packed = self._convert(SequenceLayout.pack, layout, key_layout)
+        packed = self._convert(lambda each, x: each.pack(x), layout, key_layout)
         unpack = self.restore or (lambda out: out)
         return Inputs(
             *packed, Masks(self.masks.is_causal), False, (layout, key_layout), lambda out: unpack(layout.pad(out))
         )
 
     def without_rows_past_end(self) -> Inputs:
-        """Replace packed rows that belong to no sequence by 0, if parameters get gradients: 0 · NaN is NaN."""
-        if self.layouts is None or self.is_sharded or not torch.is_grad_enabled():
-            return self
+        """Replace packed rows that belong to no sequence by 0. Gradients of parameters need it: 0 · NaN is NaN."""
+        assert self.layouts is not None
 
-        def fill(layout: SequenceLayout, x: Tensor) -> Tensor:
+        def fill(layout: Layout, x: Tensor) -> Tensor:
             is_full = layout.knows_lengths and (is_traced(x) or len(x) == layout.total)
             return x if is_full else layout.fill_past_end(x, 0.0)
 
@@ -132,7 +126,7 @@ class Inputs(NamedTuple):
         return self._replace(query=query, key=key, value=value)
 
     def _convert(
-        self, function: Callable[[SequenceLayout, Tensor], Tensor], layout: SequenceLayout, key_layout: SequenceLayout
+        self, function: Callable[[Layout, Tensor], Tensor], layout: Layout, key_layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply `function` to query, key and value. Inputs that are one object stay one object."""
         query, key, value = self[:3]
@@ -155,8 +149,8 @@ def read_inputs(
     query: Any,
     key: Any,
     value: Any,
-    layout: SequenceLayout | Any | None,
-    key_layout: SequenceLayout | Any | None,
+    layout: Layout | Any | None,
+    key_layout: Layout | Any | None,
     masks: Masks,
     need_weights: bool | None,
     embed_dims: tuple[int, int, int],
@@ -177,22 +171,22 @@ def read_inputs(
     elif not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         name, other = next(x for x in zip(_NAMES, (query, key, value), strict=True) if not isinstance(x[1], Tensor))
         raise TypeError(f"query, key and value must be tensors or lists of tensors; {name} is {type(other).__name__}.")
-    are_nested = [] if in_lists else nested.are_nested(query, key, value)
-    if not in_lists and layout is None and not any(are_nested):
+    is_nested = not in_lists and (query.is_nested or key.is_nested or value.is_nested)
+    if not in_lists and layout is None and not is_nested:
         tensors = query, key, value
         return _from_dense(tensors, masks, need_weights is not False, embed_dims, num_heads, batch_first)
     if masks.key_padding_mask is not None:
         raise ValueError("ragged inputs have no padding: leave out key_padding_mask.")
     if getattr(layout, "is_sharded", False):
         return _from_sharded(query, key, value, layout, key_layout, masks, need_weights, embed_dims)
-    if layout is not None and (in_lists or any(are_nested)):
+    if layout is not None and (in_lists or is_nested):
         forms = "lists of tensors" if in_lists else "NestedTensors"
         raise ValueError(f"{forms} have their own layout: leave out layout= and key_layout=.")
     restore = None
     if in_lists:
         (query, key, value), layout, key_layout, restore = _pack_lists(query, key, value)
     elif layout is None:
-        (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value), are_nested)
+        (query, key, value), layout, key_layout, restore = _pack_nested((query, key, value))
     else:
         key_layout = None if key_layout is layout else key_layout
         layout = SequenceLayout.require(layout, "layout")
@@ -204,7 +198,8 @@ def read_inputs(
         if key is not query or value is not query or key_layout is not layout:
             key_layout.check_keys(key, value)
     need_weights = bool(need_weights)
-    return Inputs(query, key, value, masks.without_hint(need_weights), need_weights, (layout, key_layout), restore)
+    masks = masks if masks.attn_mask is None else masks.without_hint(need_weights)
+    return Inputs(query, key, value, masks, need_weights, (layout, key_layout), restore)
 
 
 def _from_sharded(
@@ -228,7 +223,7 @@ def _from_sharded(
     _check_packed(query, key, value)
     _check_widths((query, key, value), embed_dims, ValueError)
     layouts = (sharded, sharded if key_sharded is None else key_sharded)
-    return Inputs(query, key, value, masks, False, layouts, restore)
+    return Inputs(query, key, value, masks, False, layouts, restore, is_sharded=True)
 
 
 def _from_dense(
@@ -300,28 +295,28 @@ def _check_widths(tensors: _Tensors, embed_dims: tuple[int, int, int], error: ty
             raise error(f"{_NAMES[i]} must have {width} features in its last dimension, got {tuple(shape)}.")
 
 
-_Packed = tuple[_Tensors, SequenceLayout, SequenceLayout, Callable[[Tensor], Any]]
+_Packed = tuple[_Tensors, Layout, Layout, Callable[[Tensor], Any]]
 
 
-def _pack_nested(tensors: _Tensors, are_nested: list[bool]) -> _Packed:
-    if not all(are_nested):
-        plain = are_nested.index(False)
-        raise ValueError(
-            "query, key and value must all be NestedTensors (B, j, E); "
-            f"{_NAMES[plain]} is a plain tensor {tuple(tensors[plain].shape)}."
-        )
-    q, k, v = nested.unwrap_each(query=tensors[0], key=tensors[1], value=tensors[2])
+def _pack_nested(tensors: _Tensors) -> _Packed:
+    for name, x in zip(_NAMES, tensors, strict=True):
+        if not x.is_nested:
+            raise ValueError(
+                f"query, key and value must all be NestedTensors (B, j, E); {name} is a plain tensor {tuple(x.shape)}."
+            )
+    q, k, v = unwrap_each(query=tensors[0], key=tensors[1], value=tensors[2])
     for name, rows in zip(_NAMES, (q.values, k.values, v.values), strict=True):
         if rows.dim() != 2:
             raise ValueError(
                 f"query, key and value must all be NestedTensors (B, j, E); {name} has {rows.dim() + 1} dims."
             )
-    _check_values(k.layout, v.layout)
+    if k.layout is not v.layout:
+        _check_values(k.layout, v.layout)
     return (q.values, k.values, v.values), q.layout, k.layout, q.rewrap
 
 
 def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[Tensor]) -> _Packed:
-    packed: dict[int, tuple[Tensor, SequenceLayout]] = {}
+    packed: dict[int, tuple[Tensor, Layout]] = {}
     for name, xs in zip(_NAMES, (query, key, value), strict=True):
         fits = isinstance(xs, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 2 for x in xs)
         if not fits or len(xs) != len(query) or not len(xs):
@@ -340,12 +335,12 @@ def _pack_lists(query: Sequence[Tensor], key: Sequence[Tensor], value: Sequence[
     (q, layout), (k, key_layout), (v, value_layout) = (packed[id(xs)] for xs in (query, key, value))
     _check_values(key_layout, value_layout)
     key_layout = layout if layout.same_lengths(key_layout) else key_layout
-    bounds = layout.host_offsets.tolist()
+    bounds = layout.host.tolist()
     # Not split(), because its outputs can't be changed in place.
     return (q, k, v), layout, key_layout, lambda out: [out[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def _check_values(key_layout: SequenceLayout, value_layout: SequenceLayout) -> None:
+def _check_values(key_layout: Layout, value_layout: Layout) -> None:
     if not key_layout.same_lengths(value_layout):
         raise ValueError("key and value must have the same lengths.")
 
@@ -361,6 +356,6 @@ def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, valu
     return q, k, q if value is query else k if value is key else function(value)
 
 
-def layout_without_padding(padded: Tensor) -> SequenceLayout:
+def layout_without_padding(padded: Tensor) -> Layout:
     """The layout of a batch (B, L, E) in which every position is a token."""
     return SequenceLayout.from_lengths([padded.shape[1]] * padded.shape[0], device=padded.device)

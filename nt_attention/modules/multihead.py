@@ -19,8 +19,9 @@ from ..graphs.cache import CapturedCalls, CudaGraphs
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.select import check_backend_name
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
+from ..torch_private import PARAMETERS, children_of, parameters_of
 from . import graphs
 from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs
@@ -237,7 +238,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             and not own["alibi"]
             and own["num_kv_heads"] == own["num_heads"]
             and own["head_dim"] * own["num_heads"] == own["embed_dim"]
-            and own.get("q_norm", self) is own.get("rotation", self) is self._parameters.get("sinks") is None
+            and own.get("q_norm", self) is own.get("rotation", self) is own[PARAMETERS].get("sinks") is None
         )
         return is_default or not self._extra_options()
 
@@ -300,14 +301,15 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError: the modules do not have parameters with the same names.
         """
-        given, wanted = ({name for name, x in module._parameters.items() if x is not None} for module in (of, to))
+        given, wanted = ({name for name, x in parameters_of(module).items() if x is not None} for module in (of, to))
         if given != wanted:
             raise ValueError(
                 f"only one of the two modules has the parameters {', '.join(sorted(given ^ wanted))}: if "
                 f"{type(of).__name__} is parametrized or pruned, first call parametrize.remove_parametrizations or "
                 "prune.remove."
             )
-        to._parameters.update({name: x for name, x in of._parameters.items() if name in to._parameters})
+        table = parameters_of(to)
+        table.update({name: x for name, x in parameters_of(of).items() if name in table})
         to.out_proj = of.out_proj
         to.train(of.training)
 
@@ -322,8 +324,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        layout: SequenceLayout | Any | None = None,
-        key_layout: SequenceLayout | Any | None = None,
+        layout: Layout | Any | None = None,
+        key_layout: Layout | Any | None = None,
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
     ) -> tuple[Any, Tensor | None]:
@@ -398,7 +400,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         if patched is not None and inputs.layouts is None and key_padding_mask is not None:
             patched.record(reason)
         if reason is None:
-            inputs = inputs.pack().without_rows_past_end()
+            inputs = inputs.pack() if inputs.layouts is None else inputs
+            if torch.is_grad_enabled() and not inputs.is_sharded:
+                inputs = inputs.without_rows_past_end()
             out = None if self.graphs is None or is_compiling() else self._run_as_graph(self.graphs, inputs)
             if out is not None:
                 return inputs.convert_back(out, None, average_attn_weights)
@@ -469,7 +473,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         reason = patched.padded_because
         if reason is None:
             reason = self._why_all_scores(query, key_padding_mask, attn_mask, need_weights is not False)
-        if reason is None or "parametrizations" in self._modules or not self._is_in_its_weights:
+        if reason is None or "parametrizations" in children_of(self) or not self._is_in_its_weights:
             return None
         if key_padding_mask is not None:
             patched.record(reason)
@@ -546,11 +550,11 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def _config(self) -> AttentionConfig:
         bias_k = self.bias_k
-        options = {name: getattr(self, name) for name in _SCORE_OPTIONS}
-        options["sinks"] = self.sinks
-        options["alibi_slopes"] = alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None
-        options["dropout_p"] = self.dropout if self.training else 0.0
-        options["backend"] = self.backend
+        options = {
+            **{"window_size": self.window_size, "softcap": self.softcap, "scale": self.scale, "sinks": self.sinks},
+            "alibi_slopes": alibi_slopes(self.num_heads, self.out_proj.weight.device) if self.alibi else None,
+            **{"dropout_p": self.dropout if self.training else 0.0, "backend": self.backend},
+        }
         return AttentionConfig(options, bias_k, None if bias_k is None else self.bias_v, self.add_zero_attn)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..functional import varlen_attention
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from .config import AttentionConfig
 from .inputs import Inputs
 
@@ -21,7 +21,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: At
     assert inputs.layouts is not None
     layout, key_layout = inputs.layouts
     options, is_causal, alignment = config.options, inputs.masks.is_causal, "upper_left"
-    if added := config.num_added_keys:
+    if config.bias_k is not None or config.add_zero_attn:
+        added = config.num_added_keys
         if is_causal and layout.same_lengths(key_layout):
             alignment = "lower_right"  # the added keys come first, so every query sees them
         elif is_causal:
@@ -38,13 +39,13 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, config: At
     return cast(Tensor, out), None
 
 
-def _prepend(added: Tensor, x: Tensor, layout: SequenceLayout, longer: SequenceLayout) -> Tensor:
+def _prepend(added: Tensor, x: Tensor, layout: Layout, longer: Layout) -> Tensor:
     """Insert the rows `added` (n, G, D) before every sequence of `x` (S, G, D)."""
     rows, count = x.shape[0], added.shape[0]
 
     def build() -> Tensor:
         sequence, position = longer.locate_rows(rows + count * layout.batch_size)
         own = position - count
-        return torch.where(own < 0, rows + position, layout._safe_offsets[sequence] + own)
+        return torch.where(own < 0, rows + position, layout.safe_offsets[sequence] + own)
 
     return torch.cat([x, added]).index_select(0, layout.cached(("prepended", count, rows), build))

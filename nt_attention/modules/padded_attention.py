@@ -22,7 +22,7 @@ from ..compiler import is_tracing
 from ..kernels.call import MaskMod, ScoreMod
 from ..kernels.masks import Window, alibi_bias, apply_mask_mod, apply_score_mod, distances
 from ..layouts.bounded import LengthsUnknownError
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from .config import AttentionConfig
 from .inputs import InputError, Inputs
 
@@ -116,18 +116,16 @@ def _attend_ragged(
     return F.pad(layout.pack(out), (0, 0, 0, 0, 0, rows - layout.total)), weights
 
 
-def _token_mask(layout: SequenceLayout) -> Tensor:
+def _token_mask(layout: Layout) -> Tensor:
     """(B, L) bool, True at tokens."""
-    return torch.arange(layout.max_seqlen, device=layout.device) < layout._cached_lengths.unsqueeze(1)
+    return torch.arange(layout.max_seqlen, device=layout.device) < layout.cached_lengths.unsqueeze(1)
 
 
-def _lengths(layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, int]]:
-    return list(zip(*(x.host_offsets.diff().tolist() for x in (layout, key_layout)), strict=True))
+def _lengths(layout: Layout, key_layout: Layout) -> list[tuple[int, int]]:
+    return list(zip(*(x.host.diff().tolist() for x in (layout, key_layout)), strict=True))
 
 
-def _stack_masks(
-    mask: Tensor | Sequence[Tensor], layout: SequenceLayout, key_layout: SequenceLayout, num_heads: int
-) -> Tensor:
+def _stack_masks(mask: Tensor | Sequence[Tensor], layout: Layout, key_layout: Layout, num_heads: int) -> Tensor:
     """Convert the `attn_mask` of ragged inputs, a tensor or a list, to one tensor (B or 1, H or 1, L, S).
 
     Raises:

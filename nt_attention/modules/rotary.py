@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..compiler import is_traced, is_tracing
 from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..layouts.reading import creating_cached_tensors
 
 # Converts the frequencies (R/2,) to new frequencies, or to a tuple of them and a factor for rotated queries and keys.
@@ -105,7 +106,7 @@ class Rotation:
         angles = (positions.to(torch.float64).unsqueeze(-1) * frequencies).unsqueeze(-2)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
-    def rotate(self, x: Tensor, positions: SequenceLayout | Any) -> Tensor:
+    def rotate(self, x: Tensor, positions: Layout | Any) -> Tensor:
         """Rotate packed `x` (N, H, D) with the positions of a layout, or (B, L, H, D) with positions (B or 1, L).
 
         The layout may be a `ShardedLayout`.

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..compiler import inline_only, is_compiling, is_in_jit_trace
 from ..graphs.cache import CapturedCalls
+from ..torch_private import REPLICATE
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
@@ -177,19 +178,19 @@ def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> Non
         return
     patched = PatchedForward(module, forward, before, handle)
     module.forward = patched
-    module._replicate_for_data_parallel = functools.partial(_replicate, patched)  # type: ignore[method-assign]
+    setattr(module, REPLICATE, functools.partial(_replicate, patched))
     handle.on_remove(functools.partial(_restore_forward, module, patched))
 
 
 def _replicate(patched: PatchedForward) -> nn.Module:
-    """`_replicate_for_data_parallel` of a patched module, so that replicas of DataParallel run their own weights."""
-    replica: Any = type(patched.module)._replicate_for_data_parallel(patched.module)
+    """The replica of a patched module, so that replicas of DataParallel run their own weights."""
+    replica: Any = getattr(type(patched.module), REPLICATE)(patched.module)
     replica.forward = patched._for(replica)
     return replica
 
 
 def _restore_forward(module: nn.Module, patched: PatchedForward) -> None:
-    module.__dict__.pop("_replicate_for_data_parallel", None)
+    module.__dict__.pop(REPLICATE, None)
     if module.__dict__.get("forward") is not patched:
         return  # a wrapper calls the patched forward, which now runs the original
     if patched.before is not None:
@@ -216,6 +217,8 @@ def replacement_of(forward: Callable[..., Any], kind: type[nn.Module]) -> str | 
     `__wrapped__` alone is not enough, because a function with this attribute may not call the function it names. So
     every function in the chain of wrappers must come from a package in `_WRAPPERS`.
     """
+    if isinstance(forward, PatchedForward):
+        forward = forward.original
     if isinstance(forward, functools.partial) and forward.func is kind.forward:  # a hot path: `PatchedForward.original`
         if "<locals>" in kind.__qualname__:  # a cache would keep the class
             return _replacement_of(_links(kind.forward), kind)

@@ -14,6 +14,7 @@ from ..compiler import is_compiling
 from ..modules.multihead import NEEDS_WEIGHTS, Patched, VarlenMultiheadAttention
 from ..patching.forwards import CALL_REMOVE_FIRST
 from ..patching.handle import PatchHandle
+from ..torch_private import SAME_DIMS, buffers_of, children_of, parameters_of, set_parameters
 
 
 def attention_not_supported(attention: nn.Module) -> str | None:
@@ -23,8 +24,8 @@ def attention_not_supported(attention: nn.Module) -> str | None:
         return f"{kind} is not nn.MultiheadAttention."
     if "forward" in attention.__dict__:
         return f"{kind} overrides forward."
-    if attention._buffers or attention._modules.keys() != {"out_proj"}:
-        more = [*attention._buffers, *(attention._modules.keys() - {"out_proj"})]
+    if buffers_of(attention) or children_of(attention).keys() != {"out_proj"}:
+        more = [*buffers_of(attention), *(children_of(attention).keys() - {"out_proj"})]
         return f"{kind} has {', '.join(more)}, which would be lost."
     try:
         VarlenMultiheadAttention.from_torch(attention)
@@ -55,7 +56,7 @@ def swap_attention(
     Raises:
         ValueError: another patch has already replaced it.
     """
-    stock = cast(nn.MultiheadAttention, parent._modules[name])
+    stock = cast(nn.MultiheadAttention, getattr(parent, name))
     if isinstance(stock, VarlenMultiheadAttention):
         reference = _swapped_by.get(stock)
         other = None if reference is None else reference()
@@ -70,10 +71,10 @@ def swap_attention(
         handle.replacements[stock] = ragged, before
         _share_parameters(stock, ragged)
         _share(_HOOKS, stock, ragged)
-        _share(stock.__dict__.keys() - ragged.__dict__.keys() - _NOT_COPIED, stock, ragged)
+        _share(stock.__dict__.keys() - ragged.__dict__.keys() - {SAME_DIMS}, stock, ragged)
     ragged.patched = Patched(handle.need_weights, padded_because, Report(handle) if counts else None)
     _swapped_by[ragged] = ref(handle)
-    parent._modules[name] = ragged
+    parent.register_module(name, ragged)
     handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock, before))
     return None
 
@@ -105,8 +106,7 @@ class Report:
 
 # Both modules share the dictionaries of hooks, so that the handle of a hook removes it from both.
 _HOOKS = {name for name in vars(nn.Module()) if "_hook" in name}
-_NOT_COPIED = {"_qkv_same_embed_dim"}  # a property of VarlenMultiheadAttention
-_SETTINGS = {"dropout", "batch_first", "_is_full_backward_hook"}
+_SETTINGS = {"dropout", "batch_first", *(name for name in _HOOKS if not name.endswith("hooks"))}
 
 
 def _share(names: Iterable[str], of: nn.Module, to: nn.Module) -> None:
@@ -118,25 +118,25 @@ def _share_parameters(stock: nn.MultiheadAttention, ragged: VarlenMultiheadAtten
 
     So `stock` keeps the names of parameters that only `ragged` can have, with the value None.
     """
-    table = stock._parameters
-    table.update({name: None for name in ragged._parameters if name not in table})
-    ragged.__dict__["_parameters"] = table
+    table = parameters_of(stock)
+    table.update({name: None for name in parameters_of(ragged) if name not in table})
+    set_parameters(ragged, table)
 
 
 def _names(module: nn.Module) -> dict[str, bool]:
     """The names in a module's table of parameters, and whether each has one."""
-    return {name: x is not None for name, x in module._parameters.items()}
+    return {name: x is not None for name, x in parameters_of(module).items()}
 
 
 def _restore_attention(
     parent: nn.Module, name: str, ragged: VarlenMultiheadAttention, stock: nn.MultiheadAttention, names: dict[str, bool]
 ) -> None:
     """Put `stock` back, with the current parameters, if they have the `names` that they had before the patch."""
-    if parent._modules.get(name) is not ragged:
+    if children_of(parent).get(name) is not ragged:
         return
-    is_plain = type(ragged) is VarlenMultiheadAttention and ragged._modules.keys() == {"out_proj"}
+    is_plain = type(ragged) is VarlenMultiheadAttention and children_of(ragged).keys() == {"out_proj"}
     has_same_names = all(names.get(name, False) == is_used for name, is_used in _names(ragged).items())
-    if not is_plain or ragged._buffers or not has_same_names:
+    if not is_plain or buffers_of(ragged) or not has_same_names:
         warn(
             f"{name} of {type(parent).__name__} was parametrized or extended while it was patched, so it remains a "
             "VarlenMultiheadAttention."
@@ -144,4 +144,4 @@ def _restore_attention(
         return
     stock.out_proj = ragged.out_proj
     _share(_SETTINGS, ragged, stock)
-    parent._modules[name] = stock.train(ragged.training)
+    parent.register_module(name, stock.train(ragged.training))

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..modules.multihead import VarlenMultiheadAttention
 from ..patching.forwards import active_handles, replacement_of
+from ..torch_private import children_of, inside_compiled
 from .layers import DECODER_LAYER, ENCODER_LAYER, LayerKind, final_norm_not_supported, may_mix_tokens
 
 # Patched module → the modules and attributes that were checked last, and the result of the check.
@@ -26,12 +27,12 @@ def why_not_packed_now(module: nn.Module) -> str | None:
     kind = ENCODER_LAYER if is_encoder else DECODER_LAYER
     stack: Any = module
     # torch.compile puts a module around a layer
-    layers = [getattr(x, "_orig_mod", x) for x in stack.layers] if is_stack else [module]
-    parts = [*stack._modules.values(), *layers] if is_stack else []
+    layers = [inside_compiled(x) for x in stack.layers] if is_stack else [module]
+    parts = [*children_of(stack).values(), *layers] if is_stack else []
     methods, attributes = kind.methods[1:], [id(type(module))]
     for layer in layers:
         own = layer.__dict__
-        parts += layer._modules.values()
+        parts += children_of(layer).values()
         attributes += [id(type(layer)), id(own.get("activation")), id(own.get("forward"))]
         attributes += [name in own for name in methods]
     modules = [x for x in parts if x is not None]

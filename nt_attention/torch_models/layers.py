@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..modules.multihead import VarlenMultiheadAttention
 from ..patching.forwards import PatchedForward, override_forward, replacement_of
 from ..patching.handle import PatchHandle
+from ..torch_private import forward_hooks_of, relu_of_addmm
 from .attention_modules import attention_not_supported, swap_attention
 
 _Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
@@ -31,7 +32,7 @@ class LayerKind(NamedTuple):
     Attributes:
         stock: the class.
         attentions: the names of its attention modules.
-        methods: the methods whose computation a packed layer repeats.
+        methods: the methods whose computation a packed layer repeats, `forward` first.
         blocks: the number of its residual blocks. Each has a norm and a dropout with its number, from 1.
     """
 
@@ -41,11 +42,16 @@ class LayerKind(NamedTuple):
     blocks: int
 
 
-ENCODER_LAYER = LayerKind(nn.TransformerEncoderLayer, ("self_attn",), ("forward", "_sa_block", "_ff_block"), 2)
+def _methods(stock: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the methods that compute a layer: its forward, and one for each block."""
+    return tuple([name for name in vars(stock) if name == "forward" or name.endswith("_block")])
+
+
+ENCODER_LAYER = LayerKind(nn.TransformerEncoderLayer, ("self_attn",), _methods(nn.TransformerEncoderLayer), 2)
 DECODER_LAYER = LayerKind(
     nn.TransformerDecoderLayer,
     ("self_attn", "multihead_attn"),
-    ("forward", "_sa_block", "_mha_block", "_ff_block"),
+    _methods(nn.TransformerDecoderLayer),
     3,
 )
 
@@ -63,7 +69,7 @@ def layer_not_supported(layer: nn.Module, kind: LayerKind) -> str | None:
         return reason
     attentions: list[Any] = [getattr(layer, attention) for attention in kind.attentions]
     for attention_name, attention in zip(kind.attentions, attentions, strict=True):
-        if attention._forward_hooks or attention._forward_pre_hooks:
+        if any(forward_hooks_of(attention)):
             return f"its {attention_name} has hooks, which would get packed tokens."
         why = None if type(attention) is VarlenMultiheadAttention else attention_not_supported(attention)
         why = why or part_not_supported(f"{attention_name}.out_proj", attention.out_proj, (nn.Linear,))
@@ -147,7 +153,7 @@ def _encoder_layer(
     layer: nn.TransformerEncoderLayer,
     original: Callable[..., Tensor],
     src: Tensor,
-    src_mask: Tensor | SequenceLayout | None = None,
+    src_mask: Tensor | Layout | None = None,
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
@@ -161,7 +167,7 @@ def _decoder_layer(
     original: Callable[..., Tensor],
     tgt: Tensor,
     memory: Tensor,
-    tgt_mask: Tensor | SequenceLayout | None = None,
+    tgt_mask: Tensor | Layout | None = None,
     memory_mask: Any = None,
     tgt_key_padding_mask: Tensor | None = None,
     memory_key_padding_mask: Tensor | None = None,
@@ -174,7 +180,7 @@ def _decoder_layer(
     return run_decoder_layer(layer, tgt, memory, tgt_mask, memory_mask, tgt_is_causal)
 
 
-def run_encoder_layer(layer: nn.TransformerEncoderLayer, x: Tensor, layout: SequenceLayout, is_causal: bool) -> Tensor:
+def run_encoder_layer(layer: nn.TransformerEncoderLayer, x: Tensor, layout: Layout, is_causal: bool) -> Tensor:
     """Run a layer on packed `x` (T, E)."""
     x = _add_block(layer, layer.norm1, x, lambda x: _attend(layer, x, layout, is_causal))
     return _add_block(layer, layer.norm2, x, lambda x: _feed_forward(layer, x, layer.dropout2))
@@ -184,8 +190,8 @@ def run_decoder_layer(
     layer: nn.TransformerDecoderLayer,
     x: Tensor,
     memory: Tensor,
-    layout: SequenceLayout,
-    memory_layout: SequenceLayout,
+    layout: Layout,
+    memory_layout: Layout,
     is_causal: bool,
 ) -> Tensor:
     """Run a layer on packed `x` (T, E) and packed `memory` (S, E)."""
@@ -203,12 +209,12 @@ def _add_block(layer: _Layer, norm: nn.Module, x: Tensor, block: Callable[[Tenso
     return x + block(norm(x)) if layer.norm_first else norm(x + block(x))
 
 
-def _attend(layer: _Layer, x: Tensor, layout: SequenceLayout, is_causal: bool) -> Tensor:
+def _attend(layer: _Layer, x: Tensor, layout: Layout, is_causal: bool) -> Tensor:
     return layer.dropout1(layer.self_attn(x, x, x, is_causal=is_causal, layout=layout)[0])
 
 
 def _feed_forward(layer: _Layer, x: Tensor, last_dropout: nn.Module) -> Tensor:
-    """`layer._ff_block`. On a GPU without gradients, ReLU is fused with the matrix product, as in the fast path."""
+    """The linear layers. On a GPU without gradients, ReLU is fused with the matrix product, as in the fast path."""
     first, second = layer.linear1, layer.linear2
     fused = (
         x.is_cuda
@@ -216,9 +222,9 @@ def _feed_forward(layer: _Layer, x: Tensor, last_dropout: nn.Module) -> Tensor:
         and (layer.activation is F.relu or type(layer.activation) is nn.ReLU)
         and type(first) is nn.Linear
         and first.bias is not None
-        and not (first._forward_hooks or first._forward_pre_hooks or "forward" in first.__dict__)
+        and not (any(forward_hooks_of(first)) or "forward" in first.__dict__)
     )
     if not fused:
-        return layer._ff_block(x)
-    hidden = torch._addmm_activation(first.bias, x, first.weight.t())
+        return last_dropout(second(layer.dropout(layer.activation(first(x)))))
+    hidden = relu_of_addmm(first.bias, x, first.weight.t())
     return last_dropout(second(layer.dropout(hidden)))  # a dropout module may be in training mode

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..compiler import can_be_read, outside_of_graphs
 from ..layouts.known import SequenceLayout
+from ..layouts.protocol import Layout
 from ..modules.inputs import layout_without_padding
 
 
@@ -60,7 +61,7 @@ class PackedInput(NamedTuple):
     """
 
     values: Tensor
-    layout: SequenceLayout
+    layout: Layout
     is_causal: bool
     full_shape: tuple[int, int] | None
     batch_first: bool
@@ -126,7 +127,7 @@ def _pack(rows: Tensor, padding: Tensor | None, causal: bool, batch_first: bool)
     return PackedInput(rows.flatten(0, 1), layout, causal, (rows.shape[0], rows.shape[1]), batch_first, is_batched)
 
 
-def _layout(rows: Tensor, padding: Tensor | None) -> SequenceLayout:
+def _layout(rows: Tensor, padding: Tensor | None) -> Layout:
     return layout_without_padding(rows) if padding is None else SequenceLayout.from_attention_mask(~padding)
 
 

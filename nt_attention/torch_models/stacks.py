@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import Tensor, nn
 
 from ..compiler import is_compiling, outside_of_graphs
-from ..layouts import nested
+from ..layouts.known import Unwrapped, unwrap_each
 from ..modules.graphs import Packed, run_as_graph
 from ..patching.forwards import (
     CONTEXT_PARALLEL,
@@ -28,6 +28,7 @@ from ..patching.forwards import (
     override_forward,
 )
 from ..patching.handle import PatchHandle
+from ..torch_private import backward_hooks_of, forward_hooks_of, has_compiled_call
 from .changed_modules import why_not_packed_now
 from .layers import (
     DECODER_LAYER,
@@ -177,7 +178,7 @@ def _lone_encoder_layer(
     return tokens.restore(_run(handle, _run_encoder_layer, layer, tokens.is_causal, tokens))
 
 
-_Tokens = PackedInput | nested.Unwrapped
+_Tokens = PackedInput | Unwrapped
 
 
 class _DecoderCall(NamedTuple):
@@ -353,8 +354,7 @@ def _pack_both(model: nn.Transformer, call: _TransformerCall) -> tuple[PackedInp
 
 def _is_wrapped(stack: nn.Module) -> bool:
     """Whether a call of `stack` does more than its forward."""
-    hooks = stack._forward_hooks, stack._forward_pre_hooks, stack._backward_hooks, stack._backward_pre_hooks
-    return any(hooks) or stack._compiled_call_impl is not None
+    return any(forward_hooks_of(stack)) or any(backward_hooks_of(stack)) or has_compiled_call(stack)
 
 
 def _batch_first(module: nn.Module) -> bool:
@@ -467,7 +467,7 @@ def _nested_encoder(
             "and leave out src_key_padding_mask."
         )
     _check_unchanged(encoder)
-    (source,) = nested.unwrap_each(src=src)
+    (source,) = unwrap_each(src=src)
     return source.rewrap(_run(handle, _run_encoder, encoder, is_causal, source))
 
 
@@ -488,5 +488,5 @@ def _nested_decoder(handle: PatchHandle, decoder: nn.TransformerDecoder, call: _
     if has_padding or has_mask or not (call.tgt.is_nested and call.memory.is_nested):
         return None
     _check_unchanged(decoder)
-    target, memory = nested.unwrap_each(tgt=call.tgt, memory=call.memory)
+    target, memory = unwrap_each(tgt=call.tgt, memory=call.memory)
     return target.rewrap(_run(handle, _run_decoder, decoder, bool(call.tgt_is_causal), target, memory))

@@ -394,12 +394,13 @@ class TestGraphs:
 
     def test_operator_refuses_biases_that_do_not_fit(self):
         x, offsets = torch.randn(14, 3, 8), torch.tensor([0, 5, 14], dtype=torch.int32)
-        function = torch.ops.nt_attention.cpu_forward.default
+        function = torch.ops.nt_attention.attention_forward.default
         options = (0.3, False, "lower_right", (-1, -1), 0.0, 0.0, False, False, False, False)
+        more = (None, None, None, [], *options, [], "cpu")  # no pools, and no bounds
         biases = (torch.zeros(9, dtype=torch.int64), None, torch.randn(13, 3, 7), None)
         with pytest.raises(ValueError, match=r"query_bias must be floating-point numbers \(14, 3, 7\)"):
-            function(x, x, x, offsets, offsets, None, *biases, *options)
-        assert custom_ops.argument_index("relative_grad") == 6 + 4 + len(options) - 1
+            function(x, x, x, offsets, offsets, None, *biases, *more)
+        assert custom_ops.Arguments(*[None] * 10, *more).relative_grad is False
 
 
 def test_nested_tensors_with_packed_biases():

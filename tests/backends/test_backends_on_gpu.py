@@ -11,11 +11,12 @@ from functools import partial
 import oracle
 import pytest
 import torch
+from operators import BACKWARD, FORWARD
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import nt_attention as nta
-from nt_attention.kernels import custom_ops
+from nt_attention.kernels.custom_ops import Arguments
 from nt_attention.kernels.select import BACKENDS
 
 pytestmark = [
@@ -271,7 +272,8 @@ def operands(backend, cross=False):
     tensors, grad = random_inputs(sum(lengths), 4, 2, 64, dtype, sum(key_lengths))
     key_offsets = key_offsets if cross else offsets
     call = (0.3, True, "lower_right", (-1, -1), 0.0, 0.0, False, False, True, False)
-    return (*tensors, offsets, key_offsets, *[None] * 5, *call), grad  # no slopes, and no relative bias
+    # no slopes, no relative bias, no pools, and no bounds
+    return (*tensors, offsets, key_offsets, *[None] * 8, [], *call, [], backend), grad
 
 
 OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": (9, -1), "window_right": (-1, 9), "deterministic": True}
@@ -282,15 +284,14 @@ OPTIONS = {"dropout_p": 0.25, "softcap": 2.0, "window_left": (9, -1), "window_ri
 def test_opcheck_under_each_option(backend, option):
     (*arguments,), grad = operands(backend, cross=False)
     name = "window_size" if "window" in option else option
-    arguments[custom_ops.argument_index(name)] = OPTIONS[option]
+    arguments[Arguments._fields.index(name)] = OPTIONS[option]
     lengths = arguments[3].diff().tolist()
     supported_call(backend, arguments[:3], lengths, lengths, is_causal=True, **{name: OPTIONS[option]})
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")  # the others compare random numbers
-    forward, backward = (getattr(torch.ops.nt_attention, f"{backend}_{way}").default for way in ("forward", "backward"))
-    torch.library.opcheck(forward, tuple(arguments), test_utils=tests)
-    out, lse, state = forward(*arguments)
-    assert state.numel() == (2 if option == "dropout_p" else 0)
-    torch.library.opcheck(backward, (grad, torch.randn_like(lse), out, lse, state, *arguments), test_utils=tests)
+    torch.library.opcheck(FORWARD, tuple(arguments), test_utils=tests)
+    out, lse, *more = FORWARD(*arguments)
+    assert more[0].numel() == (2 if option == "dropout_p" else 0)
+    torch.library.opcheck(BACKWARD, (grad, torch.randn_like(lse), out, lse, *more, *arguments), test_utils=tests)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
@@ -299,10 +300,9 @@ def test_opcheck(backend, cross):
     arguments, grad = operands(backend, cross)
     lengths, key_lengths = (arguments[at].diff().tolist() for at in (3, 4))
     supported_call(backend, arguments[:3], lengths, key_lengths, is_causal=True)
-    forward, backward = (getattr(torch.ops.nt_attention, f"{backend}_{way}").default for way in ("forward", "backward"))
-    torch.library.opcheck(forward, arguments)
-    out, lse, state = forward(*arguments)
-    torch.library.opcheck(backward, (grad, torch.randn_like(lse), out, lse, state, *arguments))
+    torch.library.opcheck(FORWARD, arguments)
+    out, lse, *more = FORWARD(*arguments)
+    torch.library.opcheck(BACKWARD, (grad, torch.randn_like(lse), out, lse, *more, *arguments))
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])

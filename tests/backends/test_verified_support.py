@@ -225,20 +225,20 @@ class TestByDocumentation:
             return bool(support.reasons(flash_attn_4.BACKEND, spec))
 
         assert refused()
-        assert support.uses_results()
+        assert support.uses_results.get()
         with by_documentation():
             assert not refused()
             with by_documentation():
                 assert not refused()
-                assert not support.uses_results()
+                assert not support.uses_results.get()
             assert not refused()
         assert refused()
-        assert support.uses_results()
+        assert support.uses_results.get()
 
     def test_context_ends_with_an_exception(self, verified):
         with pytest.raises(KeyError), by_documentation():
             raise KeyError("anything")
-        assert support.uses_results()
+        assert support.uses_results.get()
         assert support.reasons(flash_attn_2.BACKEND, call())
 
     def test_by_documentation_keeps_documented_limits(self, verified):

@@ -124,7 +124,7 @@ class Carrier:
     tensor: Callable[[Lengths], Tensor]
     layout: Callable[[Tensor], SequenceLayout]
     offsets: Callable[[Tensor], Tensor]
-    copies: bool = False
+    copies: bool = True
     is_row: bool = False
 
 
@@ -157,24 +157,27 @@ CARRIERS = {
     "from_offsets-row": Carrier(
         lambda n: torch.stack([offsets_of(n), offsets_of(n)])[0], SequenceLayout.from_offsets, lambda o: o, is_row=True
     ),
-    "from_lengths": Carrier(torch.tensor, SequenceLayout.from_lengths, _from_counts, copies=True),
-    "from_attention_mask": Carrier(
-        token_mask, SequenceLayout.from_attention_mask, lambda m: _from_counts(m.sum(1)), copies=True
-    ),
-    "from_position_ids": Carrier(_positions, SequenceLayout.from_position_ids, _begins, copies=True),
+    "from_lengths": Carrier(torch.tensor, SequenceLayout.from_lengths, _from_counts),
+    "from_attention_mask": Carrier(token_mask, SequenceLayout.from_attention_mask, lambda m: _from_counts(m.sum(1))),
+    "from_position_ids": Carrier(_positions, SequenceLayout.from_position_ids, _begins),
     "from_nested": Carrier(offsets_of, lambda o: SequenceLayout.from_nested(_nested(o)), lambda o: o),
 }
 # For code that needs no attention, which no backend for CPUs has with bounds.
 BOUNDED = {
-    "bounds": Carrier(offsets_of, lambda o: BoundedLayout(o, PADDED_LENGTH, int(o[-1])), lambda o: o),
+    "bounds": Carrier(offsets_of, lambda o: BoundedLayout(o, PADDED_LENGTH, int(o[-1])), lambda o: o, copies=False),
     "int32 bounds": Carrier(
-        lambda n: offsets_of(n, torch.int32), lambda o: BoundedLayout(o, PADDED_LENGTH, int(o[-1])), lambda o: o
+        lambda n: offsets_of(n, torch.int32),
+        lambda o: BoundedLayout(o, PADDED_LENGTH, int(o[-1])),
+        lambda o: o,
+        copies=False,
     ),
 }
 # key_padding_mask is True at padding; attention_mask is 1 at tokens.
 MASKS = {
     "key_padding_mask": Carrier(
-        lambda n: ~token_mask(n), lambda m: SequenceLayout.from_attention_mask(~m), lambda m: m
+        lambda n: ~token_mask(n), lambda m: SequenceLayout.from_attention_mask(~m), lambda m: m, copies=False
     ),
-    "attention_mask": Carrier(lambda n: token_mask(n).long(), SequenceLayout.from_attention_mask, lambda m: m),
+    "attention_mask": Carrier(
+        lambda n: token_mask(n).long(), SequenceLayout.from_attention_mask, lambda m: m, copies=False
+    ),
 }

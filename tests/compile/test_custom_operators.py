@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from operators import NAMES, call, case_of, described, given_back, operands, operator
+from operators import BACKWARD, FORWARD, NAMES, call, case_of, described, given_back, operands
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nt_attention.kernels import custom_ops
@@ -11,12 +11,11 @@ from nt_attention.kernels.backends import cpu
 from nt_attention.kernels.select import BACKENDS
 
 
-def check(name, *arguments, grad_lse=False, **which):
-    forward, backward = operator(name, "forward"), operator(name, "backward")
-    torch.library.opcheck(forward, arguments, **which)
-    results = forward(*arguments)
+def check(*arguments, grad_lse=False, **which):
+    torch.library.opcheck(FORWARD, arguments, **which)
+    results = FORWARD(*arguments)
     towards_lse = torch.randn_like(results[1]) if grad_lse else None
-    torch.library.opcheck(backward, given_back(torch.randn_like(results[0]), towards_lse, results, arguments), **which)
+    torch.library.opcheck(BACKWARD, given_back(torch.randn_like(results[0]), towards_lse, results, arguments), **which)
 
 
 @NAMES
@@ -24,7 +23,7 @@ def check(name, *arguments, grad_lse=False, **which):
 @pytest.mark.parametrize("lengths", ["self", "cross"])
 @pytest.mark.parametrize("relative", [False, True], ids=["", "relative"])
 def test_opcheck(backend, lengths, relative, grad_lse):
-    check(backend, *operands(backend, lengths, alibi=grad_lse, relative=relative), grad_lse=grad_lse)
+    check(*operands(backend, lengths, alibi=grad_lse, relative=relative), grad_lse=grad_lse)
 
 
 VARIANTS = {
@@ -43,9 +42,8 @@ VARIANTS = {
 def test_opcheck_with_adapters_and_rewrites(fake, variant, relative, lower_right, heads_first, past):
     """Gradients have the strides of their inputs, as compilers expect, also where rows were moved in between."""
     fake(**VARIANTS[variant])
-    name = BACKENDS["fake"].name
-    arguments = operands(name, lower_right=lower_right, heads_first=heads_first, past=past, relative=relative)
-    check(name, *arguments, grad_lse=True, test_utils="test_faketensor")
+    arguments = operands("fake", lower_right=lower_right, heads_first=heads_first, past=past, relative=relative)
+    check(*arguments, grad_lse=True, test_utils="test_faketensor")
 
 
 def as_meta(tensors):
@@ -59,17 +57,16 @@ def as_meta(tensors):
 def test_shapes_and_strides_on_meta_and_fake_tensors(backend, relative, dtype, past):
     arguments = operands(backend, past=past, relative=relative)
     arguments = (*(x.to(dtype) for x in arguments[:3]), *arguments[3:])
-    forward, backward = operator(backend, "forward"), operator(backend, "backward")
-    real = forward(*arguments)
+    real = FORWARD(*arguments)
     assert real[1].dtype == torch.promote_types(dtype, torch.float32)
-    gradients = backward(*given_back(real[0], real[1], real, arguments))
-    assert described(forward(*as_meta(arguments))) == described(real)
-    assert described(backward(*as_meta(given_back(real[0], real[1], real, arguments)))) == described(gradients)
+    gradients = BACKWARD(*given_back(real[0], real[1], real, arguments))
+    assert described(FORWARD(*as_meta(arguments))) == described(real)
+    assert described(BACKWARD(*as_meta(given_back(real[0], real[1], real, arguments)))) == described(gradients)
     with FakeTensorMode() as mode:
         given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        faked = forward(*given)
+        faked = FORWARD(*given)
         assert described(faked) == described(real)
-        faked_gradients = backward(*given_back(faked[0], faked[1], faked, given))
+        faked_gradients = BACKWARD(*given_back(faked[0], faked[1], faked, given))
         assert described(faked_gradients) == described(gradients)
 
 
@@ -90,9 +87,9 @@ WRONG = {
     "heads of the values": ({2: torch.randn(31, 2, 7)}, "key and value must have the same number of heads"),
     "too few values": ({2: torch.randn(30, 3, 7)}, "value has shape"),
     "dimensions": ({0: torch.randn(26, 66)}, "must be \\(tokens, heads, head dim\\)"),
-    "a dtype": ({1: torch.randn(31, 3, 11).double()}, "must share a dtype"),
+    "a dtype": ({1: torch.randn(31, 3, 11).double()}, "must share one floating-point dtype"),
     "slopes": ({5: torch.rand(4)}, "alibi_slopes must be a tensor"),
-    "sequences": ({4: torch.tensor([0, 31], dtype=torch.int32)}, "cu_seqlens are of 5 sequences"),
+    "sequences": ({4: torch.tensor([0, 31], dtype=torch.int32)}, "layout has 5 sequences"),
 }
 
 
@@ -104,18 +101,18 @@ def test_forward_operator_refuses_invalid_arguments(backend, wrong):
     for index, x in changes.items():
         arguments[index] = x
     with pytest.raises(ValueError, match=message):
-        operator(backend, "forward")(*arguments)
+        FORWARD(*arguments)
 
 
 @NAMES
 @pytest.mark.parametrize("which", range(4), ids=["grad", "grad_lse", "out", "lse"])
 def test_backward_operator_refuses_invalid_shapes(backend, which):
     arguments = operands(backend)
-    results = operator(backend, "forward")(*arguments)
+    results = FORWARD(*arguments)
     given = list(given_back(torch.randn_like(results[0]), torch.randn_like(results[1]), results, arguments))
     given[which] = given[which][:-1]
     with pytest.raises(ValueError, match=f"{('grad', 'grad_lse', 'out', 'lse')[which]} must be"):
-        operator(backend, "backward")(*given)
+        BACKWARD(*given)
 
 
 OPTIONS = {"softcap": 2.0, "dropout_p": 0.25, "window_size": (3, 3), "deterministic": True}
@@ -126,8 +123,8 @@ OPTIONS = {"softcap": 2.0, "dropout_p": 0.25, "window_size": (3, 3), "determinis
 def test_fake_random_state_under_dropout(backend, option):
     arguments = list(operands(backend))
     for name in option.split(" and "):
-        arguments[custom_ops.argument_index(name)] = OPTIONS[name]
+        arguments[custom_ops.Arguments._fields.index(name)] = OPTIONS[name]
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        state = operator(backend, "forward")(*fakes)[2]
+        state = FORWARD(*fakes)[2]
     assert state.shape == (2 if "dropout_p" in option else 0,)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from operators import NAMES, call, case_of, only, operands, operator
+from operators import FORWARD, NAMES, call, case_of, only, operands
 from oracle import assert_same, problem
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -131,12 +131,12 @@ class TestNoOperatorSupportsTheCall:
 
     def test_auto_operator_raises_if_the_backend_of_the_block_is_no_operator(self, registered_variant):
         registered_variant(reference.BACKEND, "fake", backward=None)
-        with use_backend("fake"), pytest.raises(ValueError, match="'reference' is not a custom operator"):
-            operator("auto", "forward")(*operands("auto"))
+        with use_backend("fake"), pytest.raises(ValueError, match="'fake' is not a custom operator"):
+            FORWARD(*operands("auto"))
 
     def test_unknown_backend_lists_the_known_ones(self):
         with pytest.raises(ValueError, match=r"no backend 'unknown'.*'cpu', 'reference'"):
-            operator("auto", "forward")(*operands("auto")[:-1], "unknown")
+            FORWARD(*operands("auto")[:-1], "unknown")
 
 
 DROPOUT = {"softcap": {"softcap": 2.0}, "dropout": {"dropout_p": 0.3}}
@@ -225,7 +225,7 @@ def test_selective_checkpoint_saves_the_operator_s_output(monkeypatch, keep, for
     function = call(case, "cpu")
 
     def policy(context, called, *args, **kwargs):
-        save = called is operator("auto" if graph else "cpu", "forward")
+        save = called is FORWARD
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     def loss(query, key, value):

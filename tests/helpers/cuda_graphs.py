@@ -162,14 +162,14 @@ def outside_of_records():
 def forward(query, key, value, call):
     """The forward of a backend for layouts that know only bounds."""
     backend, call = with_known_lengths(call)
-    out, lse, state = adapters.forward(backend, adapters.Inputs(query, key, value), call)
+    out, lse, state = adapters.forward(backend, adapters.Tensors(query, key, value), call)
     return (out, lse) if state is None else (out, lse, state)
 
 
 @as_one_step
 def backward(saved, query, key, value, call):
     backend, call = with_known_lengths(call)
-    return adapters.backward(backend, saved, adapters.Inputs(query, key, value), call)
+    return adapters.backward(backend, saved, adapters.Tensors(query, key, value), call)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ class CountsAttention:
         self.calls = []
 
     def __call__(self, graph, inputs):
-        calls = sum(str(node.target).startswith("nt_attention.auto_forward") for node in graph.graph.nodes)
+        calls = sum(str(node.target).startswith("nt_attention.attention_forward") for node in graph.graph.nodes)
         self.calls += [calls] if calls else []
         return aot_eager(graph, inputs)
 

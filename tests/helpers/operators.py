@@ -36,8 +36,9 @@ def only(inputs):
     return {name: inputs[name] for name in ("query", "key", "value")}
 
 
-def operator(name, direction):
-    return getattr(torch.ops.nt_attention, f"{name}_{direction}").default
+FORWARD = torch.ops.nt_attention.attention_forward.default
+BACKWARD = torch.ops.nt_attention.attention_backward.default
+PACKED = (None, None, None, [])  # the arguments of pools
 
 
 def operands(
@@ -70,13 +71,12 @@ def operands(
         biases = [torch.randint(13, (9,)), torch.randn(6, 13), random(rows, 6, 13), random(keys, 6, 13)]
     alignment = "lower_right" if lower_right else "upper_left"
     options = (0.3, causal, alignment, (-1, -1), 0.0, 0.0, False, False, True, relative)
-    return (*tensors, offsets, key_offsets, slopes, *biases, *options, *(["auto"] if name == "auto" else []))
+    return (*tensors, offsets, key_offsets, slopes, *biases, *PACKED, *options, [], name)
 
 
 def given_back(grad, grad_lse, results, arguments):
-    """The arguments of the backward operator. That of "auto" gets the selected backend instead of "auto"."""
-    chosen = results[3:]
-    return (grad, grad_lse, *results[:3], *(arguments[:-1] if chosen else arguments), *chosen)
+    """The arguments of the backward operator."""
+    return (grad, grad_lse, *results, *arguments)
 
 
 def described(results):

@@ -32,7 +32,7 @@ import torch
 
 import nt_attention as nta
 from nt_attention.hf import families, patch_model
-from nt_attention.hf.pack import packed_forward
+from nt_attention.hf.pack import inputs
 from nt_attention.hf.prove import store, twin
 from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 
@@ -183,7 +183,7 @@ def first_position(model: Any, proof: Any) -> int:
     """The position of the first token: the padding id + 1 in models that count positions as RoBERTa does."""
     counts = proof is not None and proof.positions == "ids"
     counts = counts or any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    padding = packed_forward._padding_id(families.base_model(model)) if counts else None
+    padding = inputs.padding_id(families.base_model(model)) if counts else None
     return 0 if padding is None else padding + 1
 
 

@@ -220,13 +220,13 @@ def test_other_keywords_are_ignored():
 
 
 def test_bypass_mask():
-    from nt_attention.hf.route.attention import bypass_mask
+    from nt_attention.hf.route.packed_mask import bypass_mask
 
     q, k, v = random_states()
-    got = call(q, k, v, bypass_mask(q.device), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)
+    got = call(q, k, v, bypass_mask(layout_of(LENGTHS)), cu_seq_lens_q=layout_of(LENGTHS).cu_seqlens)
     torch.testing.assert_close(got, expected(q, k, v, LENGTHS, is_causal=True))
     q, k, v = random_states(length=1)
-    got = call(q, k, v, bypass_mask(q.device), module=Grouped(), cu_seq_lens_q=layout_of([1]).cu_seqlens)
+    got = call(q, k, v, bypass_mask(layout_of([1])), module=Grouped(), cu_seq_lens_q=layout_of([1]).cu_seqlens)
     torch.testing.assert_close(got, expected(q, k, v, [1]))
 
 

@@ -127,14 +127,14 @@ def test_one_row_of_position_ids_for_several_batch_sizes():
 
 
 def test_position_ids_are_not_kept_alive():
-    from nt_attention.hf.route.positions import _cache
+    from nt_attention.layouts.reading import _kept
 
     q, k, v = random_states()
-    before = len(_cache)
+    before = len(_kept)
     for _ in range(3):
         call(q, k, v, position_ids=positions_of(LENGTHS))
     gc.collect()
-    assert len(_cache) <= before
+    assert len(_kept) <= before
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

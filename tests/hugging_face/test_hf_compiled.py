@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
 from nt_attention.hf.route import masks, positions
+from nt_attention.layouts import reading
 
 LENGTHS, LENGTH = [11, 4, 7], 11
 MODELS = {"llama": "LlamaForCausalLM", "bert": "BertModel", "mistral": "MistralForCausalLM"}
@@ -110,7 +111,7 @@ def test_training_of_packed_rows_is_one_graph_without_a_mask(model_type, with_of
 def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
     torch._dynamo.reset()
     reads = []
-    read = nta.SequenceLayout.from_position_ids
+    read = reading.read_positions
 
     def counting(position_ids):
         reads.append(position_ids)
@@ -119,7 +120,7 @@ def test_positions_are_read_once_in_a_graph_for_all_layers(monkeypatch):
     model = tiny.make("llama", "LlamaForCausalLM", nta.hf.register())
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     rows = [packed_row(lengths) for lengths in ([11, 4, 7], [3, 30])]
-    monkeypatch.setattr(positions.SequenceLayout, "from_position_ids", counting)
+    monkeypatch.setattr(reading, "read_positions", counting)
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
             for row in rows:
@@ -196,8 +197,6 @@ def test_masks_that_are_given_with_positions(case, backend):
 def test_two_packings_that_one_graph_computes(like_a_gpu, mode, monkeypatch):
     """Inductor reuses the buffer of the positions of the first call for those of the second."""
     torch._dynamo.reset()
-    if like_a_gpu:  # snapshots without content
-        monkeypatch.setattr(positions, "snapshot", lambda x: None if x.is_inference() else x._version)
     model = tiny.make("llama", "LlamaModel", nta.hf.register())
 
     def one(ids, begins):

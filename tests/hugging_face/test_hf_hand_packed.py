@@ -179,11 +179,11 @@ def test_head_that_falls_back_passes_the_rows_to_its_base_model():
 
 def test_axes_with_positions_of_text_first():
     """As in Qwen2-VL: the first of four axes has the positions in the text, which restart."""
-    from nt_attention.hf.pack import packed_forward
+    from nt_attention.hf.pack import inputs
 
     ids, mask = torch.zeros(1, 26, dtype=torch.int64), torch.ones(1, 26)
     given = {"input_ids": ids, "attention_mask": mask, "position_ids": LAYOUT.position_ids.expand(4, 1, -1)}
-    assert packed_forward._read_packing(given, False).layout.lengths.tolist() == list(LENGTHS)
+    assert inputs.read_packing(given, False).layout.lengths.tolist() == list(LENGTHS)
 
 
 def with_copied_layer(model_type="llama", name="LlamaForCausalLM"):
@@ -225,9 +225,12 @@ def test_registered_models_see_the_arguments_of_their_caller_once(monkeypatch):
     """Positions that a model does not pass on are read once, and those of a caller that passes none are not read."""
     model = make("gpt_bigcode", "GPTBigCodeForCausalLM", n_inner=16)
     model.set_attn_implementation(nta.hf.register())
-    reads, read = [], nta.hf.positions.SequenceLayout.from_position_ids
+    reads, read = [], nta.hf.route.positions.SequenceLayout.from_position_ids
     monkeypatch.setattr(
-        nta.hf.positions.SequenceLayout, "from_position_ids", lambda ids: reads.append(1) or read(ids), raising=True
+        nta.hf.route.positions.SequenceLayout,
+        "from_position_ids",
+        lambda ids: reads.append(1) or read(ids),
+        raising=True,
     )
     row = packed_row()
     model(row["input_ids"], use_cache=False)

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 import nt_attention as nta
-from nt_attention.hf.route.packed_row import PackedRow, running_row
+from nt_attention.hf.route.packed_row import PackedRow, running
 from nt_attention.hf.route.rope import rotate_per_sequence
 from nt_attention.layouts.known import SequenceLayout
 
@@ -95,7 +95,7 @@ def test_rotate_per_sequence_runs_neighbours_of_unscaled_lengths_together(monkey
 
     monkeypatch.setattr(type(rotary), "forward", counted)
     layout = SequenceLayout.from_lengths([7, 11, 2, 19, 19, 3])
-    with running_row(PackedRow(layout, layout.position_ids[None], 19)):
+    with running(row=PackedRow(layout, layout.position_ids[None], 19)):
         cosines, sines = rotate_per_sequence(rotary, rotary.forward, torch.zeros(1), layout.position_ids[None])
     assert asked == [20, 38, 3]
     assert cosines.shape == sines.shape == (1, layout.total, 16)

@@ -9,7 +9,7 @@ from layouts import LENGTHS, MAKERS
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.layouts.reading import _facts_of, read_offsets
+from nt_attention.layouts.reading import _kept, read_offsets
 
 
 class TestCachedOffsets:
@@ -75,13 +75,13 @@ class TestCachedOffsets:
     def test_offsets_that_are_inference_tensors_are_not_cached(self):
         with torch.inference_mode():
             offsets = torch.tensor([0, 5, 6])
-            _, first = read_offsets(offsets)
+            first = read_offsets(offsets)
             offsets[1] = 2  # inference tensors have no version counter
-            assert read_offsets(offsets)[1] is not first
+            assert read_offsets(offsets) is not first
             layout = SequenceLayout.from_offsets(offsets)
             assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3]
             made = SequenceLayout.from_lengths([2, 4])
-            assert read_offsets(made.offsets)[1] is made._facts  # its offsets are no inference tensor
+            assert read_offsets(made.offsets) is made._facts  # its offsets are no inference tensor
         assert SequenceLayout.from_offsets(offsets).lengths.tolist() == [2, 4]
 
     def test_lengths_that_are_inference_tensors_are_not_cached(self):
@@ -145,13 +145,13 @@ class TestCachedOffsets:
 
     def test_cache_does_not_grow_with_batches(self):
         gc.collect()
-        before = len(_facts_of)
+        before = len(_kept)
         for n in range(20):
             layout = SequenceLayout.from_lengths([n, 3])
             self.attend(layout, layout.extended(1))
         del layout
         gc.collect()
-        assert len(_facts_of) == before
+        assert len(_kept) == before
 
 
 class TestInferenceMode:

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
 from nt_attention.hf.pack.packed_forward import PackedCall
+from nt_attention.hf.pack.routes import Packed, Unpatched
 from nt_attention.layouts import reading
 from nt_attention.patching.forwards import PatchedForward
 
@@ -143,6 +144,19 @@ def test_calls_with_other_arguments(model_type, first):
             want, got = model(**given), compiled(**given)
             assert got.keys() == want.keys()
             torch.testing.assert_close(tuple(got.values()), tuple(want.values()), rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_code_of_the_model_is_compiled():
+    """All models share the code of the patch. PyTorch limits the graphs of a function."""
+    model = tiny.make("bert", "BertForMaskedLM", "sdpa")
+    with nta.patch(model):
+        compiled = torch.compile(model, backend="eager", dynamic=True)
+        for lengths in BATCHES:
+            compiled(**batch_of(model, lengths))
+    parts = PatchedForward, PackedCall, Packed, Unpatched
+    functions = [x for part in parts for x in vars(part).values() if isinstance(x, FunctionType)]
+    assert Packed.run in functions
+    assert not [x for x in functions if _debug_get_cache_entry_list(x.__code__)]
 
 
 @pytest.mark.parametrize("kind", ["encoder", "transformer"])

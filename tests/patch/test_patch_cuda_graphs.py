@@ -31,7 +31,7 @@ from nt_attention.graphs import cache as graph_cache
 from nt_attention.graphs import capture as graph_capture
 from nt_attention.graphs.cache import CapturedCalls
 from nt_attention.graphs.capture import Sizes
-from nt_attention.hf.pack import packed_forward
+from nt_attention.hf.pack import routes
 from nt_attention.hf.pack.graphs import BoundedPacking
 from nt_attention.patching.handle import NotPackedWarning
 
@@ -296,14 +296,14 @@ class TestReasons:
 
     def test_unknown_output_is_not_tried_again(self, monkeypatch):
         model, handle, _ = pair(make())
-        pad_outputs, captures = packed_forward._pad_outputs, []
+        pad_outputs, captures = routes.pad_outputs, []
 
         def with_more(out, packing, kept, done):
             captures.append(packing)
             out["flat"] = out["last_hidden_state"][0]  # (T, E)
             pad_outputs(out, packing, kept, done)
 
-        monkeypatch.setattr(packed_forward, "_pad_outputs", with_more)
+        monkeypatch.setattr(routes, "pad_outputs", with_more)
         with pytest.warns(NotPackedWarning, match="its output 'flat' is not known"):
             run(model, batch_of([5, 2, 9]))
         captures.clear()
@@ -916,7 +916,7 @@ class Compiles:
 
     def __call__(self, graph, inputs):
         compiled = (compile_fx if GPU else aot_eager)(graph, inputs)
-        if not any(str(node.target).startswith("nt_attention.auto_forward") for node in graph.graph.nodes):
+        if not any(str(node.target).startswith("nt_attention.attention_forward") for node in graph.graph.nodes):
             return compiled
         self.graphs += 1
 

@@ -52,7 +52,7 @@ def test_one_host_sync_per_forward(model_type, mode):
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "modernbert"])
-def test_small_batches_run_padded_without_a_sync(model_type, mode):
+def test_small_batches_run_the_original_forward(model_type, mode):
     if torch.cuda.get_device_capability() not in small_batches.MEASURED:
         pytest.skip("the costs of this GPU are not measured")
     model, batch = make(model_type, "sdpa"), make_batch(labels=False)
@@ -61,7 +61,7 @@ def test_small_batches_run_padded_without_a_sync(model_type, mode):
         want = model(**batch)[0]
     with nta.patch(model) as handle, mode():
         got = model(**batch)[0]
-        assert syncs(lambda: model(**batch)) == 0
+        assert syncs(lambda: model(**batch)) <= 1  # transformers reads the mask once
     assert handle.calls == {"the batch is too small to gain from packing": 2}
     assert not got[~mask].any()
     assert (got[mask] - want[mask]).norm() <= 0.02 * want[mask].norm()

@@ -9,7 +9,7 @@ from transformers.utils import ModelOutput
 
 import nt_attention as nta
 from nt_attention.hf import patch_model
-from nt_attention.hf.pack import packed_forward
+from nt_attention.hf.pack import outputs, routes
 from nt_attention.hf.pack.packing import Packing
 from nt_attention.hf.proof import Proof
 from nt_attention.patch import NotPackedWarning
@@ -18,7 +18,7 @@ from nt_attention.patch import NotPackedWarning
 def test_unknown_output_comes_back_padded(monkeypatch):
     model, batch = make(), make_batch()
     want = model(**batch, output_hidden_states=True)
-    monkeypatch.setattr(packed_forward.families, "TOKEN_OUTPUTS", set())
+    monkeypatch.setattr(outputs.families, "TOKEN_OUTPUTS", set())
     with nta.patch(model) as handle:
         got = model(**batch, output_hidden_states=True)
     assert handle.calls == {None: 1}
@@ -31,7 +31,7 @@ def test_nested_outputs_are_padded():
     packing = Packing.of(MASK.long(), None, *MASK.shape)
     token, other = torch.randn(*PACKED, 3), torch.randn(5)
     out = ModelOutput(new=(token, [None, {"inner": token}], other))
-    packed_forward._pad_outputs(out, packing, None, set())
+    outputs.pad_outputs(out, packing, None, set())
     (first, (none, inner), last), want = out["new"], packing.pad(token)
     assert torch.equal(first, want)
     assert torch.equal(inner["inner"], want)
@@ -42,13 +42,13 @@ def test_nested_outputs_are_padded():
 @pytest.mark.parametrize("shape", [(sum(LENGTHS), 3), (3, 1, sum(LENGTHS)), (2 * sum(LENGTHS),)])
 def test_output_of_an_unknown_shape_raises(shape):
     packing = Packing.of(MASK.long(), None, *MASK.shape)
-    with pytest.raises(packed_forward._UnknownOutput, match="'new'"):
-        packed_forward._pad_outputs(ModelOutput(new=(torch.zeros(shape),)), packing, None, set())
+    with pytest.raises(outputs.UnknownOutputError, match="'new'"):
+        outputs.pad_outputs(ModelOutput(new=(torch.zeros(shape),)), packing, None, set())
 
 
 def test_call_with_an_output_of_an_unknown_shape_falls_back(monkeypatch):
     model, batch = make("bert", "BertModel"), make_batch()
-    real = packed_forward._pad_outputs
+    real = outputs.pad_outputs
 
     def with_more(out, packing, kept, done):
         out["flat"] = out["last_hidden_state"][0]  # (T, E), as router logits are
@@ -56,7 +56,7 @@ def test_call_with_an_output_of_an_unknown_shape_falls_back(monkeypatch):
 
     want = model(**batch)
     nta.patch(model).remove()  # makes the proof if there is none, without the change below
-    monkeypatch.setattr(packed_forward, "_pad_outputs", with_more)
+    monkeypatch.setattr(routes, "pad_outputs", with_more)
     with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="its output 'flat' is not known"):
         got = model(**batch)
     assert torch.equal(got.last_hidden_state, want.last_hidden_state)

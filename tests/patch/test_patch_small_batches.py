@@ -1,4 +1,4 @@
-"""Batches that are too small to gain run padded, and callers get what a packed call returns."""
+"""Batches that are too small to gain run the original forward. Their outputs are 0 at padding."""
 
 import copy
 import pickle
@@ -9,18 +9,12 @@ import tiny
 import torch
 import transformers
 from sweeps import sweep_except
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import masking_utils as stock
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import nt_attention as nta
 from nt_attention.hf.pack import packed_forward, small_batches
 from nt_attention.hf.pack.change_model import attention_modules
-from nt_attention.hf.pack.small_batches import Costs, PaddedRows, Size
-from nt_attention.hf.route import masks, packed_row, positions
+from nt_attention.hf.pack.small_batches import Costs, Size
 from nt_attention.patch import NotPackedWarning
 
 SMALL = "the batch is too small to gain from packing"
@@ -78,21 +72,64 @@ def solve(model, batch, *, hidden_states=True):
     return values, {name: x.grad for name, x in model.named_parameters()}
 
 
+def at_padding(x, mask, value):
+    """Some outputs with this value at padding, in tensors and in tuples of them."""
+    if isinstance(x, tuple):
+        return tuple(at_padding(part, mask, value) for part in x)
+    if x.shape[:2] != mask.shape:
+        return x
+    return x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), value)
+
+
 @pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(
     ("model_type", "name"),
     sweep_except(ENTRIES, ("bert", "BertModel"), ("bert", "BertForMaskedLM"), ("llama", "LlamaForCausalLM")),
 )
-def test_callers_get_what_a_packed_call_returns(everything_is_small, model_type, name, side):
+def test_the_original_forward_but_for_padding(everything_is_small, model_type, name, side):
+    """Also the loss, which counts labels at padding, the pooled output and the gradients."""
     model = tiny.make(model_type, name, "eager" if model_type in ("gemma2", "gpt_oss") else "sdpa").train()
     batch = batch_of(model, side)
-    other = copy.deepcopy(model)
-    with nta.patch(model, packing="always"), nta.patch(other) as handle:
-        for train in (True, False):
-            want, got = (solve(x.train(train), batch) for x in (model, other))
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
-    assert handle.calls == {SMALL: 2}
+    mask = batch["attention_mask"].bool().flatten(0, -2)
+    for train in (True, False):
+        want, want_gradients = solve(model.train(train), batch)
+        with nta.patch(model, logits="padded") as handle:
+            got, gradients = solve(model, batch)
+        assert handle.calls == {SMALL: 1}
+        assert got.keys() == want.keys()
+        for key, x in want.items():
+            lowest = key in ("start_logits", "end_logits")
+            by_head = key == "last_hidden_state" or key in ("loss", "pooler_output")
+            x = x if by_head and "For" in name else at_padding(x, mask, torch.finfo(torch.float32).min if lowest else 0)
+            torch.testing.assert_close(got[key], x, rtol=1e-3, atol=1e-4)
+        if "loss" in want:  # else the gradients are of padded outputs
+            torch.testing.assert_close(gradients, want_gradients, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_outputs_are_0_at_padding(everything_is_small, return_dict):
+    model = tiny.make("bert", "BertModel", "sdpa").eval()
+    batch = batch_of(model, "right", empty_row=True)
+    with nta.patch(model) as handle:
+        out = model(**batch, return_dict=return_dict)
+    assert isinstance(out, tuple) != return_dict
+    assert not out[0][batch["attention_mask"] == 0].any()
+    assert handle.calls == {SMALL: 1}
+
+
+def test_few_more_operations_than_without_the_patch(everything_is_small):
+    """The padding mask is made, and the output filled."""
+    for model_type in ("bert", "llama"):
+        model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa")
+        batch, counts = batch_of(model, "right"), []
+        for patched in (False, True):
+            handle = nta.patch(model) if patched else None
+            with torch.no_grad(), _Launches() as launches:
+                model(**batch)
+            counts.append(launches.count)
+        assert handle.calls == {SMALL: 1}
+        assert counts[1] <= counts[0] + 2, counts
 
 
 def test_logits_have_one_form(everything_is_small):
@@ -103,159 +140,6 @@ def test_logits_have_one_form(everything_is_small):
         assert model.eval()(**batch).logits.shape == (4, 15, tiny.VOCABULARY)
     with nta.patch(model.train(), logits="padded"):
         assert model(**batch).logits.shape == (4, 15, tiny.VOCABULARY)
-
-
-def test_rows_without_tokens(everything_is_small):
-    model = tiny.make("bert", "BertModel", "sdpa").eval()
-    batch, other = batch_of(model, "right", empty_row=True), copy.deepcopy(model)
-    with nta.patch(model, packing="always"), nta.patch(other) as handle:
-        want, got = model(**batch), other(**batch)
-    torch.testing.assert_close(dict(got), dict(want), rtol=1e-4, atol=2e-5)
-    assert handle.calls == {SMALL: 1}
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_neither_the_mask_nor_positions_are_read(everything_is_small, monkeypatch, training):
-    model = tiny.make("llama", "LlamaModel", "sdpa").train(training)
-    batch = batch_of(model, "right")
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("it was read")
-
-    with nta.patch(model) as handle:
-        monkeypatch.setattr(positions.SequenceLayout, "from_attention_mask", refuse)
-        monkeypatch.setattr(positions, "read_layout", refuse)
-        monkeypatch.setattr(masks, "is_all_true", refuse)
-        with torch.set_grad_enabled(training):
-            model(**batch)
-    assert handle.calls == {SMALL: 1}
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("model_type", ["bert", "llama", "modernbert"])
-def test_no_more_operations_than_without_the_patch(everything_is_small, model_type, rows, training):
-    """But for the pooled output, which is computed again, and the mask of a single row, which is read again."""
-    options = {"add_pooling_layer": False} if model_type == "bert" else {}
-    kind, config = type(tiny.make(model_type, tiny.classes(model_type)[0])), tiny.config_of(model_type)
-    model = kind._from_config(config, attn_implementation="sdpa", **options).train(training)
-    batch = {name: x[-rows:] for name, x in batch_of(model, "right").items()}
-    if rows == 1:
-        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-    counts = []
-    for patched in (False, True):
-        handle = nta.patch(model) if patched else None
-        model.zero_grad()
-        with torch.set_grad_enabled(training), _Launches() as launches:
-            out = model(**batch).last_hidden_state
-            if training:
-                out.mean().backward()
-        counts.append(launches.count)
-    assert handle.calls == {SMALL: 1}
-    assert counts[1] <= counts[0] + (2 if rows == 1 and model_type == "llama" else 0)
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["causal_mask_function", "bidirectional_mask_function", "sliding window"])
-def test_masks_are_those_of_transformers(name, side):
-    window = name == "sliding window"
-    function = stock.sliding_window_causal_mask_function(3) if window else getattr(stock, name)
-    model = tiny.make("llama", "LlamaModel", "sdpa")
-    token_mask = batch_of(model, side, empty_row=True)["attention_mask"].bool()
-    given = {"batch_size": 4, "q_length": 15, "kv_length": 15, "mask_function": function, "attention_mask": token_mask}
-    want = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given, allow_is_causal_skip=False)
-    with packed_row.running_padded(model):
-        mask = masks.mask(over="sdpa", **given, config=model.config)
-        torch.testing.assert_close(mask, want)
-        assert masks.mask(over="sdpa", **given, config=tiny.config_of("llama")) is not mask  # of another model
-
-
-def test_layers_share_a_mask(everything_is_small):
-    """With checkpoints, each layer gets a mask of its own, with the same memory."""
-    model = tiny.make("bert", "BertModel", "sdpa").train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    inverted = []
-
-    class Inversions(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            inverted.extend([args] if func is torch.ops.aten.logical_not.default else [])
-            return func(*args, **(kwargs or {}))
-
-    with nta.patch(model), Inversions():
-        model(**batch_of(model, "right"))
-    assert len(inverted) == 1
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_a_mask_that_changes_between_layers(everything_is_small, mode):
-    model = tiny.make("bert", "BertModel", "sdpa")
-    batch, found = batch_of(model, "right"), []
-
-    def hide_first(module, args, kwargs):
-        mask = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 4)
-        mask[..., 0] = False
-
-    model.encoder.layer[1].register_forward_pre_hook(hide_first, with_kwargs=True)
-    for patched in (False, True):
-        handle = nta.patch(model) if patched else None
-        with mode():
-            found.append(model(**batch).last_hidden_state)
-    assert handle.calls == {SMALL: 1}
-    tokens = batch["attention_mask"].bool()
-    torch.testing.assert_close(found[1][tokens], found[0][tokens], rtol=1e-4, atol=2e-5)
-
-
-def full_batch(rows):
-    ids = torch.randint(5, 90, (rows, 15))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def check_full_batch(model, rows):
-    """A batch without padding gives what it gives without the patch."""
-    batch = full_batch(rows)
-    with torch.no_grad():
-        want = model(**batch)[0]
-        with nta.patch(model) as handle:
-            got = model(**batch)[0]
-    assert handle.calls == {SMALL: 1}
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_masks_of_a_part_with_a_config_of_its_own(everything_is_small, implementation):
-    """The mask function gets the text config, which is not that of the model. Some layers have a window."""
-    text = tiny.TEXT | {
-        "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
-        "patch_size": 8,
-    }  # fmt: skip
-    special = {"mm_tokens_per_image": 4, "image_token_index": 96, "boi_token_index": 94, "eoi_token_index": 95}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **special)
-    model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=implementation).eval()
-    for rows in (1, 2):
-        check_full_batch(model, rows)
-
-
-@pytest.mark.parametrize(("model_type", "implementation"), [("mistral", "sdpa"), ("llama", "eager")])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_config_that_is_replaced_after_the_patch(everything_is_small, model_type, implementation, rows):
-    model, batch = tiny.make(model_type, tiny.classes(model_type)[0], implementation), full_batch(rows)
-    with torch.no_grad():
-        want = model(**batch)[0]
-        with nta.patch(model):
-            model(**batch)
-            model.config = copy.deepcopy(model.config)
-            torch.testing.assert_close(model(**batch)[0], want, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_softcap_and_sinks_under_our_own_name(everything_is_small, model_type, rows):
-    check_full_batch(tiny.make(model_type, tiny.classes(model_type)[0], nta.hf.register()), rows)
 
 
 @pytest.mark.parametrize("outer", [(9,), (9, 5)], ids=["one row", "two rows"])
@@ -327,70 +211,6 @@ def test_calls_of_the_base_model_in_the_forward_of_its_head(everything_is_small)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
 
 
-def test_a_mask_that_is_not_the_padding_of_the_ids(everything_is_small):
-    """XLM makes its own mask of ids if it gets none."""
-    config = transformers.XLMConfig(vocab_size=97, emb_dim=48, n_layers=2, n_heads=6, pad_index=1, pad_token_id=1)
-    model = transformers.XLMModel(config).eval()
-    ids = torch.tensor([[5, 6, 1, 7, 8, 1, 9, 10, 1]])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with torch.no_grad():
-        want = model(**batch)[0]
-        with nta.patch(model):
-            torch.testing.assert_close(model(**batch)[0], want)
-
-
-def test_gradients_of_esm_with_an_empty_row(everything_is_small):
-    model = tiny.make("esm", "EsmForMaskedLM", "sdpa").train()
-    batch = batch_of(model, "right", empty_row=True)
-    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-    with nta.patch(model):
-        model(**batch).loss.backward()
-    assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
-
-
-def test_masks_of_bfloat16_count_positions(everything_is_small):
-    config = transformers.OPTConfig(
-        vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
-    )
-    model = transformers.OPTModel(config).eval()
-    mask = torch.arange(600) < torch.tensor([[600], [300]])
-    ids = torch.randint(5, 97, mask.shape)
-    found = []
-    for packing in ("always", "auto"):
-        with nta.patch(model, packing=packing), torch.no_grad():
-            found.append(model(ids, attention_mask=mask.bfloat16())[0])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
-
-
-def test_hidden_states_with_further_dimensions_fall_back(everything_is_small):
-    """In Gemma3n they are (4, B, L, D), here with B = L = 4."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    config = transformers.Gemma3nTextConfig(
-        **tiny.TEXT | layers, vocab_size_per_layer_input=tiny.VOCABULARY, hidden_size_per_layer_input=8,
-        num_key_value_heads=2, head_dim=8, laurel_rank=4, num_kv_shared_layers=0,
-        activation_sparsity_pattern=[0.0, 0.0],
-    )  # fmt: skip
-    model = transformers.Gemma3nTextModel._from_config(config, attn_implementation="sdpa").eval()
-    mask = (torch.arange(4) < torch.tensor([[4], [2], [3], [1]])).long()
-    call = {"input_ids": torch.full((4, 4), 7), "attention_mask": mask, "output_hidden_states": True}
-    with torch.no_grad():
-        want = model(**call).hidden_states
-        with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="hidden_states"):
-            torch.testing.assert_close(model(**call).hidden_states, want)
-    assert handle.calls[SMALL] == 1
-
-
-def test_compiled_layers_are_one_graph_after_small_batches(everything_is_small):
-    """A cache makes layers differ, and PyTorch keeps 8 graphs of a function."""
-    model = tiny.make("llama", "LlamaForCausalLM", "sdpa", num_hidden_layers=3, use_cache=True).train()
-    counter = CompileCounterWithBackend("eager")
-    with nta.patch(model):
-        for layer in model.model.layers:
-            layer.compile(backend=counter, dynamic=True)
-        model(**batch_of(model, "right")).loss.backward()
-    assert counter.frame_count == 1
-
-
 def test_decisions_are_not_pickled(everything_is_small):
     """A pickle may be loaded on another device."""
     model = tiny.make("bert", "BertModel", "sdpa")
@@ -398,18 +218,6 @@ def test_decisions_are_not_pickled(everything_is_small):
         model(**batch_of(model, "right"))
         copied = pickle.loads(pickle.dumps(model))
         assert [len(x.forward.forward._is_small_shape) for x in (model, copied)] == [1, 0]
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_is_refused_as_for_large_batches(everything_is_small, mode):
-    model = tiny.make("llama", "LlamaForCausalLM", "sdpa")
-    batch = batch_of(model, "right")
-
-    def logits(ids, mask):
-        return model(input_ids=ids, attention_mask=mask).logits
-
-    with nta.patch(model), pytest.raises(ValueError, match=r"while make_fx is tracing|has no values to read"):
-        make_fx(logits, tracing_mode=mode, _allow_non_fake_inputs=True)(batch["input_ids"], batch["attention_mask"])
 
 
 def test_forwards_with_and_without_gradients_decide_alike(monkeypatch):
@@ -452,27 +260,10 @@ def test_mpt_has_no_positions_past_max_seq_len(everything_is_small):
     assert handle.calls == {None: 1}
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertModel"])
-@pytest.mark.parametrize("padding", [0, 3])
-def test_one_row(everything_is_small, name, padding):
-    """Without padding it runs as without the patch; the mask is read once, as transformers does."""
-    model = tiny.make(name[: -len("ForCausalLM") if "For" in name else -len("Model")].lower(), name, "sdpa")
-    ids = torch.randint(5, tiny.VOCABULARY, (1, 9))
-    mask = torch.ones_like(ids)
-    mask[:, 9 - padding :] = 0
-    other = copy.deepcopy(model)
-    with nta.patch(model, packing="always"), nta.patch(other) as handle, torch.no_grad():
-        want, got = (dict(x(ids, attention_mask=mask)) for x in (model, other))
-    want.pop("past_key_values", None), got.pop("past_key_values", None)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
-    assert handle.calls == {SMALL: 1}
-
-
 @pytest.mark.parametrize("form", ["padding", "no padding", "one row"])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "modernbert"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_compute_the_same_again(everything_is_small, model_type, reentrant, form):
-    """Layers run again in the backward, where nothing says that the batch is small."""
     model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa").train()
     batch, other = batch_of(model, "right"), copy.deepcopy(model)
     if form != "padding":
@@ -486,7 +277,7 @@ def test_checkpoints_compute_the_same_again(everything_is_small, model_type, ree
     assert handle.calls == {SMALL: 1}
 
 
-@pytest.mark.parametrize("change", ["position_ids", "logits_to_keep", "ignore_index", "compiled", "no mask"])
+@pytest.mark.parametrize("change", ["position_ids", "logits_to_keep", "compiled", "no mask"])
 def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_compiler, change):
     model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
     batch = batch_of(model, "right")
@@ -495,8 +286,6 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     elif change == "logits_to_keep":
         batch = {**batch, change: 1}
         del batch["labels"]
-    elif change == "ignore_index":
-        batch[change] = -100
     elif change == "no mask":
         del batch["attention_mask"]
     want = model(**batch).logits.detach()
@@ -507,19 +296,6 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     assert SMALL not in handle.calls
     kept = slice(None) if change == "no mask" else batch["attention_mask"].bool()[:, -want.shape[1] :]
     torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("model_type", sweep_except(["albert", "bert", "electra", "llama", "roberta"], "bert", "llama"))
-def test_layers_that_are_compiled_on_their_own(everything_is_small, fresh_compiler, model_type):
-    model = tiny.make(model_type, tiny.classes(model_type)[0], "sdpa").train()
-    batch, other = batch_of(model, "right"), copy.deepcopy(model)
-    with nta.patch(model, packing="always"), nta.patch(other) as handle:
-        want = solve(model, batch, hidden_states=False)
-        for module in other.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.compile(backend="aot_eager")
-        torch.testing.assert_close(solve(other, batch, hidden_states=False), want, rtol=1e-3, atol=1e-4)
-    assert handle.calls == {SMALL: 1}
 
 
 @pytest.mark.parametrize("shares_config", [True, False])
@@ -592,34 +368,12 @@ def test_rows_that_are_longer_than_the_positions_of_the_model(everything_is_smal
             assert handle.calls[SMALL] == small
 
 
-@pytest.mark.parametrize("value", [True, 2, 1.0])
-def test_any_value_but_0_is_a_token(everything_is_small, value):
-    model = tiny.make("opt", "OPTModel", "sdpa")
-    batch, other = batch_of(model, "right"), copy.deepcopy(model)
-    batch["attention_mask"] = batch["attention_mask"] * value
-    with nta.patch(model, packing="always"), nta.patch(other), torch.no_grad():
-        torch.testing.assert_close(other(**batch)[0], model(**batch)[0], rtol=1e-4, atol=2e-5)
-
-
 def test_models_whose_positions_depend_on_the_length_of_a_row_are_packed(everything_is_small):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     model = tiny.make("llama", "LlamaModel", "sdpa", max_position_embeddings=5, rope_parameters=rope)
     with nta.patch(model) as handle, torch.no_grad():
         model(**batch_of(model, "right"))
     assert handle.calls == {None: 1}
-
-
-def test_an_error_in_a_small_batch_does_not_stay(everything_is_small):
-    model = tiny.make("llama", "LlamaModel", nta.hf.register())
-    ids = torch.randint(5, tiny.VOCABULARY, (1, 9))
-    with nta.patch(model):
-        hook = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(**batch_of(model, "right"))
-        hook.remove()
-    with torch.no_grad():
-        got = model(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))[0]
-        torch.testing.assert_close(got[:, 4:], model(ids[:, 4:])[0], rtol=1e-4, atol=2e-5)
 
 
 def test_which_batches_are_small():
@@ -656,14 +410,6 @@ def test_size_of_a_model(model_type):
 
 def test_cpus_pack_every_batch():
     assert small_batches.costs_of(torch.device("cpu")) is None
-
-
-def test_nearest_tokens():
-    is_token = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    rows, values = PaddedRows.of(is_token), torch.arange(12.0).view(3, 4, 1)
-    assert rows.pad_with_nearest(values).squeeze(2).tolist() == [[1, 1, 1, 3], [4, 5, 5, 5], [0, 0, 0, 0]]
-    assert rows.first_tokens(rows.pad(values)).squeeze(1).tolist() == [1, 4, 0]
-    assert rows.pad(values, -1).squeeze(2).tolist() == [[-1, 1, -1, 3], [4, 5, -1, -1], [-1] * 4]
 
 
 def test_packing_must_be_known():

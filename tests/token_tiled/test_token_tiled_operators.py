@@ -12,9 +12,9 @@ gpu = pytest.mark.gpu
 
 pytestmark = IGNORED_WARNINGS
 
-FORWARD = torch.ops.nt_attention.token_tiled_forward.default
+FORWARD = torch.ops.nt_attention.attention_forward.default
 
-BACKWARD = torch.ops.nt_attention.token_tiled_backward.default
+BACKWARD = torch.ops.nt_attention.attention_backward.default
 
 
 def operands(
@@ -32,7 +32,7 @@ def operands(
             rows_of = torch.randn(2, rows, heads, 13)
             biases = [torch.randint(13, (9,)), torch.randn(heads, 13), *rows_of]
     options = (0.3, False, "lower_right", (11, 0), 0.0, dropout_p, False, False, True, relative)
-    return (q, k, v, cu_seqlens, cu_seqlens, slopes, *biases, *options), grad
+    return (q, k, v, cu_seqlens, cu_seqlens, slopes, *biases, None, None, None, [], *options, [], "token_tiled"), grad
 
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
@@ -40,25 +40,25 @@ def operands(
 def test_opcheck(alibi, relative):
     arguments, grad = operands(lengths=(5, 17, 1), heads=2, kv_heads=1, alibi=alibi, relative=relative)
     torch.library.opcheck(FORWARD, arguments)
-    out, lse, state = FORWARD(*arguments)
-    torch.library.opcheck(BACKWARD, (grad, torch.randn_like(lse) if alibi else None, out, lse, state, *arguments))
+    out, lse, *more = FORWARD(*arguments)
+    torch.library.opcheck(BACKWARD, (grad, torch.randn_like(lse) if alibi else None, out, lse, *more, *arguments))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared", "batch-invariant"])
 def test_heads_first_gradient_of_lse(batch_invariant):
     """The strides of lse itself. Autograd never passes such a gradient, but operators can be called directly."""
     arguments, grad = operands(lengths=(37, 5), heads=2, kv_heads=1, alibi=False)
-    arguments = (*arguments[:-3], batch_invariant, True, False)
-    out, lse, state = FORWARD(*arguments)
+    arguments = (*arguments[:-5], batch_invariant, *arguments[-4:])
+    out, lse, *more = FORWARD(*arguments)
     grad_lse = torch.randn_like(lse)
     assert grad_lse.stride() == (1, len(lse))
-    one, two = (BACKWARD(grad, g, out, lse, state, *arguments)[:3] for g in (grad_lse, grad_lse.contiguous()))
+    one, two = (BACKWARD(grad, g, out, lse, *more, *arguments)[:3] for g in (grad_lse, grad_lse.contiguous()))
     assert all(map(torch.equal, one, two))
 
 
 def both_ways(grad, *arguments):
-    out, lse, state = FORWARD(*arguments)
-    return out, lse, *BACKWARD(grad, lse, out, lse, state, *arguments)[:3]
+    out, lse, *more = FORWARD(*arguments)
+    return out, lse, *BACKWARD(grad, lse, out, lse, *more, *arguments)[:3]
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=gpu)])

@@ -24,10 +24,12 @@ from ...compiler import outside_of_graphs
 from ...kernels.alibi import alibi_slopes
 from ...kernels.relative import RelativeBias
 from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ...layouts.reading import creating_cached_tensors
 from ...patching.forwards import Handle, override_forward
 from ..route.packed_mask import PackedMask, packed_mask_in
 from ..route.packed_row import current_row
+from ..transformers_private import bucket_of_t5
 from .deferred_scores import run_attention_module
 
 Adapter = Callable[..., Any]
@@ -157,7 +159,8 @@ def _gpt_neo(module: Any, mask: PackedMask, /, x: Tensor, *_: Any, **__: Any) ->
 
 
 def _bloom(module: Any, mask: PackedMask, /, x: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    query, key, value = module._reshape(module.query_key_value(x))
+    parts = module.query_key_value(x).unflatten(-1, (module.num_heads, 3, module.head_dim))
+    query, key, value = (part.transpose(1, 2) for part in parts.unbind(-2))
     out = mask.attend(
         query,
         key,
@@ -266,7 +269,7 @@ def _t5_buckets(module: Any, device: torch.device) -> Tensor:
 
 def _t5_bucket(module: Any, sizes: tuple[bool, int, int], distance: Tensor) -> Tensor:
     """T5's bucket of each distance. `sizes`: whether both sides count, N, and the largest distance."""
-    bucket_of: Callable[..., Tensor] = module._relative_position_bucket
+    bucket_of = bucket_of_t5(module)
     if "bidirectional" in inspect.signature(bucket_of).parameters:  # a static method, in UMT5 it is not one
         return bucket_of(distance, **dict(zip(("bidirectional", "num_buckets", "max_distance"), sizes, strict=True)))
     return bucket_of(distance)
@@ -297,13 +300,13 @@ def _llama4(
     return module.o_proj(_merged(out)), None
 
 
-def _in_chunks(layout: SequenceLayout, size: int) -> SequenceLayout:
+def _in_chunks(layout: Layout, size: int) -> Layout:
     """The layout in which each chunk of up to `size` tokens of a sequence is a sequence."""
     if layout.max_seqlen <= size:
         return layout
 
-    def build() -> SequenceLayout:
-        lengths = layout.host_offsets.diff().tolist()
+    def build() -> Layout:
+        lengths = layout.host.diff().tolist()
         chunks = [min(size, length - begin) for length in lengths for begin in range(0, length, size)]
         return SequenceLayout.from_lengths(chunks, device=layout.device)
 

@@ -20,6 +20,7 @@ from ..proof import Head, Proof
 from ..route.attention import NAME_OVER, register
 from ..route.packed_row import counts_positions, embed_positions
 from ..route.rope import rotate_per_sequence, scales_by_length
+from ..transformers_private import ATTENTION, attention_attributes, attention_of, supports_sdpa
 from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
@@ -51,28 +52,28 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     handles = [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
     _check_not_patched(model, configs, handles, handle)
-    before: str = model.config._attn_implementation
+    before: str = attention_of(model.config)
     over = next((over for over, name in NAME_OVER.items() if name == before), None)
     if over is not None and handles:
         before = over  # the model is a copy, made before the patch of the original was removed
     kept = []
     for config in configs:
         others = _other_renamings(config, handle)  # patches of other models with this config
-        attributes = {name: value for name, value in vars(config).items() if name.startswith("_attn")}
+        attributes = attention_attributes(config)
         if others:
             attributes = others[0].before
-            before = attributes["_attn_implementation_internal"] if config is model.config else before
+            before = attributes[ATTENTION] if config is model.config else before
         kept.append((config, attributes))
         _renamings[config] = [*others, _Renaming(weakref.ref(handle), weakref.ref(model), attributes)]
     handle.on_remove(functools.partial(_restore_configs, handle, kept, over and before))
     if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
         # calls that are not packed run on the implementation that the model had, eager or sdpa
-        name = register(over or ("sdpa" if before != "eager" and model._supports_sdpa else "eager"))
+        name = register(over or ("sdpa" if before != "eager" and supports_sdpa(model) else "eager"))
         model.set_attn_implementation(name)
         for config in _configs_of_layers(model, configs):
-            if config._attn_implementation in (before, over and NAME_OVER[over]):
-                kept.append((config, {"_attn_implementation_internal": over or config._attn_implementation}))
-                config._attn_implementation_internal = name
+            if attention_of(config) in (before, over and NAME_OVER[over]):
+                kept.append((config, {ATTENTION: over or attention_of(config)}))
+                vars(config)[ATTENTION] = name
     return before
 
 
@@ -112,7 +113,7 @@ def _restore_copies(handle: Handle, kept: list[tuple[Any, dict[str, Any]]]) -> N
     for copied in copies_of(handle):
         models = [module for module in copied.modules() if isinstance(module, PreTrainedModel)]
         for config in itertools.chain(*(_configs(x) + _configs_of_layers(x, []) for x in models)):
-            if config._attn_implementation in NAME_OVER.values() and type(config) in before:
+            if attention_of(config) in NAME_OVER.values() and type(config) in before:
                 config.__dict__.update(before[type(config)])
 
 
@@ -121,11 +122,11 @@ def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], rep
     for config, attributes in kept:
         if _other_renamings(config, handle):
             continue  # the last of the patches that share the config restores it
-        for key in [key for key in vars(config) if key.startswith("_attn") and key not in attributes]:
+        for key in attention_attributes(config).keys() - attributes.keys():
             del config.__dict__[key]
         config.__dict__.update(attributes)
-        if replace_ours and config._attn_implementation_internal in NAME_OVER.values():
-            config._attn_implementation_internal = replace_ours
+        if replace_ours and vars(config)[ATTENTION] in NAME_OVER.values():
+            vars(config)[ATTENTION] = replace_ours
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from ...torch_private import base_of, pytree
 from ..route.packed_mask import PackedMask, packed_mask_in
 
 
@@ -236,7 +236,8 @@ class _Deferring(TorchFunctionMode):
     def _are_queries_and_keys(self, query: Any, key: Any) -> bool:
         if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.dim() == key.dim() > 2):
             return False
-        if isinstance(key if key._base is None else key._base, nn.Parameter):  # learned keys, not those of tokens
+        base = base_of(key)
+        if isinstance(key if base is None else base, nn.Parameter):  # learned keys, not those of tokens
             return False
         return (query.shape[-2], key.shape[-1]) == self.pairs and query.shape[:-2] == key.shape[:-2]
 

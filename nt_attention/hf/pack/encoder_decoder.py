@@ -9,45 +9,40 @@ Dimensions: B rows, Ls and Lt positions of a padded source and target, S and T t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from ...compiler import inline_only, outside_of_graphs
-from ...patching.forwards import (
-    CONTEXT_PARALLEL,
-    GRADIENTS_PER_SAMPLE,
-    Handle,
-    has_gradients_per_sample,
-    is_context_parallel,
-    refuse_export,
-    replacement_of,
-)
+from ...patching.forwards import Handle, refuse_export
 from .. import families
 from ..proof import Proof
-from ..route.hand_packed import is_packed
+from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask
-from ..route.packed_row import PackedRow, extend_tables, running_row
+from ..route.packed_row import PackedRow, extend_tables, running
 from .attention_code import make_cached_tensors
-from .packed_forward import (
-    Logits,
-    add_rows_of_head,
-    default_position_ids,
-    given_arguments,
-    is_planned_by_head,
-    not_supported,
-    planned_by_head,
-)
+from .inputs import arguments_of, default_position_ids
+from .packed_forward import Logits, add_rows_of_head
 from .packing import Packing
+from .routes import Call, FallsBack, Unpatched
+from .rules import (
+    AS_OUTER_MODEL,
+    Rule,
+    is_divided_by_context_parallel,
+    needs_samples,
+    route_of,
+    was_replaced,
+    why_arguments_not_packed,
+)
 
 # Arguments of an encoder-decoder, beside those in `families.INPUTS`. A call with any other one can't run packed.
 _INPUTS = {
@@ -84,89 +79,74 @@ class EncoderDecoderCall:
     @inline_only
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         refuse_export()
-        given = given_arguments(self.defaults, args, kwargs)
-        if given is None or isinstance(given.get("decoder_attention_mask"), PackedMask):
+        arguments = arguments_of(self.defaults, args, kwargs)
+        if arguments is None or isinstance(arguments.get("decoder_attention_mask"), PackedMask):
             return original(*args, **kwargs)  # if it is None, this raises an error
-        sides = self._plan(model, original, given)
-        if sides == "head":
-            return original(*args, **kwargs)
-        if sides == "padded":
-            with running_row(None), planned_by_head(families.base_model(model), model.get_encoder()):
-                return original(**given)
-        return self._run_packed(model, original, sides, given)
+        call = _TwoSidedCall(self, model, original, args, kwargs, arguments, None)
+        route = self._route(call)
+        return self._run_packed(call) if route is None else route.run()
 
     @outside_of_graphs
-    def _plan(
-        self, model: Any, original: Callable[..., Any], given: dict[str, Any]
-    ) -> _Sides | Literal["padded", "head"]:
-        """The packing of both sides, or else what runs the original forward. Counts the call.
-
-        Adds the decoder's input to `given`, if the model would make it from labels or from its input.
-        """
-        if is_planned_by_head(model):
-            return "head"
-        add_rows_of_head(model, given)
-        _refuse_packed_rows(model, given)
-        _add_target(model, given)
-        reason = CONTEXT_PARALLEL if is_context_parallel() else replacement_of(original, type(model))
-        reason = reason or (GRADIENTS_PER_SAMPLE if has_gradients_per_sample(model) else None)
-        reason = reason or _not_supported(given, model, self.is_routed)
-        if reason is not None:
-            self.handle.fall_back(reason)
-            return "padded"
-        sides = _read_sides(given)
-        if sides is None or (sides.source.saves_nothing and sides.target.saves_nothing):
-            self.handle.count("there is no padding to skip")
-            return "padded"
-        if not (sides.source.layout.total and sides.target.layout.total):
-            self.handle.count("its source or its target has no tokens")
-            return "padded"
-        if sides.source.has_holes or sides.target.has_holes:
-            self.handle.fall_back("its rows have padding between tokens")
-            return "padded"
+    def _route(self, call: _TwoSidedCall) -> Unpatched | None:
+        """The route of a call, counted. None if both sides run packed."""
+        if (route := route_of(call, AS_OUTER_MODEL)) is not None:
+            return route
+        add_rows_of_head(call.model, call.arguments)
+        _refuse_packed_rows(call.model, call.arguments)
+        _add_target(call.model, call.arguments)
+        if (route := route_of(call, _RULES)) is not None:
+            return route
         self.handle.count(None)
         if self.handle.graphs is not None:
             self.handle.graphs.count("it is a call of an encoder-decoder")
+        assert call.sides is not None
+        source, target = call.sides
         # No graph can do these, and layers may be compiled.
-        make_cached_tensors(model, sides.source.layout.device)
-        extend_tables(model, max(sides.source.length, sides.target.length))
-        return sides
+        make_cached_tensors(call.model, source.layout.device)
+        extend_tables(call.model, max(source.length, target.length))
+        return None
+
+    def keeps_apart(self, model: Any) -> bool:
+        """True: calls whose rows have several sequences were refused."""
+        return True
 
     @inline_only
-    def _run_packed(self, model: Any, original: Callable[..., Any], sides: _Sides, given: dict[str, Any]) -> Any:
-        source, given = sides.source, dict(given)  # copied for the reason in `PackedCall._run_packed`
-        as_dict = given.pop("return_dict", model.config.return_dict)
-        keep_packed = self.logits is None and model.training and "labels" in given
-        encoded = given.pop("encoder_outputs", None)
+    def _run_packed(self, call: _TwoSidedCall) -> Any:
+        model, sides, arguments = call.model, call.sides, dict(call.arguments)  # copied as in `Packed.run`
+        assert sides is not None
+        source = sides.source
+        as_dict = arguments.pop("return_dict", model.config.return_dict)
+        keep_packed = self.logits is None and model.training and "labels" in arguments
+        encoded = arguments.pop("encoder_outputs", None)
         if encoded is None:
-            row, inputs = self._pack_source(model, source, given)
-            with running_row(row):
+            row, inputs = self._pack_source(model, source, arguments)
+            with running(row=row, known=(model, *call.inner)):
                 encoded = model.get_encoder()(**inputs)
         else:
             encoded = _packed_outputs(encoded, source)
-        row, inputs = self._pack_target(model, sides, given)
-        with running_row(row):
-            out = original(**inputs, encoder_outputs=encoded)
+        row, inputs = self._pack_target(model, sides, arguments)
+        with running(row=row, known=(model, *call.inner)):
+            out = call.original(**inputs, encoder_outputs=encoded)
         _pad_outputs(out, sides, {"logits"} if keep_packed else set())
         return out if as_dict else out.to_tuple()
 
     @outside_of_graphs
-    def _pack_source(self, model: Any, source: Packing, given: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
+    def _pack_source(self, model: Any, source: Packing, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed source, and the arguments of the encoder."""
-        positions = default_position_ids(self.proof, model, source, given.get("input_ids"))
-        inputs: dict[str, Any] = {name: source.pack(given[name]) for name in _SOURCE & given.keys()}
-        inputs |= {name: given[name] for name in ("output_hidden_states",) if name in given}
+        positions = default_position_ids(self.proof, model, source, arguments.get("input_ids"))
+        inputs: dict[str, Any] = {name: source.pack(arguments[name]) for name in _SOURCE & arguments.keys()}
+        inputs |= {name: arguments[name] for name in ("output_hidden_states",) if name in arguments}
         inputs |= {"attention_mask": PackedMask.of(source.layout, form="pairs"), "return_dict": True}
         return PackedRow(source.layout, positions, source.length), inputs
 
     @outside_of_graphs
-    def _pack_target(self, model: Any, sides: _Sides, given: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
+    def _pack_target(self, model: Any, sides: _Sides, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed target, and the arguments of the original forward but `encoder_outputs`."""
         source, target = sides
-        positions = default_position_ids(self.proof, model, target, given.get("decoder_input_ids"))
+        positions = default_position_ids(self.proof, model, target, arguments.get("decoder_input_ids"))
         replaced = _SOURCE | _TARGET | {"attention_mask", "decoder_attention_mask", "use_cache"}
-        inputs = {name: x for name, x in given.items() if name not in replaced}
-        inputs |= {name: target.pack(given[name]) for name in _TARGET & given.keys()}
+        inputs = {name: x for name, x in arguments.items() if name not in replaced}
+        inputs |= {name: target.pack(arguments[name]) for name in _TARGET & arguments.keys()}
         inputs |= {
             "attention_mask": PackedMask.of(target.layout, source.layout, form="pairs"),
             "decoder_attention_mask": PackedMask.of(target.layout, form="pairs", is_causal=True),
@@ -190,42 +170,39 @@ def _packed_outputs(outputs: Any, source: Packing) -> BaseModelOutput:
     return BaseModelOutput(last_hidden_state=source.pack(states), hidden_states=packed)
 
 
-def _refuse_packed_rows(model: Any, given: dict[str, Any]) -> None:
+def _refuse_packed_rows(model: Any, arguments: dict[str, Any]) -> None:
     """Raise an error if the caller packed rows: nothing says which source a target in a row belongs to.
 
     Raises:
         ValueError: there are `cu_seq_lens_q`, or positions that restart.
     """
-    decoder = {name.removeprefix("decoder_"): x for name, x in given.items() if name.startswith("decoder_")}
-    if "cu_seq_lens_q" in given or is_packed(given) or is_packed(decoder):
-        raise ValueError(
-            f"{type(model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that restart), "
-            "which an encoder-decoder can't keep apart: pass padded batches with attention_mask."
-        )
+    decoder = {name.removeprefix("decoder_"): x for name, x in arguments.items() if name.startswith("decoder_")}
+    if "cu_seq_lens_q" in arguments or is_packed(arguments) or is_packed(decoder):
+        raise mixed_rows_error(model, "it is an encoder-decoder: pass padded batches with attention_mask")
 
 
-def _add_target(model: Any, given: dict[str, Any]) -> None:
+def _add_target(model: Any, arguments: dict[str, Any]) -> None:
     """Add the decoder's input that the model makes from labels, or from its input."""
-    if "decoder_input_ids" in given or "decoder_inputs_embeds" in given:
+    if "decoder_input_ids" in arguments or "decoder_inputs_embeds" in arguments:
         return
-    if "labels" not in given:
-        _add_target_of_source(model, given)
+    if "labels" not in arguments:
+        _add_target_of_source(model, arguments)
     elif hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(given["labels"])
-    elif (target := _shifted(model, given["labels"])) is not None:
-        given["decoder_input_ids"] = target
+        arguments["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(arguments["labels"])
+    elif (target := _shifted(model, arguments["labels"])) is not None:
+        arguments["decoder_input_ids"] = target
 
 
-def _add_target_of_source(model: Any, given: dict[str, Any]) -> None:
+def _add_target_of_source(model: Any, arguments: dict[str, Any]) -> None:
     """Add the target that BART and its like make from a source with padding on the right."""
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if getattr(model.config, "model_type", "") not in _TARGET_FROM_SOURCE or ids is None or mask is None:
         return
     if mask.dim() != 2 or not bool((mask[:, :-1] >= mask[:, 1:]).all()):  # one sync
         return
     target = _shifted(model, ids)
     if target is not None:
-        given |= {"decoder_input_ids": target, "decoder_attention_mask": mask}
+        arguments |= {"decoder_input_ids": target, "decoder_attention_mask": mask}
 
 
 def _shifted(model: Any, ids: Tensor) -> Tensor | None:
@@ -242,31 +219,70 @@ def _shifted(model: Any, ids: Tensor) -> Tensor | None:
 _TARGET_FROM_SOURCE = {"bart", "mbart", "mvp", "plbart"}
 
 
-def _not_supported(given: dict[str, Any], model: PreTrainedModel, is_routed: bool) -> str | None:
-    """Why a call can't run packed, or None."""
-    if "decoder_input_ids" not in given and "decoder_inputs_embeds" not in given:
+class _TwoSidedCall(Call):
+    """A call of a patched encoder-decoder."""
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        """The patched models in this one."""
+        return self.base, self.model.get_encoder()
+
+    @functools.cached_property
+    def sides(self) -> _Sides | None:
+        """The packing of both sides."""
+        return _read_sides(self.arguments)
+
+
+def _has_other_arguments(call: _TwoSidedCall) -> str | None:
+    """An argument or the config asks for what packed rows can't give."""
+    arguments = call.arguments
+    if "decoder_input_ids" not in arguments and "decoder_inputs_embeds" not in arguments:
         return "it has neither decoder_input_ids nor labels"
-    mask = given.get("decoder_attention_mask")
+    mask = arguments.get("decoder_attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return "its decoder_attention_mask is not (batch, length)"
-    return not_supported({name: x for name, x in given.items() if name not in _INPUTS}, model, is_routed)
+    others = {name: x for name, x in arguments.items() if name not in _INPUTS}
+    return why_arguments_not_packed(others, call.model, call.entry.is_routed)
 
 
-def _read_sides(given: dict[str, Any]) -> _Sides | None:
+def _has_no_padding(call: _TwoSidedCall) -> str | None:
+    """Packing saves nothing."""
+    if call.sides is None or all(side.saves_nothing for side in call.sides):
+        return "there is no padding to skip"
+    return None if all(x.layout.total for x in call.sides) else "its source or its target has no tokens"
+
+
+def _has_holes(call: _TwoSidedCall) -> str | None:
+    """A row has padding between its tokens."""
+    assert call.sides is not None
+    return "its rows have padding between tokens" if any(x.has_holes for x in call.sides) else None
+
+
+_RULES: tuple[Rule, ...] = (
+    (is_divided_by_context_parallel, FallsBack),
+    (was_replaced, FallsBack),
+    (needs_samples, FallsBack),
+    (_has_other_arguments, FallsBack),
+    (_has_no_padding, Unpatched),
+    (_has_holes, FallsBack),
+)
+
+
+def _read_sides(arguments: dict[str, Any]) -> _Sides | None:
     """The packing of the source and of the target. Syncs with the device at most once for each.
 
     The target's tokens are those of its mask or, without a mask, all up to the last label that is not ignored.
     """
-    encoded = given.get("encoder_outputs")
+    encoded = arguments.get("encoder_outputs")
     states = None if encoded is None else encoded if isinstance(encoded, Tensor) else encoded[0]
-    source: Any = next((given[name] for name in ("input_ids", "inputs_embeds") if name in given), states)
-    target: Any = given.get("decoder_input_ids", given.get("decoder_inputs_embeds"))
-    mask, labels = given.get("decoder_attention_mask"), given.get("labels")
+    source: Any = next((arguments[name] for name in ("input_ids", "inputs_embeds") if name in arguments), states)
+    target: Any = arguments.get("decoder_input_ids", arguments.get("decoder_inputs_embeds"))
+    mask, labels = arguments.get("decoder_attention_mask"), arguments.get("labels")
     if mask is None and labels is not None and labels.shape == target.shape[:2]:
         mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
     if source is None:
         return None
-    return _Sides(_packing(given.get("attention_mask"), source), _packing(mask, target))
+    return _Sides(_packing(arguments.get("attention_mask"), source), _packing(mask, target))
 
 
 def _packing(mask: Tensor | None, tokens: Tensor) -> Packing:

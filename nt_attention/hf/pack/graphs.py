@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -26,8 +25,10 @@ from ...graphs.device import NotCapturedError
 from ...kernels.select import selection_key
 from ...layouts.bounded import BoundedLayout, LengthsUnknownError
 from ...patching.forwards import PatchedForward
+from ...torch_private import pytree
 from .. import families
 from ..route.packed_row import extend_tables
+from ..transformers_private import attention_of
 from .attention_code import make_cached_tensors
 from .packing import Packing
 
@@ -84,7 +85,7 @@ class BoundedPacking(Packing):
         flat = row * self.length + positions
         token = self.token[flat]
         if nearest:
-            first = self.layout.offsets[:-1, None].clamp(max=self.layout.total - 1)
+            first = self.layout.safe_offsets[:-1, None].clamp(max=self.layout.total - 1)
             found = self.mask.any(1, keepdim=True).expand_as(flat)
             token = torch.maximum(token, first)
         else:
@@ -275,7 +276,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor, traini
 def _settings(model: PreTrainedModel, device: torch.device) -> tuple[object, ...]:
     """Settings of the process and the config on which the captured work depends."""
     config: Any = model.config
-    of_config = (config.return_dict, config.output_hidden_states, config._attn_implementation)
+    of_config = (config.return_dict, config.output_hidden_states, attention_of(config))
     return (*process_settings(device), *selection_key("auto"), *of_config)
 
 

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout, layout_where, scatter_rows
+from ...layouts.known import SequenceLayout, layout_where
+from ...layouts.protocol import Layout
 from ...layouts.reading import to_device
+from ...layouts.rows import scatter_rows
 from ..route.positions import previous_token, starts
 
 
@@ -29,7 +31,7 @@ class Packing:
         shares_rows: whether a row has several sequences.
     """
 
-    layout: SequenceLayout
+    layout: Layout
     index: Tensor | None
     rows: int
     length: int
@@ -73,7 +75,7 @@ class Packing:
         return cls(layout, index, rows, length, bool((of_tokens & 4).any()), shares_rows)
 
     @classmethod
-    def of_packed_rows(cls, layout: SequenceLayout, mask: Tensor | None, rows: int, length: int) -> Packing:
+    def of_packed_rows(cls, layout: Layout, mask: Tensor | None, rows: int, length: int) -> Packing:
         """The packing of rows that the caller packed. Syncs with the device once if there is a mask.
 
         Args:
@@ -86,7 +88,7 @@ class Packing:
         tokens = mask.flatten().cpu().numpy()
         if tokens.all():
             return cls.of_packed_rows(layout, None, rows, length)
-        index, ends = tokens.nonzero()[0], np.asarray(layout.host_offsets)[1:]
+        index, ends = tokens.nonzero()[0], layout.host.numpy()[1:]
         sequence = np.searchsorted(ends, index, side="right")
         lengths = np.bincount(sequence)
         lengths = lengths[lengths > 0]
@@ -122,7 +124,7 @@ class Packing:
         """The first token of each row, (1, T, …) → (B, …). It is 0 for a row without tokens."""
         layout = self.layout
         if layout.batch_size == self.rows and layout.min_seqlen and not self.shares_rows:
-            return packed[0].index_select(0, layout.offsets[:-1])
+            return packed[0].index_select(0, layout.safe_offsets[:-1])
         return self._nearest(packed, torch.zeros(1, dtype=torch.int64, device=packed.device)).squeeze(1)
 
     def pad_with_nearest(self, packed: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from ...compiler import outside_of_graphs
 from .. import families
 from ..proof import Head, Proof
+from ..route.packed_mask import bypass_mask
 from .packing import Packing
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class ShardedPacking(Packing):
         given["position_ids"] = self._local(given["position_ids"], -1)
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
             given[name] = self.sharded.handle
+        given["attention_mask"] = bypass_mask(self.sharded)
         return given, share
 
     def _cut_labels(self, model: nn.Module, head: Head, given: dict[str, Any]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Batches that are too small to gain from packing: when they run padded, and what they return then.
+"""Batches that are too small to gain from packing.
 
 The host queues the kernels of a model. If the device is faster than the host, as with small batches, skipping padding
-saves nothing, and reading the mask and packing take time. Such a batch runs padded. What callers get is the same.
+saves nothing, and reading the mask and packing take time. Such a batch runs the original forward.
 
 Dimensions: B rows of a padded batch, L positions in a row.
 """
@@ -106,13 +106,13 @@ def _launches_of(leaf: nn.Module) -> int:
     return 7 if is_norm and not isinstance(leaf, nn.LayerNorm | nn.RMSNorm) else 1
 
 
-# Arguments with which shapes do not decide: positions may show several sequences in a row, and some heads do not take
-# `ignore_index`.
-_READ = ("position_ids", "cu_seq_lens_q", "logits_to_keep", "start_positions", "end_positions", "ignore_index")
+# Arguments with which a small batch is packed: positions may show several sequences in a row, and the logits of some
+# positions do not show which of them are padding.
+_READ = ("position_ids", "cu_seq_lens_q", "logits_to_keep")
 
 
 def may_run_padded(given: dict[str, Any]) -> bool:
-    """Whether `PaddedRows` can restore what a packed call returns, for these arguments."""
+    """Whether `PaddedRows` can write the padding of the outputs of a call with these arguments."""
     mask = given.get("attention_mask")
     is_plain = given.keys().isdisjoint(_READ)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_plain:
@@ -123,55 +123,20 @@ def may_run_padded(given: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """The rows of a padded batch, without knowing their lengths on the host. It stands for a `Packing`.
+    """The rows of a padded batch, of which the host does not know the lengths.
 
     Attributes:
-        mask: (B, L), 1 at tokens and 0 at padding.
         is_padding: (B, L) bool.
     """
 
-    mask: Tensor
     is_padding: Tensor
-
-    @classmethod
-    def of(cls, mask: Tensor) -> PaddedRows:
-        """The rows of an attention mask, in which any value but 0 is a token."""
-        exact = torch.int64 if mask.is_floating_point() else mask.dtype  # bfloat16 can't count to 257
-        return cls(torch.ne(mask, 0, out=torch.empty_like(mask, dtype=exact)), mask == 0)
 
     @property
     def token_shape(self) -> tuple[int, int]:
         """(B, L), the first two dimensions of outputs with a value for each token."""
-        rows, length = self.mask.shape
+        rows, length = self.is_padding.shape
         return rows, length
-
-    @property
-    def _first(self) -> Tensor:
-        """(B, 1) int64, the position of the first token of each row, or 0 if it has none."""
-        mask = self.mask.byte() if self.mask.dtype == torch.bool else self.mask
-        return mask.argmax(1, keepdim=True)
-
-    def first_tokens(self, padded: Tensor) -> Tensor:
-        """The first token of each row, (B, L, …) → (B, …), if `padded` is 0 at padding."""
-        return self._at(padded, self._first).squeeze(1)
-
-    def pad_with_nearest(self, padded: Tensor) -> Tensor:
-        """Fill padding with the last token before it, or else with the first token of its row."""
-        positions = torch.arange(self.mask.shape[1], device=padded.device)
-        last = torch.where(self.is_padding, -1, positions).cummax(1).values
-        return self._at(self.pad(padded), torch.maximum(last, self._first))
-
-    @staticmethod
-    def _at(padded: Tensor, positions: Tensor) -> Tensor:
-        """The values at some positions (B, K) of each row, (B, K, …)."""
-        further = padded.shape[2:]
-        return padded.gather(1, positions.view(*positions.shape, *[1] * len(further)).expand(-1, -1, *further))
 
     def pad(self, padded: Tensor, value: float = 0.0) -> Tensor:
         """Write `value` to the padding of (B, L, …)."""
-        return padded.masked_fill(self.is_padding.view(*self.mask.shape, *[1] * (padded.dim() - 2)), value)
-
-    def ignore_labels(self, labels: Tensor, first: bool) -> Tensor:
-        """Write -100 to the labels (B, L) at padding, and if `first`, also to that of the first token of a row."""
-        ignored = self.is_padding | (self.mask.cumsum(1) == 1) if first else self.is_padding
-        return labels.masked_fill(ignored, -100)
+        return padded.masked_fill(self.is_padding.view(*self.token_shape, *[1] * (padded.dim() - 2)), value)

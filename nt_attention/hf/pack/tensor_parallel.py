@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ...patching.forwards import STYLES_OF_TRANSFORMERS, variables_around
+from ...torch_private import forward_hooks_of, pytree
 
 # Model → the number of hooks that were registered in the process, and whether styles divide tokens.
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -51,7 +51,7 @@ def _placements(model: nn.Module) -> Iterator[Any]:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     for module in model.modules():
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        hooks = [hook for hooks in forward_hooks_of(module) for hook in hooks.values()]
         if "forward" in vars(module):
             hooks.append(vars(module)["forward"])
         for value in (value for hook in hooks for value in variables_around(hook).values()):

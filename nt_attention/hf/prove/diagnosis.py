@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ...torch_private import pytree
 from ..route.packed_mask import PackedMask
 from .twin import padding_of, vocabulary_of
 

@@ -14,7 +14,8 @@ _OF_TORCH = (
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential,
     nn.ParameterList, nn.ParameterDict, nn.GELU, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh,
     nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish, nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.LogSigmoid,
-    nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss,
+    nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ _QUANTIZED = re.compile(r"torch\.ao\.nn\.quantized\..*\.(Linear|Embedding|Linear
 def is_of_layers(kind: type) -> bool:
     """Whether a class is a layer that computes each token alone: of torch, or of a package such as peft."""
     module = kind.__module__
-    if kind in _OF_TORCH or (issubclass(kind, nn.modules.dropout._DropoutNd) and module.startswith("torch.")):
+    if kind in _OF_TORCH:
         return True
     if module.partition(".")[0] == "peft":
         return _OF_PEFT.fullmatch(module) is not None

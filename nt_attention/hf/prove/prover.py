@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from .. import families
 from ..families import Family
 from ..proof import Proof
+from ..transformers_private import attention_of
 from .trial import UNPATCHED_IS_WRONG, NotProven, Trial, first_line
 from .trial_encoder_decoder import EncoderDecoderTrial
 from .twin import CannotBuild, build_twin, isolated
@@ -68,7 +69,7 @@ def _prove(make: MakeTrial, twin: PreTrainedModel) -> Proof:
     try:
         return make(twin).prove()
     except NotProven as failure:
-        if twin.config._attn_implementation != "sdpa" or "differs" not in str(failure):  # it ignores some options
+        if attention_of(twin.config) != "sdpa" or "differs" not in str(failure):  # it ignores some options
             raise
         with suppress(Exception):
             twin.set_attn_implementation("eager")
@@ -98,7 +99,7 @@ def _confirm(model: PreTrainedModel, twin: PreTrainedModel, code: OwnCode, make:
     """
     try:
         whole = build_whole_twin(model, code, next(twin.parameters()).dtype)
-        if twin.config._attn_implementation == "eager":
+        if attention_of(twin.config) == "eager":
             whole.set_attn_implementation("eager")
     except CannotBuild as error:
         raise NotProven(

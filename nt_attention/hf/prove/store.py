@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from .. import families
 from ..families import class_of
 from ..proof import Proof
+from ..transformers_private import attention_of
 from .parts import is_of_layers, marks_of, name_of, parts_of
 from .prover import prove
 from .twin import changed_numbers, flags_of, new_model, twin_config
@@ -116,7 +117,7 @@ def key_of(model: PreTrainedModel) -> tuple[str, bool]:
     fields = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "config": twin_config(kind, families.config_of(model)),
-        "attention": model.config._attn_implementation if code.classes else None,
+        "attention": attention_of(model.config) if code.classes else None,
         "parts": sorted(parts_of(model)),
         "marks": sorted(marks_of(model)),
         "family": [family.positions, *map(_code_of, quirks)],

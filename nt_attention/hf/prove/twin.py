@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from ...kernels.select import automatic_choice
 from ..families import base_model, class_of, config_of, is_encoder_decoder, is_of_transformers
+from ..transformers_private import attention_of
 from .parts import marks_of, parts_of
 
 HEADS, HEAD_DIM, WIDTH, HIDDEN = 4, 16, 64, 96
@@ -421,7 +422,7 @@ def build(
                 model.config.use_cache = False
                 if is_encoder_decoder(model) and getattr(model.config, "decoder_start_token_id", None) is None:
                     model.config.decoder_start_token_id = padding_of(model)
-                if not is_of_transformers(kind) and config._attn_implementation == "eager":
+                if not is_of_transformers(kind) and attention_of(config) == "eager":
                     model.set_attn_implementation("eager")
                 _try(model)
                 return model

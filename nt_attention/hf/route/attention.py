@@ -23,18 +23,19 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._warnings import warn
-from ...compiler import TracedLayout, TracedShardedLayout, is_traced
+from ...compiler import TracedShardedLayout, is_traced
 from ...functional import varlen_attention
 from ...kernels.masks import Window, distances
 from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ...layouts.reading import owner_of
 from ...patching.forwards import is_context_parallel
+from ..transformers_private import supports_sdpa
 from . import masks, positions
 from .dropout import rate_of
-from .packed_mask import PackedMask
-from .packed_row import PaddedRun, padded_run_of
+from .packed_mask import PackedMask, is_bypass_mask
 
-Layouts = tuple[SequenceLayout, SequenceLayout]  # of the queries and of the keys, over all B rows concatenated
+Layouts = tuple[Layout, Layout]  # of the queries and of the keys, over all B rows concatenated
 
 # transformers treats names with "flash", "sdpa", "/" or "|" in a special way.
 NAME_OVER = {"sdpa": "nt_attention", "eager": "nt_attention_eager"}
@@ -64,7 +65,7 @@ def register(over: str = "sdpa") -> str:
         >>> config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
         >>> model = BertModel(config)
         >>> model.set_attn_implementation(nta.hf.register())
-        >>> model.config._attn_implementation
+        >>> attention_of(model.config)
         'nt_attention'
     """
     if over not in NAME_OVER:
@@ -94,16 +95,28 @@ class OtherLengthError(ValueError):
 
 
 class _Call(NamedTuple):
-    """A call of `attention`, with the module's defaults. `options` are for the underlying implementation too."""
+    """A call of `attention`. `options` are for the underlying implementation too."""
 
     over: str
     module: nn.Module
     query: Tensor
     key: Tensor
     value: Tensor
-    is_causal: bool
+    is_causal: Any
     sliding_window: int | None
     options: dict[str, Any]
+
+    def with_defaults(self, is_causal: bool | None) -> _Call:
+        """This call with `is_causal`, or the default of the module, and the window that goes with it."""
+        module, window = self.module, self.sliding_window
+        if is_causal is None:
+            if hasattr(module, "is_causal"):  # no default in getattr: torch 2.11 can't compile what computes it
+                is_causal = bool(module.is_causal)
+            else:
+                is_causal = self.over == "sdpa" and _has_sdpa(cast(Any, type(module)))
+        if window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
+            window += 1  # in a decoder that is called as not causal, transformers' masks include distance w
+        return self._replace(is_causal=is_causal, sliding_window=window)
 
 
 def attention(
@@ -157,94 +170,64 @@ def attention(
             "continuous batching (generate_batch) uses a paged cache, which nt_attention does not support: call "
             "generate, or call set_attn_implementation('sdpa'), after remove() if the model is patched."
         )
-    if position_bias is not None:
-        options["position_bias"] = position_bias
-    marker = None
-    if positions.is_marker(attention_mask):
-        marker, attention_mask = attention_mask, None
-    run, in_context_parallel, decoding = None, False, False
-    if cu_seq_lens_q is None and not isinstance(attention_mask, PackedMask):
-        run, decoding = padded_run_of(module), query.shape[2] == 1
-        if run is not None and attention_mask is None and not run.made_none:
-            run = None  # whoever left out the mask expects causality, windows and packed rows from this function
-        in_context_parallel = run is None and is_context_parallel()
-    unpacked = run is not None or in_context_parallel or decoding
-    if unpacked and over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
-        if run is not None and position_bias is None and query.shape[2] == key.shape[2]:
-            return _run_sdpa(run, module, query, key, value, attention_mask, is_causal, **options), None
-        return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, attention_mask, is_causal=is_causal, **options)
-    if attention_mask is None and _is_sharded(cu_seq_lens_q):
-        is_causal = None  # accelerate's hook for context parallelism removes the mask, and passes True for any model
-    if isinstance(attention_mask, PackedMask):  # it stands for a mask that contains causality
-        is_causal = attention_mask.is_causal
-    if is_causal is None:
-        if hasattr(module, "is_causal"):  # no default in getattr: torch 2.11 can't compile what computes it
-            is_causal = bool(module.is_causal)
-        else:
-            is_causal = over == "sdpa" and _has_sdpa(cast(Any, type(module)))
-    if sliding_window and not is_causal and getattr(getattr(module, "config", None), "is_causal", True) is False:
-        sliding_window += 1  # in a decoder that is called as not causal, transformers' masks include distance w
-    options |= {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
+    for name, x in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
+        if x is not None:
+            options[name] = x
     call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
-    layouts = None
-    if not unpacked or (run is not None and attention_mask is None and not decoding):  # then the geometry is the mask
-        layouts, attention_mask = _plan(call, attention_mask, cu_seq_lens_q, cu_seq_lens_k, position_ids, marker)
-    return _run_padded(call, attention_mask) if layouts is None else (_run_packed(call, *layouts), None)
-
-
-def _run_sdpa(
-    run: PaddedRun,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> Tensor:
-    """What the sdpa implementation of transformers computes for self-attention, in less host time."""
-    enable_gqa = False
-    if (groups := query.shape[1] // key.shape[1]) > 1:
-        enable_gqa = mask is None and key.shape[3] == value.shape[3] <= 256  # kernels support no other ones
-        if not enable_gqa:
-            key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
-    if mask is None:
-        is_causal = query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    layouts, mask = None, attention_mask
+    if isinstance(mask, PackedMask):  # it stands for a mask that contains causality
+        call = call.with_defaults(mask.is_causal)
+        layouts, mask = (mask.query_layout, mask.key_layout), None
+    elif cu_seq_lens_q is not None and (cu_seq_lens_q.dim() == 0 or is_bypass_mask(mask)):  # the model is patched
+        # accelerate's hook for context parallelism removes the mask, and passes is_causal=True for any model
+        call = call.with_defaults(None if mask is None else is_causal)
+        layouts, mask = _layouts_of_patch(call, mask, cu_seq_lens_q), None
+    elif cu_seq_lens_q is None and (query.shape[2] == 1 or is_context_parallel()):
+        if over == "sdpa" and softcap is None and s_aux is None:  # a hot path in generation
+            return ALL_ATTENTION_FUNCTIONS[over](module, query, key, value, mask, is_causal=is_causal, **options)
+        call = call.with_defaults(is_causal)
     else:
-        is_causal = False
-        mask = run.additive(mask, query.dtype) if mask.dtype == torch.bool else mask
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
-    )
-    return out.transpose(1, 2).contiguous()
+        call = call.with_defaults(is_causal)
+        layouts, mask = _layouts_of_call(call, mask, cu_seq_lens_q, cu_seq_lens_k, position_ids)
+    if layouts is not None and (mask is not None or position_bias is not None):
+        if getattr(layouts[0], "is_sharded", False):
+            raise ValueError("a model with a mask or a position bias of its own can't run with mesh=: leave it out.")
+        mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
+        layouts = None
+    return _run_padded(call, mask) if layouts is None else (_run_packed(call, *layouts), None)
 
 
-def _plan(
+def _layouts_of_patch(call: _Call, mask: Tensor | None, offsets: Tensor) -> Layouts:
+    """The layouts of a row that the patch has packed: the mask has it, or else the offsets do, as in a graph."""
+    is_sharded = offsets.dim() == 0  # `ShardedLayout.handle`
+    if is_traced(call.query):
+        traced: Any = TracedShardedLayout(offsets) if is_sharded else SequenceLayout.in_this_graph(offsets)
+        return traced, traced
+    layout: Any = None if mask is None else owner_of(mask)
+    if layout is None:  # the mask was copied
+        layout = owner_of(offsets) if is_sharded else SequenceLayout.from_offsets(offsets)
+    for what, tokens in (("queries", call.query), ("keys", call.key)):
+        if layout.total != tokens.shape[0] * tokens.shape[2]:
+            raise OtherLengthError(f"its packed row ends at {layout.total}, but there are {tokens.shape[2]} {what}")
+    return layout, layout
+
+
+def _layouts_of_call(
     call: _Call,
     mask: Tensor | None,
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
     ids: Tensor | None,
-    marker: Tensor | None,
 ) -> tuple[Layouts | None, Tensor | None]:
-    """The layouts to run a call packed, or None; and the mask to run it padded. For `marker`, see `new_marker`."""
+    """The layouts to run a call of a registered model packed, or None; and the mask to run it padded."""
     query, key, options = call.query, call.key, call.options
-    traced = is_traced(query)
-    layouts = None
-    if isinstance(mask, PackedMask):
-        layouts, mask = (mask.query_layout, mask.key_layout), None
-    elif cu_seq_lens_q is not None:
-        is_ours = is_bypass_mask(mask)  # the model is patched
-        sharded = _sharded_layout(cu_seq_lens_q, traced)
-        if sharded is not None:
-            layouts = (sharded, sharded)
-        else:
-            layouts = _layouts_of(call, cu_seq_lens_q, cu_seq_lens_k, traced, is_ours, marker)
-        mask = None if is_ours else mask
+    traced, layouts, token = is_traced(query), None, None
+    if positions.is_forward_token(mask):
+        token, mask = mask, None
+    if cu_seq_lens_q is not None:
+        layouts = _layouts_of_offsets(call, cu_seq_lens_q, cu_seq_lens_k, traced, token)
     elif ids is not None and _may_be_packed(call, ids):
-        layouts, mask = _plan_by_positions(call, mask, ids, marker)
+        layouts, mask = _layouts_of_positions(call, mask, ids, token)
     if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
         layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
         layouts = layouts or (None if layout is None else (layout, layout))
@@ -255,36 +238,19 @@ def _plan(
         elif windowed or "softcap" in options or "s_aux" in options:
             layout = positions.one_sequence_per_row(query.shape[0], query.shape[2], query.device)
             layouts = layout, layout
-    if layouts is not None and (mask is not None or "position_bias" in options):
-        if getattr(layouts[0], "is_sharded", False):
-            raise ValueError("a model with a mask or a position bias of its own can't run with mesh=: leave it out.")
-        mask = _both(_causal_mask(call) if mask is None else mask, _same_layout(query, key, *layouts))
-        layouts = None
     return layouts, mask
 
 
-def _is_sharded(cu_seq_lens: Tensor | None) -> bool:
-    """Whether the tokens are divided over ranks: a patched model then passes `ShardedLayout.handle`."""
-    return cu_seq_lens is not None and cu_seq_lens.dim() == 0
-
-
-def _sharded_layout(cu_seq_lens: Tensor, traced: bool) -> SequenceLayout | None:
-    """The layout if the tokens are divided over ranks, else None."""
-    if not _is_sharded(cu_seq_lens):
-        return None
-    return cast(SequenceLayout, TracedShardedLayout(cu_seq_lens) if traced else owner_of(cu_seq_lens))
-
-
-def _plan_by_positions(
-    call: _Call, mask: Tensor | None, ids: Tensor, marker: Tensor | None
+def _layouts_of_positions(
+    call: _Call, mask: Tensor | None, ids: Tensor, token: Tensor | None
 ) -> tuple[Layouts | None, Tensor | None]:
-    """`_plan` for `position_ids` that may restart in a row."""
+    """`_layouts_of_call` for `position_ids` that may restart in a row."""
     rows, traced = call.query.shape[0], is_traced(call.query)
     if traced and mask is None:
-        layout = positions.layout_in_graph(ids, rows, marker)
+        layout = SequenceLayout.in_graph(ids, token, rows=rows)
         return (layout, layout), None
     source = masks.source_of(mask)
-    if source is None:  # a mask of the caller has its own packing
+    if source is None or not source.may_be_packed:  # a mask of the caller has its own packing
         return None, mask
     if not traced:
         layer = getattr(call.module, "layer_idx", None)
@@ -296,7 +262,7 @@ def _plan_by_positions(
     return None, _both(_causal_mask(call) if mask is None else mask, together)
 
 
-def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+def _run_packed(call: _Call, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
         raise ValueError(
@@ -304,7 +270,8 @@ def _run_packed(call: _Call, layout: SequenceLayout, key_layout: SequenceLayout)
             "attention_probs_dropout_prob in BERT, to 0 in its config."
         )
     # Views instead of einops, because this is a hot path.
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))
+    query, key = call.query.transpose(1, 2).flatten(0, 1), call.key.transpose(1, 2).flatten(0, 1)
+    value = call.value.transpose(1, 2).flatten(0, 1)
     groups = getattr(call.module, "num_key_value_groups", None)
     if groups is not None and query.shape[1] != key.shape[1] * groups:
         raise ValueError(
@@ -359,25 +326,16 @@ def _has_sdpa(kind: Any) -> bool:
     """Whether the models in the file of an attention class support sdpa, whose default for is_causal is True."""
     found = [x for x in list(vars(sys.modules[kind.__module__]).values()) if isinstance(x, type)]
     models: list[Any] = [x for x in found if issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__]
-    return not models or any(x._supports_sdpa for x in models)
+    return not models or any(supports_sdpa(x) for x in models)
 
 
-def _layouts_of(
-    call: _Call,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor | None,
-    traced: bool,
-    is_ours: bool,
-    marker: Tensor | None,
+def _layouts_of_offsets(
+    call: _Call, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool, token: Tensor | None
 ) -> Layouts:
-    """The layouts of these offsets. `is_ours`: they are those of a layout that the patch made."""
+    """The layouts of the offsets that a caller has passed. `token` is the forward token."""
 
-    def layout_of(offsets: Tensor) -> SequenceLayout:
-        if not traced:
-            return SequenceLayout.from_offsets(offsets)
-        if is_ours:
-            return cast(SequenceLayout, TracedLayout(offsets))
-        return SequenceLayout.in_graph(offsets, marker)
+    def layout_of(offsets: Tensor) -> Layout:
+        return SequenceLayout.in_graph(offsets, token) if traced else SequenceLayout.from_offsets(offsets)
 
     layout = layout_of(cu_seq_lens_q)
     same = cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q
@@ -385,7 +343,7 @@ def _layouts_of(
     for which, what, lengths, tokens in (("q", "queries", layout, call.query), ("k", "keys", key_layout, call.key)):
         expected = tokens.shape[0] * tokens.shape[2]
         if not traced and lengths.total != expected:  # in a graph, the operator checks this
-            raise (OtherLengthError if is_ours else ValueError)(
+            raise ValueError(
                 f"cu_seq_lens_{which} ends at {lengths.total}, but there are {expected} {what}: pass the offsets of "
                 f"all {what}{'; in cross-attention, these are those of the encoder' if which == 'k' else ''}."
             )
@@ -414,7 +372,7 @@ def _causal_mask(call: _Call) -> Tensor:
     return (torch.ones(queries, keys, dtype=torch.bool, device=device) if visible is None else visible)[None, None]
 
 
-def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout: SequenceLayout) -> Tensor:
+def _same_layout(query: Tensor, key: Tensor, layout: Layout, key_layout: Layout) -> Tensor:
     """(B, 1, T, S) bool, True if query and key are in one sequence."""
     rows = query.shape[0]
     ids, _ = layout.locate_rows(rows * query.shape[2])
@@ -425,18 +383,3 @@ def _same_layout(query: Tensor, key: Tensor, layout: SequenceLayout, key_layout:
 def _both(mask: Tensor, other: Tensor) -> Tensor:
     """Combine a bool or additive mask with the bool mask `other`."""
     return mask & other if mask.dtype == torch.bool else mask.masked_fill(~other, torch.finfo(mask.dtype).min)
-
-
-def bypass_mask(device: torch.device) -> Tensor:
-    """A mask that prevents transformers from building a (T, T) mask for a packed row.
-
-    transformers' mask functions return a 4-D mask unchanged. This one has no elements, so that any other attention
-    function raises an error. Without the error, activation checkpointing could recompute a packed row with an attention
-    function that mixes the sequences, if the model's attention implementation was changed after the forward.
-    """
-    return torch.ones((1, 1, 0, 0), dtype=torch.bool, device=device)
-
-
-def is_bypass_mask(mask: Any) -> bool:
-    """Whether a mask was made by `bypass_mask`."""
-    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (1, 1, 0, 0)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ...compiler import can_be_read
 from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from .positions import starts
 
 
-def layout_of_lengths(given: dict[str, Any], tokens: Tensor, *, may_jump: bool = True) -> SequenceLayout:
+def layout_of_lengths(given: dict[str, Any], tokens: Tensor, *, may_jump: bool = True) -> Layout:
     """The sequences of all B · L positions, from `cu_seq_lens_q`.
 
     Syncs with the device once for each tensor of offsets, and once if there are `position_ids`.
@@ -37,7 +38,7 @@ def layout_of_lengths(given: dict[str, Any], tokens: Tensor, *, may_jump: bool =
             f"cu_seq_lens_q ends at {layout.total}, but the input is {(rows, length)} (batch, length): pass the "
             f"offsets of all {rows * length} tokens."
         )
-    if rows > 1 and not np.isin(range(0, rows * length, length), layout.host_offsets).all():
+    if rows > 1 and not np.isin(range(0, rows * length, length), layout.host).all():
         raise ValueError(
             f"cu_seq_lens_q has a sequence that begins in one row of {length} tokens and ends in another: pass one row."
         )
@@ -50,7 +51,7 @@ def layout_of_lengths(given: dict[str, Any], tokens: Tensor, *, may_jump: bool =
     return layout
 
 
-def _check_positions(position_ids: Tensor, layout: SequenceLayout, may_jump: bool) -> None:
+def _check_positions(position_ids: Tensor, layout: Layout, may_jump: bool) -> None:
     """Check that positions (B · L,) increase in each sequence, and do not go on from one sequence to the next."""
     if not can_be_read(position_ids):
         return
@@ -83,3 +84,11 @@ def is_packed(given: dict[str, Any]) -> bool:
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= length:
         token_mask = mask[:, mask.shape[1] - length :] != 0
     return length > 1 and bool(starts(position_ids, token_mask).any())
+
+
+def mixed_rows_error(model: Any, reason: str) -> ValueError:
+    """The error for rows with several sequences that a model would mix. `reason`: why it would."""
+    return ValueError(
+        f"{type(model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that restart), and "
+        f"would mix them, because {reason}."
+    )

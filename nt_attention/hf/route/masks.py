@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,9 @@ from transformers import masking_utils as stock
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...compiler import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
-from ...layouts.known import SequenceLayout
-from .packed_row import PaddedRun, padded_run_with
-from .positions import new_marker
-from .running_call import has_scaled_rope, running_call
+from ...layouts.protocol import Layout
+from ...layouts.reading import new_forward_token
+from .running_call import RunningCall, has_scaled_rope, running_call
 
 MaskFunction = Callable[..., Any]
 # Models that pass is_causal, sliding_window, cu_seq_lens and position_ids to every attention call.
@@ -55,7 +53,7 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     """The mask (B, 1, L, L), or None if the attention function needs no mask.
 
     It is None for rows without padding and without a cache, if the model is in `_PASS_GEOMETRY` and the mask is only
-    made of causality, a window and packed rows. In a graph it is then `new_marker`. The attention function then finds
+    made of causality, a window and packed rows. In a graph it is a forward token then. The attention function finds
     packed sequences by their positions or `cu_seq_lens`. For all other masks (padding, caches, chunks, images, masks of
     the caller), the result is that of the implementation `over`. Syncs with the device once if there is an attention
     mask, as that implementation does.
@@ -67,10 +65,8 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
     """
     token_mask, offset = given.get("attention_mask"), given.get("q_offset", 0)
     whole = isinstance(offset, int) and offset == 0 and given["q_length"] == given["kv_length"]
-    run = padded_run_with(given.get("config"))
-    if run is not None:
-        return _mask_of_padded_rows(over, given, run, whole)
-    layout = _packed_by_caller(over, given) if whole and not (is_tracing() or is_in_jit_trace()) else None
+    call = running_call() if whole and not (is_tracing() or is_in_jit_trace()) else None
+    layout = None if call is None else _packed_by_caller(call, over, given)
     if (
         whole
         and layout is None
@@ -78,26 +74,26 @@ def mask(*, over: str, **given: Any) -> Tensor | None:
         and _passes_geometry(given.get("config"))
         and is_plain(given.get("mask_function", stock.causal_mask_function))
         and not is_in_jit_trace()  # torch.jit.trace can't record packed rows
-        and (token_mask is None or is_all_true(token_mask))
     ):
-        return new_marker(given.get("device") or torch.device("cpu")) if is_tracing() else None
+        if token_mask is None or is_all_true(token_mask):
+            return new_forward_token(given.get("device") or torch.device("cpu")) if is_tracing() else None
+        given |= _NO_SKIPS  # which would read the mask once more
     if layout is not None:
         given = _kept_apart(given, layout)
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**given)
     if whole and isinstance(made, Tensor):
-        _set_source(made, token_mask)
+        source = Source(token_mask, may_be_packed=call is None or call.names_sequences)
+        setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, source)
     return made
 
 
-def _packed_by_caller(over: str, given: dict[str, Any]) -> SequenceLayout | None:
+def _packed_by_caller(call: RunningCall, over: str, given: dict[str, Any]) -> Layout | None:
     """The sequences of rows that the caller packed, if the mask must keep them apart, because the model does not pass
     on where they begin. None if there are no such rows.
 
     Raises:
         ValueError: the model can't keep them apart.
     """
-    if (call := running_call()) is None:
-        return None
     call.check(over)
     config = given.get("config")
     passes = _passes_geometry(config) and (bool(call.lengths) or config.model_type not in _PASS_LENGTHS_ONLY)  # type: ignore[union-attr]
@@ -107,7 +103,7 @@ def _packed_by_caller(over: str, given: dict[str, Any]) -> SequenceLayout | None
     return None if passes else layout
 
 
-def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLayout | None:
+def layout_beside(over: str, made: Tensor, rows: int, length: int) -> Layout | None:
     """The sequences of rows that the caller packed, for a mask (B, 1, L, L) that the model has made by itself.
 
     None if there are no such rows, or if the caller passed a mask of four dimensions, which has its own packing.
@@ -122,22 +118,24 @@ def layout_beside(over: str, made: Tensor, rows: int, length: int) -> SequenceLa
             call.check(over)
             layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
         setattr(storage, _ROWS, layout)
-    found: SequenceLayout | None = getattr(storage, _ROWS)
+    found: Layout | None = getattr(storage, _ROWS)
     return found
 
 
 _ROWS = "_nt_attention_rows"
 
 
-def _kept_apart(given: dict[str, Any], layout: SequenceLayout) -> dict[str, Any]:
+def _kept_apart(given: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """The arguments of a mask function for a mask in which a token sees its own sequence only."""
     shape, function = (given["batch_size"], given["q_length"]), given.get("mask_function", stock.causal_mask_function)
     sequence, position = layout.sequence_ids.view(shape), layout.position_ids.view(shape)
     if _CHUNKED in set(_codes(function)) and _REMAP.isdisjoint(_codes(function)):
         function = stock.remap_positions_for_packed_sequence(function, position)
     function = stock.and_masks(function, stock.packed_sequence_mask_function(sequence))
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return {**given, **skips, "mask_function": function}
+    return {**given, **_NO_SKIPS, "mask_function": function}
+
+
+_NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 def _codes(mask_function: MaskFunction) -> Iterator[Any]:
@@ -149,38 +147,14 @@ def _codes(mask_function: MaskFunction) -> Iterator[Any]:
             yield from _codes(part)
 
 
-def _set_source(made: Tensor, token_mask: Tensor | None) -> None:
-    setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, Source(token_mask))
-
-
-def _mask_of_padded_rows(over: str, given: dict[str, Any], run: PaddedRun, whole: bool) -> Tensor | None:
-    """The mask in `running_padded`. Does not sync with the device if there are several rows.
-
-    transformers evaluates a mask function at each index, with a dozen kernels. Two masks need one kernel each.
-    """
-    token_mask, function, made = given.get("attention_mask"), given.get("mask_function"), None
-    # masks have versions, which show in-place changes
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        if token_mask is not None and len(token_mask) > 1:
-            given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # they look for padding
-            if over == "sdpa" and whole and token_mask.shape[1] == given["kv_length"] and not given.get("use_vmap"):
-                visible = token_mask.bool()[:, None, None, :].expand(-1, -1, given["q_length"], -1)
-                if function is stock.causal_mask_function:
-                    made = visible.tril()
-                elif function is stock.bidirectional_mask_function:
-                    made = visible.contiguous()
-        made = ALL_MASK_ATTENTION_FUNCTIONS[over](**given) if made is None else made
-    if made is None:
-        run.made_none = True
-    elif whole:
-        _set_source(made, token_mask)  # a hook may call another model with this config
-    return made
-
-
 class Source(NamedTuple):
-    """What a mask was made from: the token mask (B, L), or None without padding."""
+    """What a mask was made from: the token mask (B, L), or None without padding.
+
+    `may_be_packed`: whether rows may have several sequences. If not, the model has made its `position_ids` itself.
+    """
 
     token_mask: Tensor | None = None
+    may_be_packed: bool = True
 
 
 # The attribute that stores the Source of a mask. It is set on the mask's storage, because checkpointing detaches masks.

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from ...compiler import outside_of_graphs
 from ...functional import varlen_attention
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
+from ...layouts.reading import creating_cached_tensors
+from ...torch_private import make_wrapper, without_torch_function
 from ..proof import Form
 from .dropout import rate_of
 
@@ -44,8 +46,8 @@ class PackedMask(Tensor):
         value: the value at all positions.
     """
 
-    query_layout: SequenceLayout
-    key_layout: SequenceLayout
+    query_layout: Layout
+    key_layout: Layout
     is_causal: bool
     packing: Any
     value: bool | int | float
@@ -53,8 +55,8 @@ class PackedMask(Tensor):
     @classmethod
     def of(
         cls,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout | None = None,
+        layout: Layout,
+        key_layout: Layout | None = None,
         *,
         form: Form,
         is_causal: bool = False,
@@ -70,7 +72,7 @@ class PackedMask(Tensor):
 
     @classmethod
     def _empty(cls, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> PackedMask:
-        mask: PackedMask = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        mask: PackedMask = make_wrapper(cls, tuple(shape), dtype=dtype, device=device)
         return mask
 
     @outside_of_graphs
@@ -128,7 +130,7 @@ class PackedMask(Tensor):
         masks = [x for x in tensors if isinstance(x, PackedMask)]
         if _name_of(function) == "set":  # checkpointing sets requires_grad to False
             return None
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if not masks or _name_of(function) in _QUESTIONS | {"get"}:
                 return function(*args, **kwargs)
             if len(masks) == len(tensors):
@@ -145,6 +147,24 @@ class PackedMask(Tensor):
 def packed_mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMask | None:
     """The packed mask among the arguments of a module, or None."""
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedMask)), None)
+
+
+def bypass_mask(layout: Layout) -> Tensor:
+    """A mask that prevents transformers from building a (T, T) mask for a packed row.
+
+    transformers' mask functions return a 4-D mask unchanged. This one has no elements, so that any other attention
+    function raises an error. Without the error, activation checkpointing could recompute a packed row with an attention
+    function that mixes the sequences, if the model's attention implementation was changed after the forward.
+    """
+    with creating_cached_tensors():  # tensors of function transforms have no storage
+        mask = torch.ones((1, 1, 0, 0), dtype=torch.bool, device=layout.device)
+    mask.untyped_storage().owner = layout  # type: ignore[attr-defined]  # for `owner_of`, also after a checkpoint
+    return mask
+
+
+def is_bypass_mask(mask: Any) -> bool:
+    """Whether a mask was made by `bypass_mask`."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (1, 1, 0, 0)
 
 
 # Names of operations, without underscores at both ends: those that ask for metadata, those that change the shape, and

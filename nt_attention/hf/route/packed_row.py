@@ -1,4 +1,4 @@
-"""The packed row that runs now, for modules to which the model passes neither lengths nor positions.
+"""What runs in this thread: the packed row, for modules to which a model passes neither lengths nor positions.
 
 Only for modules outside of layers: when gradient checkpointing computes a layer again, no row is set. Attention modules
 find the layout in their mask (`packed_mask.py`).
@@ -14,61 +14,36 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...compiler import inline_only, is_compiling, outside_of_graphs
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 
 
 class PackedRow(NamedTuple):
     """A packed row: its sequences, the positions of its tokens, (1, T) or (axes, 1, T), and L of the padded batch."""
 
-    layout: SequenceLayout
+    layout: Layout
     position_ids: Tensor
     length: int
 
 
-class PaddedRun:
-    """A call of a model whose rows are not packed, so it runs transformers' own attention. See `running_padded`.
+class _Thread(threading.local):
+    """What runs in each thread. Graphs of torch.compile can read it; they can't read a context variable.
 
     Attributes:
-        modules: the modules of the model.
-        configs: the configs of the model and its parts, which the mask function gets.
-        made_none: whether the mask function has found that a mask is not needed. If not, None is no mask of this call.
-    """
-
-    def __init__(self, modules: weakref.WeakSet[nn.Module], configs: list[Any]) -> None:
-        self.modules, self.configs = modules, configs
-        self.made_none = False
-        self._additive: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
-
-    def additive(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """A bool mask (B, 1, L, L) as numbers to add to the scores, 0 or −inf, which the layers share.
-
-        `scaled_dot_product_attention` would convert a bool mask in each layer, and copy it in each layer if a row does
-        not begin at a multiple of 16 numbers.
-        """
-        if mask.is_inference():  # it has no version, so in-place changes would not be noticed
-            return mask
-        key = mask.data_ptr(), mask.shape, mask.stride(), mask._version, dtype  # checkpoints detach the mask
-        found = self._additive.get(key)
-        if found is None:
-            *sizes, length = mask.shape
-            numbers = torch.zeros((*sizes, -(-length // 16) * 16), dtype=dtype, device=mask.device)[..., :length]
-            found = self._additive[key] = mask, numbers.masked_fill_(mask.logical_not(), -torch.inf)
-        return found[1]  # the mask is kept, so no other one gets its memory
-
-
-class _Thread(threading.local):
-    """The row of each thread, and the call of `running_padded`.
-
-    Graphs of torch.compile can read them; they can't read a context variable.
+        row: the packed row that runs now. None if the rows of the batch are not packed.
+        unpatched: models that run their original forward and count nothing, because the model around them runs so.
+        rows_of_head: the base model of the head that runs, and the arguments of the head that say which sequences its
+            rows have, which many heads do not pass on.
+        known: patched models whose rows need no search for sequences that the caller has packed: their caller has not
+            said where sequences begin, or they run a packed row.
     """
 
     row: PackedRow | None = None
-    padded: PaddedRun | None = None
+    unpatched: tuple[Any, ...] = ()
+    rows_of_head: tuple[Any, dict[str, Any]] = (None, {})
+    known: tuple[Any, ...] = ()
 
 
 _thread = _Thread()
@@ -79,94 +54,47 @@ def current_row() -> PackedRow | None:
     return _thread.row
 
 
+def is_unpatched(model: Any) -> bool:
+    """Whether the model around this one runs its original forward, and this one with it."""
+    return any(other is model for other in _thread.unpatched)
+
+
+def has_known_rows(model: Any) -> bool:
+    """Whether the rows of a patched model need no search, see `_Thread`."""
+    return any(other is model for other in _thread.known)
+
+
+def rows_of_head(model: Any) -> dict[str, Any]:
+    """The arguments of the head that runs, if it is that of this base model, for `running`."""
+    base, rows = _thread.rows_of_head
+    return rows if base is model else {}
+
+
 @outside_of_graphs
-def _replace_row(row: PackedRow | None) -> PackedRow | None:
-    before, _thread.row = _thread.row, row
+def _swap(attributes: dict[str, Any]) -> dict[str, Any]:
+    before = {name: getattr(_thread, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(_thread, name, value)
     return before
 
 
-class running_row:
-    """A context in which this row runs. None: the rows of the batch are not packed.
+class running:
+    """A context in which attributes of `_Thread` have these values.
 
     A class, because torch.compile would compile the functions of a generator on their own.
     """
 
     @inline_only
-    def __init__(self, row: PackedRow | None) -> None:
-        self.row = row
+    def __init__(self, **attributes: Any) -> None:
+        self.attributes = attributes
 
     @inline_only
     def __enter__(self) -> None:
-        self.before = _replace_row(self.row)
+        self.attributes = _swap(self.attributes)
 
     @inline_only
     def __exit__(self, *error: object) -> None:
-        _replace_row(self.before)
-
-
-class running_padded:
-    """A context in which this model runs transformers' own attention, because it gets no packed rows.
-
-    With None, no model does: for a call in the forward of another model, which may be by a hook.
-
-    Layers that are compiled on their own run our attention, which gives the same.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.run: PaddedRun | None = None
-        if model is not None:
-            parts = _parts_of(model)
-            models = [part for reference in parts.models if (part := reference()) is not None]
-            self.run = PaddedRun(parts.modules, [x.config for x in models])
-
-    def __enter__(self) -> None:
-        self.before, _thread.padded = _thread.padded, self.run
-
-    def __exit__(self, *error: object) -> None:
-        _thread.padded = self.before
-
-
-def is_running_padded() -> bool:
-    """Whether `running_padded` is on in this thread. Not known in a graph."""
-    return not is_compiling() and _thread.padded is not None
-
-
-def padded_run_of(module: nn.Module) -> PaddedRun | None:
-    """The call in this thread that `running_padded` runs, if this attention module is a part of it. None in a graph.
-
-    A graph that read the set would take weights from the modules in it, and use those of one layer in all layers.
-    """
-    if is_compiling():
-        return None
-    run = _thread.padded
-    return run if run is not None and module in run.modules else None
-
-
-def padded_run_with(config: Any) -> PaddedRun | None:
-    """The same for a model with this config."""
-    if is_compiling():
-        return None
-    run = _thread.padded
-    return run if run is not None and any(x is config for x in run.configs) else None
-
-
-class _Parts(NamedTuple):
-    """The modules of a model when it ran first, and those that are models. Later ones run our attention instead."""
-
-    modules: weakref.WeakSet[nn.Module]
-    models: list[weakref.ref[PreTrainedModel]]
-
-
-_parts: weakref.WeakKeyDictionary[nn.Module, _Parts] = weakref.WeakKeyDictionary()
-
-
-def _parts_of(model: nn.Module) -> _Parts:
-    found = _parts.get(model)
-    if found is None:
-        modules = list(model.modules())
-        models = [weakref.ref(x) for x in modules if isinstance(x, PreTrainedModel)]
-        found = _parts[model] = _Parts(weakref.WeakSet(modules), models)
-    return found
+        _swap(self.attributes)
 
 
 def counts_positions(module: nn.Module) -> bool:

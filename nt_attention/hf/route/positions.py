@@ -6,17 +6,15 @@ Dimensions: B rows, L positions in a row.
 from __future__ import annotations
 
 import functools
-import weakref
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ...compiler import TracedLayout, is_captured, is_replayed
+from ...compiler import is_captured, is_replayed
 from ...layouts.known import SequenceLayout, layout_where
-from ...layouts.reading import WeakTensorDict, snapshot
-from ...operators import define
+from ...layouts.protocol import Layout
+from ...layouts.reading import TOKEN_SHAPE, keep, kept
 
 
 def starts(position_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
@@ -63,124 +61,51 @@ def same_sequence(position_ids: Tensor, rows: int, token_mask: Tensor | None) ->
 
 
 class _Entry(NamedTuple):
-    """A cached layout, the state of what it was read from, see `_state`, and the layer that read it."""
+    """The layout of positions, None if each row is one sequence, and the layer that has read it."""
 
-    state: tuple[object, ...]
     layer: int | None
-    layout: SequenceLayout | None
+    layout: Layout | None
 
 
-# position_ids, which a model passes to all of its layers → token mask → entry.
-_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_NO_MASK = torch.empty(0)
-
-
-def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> SequenceLayout | None:
+def read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> Layout | None:
     """The layout of all B · L positions, or None if each row is one sequence. Read once for all layers of a model.
 
     Padding is part of the sequence before it, or of the first sequence of the row.
     """
-    state = _state(position_ids, rows, token_mask)
-    entry = _find(position_ids, state, layer, token_mask)
+
+    def read() -> _Entry:
+        if token_mask is None:
+            layout: Layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
+        else:
+            first = starts(position_ids, token_mask)
+            first[:, :1] = True
+            layout = layout_where(first.flatten().cpu().numpy(), position_ids.device)
+        return _Entry(layer, layout if layout.batch_size > rows else None)
+
+    entry = _find(position_ids, rows, layer, token_mask)
     if entry is not None:
         return entry.layout
-    if token_mask is None:
-        layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
-    else:
-        first = starts(position_ids, token_mask)
-        first[:, :1] = True
-        layout = layout_where(first.flatten().cpu().numpy(), position_ids.device)
-    found = layout if layout.batch_size > rows else None
-    by_mask = _cache.setdefault(position_ids, WeakIdKeyDictionary())
-    by_mask[_NO_MASK if token_mask is None else token_mask] = _Entry(state, layer, found)
-    return found
+    return keep(position_ids, ("positions", rows, id(token_mask)), read, token_mask, follows=True).layout
+
+
+def _find(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> _Entry | None:
+    entry: _Entry | None = kept(position_ids, ("positions", rows, id(token_mask)), token_mask)
+    # If they may change unnoticed, the first layer reads them again in each forward.
+    may_change = any(x is not None and (x.is_inference() or is_replayed(x)) for x in (position_ids, token_mask))
+    return None if entry is None or (may_change and layer in (None, entry.layer)) else entry
 
 
 def can_read_layout(position_ids: Tensor, rows: int, layer: int | None, token_mask: Tensor | None) -> bool:
     """Whether `read_layout` can be called: a captured CUDA graph can't read positions that were not read before."""
-    if not is_captured(position_ids):
-        return True
-    return _find(position_ids, _state(position_ids, rows, token_mask), layer, token_mask) is not None
+    return not is_captured(position_ids) or _find(position_ids, rows, layer, token_mask) is not None
 
 
-def _find(
-    position_ids: Tensor, state: tuple[object, ...], layer: int | None, token_mask: Tensor | None
-) -> _Entry | None:
-    by_mask = _cache.get(position_ids)
-    entry: _Entry | None = None if by_mask is None else by_mask.get(_NO_MASK if token_mask is None else token_mask)
-    if entry is None or entry.state != state:
-        return None
-    # If they may change unnoticed, the first layer reads them again in each forward.
-    return None if None in state and (layer is None or layer == entry.layer) else entry
-
-
-def _state(position_ids: Tensor, rows: int, token_mask: Tensor | None) -> tuple[object, ...]:
-    """What a layout is read from, on a CPU with all values. It has None if that may change without a new version."""
-    tensors = [position_ids] if token_mask is None else [position_ids, token_mask]
-    return (rows, position_ids.shape, *[None if is_replayed(x) else snapshot(x) for x in tensors])
-
-
-def layout_in_graph(position_ids: Tensor, rows: int, marker: Tensor | None) -> SequenceLayout:
-    """The layout of all B · L positions, in a graph. They are read when it runs, once for each `new_marker`."""
-    offsets = torch.ops.nt_attention.offsets_of_positions.default(position_ids, rows, marker)
-    return cast(SequenceLayout, TracedLayout(offsets))
-
-
-def new_marker(device: torch.device) -> Tensor:
-    """A tensor of a graph that is another object in each forward of a model; see `reading.read_in_operator`."""
-    return torch.ops.nt_attention.forward_marker.default(device)
-
-
-def is_marker(tensor: Tensor | None) -> bool:
-    """Whether `new_marker` made this tensor."""
-    return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == _MARKER
-
-
-_MARKER = (1, 1, 0, 0)  # as a mask, it raises an error in all attention functions but ours
-
-
-class _ReadInGraph(NamedTuple):
-    """The layout of positions that an operator has read, the marker of the forward, the positions' snapshot, and B."""
-
-    marker: weakref.ref[Tensor]
-    snapshot: object
-    rows: int
-    layout: SequenceLayout
-
-
-_read_in: WeakTensorDict[_ReadInGraph] = WeakTensorDict()
-
-
-def _offsets_of_positions(position_ids: Tensor, rows: int, marker: Tensor | None) -> Tensor:
-    """(B·L+1,) int32, see `copy_for_graph`."""
-    now, entry = snapshot(position_ids), _read_in.get(position_ids)
-    if entry is not None and entry.marker() is marker is not None and (entry.snapshot, entry.rows) == (now, rows):
-        layout = entry.layout
-    else:
-        layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
-        if marker is not None:
-            _read_in[position_ids] = _ReadInGraph(weakref.ref(marker), now, rows, layout)
-    return layout.offsets_for_graph(rows * position_ids.shape[1] + 1)
-
-
-def _fake_offsets(position_ids: Tensor, rows: int, marker: Tensor | None) -> Tensor:
-    return position_ids.new_empty(rows * position_ids.shape[1] + 1, dtype=torch.int32)
-
-
-def _make_marker(device: torch.device) -> Tensor:
-    return torch.empty(_MARKER, dtype=torch.int8, device=device)
-
-
-define(
-    "offsets_of_positions(Tensor position_ids, SymInt rows, Tensor? marker) -> Tensor",
-    _offsets_of_positions,
-    _fake_offsets,
-)
-# As an operator with random results, so that compilers do not replace it by a constant.
-define("forward_marker(Device device) -> Tensor", _make_marker, _make_marker, random=True)
+def is_forward_token(tensor: Tensor | None) -> bool:
+    """Whether `reading.new_forward_token` made this tensor."""
+    return tensor is not None and tensor.dtype == torch.int8 and tensor.shape == TOKEN_SHAPE
 
 
 @functools.lru_cache(maxsize=64)
-def one_sequence_per_row(rows: int, length: int, device: torch.device) -> SequenceLayout:
+def one_sequence_per_row(rows: int, length: int, device: torch.device) -> Layout:
     """The layout of rows without padding, in which each row is one sequence."""
     return SequenceLayout.from_lengths([length] * rows, device=device)

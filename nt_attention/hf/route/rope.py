@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ...torch_private import buffers_of, set_buffers
 from .packed_row import current_row
 
 
@@ -39,7 +40,7 @@ def rotate_per_sequence(
     if row is None or not _by_length(_type_of(rotary, layer_type)):
         return original(x, position_ids, **options)
     parts, end = [], 0
-    lengths = row.layout.host_offsets.diff().tolist()
+    lengths = row.layout.host.diff().tolist()
     for scaled_length, neighbours in itertools.groupby(lengths, lambda length: scaled_for(rotary, length, layer_type)):
         begin, end = end, end + sum(neighbours)
         fixed = _with_fixed_frequencies(rotary, scaled_length, layer_type, x.device)
@@ -73,6 +74,6 @@ def _with_fixed_frequencies(rotary: Any, length: int, layer_type: str | None, de
         make = ROPE_INIT_FUNCTIONS[_type_of(rotary, layer_type)]
         frequencies, _ = make(rotary.config, device, seq_len=length, **options)
     fixed = copy.copy(rotary)
-    fixed._buffers = {**rotary._buffers, f"{prefix}inv_freq": frequencies.to(device)}
+    set_buffers(fixed, {**buffers_of(rotary), f"{prefix}inv_freq": frequencies.to(device)})
     fixed.rope_type = "default" if layer_type is None else {**rotary.rope_type, layer_type: "default"}
     return fixed

@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
+from ...torch_private import buffers_of, parameters_of
 from .. import families
+from ..transformers_private import attention_of
 from . import positions
-from .hand_packed import layout_of_lengths
-from .packed_row import counts_positions
+from .hand_packed import layout_of_lengths, mixed_rows_error
+from .packed_mask import PackedMask, is_bypass_mask
+from .packed_row import counts_positions, has_known_rows
 from .rope import scaled_for, scales_by_length
 
 
@@ -38,6 +41,7 @@ class RunningCall(NamedTuple):
         token_mask: the attention_mask of two dimensions that came with them.
         has_own_mask: whether the caller passed a mask of four dimensions.
         has_seq_idx: whether the caller passed `seq_idx`, for layers that keep a state along the row.
+        is_patched: whether a patched model runs it, which has decided how.
     """
 
     model: PreTrainedModel
@@ -46,6 +50,7 @@ class RunningCall(NamedTuple):
     token_mask: Tensor | None = None
     has_own_mask: bool = False
     has_seq_idx: bool = False
+    is_patched: bool = False
 
     @property
     def names_sequences(self) -> bool:
@@ -61,14 +66,16 @@ class RunningCall(NamedTuple):
         Raises:
             ValueError: the model does not run our attention in all of its layers, or needs `position_ids` too.
         """
+        if self.is_patched:
+            return
         name = type(self.model).__name__
         if self._is_of_transformers() and not families.routes_attention(self.model):
             raise ValueError(
-                f"{name} does not run its attn_implementation {self.model.config._attn_implementation!r}: load it with "
+                f"{name} does not run its attn_implementation {attention_of(self.model.config)!r}: load it with "
                 "'eager', and call nt_attention.patch(model)."
             )
         model_type = getattr(self.model.config, "model_type", None)
-        implementation = self.model.config._attn_implementation
+        implementation = attention_of(self.model.config)
         if model_type in NOT_SUPPORTED:
             raise ValueError(f"{name} passes arguments to its attention that {implementation!r} ignores: use 'sdpa'.")
         if model_type in NEED_EAGER and over != "eager":
@@ -82,7 +89,7 @@ class RunningCall(NamedTuple):
                 "position_ids that begin again with each sequence, or call nt_attention.patch(model)."
             )
         for path, module in self.model.named_modules() if self.names_sequences else ():
-            other = getattr(vars(module).get("config"), "_attn_implementation", None)
+            other = attention_of(vars(module).get("config"))
             if "Attention" in type(module).__name__ and isinstance(other, str) and not other.startswith(_OURS):
                 raise ValueError(
                     f"{path} of {name} has a config of its own, with the attention {other!r}, which would mix the "
@@ -102,7 +109,7 @@ class RunningCall(NamedTuple):
         has_table = embeds_positions(self.model) or has_scaled_rope(self.model)
         return has_table or not self._is_of_transformers() or self.model.config.model_type in COUNT_POSITIONS
 
-    def layout(self, rows: int, length: int, token_mask: Tensor | None) -> SequenceLayout | None:
+    def layout(self, rows: int, length: int, token_mask: Tensor | None) -> Layout | None:
         """The sequences of all B · L positions, or None if each row is one. Syncs once for each tensor.
 
         Raises:
@@ -120,13 +127,10 @@ class RunningCall(NamedTuple):
         else:
             layout = positions.read_layout(ids, rows, None, token_mask)
         if layout is not None and (reason := self._why_mixed(layout)) is not None:
-            raise ValueError(
-                f"{type(self.model).__name__} got rows with several sequences (cu_seq_lens_q, or position_ids that "
-                f"restart), and would mix them, because {reason}."
-            )
+            raise mixed_rows_error(self.model, reason)
         return layout
 
-    def _why_mixed(self, layout: SequenceLayout) -> str | None:
+    def _why_mixed(self, layout: Layout) -> str | None:
         """Why the model mixes sequences, whatever its attention does, or None."""
         model = self.model
         model_type = getattr(model.config, "model_type", None)
@@ -170,65 +174,52 @@ NOT_SUPPORTED = frozenset({"glm_moe_dsa"})
 
 
 def running_call() -> RunningCall | None:
-    """The innermost call of a Hugging Face model in this thread, or None. None in a call that the patch has packed.
+    """The innermost call of a Hugging Face model in this thread. None if there is none, or if the patch has packed it.
 
     If it got neither positions nor lengths, they are those of the next call around it that did: some heads do not pass
     them on. It looks at the frames of this thread, and of each model at the outermost one, which has the arguments as
-    the caller passed them.
+    the caller passed them. The search ends at a patched model whose rows are known.
     """
     frame: FrameType | None = sys._getframe(1)
     innermost: PreTrainedModel | None = None
     model: PreTrainedModel | None = None
     variables: dict[str, Any] = {}
-    if _is_packed_by_patch(frame):
-        return None
     while frame is not None:
-        if frame.f_code.co_name in _FRAMES:
-            own = frame.f_locals
-            if isinstance(owner := own.get("self"), PreTrainedModel):
-                if owner is not model and model is not None:
-                    innermost = innermost or model
-                    if (call := _call_of(innermost, model, variables)) is not None:
-                        return call
-                model, variables = owner, own
+        if frame.f_code.co_name in _FRAMES and isinstance(owner := frame.f_locals.get("self"), PreTrainedModel):
+            if owner is not model and model is not None:
+                call = _call_of(cast(PreTrainedModel, innermost), model, variables)
+                if call is None or call.names_sequences:
+                    return call
+            innermost = innermost or owner
+            if has_known_rows(owner):
+                return RunningCall(innermost, is_patched=True)
+            model, variables = owner, frame.f_locals
         frame = frame.f_back
-    if model is None:
-        return None
-    innermost = innermost or model
-    return _call_of(innermost, model, variables) or RunningCall(innermost)
+    return None if model is None else _call_of(cast(PreTrainedModel, innermost), model, variables)
 
 
 # The names of functions whose frame has a model and the arguments of its call: those of torch, of the decorators of
 # transformers, and the forward.
 _FRAMES = {"_wrapped_call_impl", "_call_impl", "wrapper", "forward"}
-# Those of this package that run a model on a packed row.
-_PACKED = {"_run_row", "_run_packed"}
-
-
-def _is_packed_by_patch(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name in _PACKED and frame.f_globals.get("__package__") == __package__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _call_of(innermost: PreTrainedModel, model: PreTrainedModel, variables: dict[str, Any]) -> RunningCall | None:
-    """The call of a model, from the variables of its frame. None if it names no sequences."""
-    given = {**{name: variables[name] for name in _NAMED & variables.keys()}, **(variables.get("kwargs") or {})}
+    """The call of a model, from the variables of its frame. None if the patch has packed it."""
+    arguments = {**{name: variables[name] for name in _NAMED & variables.keys()}, **(variables.get("kwargs") or {})}
     if args := variables.get("args"):
-        given |= dict(zip(_parameters(cast(Any, type(model))), args, strict=False))
-    given = {name: x for name in (*_NAMED, *_LENGTHS, "seq_idx") if isinstance(x := given.get(name), Tensor)}
-    mask = given.get("attention_mask")
-    call = RunningCall(
+        arguments |= dict(zip(_parameters(cast(Any, type(model))), args, strict=False))
+    mask, position_ids = (x if isinstance(x := arguments.get(name), Tensor) else None for name in sorted(_NAMED))
+    if isinstance(mask, PackedMask) or is_bypass_mask(mask):
+        return None
+    lengths = {name: x for name in _LENGTHS if isinstance(x := arguments.get(name), Tensor)}
+    return RunningCall(
         innermost,
-        given.get("position_ids"),
-        {name: given[name] for name in _LENGTHS if name in given} if "cu_seq_lens_q" in given else {},
+        position_ids,
+        lengths if "cu_seq_lens_q" in lengths else {},
         mask if mask is not None and mask.dim() == 2 else None,
         mask is not None and mask.dim() == 4,
-        "seq_idx" in given,
+        isinstance(arguments.get("seq_idx"), Tensor),
     )
-    return call if call.names_sequences else None
 
 
 _NAMED, _LENGTHS = {"position_ids", "attention_mask"}, ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -245,7 +236,7 @@ def embeds_positions(model: nn.Module) -> bool:
         _has_table[model] = any(map(_is_table_of_positions, model.named_modules())) or any(
             _POSITIONS.fullmatch(name) and name != "position_ids" and isinstance(x, Tensor)
             for module in model.modules()
-            for name, x in [*vars(module).items(), *module._buffers.items(), *module._parameters.items()]
+            for name, x in [*vars(module).items(), *buffers_of(module).items(), *parameters_of(module).items()]
         )
     return _has_table[model]
 

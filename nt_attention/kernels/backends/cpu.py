@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
 from ...layouts.paged import merge_pages
+from ...layouts.protocol import Layout
+from ...torch_private import cpu_flash_backward, cpu_flash_forward
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import alibi_bias, distances
@@ -34,8 +35,8 @@ from ..relative import RelativeBias
 MAX_GATHERED = 64  # rows and keys; from about 128 on, one call per tile is as fast and does not copy
 MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
 
-_run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_run_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_run = cpu_flash_forward
+_run_backward = cpu_flash_backward
 
 
 class Shape(NamedTuple):
@@ -73,7 +74,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileGroup:
     """n tiles of the same shape, which run in one call of the kernel."""
 
     shape: Shape
@@ -83,25 +84,23 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """The calls of the kernel for one batch and mask."""
 
-    calls: list[Tiles]
+    calls: list[TileGroup]
     fully_masked: list[slice]  # rows that see no key
     all_keys_once: bool  # whether every key is in exactly one tile, so that gradients are written, not added
+    has_mask: bool  # whether something is added to the scores of tiles
 
 
-def make_plan(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Plan:
+def make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> TilePlan:
     """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
-    key = ("cpu plan", spec.window, spec.causal_alignment, spec.has_bias, spec.has_positive_scale)
-    return layout.cached(key, lambda: _make_plan(layout, key_layout, spec), key_layout)
+    return layout.cached(("cpu plan", spec), lambda: _make_plan(layout, key_layout, spec), key_layout)
 
 
-def _make_plan(
-    layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec, pool_rows: Tensor | None = None
-) -> Plan:
+def _make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec, pool_rows: Tensor | None = None) -> TilePlan:
     """`pool_rows`: (S,) the row of each key, if keys are not packed."""
-    starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
+    starts, key_starts = layout.host.tolist(), key_layout.host.tolist()
     groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
     fully_masked: list[slice] = []
     keys_used, most_tiles = 0, 0
@@ -122,8 +121,12 @@ def _make_plan(
             sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
             keys = _rows(key_begins, shape.keys)
             keys = keys if pool_rows is None else _rows_in_pool(keys, pool_rows)
-            calls.append(Tiles(shape, sequences, _rows(begins, shape.rows), keys))
-    return Plan(calls, fully_masked, all_keys_once=most_tiles <= 1 and keys_used == key_layout.total)
+            calls.append(TileGroup(shape, sequences, _rows(begins, shape.rows), keys))
+    all_keys_once, has_mask = (
+        most_tiles <= 1 and keys_used == key_layout.total,
+        spec.has_bias or not spec.window.is_open,
+    )
+    return TilePlan(calls, fully_masked, all_keys_once, has_mask)
 
 
 def _rows(begins: Tensor, length: int) -> Rows:
@@ -158,15 +161,13 @@ def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int,
     return tiles
 
 
-def _mask(tiles: Tiles, call: Call, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
+def _mask(tiles: TileGroup, call: Call, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
     """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (…, rows) True in fully masked rows, if any.
 
     `hides_keys`: see `_hides_keys`.
     """
-    rows, keys, diagonal, causal = tiles.shape
+    rows, keys, diagonal, _ = tiles.shape
     spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
-    if causal:
-        return None, None
     visible = spec.window.mask(rows, keys, diagonal, spec.device)
     # float32 also for 16-bit inputs, because 16 bits would round ALiBi
     dtype = torch.promote_types(spec.dtype, torch.float32)
@@ -190,22 +191,20 @@ def _mask(tiles: Tiles, call: Call, hides_keys: bool) -> tuple[Tensor | None, Te
     return bias, masked if masked is not None and bool(masked.any()) else None
 
 
-def _hides_keys(call: Call) -> bool:
+def _hides_keys(relative: RelativeBias, spec: AttentionSpec) -> bool:
     """Whether biases of a relative bias may be −inf, so that rows are fully masked that the window does not mask."""
-    if call.relative is None:
-        return False
-    dtype = torch.promote_types(call.spec.dtype, torch.float32)
-    return not bool(call.relative.lowest(dtype) > -torch.inf)  # NaN may hide a −inf
+    dtype = torch.promote_types(spec.dtype, torch.float32)
+    return not bool(relative.lowest(dtype) > -torch.inf)  # NaN may hide a −inf
 
 
-def _gather(relative: RelativeBias, tiles: Tiles) -> RelativeBias:
+def _gather(relative: RelativeBias, tiles: TileGroup) -> RelativeBias:
     """The biases of the tiles' queries (n, H, rows, N) and keys (n, H, keys, N)."""
     return relative.map_rows(
         lambda x: tiles.queries.gather(_heads_first(x)), lambda x: tiles.keys.gather(_heads_first(x))
     )
 
 
-def _bucket(relative: RelativeBias, tiles: Tiles) -> Tensor:
+def _bucket(relative: RelativeBias, tiles: TileGroup) -> Tensor:
     """(rows, keys) the bucket of each pair of a tile."""
     rows, keys, diagonal, _ = tiles.shape
     return relative.bucket_of(distances(rows, keys, diagonal, relative.buckets.device))
@@ -234,15 +233,18 @@ def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
     return _run_plan(plan, query, merged_key, merged_value, call)
 
 
-def _run_plan(plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     spec = call.spec
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
-    query, key, value, to_out, to_lse = map(_heads_first, (query, key, value, out, lse))
-    has_mask, hides_keys = spec.has_bias or not spec.window.is_open, _hides_keys(call)
+    # heads first, see `_heads_first`
+    query, key, value = query[None].transpose(1, 2), key[None].transpose(1, 2), value[None].transpose(1, 2)
+    to_out, to_lse = out[None].transpose(1, 2), lse[None].transpose(1, 2)
+    hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
     for tiles in plan.calls:
+        has_mask = plan.has_mask and not tiles.shape.causal
         bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
@@ -273,7 +275,7 @@ class BiasGradients:
         self._relative = relative
         self.sums = relative.with_tensors([x.new_zeros(x.shape, dtype=dtype) for x in relative.tensors])
 
-    def add(self, tiles: Tiles, grad_scores: Tensor) -> None:
+    def add(self, tiles: TileGroup, grad_scores: Tensor) -> None:
         """Add what the gradient of the tiles' scores (n, H, rows, keys) gives."""
         biases = _gather(self._relative, tiles)
         found = biases.with_tensors(biases.gradients(_bucket(biases, tiles), grad_scores))
@@ -315,8 +317,9 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         grad_query[rows] = 0
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
-    has_mask, hides_keys = spec.has_bias or not spec.window.is_open, _hides_keys(call)
+    hides_keys = relative is not None and _hides_keys(relative, spec)
     for tiles in plan.calls:
+        has_mask = plan.has_mask and not tiles.shape.causal
         bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))

@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ..call import AttentionSpec
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def longest(layout: SequenceLayout) -> int:
+def longest(layout: Layout) -> int:
     """The `max_seqlen` for kernels, at least 2: with 1 they take another path, which fails on empty sequences."""
     return max(2, min(layout.max_seqlen, layout.total))
 

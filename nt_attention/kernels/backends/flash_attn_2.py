@@ -33,7 +33,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
     layout, key_layout, slopes, spec, *_ = call
     out, lse, _, rng_state = flash_attn_2_cuda.varlen_fwd(
-        *(query, key, value, None, layout.cu_seqlens, key_layout.cu_seqlens),
+        *(query, key, value, None, layout.device_offsets, key_layout.device_offsets),
         *(None, None, None, slopes),  # seqused_k, leftpad_k, block_table
         *(longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
         *(*spec.window.sizes, spec.softcap, False, None),  # return no weights; the default generator
@@ -49,7 +49,8 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     layout, key_layout, slopes, spec, *_ = call
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     flash_attn_2_cuda.varlen_bwd(
-        *(grad, query, key, value, out, heads_first(lse, spec), *grads, layout.cu_seqlens, key_layout.cu_seqlens),
+        *(grad, query, key, value, out, heads_first(lse, spec), *grads),
+        *(layout.device_offsets, key_layout.device_offsets),
         *(slopes, longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
         *(*spec.window.sizes, spec.softcap, spec.deterministic, None, rng_state if spec.dropout_p else None),
     )

@@ -39,8 +39,8 @@ def _options(call: Call) -> dict[str, Any]:
     layout, key_layout, _, spec, *_ = call
     left, right = (None if side < 0 else side for side in spec.window.sizes)
     return {
-        "cu_seqlens_q": layout.cu_seqlens,
-        "cu_seqlens_k": key_layout.cu_seqlens,
+        "cu_seqlens_q": layout.device_offsets,
+        "cu_seqlens_k": key_layout.device_offsets,
         "max_seqlen_q": layout.max_seqlen,
         "max_seqlen_k": key_layout.max_seqlen,
         "softmax_scale": spec.scale,

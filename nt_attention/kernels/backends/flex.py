@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
+from ...torch_private import recompile_limit
 from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec, Call
 from ..masks import checked_mask_mod, checked_score_mod
@@ -55,7 +56,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     # without rows past the end, because weights of 0 do not remove a NaN
     q = query[: layout.total].transpose(0, 1).unsqueeze(0)
     k, v = (x[: key_layout.total].transpose(0, 1).unsqueeze(0) for x in (key, value))
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+    with recompile_limit(_RECOMPILE_LIMIT):
         out, aux = _compiled()(
             *(q, k, v, _score_mod(call), _block_mask(call)),
             scale=spec.scale,
@@ -100,10 +101,10 @@ def _mask_mod(call: Call) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def _shift(layout: SequenceLayout, key_layout: SequenceLayout, spec: AttentionSpec) -> Tensor:
+def _shift(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> Tensor:
     """(B,) the key position of the first query of each sequence."""
-    lengths = layout._cached_lengths
-    return key_layout._cached_lengths - lengths if spec.lower_right else torch.zeros_like(lengths)
+    lengths = layout.cached_lengths
+    return key_layout.cached_lengths - lengths if spec.lower_right else torch.zeros_like(lengths)
 
 
 def _block_mask(call: Call) -> Any:
@@ -113,7 +114,7 @@ def _block_mask(call: Call) -> Any:
 
     def build() -> tuple[Tensor, ...]:
         left, right = spec.window
-        queries, keys = layout.host_offsets.diff(), key_layout.host_offsets.diff()
+        queries, keys = layout.host.diff(), key_layout.host.diff()
         shift = keys - queries if spec.lower_right else torch.zeros_like(queries)
         by_query = _overlapping_blocks(layout, key_layout, shift, left, right)
         by_key = _overlapping_blocks(key_layout, layout, -shift, right, left)
@@ -137,14 +138,14 @@ def _block_mask(call: Call) -> Any:
 
 
 def _overlapping_blocks(
-    layout: SequenceLayout, other: SequenceLayout, shift: Tensor, before: float, after: float
+    layout: Layout, other: Layout, shift: Tensor, before: float, after: float
 ) -> tuple[Tensor, Tensor]:
     """(1, 1, N) the number of blocks of the other side with rows visible to each block, and (1, 1, N, M) their indices.
 
     Computed on the host. The ends of visible intervals are non-decreasing, so the first and the last token of a block
     determine the union of its intervals.
     """
-    offsets, other_offsets = layout.host_offsets, other.host_offsets
+    offsets, other_offsets = layout.host, other.host
     lengths = other_offsets.diff()
 
     def bound(token: Tensor, extent: float, past: int, unbounded: Tensor) -> Tensor:

@@ -41,9 +41,9 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Iterator[_Sequence]:
-    layout, key_layout, alibi_slopes, spec, _, relative, _ = call
+    layout, key_layout, alibi_slopes, spec, _, relative, *_ = call
     precision = torch.promote_types(query.dtype, torch.float32)
-    starts, key_starts = layout.host_offsets.tolist(), key_layout.host_offsets.tolist()
+    starts, key_starts = layout.host.tolist(), key_layout.host.tolist()
     for b in range(layout.batch_size):
         rows, keys = slice(starts[b], starts[b + 1]), slice(key_starts[b], key_starts[b + 1])
         q, k, v = (x.to(precision).transpose(0, 1) for x in (query[rows], key[keys], value[keys]))

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
+from ...torch_private import efficient_backward, efficient_forward
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..device import no_cuda
@@ -31,7 +32,7 @@ def _mask_type(spec: AttentionSpec) -> int:
 
 def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int]:
     layout, key_layout = call[:2]
-    return layout.cu_seqlens, key_layout.cu_seqlens, layout.max_seqlen, key_layout.max_seqlen
+    return layout.device_offsets, key_layout.device_offsets, layout.max_seqlen, key_layout.max_seqlen
 
 
 def _batch(x: Tensor, heads: int, groups: int) -> Tensor:
@@ -44,7 +45,7 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> t
     return tuple(_batch(x, heads, groups) for x in (query, key, value))
 
 
-def _lse_index(layout: SequenceLayout) -> tuple[Tensor, int]:
+def _lse_index(layout: Layout) -> tuple[Tensor, int]:
     """(T,) the index of each token in the padded lse (B · L) of a head, and L."""
     length = -(-layout.max_seqlen // _ROWS) * _ROWS
     build = lambda: layout.sequence_ids * length + layout.position_ids  # noqa: E731
@@ -53,7 +54,7 @@ def _lse_index(layout: SequenceLayout) -> tuple[Tensor, int]:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     layout, _, _, spec, *_ = call
-    out, padded, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
+    out, padded, seed, offset, _, _ = efficient_forward(
         *_inputs(query, key, value, spec),
         *(None, *_sequences(call), spec.dropout_p, _mask_type(spec), True),
         scale=spec.scale,
@@ -74,7 +75,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     if rng_state is None or not spec.dropout_p:
         rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
     seed, offset = rng_state.unbind()
-    grads = torch.ops.aten._efficient_attention_backward(
+    grads = efficient_backward(
         *(grad.unsqueeze(0), *_inputs(query, key, value, spec), None, out.unsqueeze(0), *_sequences(call)),
         *(padded, spec.dropout_p, seed, offset, _mask_type(spec), False),
         scale=spec.scale,

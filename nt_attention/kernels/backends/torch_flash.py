@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
+from ...torch_private import flash_backward, flash_forward
 from .. import bounds
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
@@ -60,15 +61,13 @@ def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int, float, bool]:
         checked = bounds.check(layout, key_layout)
         offsets = (checked.cu_seqlens, checked.key_cu_seqlens)
     else:
-        offsets = (layout.cu_seqlens, key_layout.cu_seqlens)
+        offsets = (layout.device_offsets, key_layout.device_offsets)
     return (*offsets, longest(layout), longest(key_layout), spec.dropout_p, spec.is_causal)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     spec = call.spec
-    out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *_sequences(call), False, **_options(spec)
-    )
+    out, lse, rng_state, _, _ = flash_forward(query, key, value, *_sequences(call), False, **_options(spec))
     if spec.bounded:
         checked = bounds.check(call.layout, call.key_layout)
         out, lse = bounds.fill_past_end(out, checked.queries), bounds.lse_past_end(lse, checked.queries)
@@ -82,7 +81,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     if rng_state is None or not spec.dropout_p:
         rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
     state, unused = rng_state.view(torch.uint64), torch.empty(0, dtype=torch.uint64, device=query.device)
-    grads = torch.ops.aten._flash_attention_backward(
+    grads = flash_backward(
         *(grad, query, key, value, out, heads_first(lse, spec)), *_sequences(call), state, unused, **_options(spec)
     )
     if spec.bounded:

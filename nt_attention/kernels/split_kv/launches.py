@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
 from ...layouts.paged import PagedLayout
+from ...layouts.protocol import Layout
 from .. import bounds, device
 from ..bounds import Checked
 from ..call import AttentionSpec, Call
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     doublings: int
 
     @classmethod
-    def make(cls, block_m: int, least: int, most: int, layout: SequenceLayout, keys: Keys, spec: AttentionSpec) -> Tile:
+    def make(cls, block_m: int, least: int, most: int, layout: Layout, keys: Keys, spec: AttentionSpec) -> Tile:
         """The tiles of a batch.
 
         With `batch_invariant`, how a sequence is split must not depend on the batch: it is split if it has one tile.
@@ -110,13 +110,13 @@ class Keys(NamedTuple):
         return cls(table, offsets, paged.checked_lengths.contiguous(), page, paged.max_seqlen)
 
     @classmethod
-    def packed(cls, layout: SequenceLayout, checked: Checked | None) -> Keys:
-        offsets = layout.cu_seqlens if checked is None else checked.key_cu_seqlens
-        lengths = layout._cached_lengths if checked is None else offsets.diff()
+    def packed(cls, layout: Layout, checked: Checked | None) -> Keys:
+        offsets = layout.device_offsets if checked is None else checked.key_cu_seqlens
+        lengths = layout.cached_lengths if checked is None else offsets.diff()
         return cls(offsets[:-1].unsqueeze(1), None, lengths, 0, layout.max_seqlen)
 
 
-def _tiles(layout: SequenceLayout, keys: Keys, spec: AttentionSpec) -> list[Tile]:
+def _tiles(layout: Layout, keys: Keys, spec: AttentionSpec) -> list[Tile]:
     """The kinds of tiles of a batch: small ones for few rows, large ones for more."""
     group = spec.num_heads // spec.num_kv_heads
     small, large = tile_rows(spec)
@@ -143,7 +143,7 @@ def _forward(
     layout = call.layout
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
-    offsets = layout.cu_seqlens if checked is None else checked.cu_seqlens
+    offsets = layout.device_offsets if checked is None else checked.cu_seqlens
     with device.current(query.device):
         for tile in _tiles(layout, keys, call.spec):
             at_once = tile.sequences_at_once(call.spec)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from .. import bounds, device
 from ..launch import Launch, launch
 from .plan import Intervals, Tiles
@@ -57,8 +57,8 @@ class BoundedPlan:
     @classmethod
     def make(
         cls,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout,
+        layout: Layout,
+        key_layout: Layout,
         window: tuple[float, float],
         upper_left: bool,
         only_aligned: bool,

@@ -130,7 +130,7 @@ class Launcher(NamedTuple):
         cls, query: Tensor, key: Tensor, value: Tensor, call: Call, bias_gradient: bool = False, repeats: bool = False
     ) -> Launcher:
         """`repeats`: whether it is kept for tensors of the same geometry."""
-        layout, key_layout, slopes, spec, _, relative, _ = call
+        layout, key_layout, slopes, spec, _, relative, *_ = call
         slope_row = 0
         if slopes is not None:
             slopes = slopes.to(torch.float32).contiguous()

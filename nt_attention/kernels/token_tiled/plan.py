@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout
+from ...layouts.protocol import Layout
 from ...layouts.reading import to_device
 from .. import device
 from ..launch import Launch, launch
@@ -118,8 +118,8 @@ class Plan:
     @classmethod
     def make(
         cls,
-        layout: SequenceLayout,
-        key_layout: SequenceLayout,
+        layout: Layout,
+        key_layout: Layout,
         window: tuple[float, float],
         upper_left: bool,
     ) -> Plan:
@@ -129,8 +129,8 @@ class Plan:
         there are about forty operations on a few hundred numbers, for which torch takes several times as long.
         """
         left, right = window
-        offsets = layout.host_offsets.numpy()
-        key_offsets = offsets if layout is key_layout else key_layout.host_offsets.numpy()
+        offsets = layout.host.numpy()
+        key_offsets = offsets if layout is key_layout else key_layout.host.numpy()
         shift = np.zeros_like(offsets[1:]) if upper_left else np.diff(key_offsets) - np.diff(offsets)
         sides = Side(offsets, key_offsets, shift, left, right), Side(key_offsets, offsets, -shift, right, left)
         queries = _intervals(layout, key_layout, left, right, upper_left)
@@ -224,15 +224,15 @@ class Plan:
         return to_device(np.stack(columns, 1).astype(np.int32), self.queries.lo.device)
 
 
-def _intervals(mine: SequenceLayout, other: SequenceLayout, before: float, after: float, upper_left: bool) -> Intervals:
+def _intervals(mine: Layout, other: Layout, before: float, after: float, upper_left: bool) -> Intervals:
     """The visible rows of each token of `mine`. `before` and `after` are as in `Side`."""
     from . import triton_kernels as kernels
 
-    lo, hi, own = (mine.cu_seqlens.new_empty(mine.total) for _ in range(3))
+    lo, hi, own = (mine.device_offsets.new_empty(mine.total) for _ in range(3))
     if mine.total:
         # sequences have less than 2^31 rows, so a larger window changes nothing
         window = [int(min(side, 2**31 - 1)) for side in (before, after)]
-        tensors = (mine.cu_seqlens.contiguous(), other.cu_seqlens.contiguous(), lo, hi, own)
+        tensors = (mine.device_offsets, other.device_offsets, lo, hi, own)
         integers = (mine.batch_size, mine.total, *window)
         grid = (-(-mine.total // _BLOCK), 1)
         with device.current(mine.device):

@@ -1,0 +1,368 @@
+"""How a call of a patched Hugging Face model runs: a class for each route. `rules.py` says which one a call takes.
+
+Dimensions: B rows of a padded batch, L positions in a row, T tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForQuestionAnsweringLoss
+from transformers.utils import ModelOutput
+
+from ...compiler import compiled_by, inline_only, outside_of_graphs
+from ...graphs.device import NotCapturedError
+from ...graphs.module_state import Snapshot
+from .. import families
+from ..route.hand_packed import is_packed, mixed_rows_error
+from ..route.packed_mask import PackedMask, bypass_mask
+from ..route.packed_row import PackedRow, extend_tables, running
+from .attention_code import make_cached_tensors
+from .graphs import BoundedPacking, run_as_graph
+from .inputs import default_position_ids, read_packing, tokens_to_keep
+from .outputs import UnknownOutputError, pad_outputs
+from .packing import Packing
+from .sharded_packing import ShardedPacking, add_losses, check_same_batch
+from .small_batches import PaddedRows
+
+if TYPE_CHECKING:
+    from ...patching.forwards import Handle
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a patched model.
+
+    Attributes:
+        entry: the patched forward, such as a `PackedCall`, which knows how the model is packed.
+        model, original: the model, and its original forward.
+        args, kwargs: the arguments, as they came.
+        arguments: those that are not their defaults, by name.
+        compiler: what compiles the model, see `active_compiler`.
+    """
+
+    entry: Any
+    model: Any
+    original: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
+    compiler: Any
+
+    @property
+    def handle(self) -> Handle:
+        """The handle of the patch. It counts calls and warns."""
+        handle: Handle = self.entry.handle
+        return handle
+
+    @functools.cached_property
+    def base(self) -> PreTrainedModel:
+        """The base model."""
+        return families.base_model(self.model)
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        """The patched models in this one."""
+        return () if self.base is self.model else (self.base,)
+
+    @functools.cached_property
+    def packing(self) -> Packing | None:
+        """The packing of the batch, or None; see `read_packing`. Syncs with the device once."""
+        return read_packing(self.arguments, self.handle.mesh is not None)
+
+    @functools.cached_property
+    def sharded(self) -> ShardedPacking:
+        """The packing, divided over the mesh."""
+        assert self.packing is not None
+        divided = ShardedPacking.of_mesh(self.packing, self.handle.mesh, self.entry.is_causal)
+        if (checked := _checked.get(self.model)) is None or checked() is not self.handle:
+            check_same_batch(self.arguments, self.handle.mesh)
+            _checked[self.model] = weakref.ref(self.handle)
+        return divided
+
+
+# Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Unpatched:
+    """The original forward with the arguments as they came. The patched models in it run so too, and count nothing."""
+
+    call: Call
+
+    @classmethod
+    def take(cls, call: Call, reason: str) -> Unpatched:
+        """Count the call, and return its route."""
+        call.handle.count(reason)
+        return cls(call)
+
+    @inline_only
+    def run(self) -> Any:
+        """Run the call."""
+        call, known = self.call, {}
+        if "position_ids" in call.arguments or "cu_seq_lens_q" in call.arguments:
+            known = {"known": ()}
+        elif not isinstance(self, AsOuterModel):
+            known = {"known": (call.model, *call.inner)}
+        with running(row=None, unpatched=call.inner, **known):
+            return call.original(*call.args, **call.kwargs)
+
+
+class AsOuterModel(Unpatched):
+    """`Unpatched`, because the model around this one has taken this route and was counted."""
+
+    @classmethod
+    def take(cls, call: Call, reason: str) -> Unpatched:
+        """Return the route."""
+        return cls(call)
+
+
+class FallsBack(Unpatched):
+    """`Unpatched`, because packing can't give the result. The user is warned."""
+
+    @classmethod
+    def take(cls, call: Call, reason: str) -> Unpatched:
+        """Count and warn.
+
+        Raises:
+            ValueError: its rows have several sequences, which the original forward would mix.
+        """
+        if not call.entry.keeps_apart(call.model) and is_packed(call.arguments):
+            raise mixed_rows_error(call.model, f"this call can't run packed: {reason}")
+        call.handle.fall_back(reason)
+        return cls(call)
+
+
+class HeadFallsBack(Unpatched):
+    """The original forward of the head. Its base model takes a route of its own."""
+
+    @classmethod
+    def take(cls, call: Call, reason: str) -> Unpatched:
+        """Count and warn."""
+        call.handle.fall_back(reason, "this call" if call.base is call.model else "the head of this call")
+        return cls(call)
+
+    @inline_only
+    def run(self) -> Any:
+        """Run the call."""
+        with passing_rows(self.call):
+            return self.call.original(*self.call.args, **self.call.kwargs)
+
+
+@inline_only
+def passing_rows(call: Call) -> running:
+    """A context in which the base model gets the arguments of its head that say which sequences its rows have."""
+    names = families.ROW_INPUTS | {"position_ids"}
+    return running(rows_of_head=(call.base, {name: x for name, x in call.arguments.items() if name in names}))
+
+
+class SmallBatch(Unpatched):
+    """`Unpatched`, because the batch is too small to gain.
+
+    Two things are as in a packed call: outputs are 0 at padding, and logits of a training step have the same form.
+    """
+
+    @inline_only
+    def run(self) -> Any:
+        """Run the call."""
+        call, entry = self.call, self.call.entry
+        as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
+        out = Unpatched(replace(call, args=(), kwargs={**call.arguments, "return_dict": True})).run()
+        rows = PaddedRows(call.arguments["attention_mask"] == 0)
+        done = set()
+        if entry.keeps_logits_packed(call.model, call.arguments):
+            done.add("logits")
+            if "logits" in out and out["logits"].shape[:2] == rows.token_shape:
+                packing = Packing.of(~rows.is_padding, None, *rows.token_shape)
+                if not packing.saves_nothing:  # else a packed call does not pack them either
+                    out["logits"] = packing.pack(out["logits"])
+        if entry.head == "sequence":  # the head may read a state at padding
+            done.add("last_hidden_state")
+        pad_outputs(out, rows, None, done)
+        return out if as_dict else out.to_tuple()
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The original forward on one packed row, with its head and its loss."""
+
+    call: Call
+    packing: Packing
+
+    @classmethod
+    def take(cls, call: Call) -> Packed:
+        """Count the call, and return its route."""
+        call.handle.count(None)
+        packing = call.packing
+        assert packing is not None
+        # No graph can do these, and layers may be compiled.
+        make_cached_tensors(call.model, packing.layout.device)
+        extend_tables(call.model, packing.length)
+        return cls(call, packing) if call.handle.mesh is None else Sharded(call, call.sharded)
+
+    @inline_only
+    def run(self) -> Any:
+        """Run the call."""
+        call, entry, packing = self.call, self.call.entry, self.packing
+        # A copy: a graph that removes items of its argument does not notice items that other calls add.
+        arguments = {name: x for name, x in call.arguments.items() if name not in families.ROW_INPUTS}
+        as_dict = arguments.pop("return_dict", call.model.config.return_dict)
+        names = ("start_positions", "end_positions") if entry.head == "span" else ()
+        spans = {name: arguments.pop(name) for name in names if name in arguments}
+        keep = arguments.pop("logits_to_keep", 0)
+        kept = tokens_to_keep(packing, keep) if isinstance(keep, Tensor) or keep else None
+        done = {"logits"} if entry.keeps_logits_packed(call.model, arguments) else set()
+
+        packed, share = self._inputs(arguments)
+        if kept is not None:
+            packed["logits_to_keep"] = kept[0].flatten()
+        row = PackedRow(packing.layout, packed["position_ids"], packing.length)
+        with running(row=row if entry.needs_row else None, known=(call.model, *call.inner)):
+            out = entry.run_row(call.original, packed)
+        self._finish_loss(out, share)
+        if done and isinstance(packing, BoundedPacking) and "logits" in out:
+            packing.packed.append(out["logits"])
+        self._restore(out, kept, done)
+        if len(spans) == 2:
+            loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
+            out = out if loss is None else type(out)(**{**out, "loss": loss})
+        return out if as_dict else out.to_tuple()
+
+    # Not compiled, because it would become dozens of small graphs.
+    @outside_of_graphs
+    def _inputs(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """The arguments of the original forward, and the share of this rank in the loss: None, all of it."""
+        return _pack_inputs(self.call.entry, self.call.base, self.packing, arguments), None
+
+    @inline_only
+    def _finish_loss(self, out: ModelOutput, share: Tensor | None) -> None:
+        """Make the loss that of all tokens."""
+
+    @outside_of_graphs
+    def _restore(self, out: ModelOutput, kept: tuple[Tensor, Tensor] | None, done: set[str]) -> None:
+        """Give all outputs, but those in `done`, the form that callers get."""
+        entry, hidden = self.call.entry, out.get("last_hidden_state")
+        if entry.head == "sequence":  # the head may read the first or last position of a row, even if it is padding
+            out["last_hidden_state"] = self.packing.pad_with_nearest(hidden)
+            done.add("last_hidden_state")
+        pad_outputs(out, self.packing, kept, done)
+        if entry.pool is not None and out.get("pooler_output") is not None:
+            out["pooler_output"] = entry.pool(self.call.model, self.packing.first_tokens(hidden))
+
+
+class Sharded(Packed):
+    """`Packed`, with the tokens of this rank of the mesh."""
+
+    packing: ShardedPacking
+
+    @outside_of_graphs
+    def _inputs(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """The arguments of the original forward for the tokens of this rank, and its share in the loss."""
+        inputs = _pack_inputs(self.call.entry, self.call.base, self.packing, arguments)
+        return self.packing.shard_inputs(self.call.model, self.call.entry.head, inputs)
+
+    @inline_only
+    def _finish_loss(self, out: ModelOutput, share: Tensor | None) -> None:
+        """Add the losses of the ranks."""
+        if share is not None:
+            out["loss"] = add_losses(out["loss"], share, self.packing.sharded)
+
+
+@dataclass(frozen=True, eq=False)
+class AsGraph:
+    """`Packed` as a CUDA graph."""
+
+    call: Call
+
+    @outside_of_graphs
+    def run(self) -> Any:
+        """Run the call, or count why not.
+
+        Raises:
+            NotCapturedError: the call can't run as a graph. Nothing was computed.
+        """
+        call, graphs = self.call, self.call.handle.graphs
+        assert graphs is not None
+        is_compiled, holes = call.compiler is not None, call.entry.proof.holes
+        try:
+            out = run_as_graph(
+                graphs, call.model, call.arguments, is_compiled, holes, self._returns_cache, self._run_packed
+            )
+        except NotCapturedError as error:
+            graphs.count(str(error))
+            raise
+        graphs.count(None)
+        call.handle.count(None)
+        return out
+
+    def _run_packed(self, packing: BoundedPacking, arguments: dict[str, Any]) -> Any:
+        try:
+            return compiled_by(self.call.compiler, Packed(replace(self.call, arguments=arguments), packing).run)
+        except UnknownOutputError as error:
+            raise NotCapturedError(str(error)) from error
+
+    def _returns_cache(self) -> bool:
+        """Whether the original forward returns a cache. It is tried once for each model."""
+        model, arguments = self.call.model, self.call.arguments
+        if arguments.get("use_cache") is False or not getattr(model.config, "use_cache", False):
+            return False
+        if model not in _returns_cache:
+            before, devices = Snapshot(model), [x.device for x in arguments.values() if getattr(x, "is_cuda", False)]
+            with torch.random.fork_rng(devices[:1]), torch.no_grad():
+                out = Unpatched(replace(self.call, args=(), kwargs={**arguments, "return_dict": True})).run()
+            before.restore()
+            _returns_cache[model] = out.get("past_key_values") is not None
+        return _returns_cache[model]
+
+
+# Models that were called with graphs → whether they return a cache.
+_returns_cache: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of the original forward for the packed row (1, T). Changes `arguments`."""
+    layout, proof, family = packing.layout, entry.proof, entry.family
+    arguments.pop("attention_mask", None)
+    if "position_ids" in arguments:
+        ids = arguments["position_ids"]
+        arguments["position_ids"] = packing.pack(ids) if ids.dim() == 2 else torch.stack([packing.pack(x) for x in ids])
+    else:
+        arguments["position_ids"] = default_position_ids(proof, base, packing, arguments.get("input_ids"))
+    for key in families.TOKEN_INPUTS & arguments.keys():
+        arguments[key] = packing.pack(arguments[key])
+    if family.needs_token_types and "token_type_ids" not in arguments:
+        arguments["token_type_ids"] = torch.zeros((1, layout.total), dtype=torch.int64, device=layout.device)
+    if family.embed is not None and "input_ids" in arguments and "inputs_embeds" not in arguments:
+        embeds = family.embed(base, arguments["input_ids"], arguments["position_ids"], layout)
+        if embeds is not None:
+            arguments["inputs_embeds"] = embeds
+            del arguments["input_ids"]
+    if entry.head == "next token" and "labels" in arguments:  # the first token is not predicted
+        ignored = arguments.get("ignore_index", -100)
+        arguments["labels"] = arguments["labels"].masked_fill(layout.position_ids == 0, ignored)
+    if not layout.knows_lengths:  # rows past the last token have no labels
+        for key in {"labels", "shift_labels"} & arguments.keys():
+            arguments[key] = layout.fill_past_end(arguments[key].squeeze(0), -100).unsqueeze(0)
+    arguments |= {"use_cache": False, "return_dict": True}
+    if proof.mask is not None:
+        mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)
+        return arguments | {"attention_mask": mask}
+    if proof.extra == "seq_idx":
+        arguments["seq_idx"] = layout.sequence_ids.int().unsqueeze(0)
+    elif proof.extra == "sliding_window":
+        arguments["sliding_window"] = base.config.sliding_window
+    return arguments | {
+        "attention_mask": bypass_mask(layout),
+        "cu_seq_lens_q": layout.operator_offsets,
+        "cu_seq_lens_k": layout.operator_offsets,
+        "max_length_q": layout.max_seqlen,
+        "max_length_k": layout.max_seqlen,
+    }

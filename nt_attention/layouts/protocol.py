@@ -1,0 +1,232 @@
+"""`Layout`: what every layout of a ragged batch answers, whether the host knows its lengths or not.
+
+Dimensions: B sequences, N rows of a packed tensor, T tokens, L positions in a padded row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from .rows import fill_rows_from
+
+_T = TypeVar("_T")
+
+
+class LengthsUnknownError(ValueError):
+    """The host needs lengths that only the device knows.
+
+    Example:
+        >>> import torch
+        >>> from nt_attention.layouts.bounded import BoundedLayout, LengthsUnknownError
+        >>> layout = BoundedLayout(torch.tensor([0, 2, 5], dtype=torch.int32), max_seqlen=4, max_tokens=8)
+        >>> try:
+        ...     layout.host_offsets
+        ... except LengthsUnknownError as error:
+        ...     print(error)
+        host_offsets needs the lengths, but this layout only knows bounds of them: make it without max_tokens.
+    """
+
+
+class Layout:
+    """The sequences of a packed batch. `SequenceLayout`, `BoundedLayout` and the layouts of graphs are its subclasses.
+
+    What needs the lengths on the host raises a `LengthsUnknownError` here. `SequenceLayout`, which knows them, has it.
+
+    Attributes:
+        batch_size: B, the number of sequences.
+        device: the device of the offsets.
+        total: the number of tokens, or an upper bound.
+        max_seqlen: the length of the longest sequence, or an upper bound.
+        min_seqlen: the length of the shortest sequence, or 0.
+        sum_of_squares: the sum of the squared lengths, or an upper bound.
+        knows_lengths: whether the host knows the lengths, at the latest when a graph runs.
+        padded_length: L of the mask that the layout was made from, or None.
+        has_holes: whether a row of that mask has padding between its tokens.
+    """
+
+    knows_lengths: ClassVar[bool] = True
+    total: int
+    max_seqlen: int
+    min_seqlen: int
+    sum_of_squares: int
+    batch_size: int
+    device: torch.device
+    padded_length: int | None = None
+    has_holes: bool = False
+
+    @property
+    def operator_offsets(self) -> Tensor:
+        """(B+1,) int32 or int64, the offsets that custom operators get, and that find this layout again."""
+        raise NotImplementedError
+
+    @property
+    def device_offsets(self) -> Tensor:
+        """(B+1,) int32, the offsets that kernels read. Nobody changes them."""
+        raise NotImplementedError
+
+    @property
+    def offsets(self) -> Tensor:
+        """(B+1,) int64, the first row of each sequence, then the end of the last sequence."""
+        return self.operator_offsets.to(torch.int64, copy=True).contiguous()
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """(B+1,) int32, the same numbers."""
+        return self.operator_offsets.to(torch.int32, copy=True).contiguous()
+
+    @property
+    def padded_index(self) -> Tensor | None:
+        """(T,) int64, the position of each token in the mask that the layout was made from, flattened to (B·L)."""
+        return None
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """`max_seqlen` and `total` if the host only knows bounds, else None."""
+        return None
+
+    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The sequence of each of N rows, and the row's position in it: (N,) int64 each. Undefined past the last token.
+
+        They are not copied, so they are for code of this package, which does not change them.
+        """
+        raise NotImplementedError
+
+    @property
+    def safe_offsets(self) -> Tensor:
+        """(B+1,) int64, offsets that are safe to index with."""
+        return self.offsets
+
+    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
+        """The value of `key`, built the first time, if this layout caches anything. See `SequenceLayout.cached`."""
+        return build()
+
+    @property
+    def cache(self) -> Any:
+        """The `reading.Cache` of this layout, for a value that depends on another layout too. None if it has none."""
+        return None
+
+    def same_lengths(self, other: Layout) -> bool:
+        """Whether both layouts have the same lengths; if they know only bounds, whether they are one. Needs no sync."""
+        return self is other
+
+    def extended(self, extra: int) -> Layout:
+        """The layout in which every sequence is `extra` tokens longer."""
+        raise NotImplementedError
+
+    def check_unchanged(self, name: str) -> None:
+        """Raise a ValueError if this layout follows offsets that were changed in place since it was made."""
+
+    def check_saved(self) -> None:
+        """The same in a backward, as a RuntimeError."""
+
+    def fill_past_end(self, values: Tensor, value: float) -> Tensor:
+        """Replace the rows of `values` (N, …) past the last token by `value`."""
+        return fill_rows_from(self.operator_offsets[-1], values, value)
+
+    def check_rows(self, values: Tensor, name: str) -> None:
+        """Raise a ValueError if `values` is on another device or has fewer rows than `total`."""
+        if values.device != self.device:
+            self.check_device(values, name)
+        if values.dim() == 0 or values.shape[0] < self.total:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
+                f"{self.total} tokens: pass at least {self.total} rows."
+            )
+
+    def check_keys(self, key: Tensor, value: Tensor) -> None:
+        """Raise a ValueError if key or value has fewer rows than `total`, or both have more and differ.
+
+        Rows from row `total` on are not read.
+        """
+        self.check_rows(key, "key")
+        self.check_rows(value, "value")
+        if key.shape[0] != value.shape[0] and self.total != min(key.shape[0], value.shape[0]):
+            raise ValueError(
+                f"key and value must have the same tokens, got {tuple(key.shape)} and {tuple(value.shape)}."
+            )
+
+    def check_device(self, tensor: Tensor, name: str) -> None:
+        """Raise a ValueError if a tensor is on another device."""
+        if tensor.device != self.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and the layout on {self.device}: "
+                f"make the layout from offsets or lengths on {tensor.device}."
+            )
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64, the number of tokens in each sequence."""
+        return self.cached_lengths.clone()
+
+    @property
+    def cached_lengths(self) -> Tensor:
+        """The same for code of this package, which does not change them. They are not copied."""
+        return self.cached("lengths", lambda: self.safe_offsets.diff())
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """(N,) int64, the index of each row's sequence."""
+        return self.locate_rows(self.total)[0].clone()
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(N,) int64, each row's position in its sequence, from 0."""
+        return self.locate_rows(self.total)[1].clone()
+
+    # What needs the lengths on the host.
+
+    def known(self, name: str) -> Any:
+        """The `SequenceLayout` of these sequences, for `name`, which needs the lengths.
+
+        Raises:
+            LengthsUnknownError: the host does not know them.
+        """
+        raise LengthsUnknownError(
+            f"{name} needs the lengths, but this layout only knows bounds of them: make it without max_tokens."
+        )
+
+    @property
+    def host_offsets(self) -> Tensor:
+        """(B+1,) int64, a copy of `offsets` on the CPU."""
+        tensor: Tensor = self.known("host_offsets").host_offsets
+        return tensor
+
+    @property
+    def host(self) -> Tensor:
+        """The same for code of this package, which does not change it. It is not copied."""
+        tensor: Tensor = self.known("this call").host
+        return tensor
+
+    @property
+    def reversed(self) -> Layout:
+        """The layout of the same sequences in reverse order."""
+        layout: Layout = self.known("this call").reversed
+        return layout
+
+    def padded_right(self) -> Layout:
+        """The same layout, which pads at the end of each row, to the longest length."""
+        layout: Layout = self.known("this call").padded_right()
+        return layout
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """Remove the padding from a batch; see `SequenceLayout.pack`."""
+        packed: Tensor = self.known("pack").pack(padded)
+        return packed
+
+    def pad(self, values: Tensor, value: float = 0.0) -> Tensor:
+        """Convert packed tokens to a padded batch; see `SequenceLayout.pad`."""
+        padded: Tensor = self.known("pad").pad(values, value)
+        return padded
+
+    def to_nested(self, values: Tensor) -> Tensor:
+        """Convert packed tokens to a jagged NestedTensor; see `SequenceLayout.to_nested`."""
+        nested: Tensor = self.known("to_nested").to_nested(values)
+        return nested
+
+    def shard(self, mesh: Any, *, is_causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Any:
+        """Divide the tokens over the ranks of a mesh; see `SequenceLayout.shard`."""
+        return self.known("shard").shard(mesh, is_causal=is_causal, window_size=window_size)
