@@ -6,7 +6,6 @@ of queries and keys, Dv that of values.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -122,7 +121,7 @@ def varlen_attention(
         (torch.Size([5, 4, 8]), torch.Size([5, 4]))
     """
     if getattr(layout, "is_sharded", False):
-        attention = importlib.import_module("nt_attention.distributed.custom_op").attention  # its import takes long
+        from .distributed.custom_op import attention  # imports this file, and takes long
 
         sharded: Any = (layout, key_layout)
         more: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "relative": relative, "return_lse": return_lse}

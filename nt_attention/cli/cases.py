@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ..kernels.backend import Backend
 from ..kernels.call import FEATURES
 from ..kernels.relative import RelativeBias
 from ..layouts.bounded import BoundedLayout
-from ..layouts.known import SequenceLayout
 from ..layouts.paged import PagedLayout
 from .implementations import Inputs, attention, padded
 from .workloads import CAUSAL, Workload
@@ -172,7 +171,7 @@ def in_pages(inputs: Inputs) -> Inputs:
     for pool, x in zip(pools, packed, strict=True):
         pool[paged.rows(layout.sequence_ids, layout.position_ids)] = x[: layout.total]
     key, value = (pool.unflatten(0, (-1, PAGE)) for pool in pools)
-    return dataclasses.replace(inputs, key_layout=cast(SequenceLayout, paged), qkv=(query, key, value))
+    return dataclasses.replace(inputs, key_layout=paged, qkv=(query, key, value))
 
 
 CHANGES = {"bounds": with_bounds, "paged": in_pages}

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from ..functional import explain, varlen_attention
 from ..kernels.masks import Window, distances
 from ..layouts.known import SequenceLayout
-from ..layouts.protocol import Layout
 from .workloads import Workload
 
 PADDED, NESTED = "padded SDPA", "NestedTensor SDPA"
@@ -35,8 +34,8 @@ class NotSupportedError(Exception):
 class Inputs:
     """The arguments of ``varlen_attention``, and the gradient of its output."""
 
-    layout: Layout
-    key_layout: Layout  # the same object for self-attention
+    layout: Any
+    key_layout: Any  # the same object for self-attention
     qkv: tuple[Tensor, Tensor, Tensor]  # (T, H, D), (S, G, D) and (S, G, Dv)
     grad: Tensor  # (T, H, Dv)
     options: dict[str, Any]
@@ -44,7 +43,7 @@ class Inputs:
     @classmethod
     def random(cls, workload: Workload, device: torch.device, dtype: torch.dtype, past_end: int = 0) -> Inputs:
         """Standard normal tensors with a fixed seed, and ``past_end`` rows of NaN after the last sequence."""
-        layout: Layout = SequenceLayout.from_lengths(workload.lengths, device=device)
+        layout = SequenceLayout.from_lengths(workload.lengths, device=device)
         keys = workload.key_lengths
         key_layout = layout if keys is None else SequenceLayout.from_lengths(keys, device=device)
         generator = torch.Generator(device).manual_seed(7)

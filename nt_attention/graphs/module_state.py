@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .. import torch_private
 from ..torch_private import (
     REPLICATE,
     backward_hooks_of,
@@ -221,7 +222,7 @@ def _same(one: Any, two: Any) -> bool:
 
 def version_of(x: Tensor) -> int | None:
     """The version of a tensor, which in-place changes increase; None if it has none."""
-    return None if x.is_inference() else version_of(x)
+    return None if x.is_inference() else torch_private.version_of(x)
 
 
 def _weak(x: Any) -> Any:

@@ -42,7 +42,7 @@ def forward(*given: Any, out_val: Any) -> int:
 
 def backward(*given: Any, out_val: Any) -> int:
     """FLOPs of five matrix products: the scores again, and the gradients of weights, query, key and value."""
-    arguments = Arguments(*given[-len(Arguments.__annotations__) :])  # those before them are not of the forward
+    arguments = Arguments(*given[-len(Arguments._fields) :])  # those before them are not of the forward
     return 2 * _pairs(arguments) * (3 * arguments.query.shape[2] + 2 * arguments.value.shape[2])
 
 

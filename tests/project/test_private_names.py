@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "nt_attention"
 FILES = PACKAGE / "torch_private.py", PACKAGE / "hf" / "transformers_private.py"
 OVERRIDDEN = {"_load_from_state_dict", "_save_to_state_dict", "_reset_parameters"}  # methods of nn.Module's subclasses
-OF_OTHERS = {"_replace", "_asdict", "_getframe"}  # of the standard library
+OF_OTHERS = {"_replace", "_asdict", "_fields", "_getframe"}  # of the standard library
 
 
 def trees(files):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from ...compiler import outside_of_graphs
+from ...torch_private import pytree
 from .. import families
 from .packing import Packing
 from .small_batches import PaddedRows

@@ -25,7 +25,7 @@ from ...patching.forwards import (
 from .. import families
 from ..route.attention import NAMES
 from ..route.packed_row import is_unpatched
-from ..transformers_private import ATTENTION, attention_of
+from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .inputs import has_axes, padding_id, points_at_padding
 from .routes import AsOuterModel, Call, FallsBack, HeadFallsBack, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
@@ -91,7 +91,7 @@ def head_needs_rows(call: Call) -> str | None:
         return None
     model, arguments = call.model, call.arguments
     labels = arguments.get("labels", arguments.get("shift_labels"))
-    if vars(model).get("_loss_function") is not None or (labels is not None and not _has_usual_loss(model)):
+    if has_other_loss(model) or (labels is not None and not _has_usual_loss(model)):
         return "its loss_function was replaced, and may need padded rows"
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) and keep.dtype == torch.bool:
