@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "hugging_face.md"
@@ -82,9 +83,16 @@ def tables(file: Path) -> str:
     return f"\n{counts}\n\n{table('heads', by_heads)}\n\nNot packed:\n\n{table('because', by_reason)}\n\n"
 
 
+def read_outcomes(file: Path) -> list[dict[str, Any]]:
+    """The outcomes of all classes. The file has each different outcome once, and its number in the classes."""
+    content = json.loads(file.read_text())
+    different = content["outcomes"]
+    return [{k: different[x] if isinstance(x, int) else x for k, x in entry.items()} for entry in content["classes"]]
+
+
 def rows_tables(file: Path) -> str:
     """The tables of rows packed by hand."""
-    entries = [entry for entry in json.loads(file.read_text()) if "register" in entry]
+    entries = [entry for entry in read_outcomes(file) if "register" in entry]
     lines = ["| | | right | refused | wrong |", "|---|---|---|---|---|"]
     for way in ("patch", "register"):
         for form in entries[0][way]:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def covering(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
-    """All combinations of the axes' values. ``make test`` runs a selection of them; the others are marked ``sweep``.
+    """Combinations of the axes' values: all of two axes, and of more axes some in which every pair of values occurs.
+
+    ``make test`` runs a selection of them; the others are marked ``sweep``.
 
     The selection's combination number i has value i of every axis, and shorter axes begin again. So each value occurs
     at least once. A value that an axis names several times is one value, which the selection takes more often.
@@ -25,8 +27,11 @@ def covering(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
         for i in range(max(map(len, listed)))
     }
     several = ["," in names for names in axes]
+    rows = list(itertools.product(*(range(len(axis)) for axis in values)))
+    if len(values) > 2:
+        rows = sorted({rows[index] for index in selection(rows, 2)} | selected)
     params = []
-    for which in itertools.product(*(range(len(axis)) for axis in values)):
+    for which in rows:
         chosen = [axis[i] for axis, i in zip(values, which, strict=True)]
         flat = [x for part, many in zip(chosen, several, strict=True) for x in (part if many else [part])]
         marks = () if which in selected else pytest.mark.sweep

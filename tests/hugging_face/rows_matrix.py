@@ -241,6 +241,18 @@ def count(entries: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"{sum(1 for entry in entries if 'not built' in entry)} not built"])
 
 
+def write(file: Path, entries: list[dict[str, Any]]) -> None:
+    """Write each different outcome once, and its number in the entries; `tools/supported_models.py` reads them."""
+    texts = list(dict.fromkeys(json.dumps(x) for entry in entries for x in entry.values() if isinstance(x, dict)))
+    numbers = {text: number for number, text in enumerate(texts)}
+    rows = [
+        json.dumps({key: numbers[json.dumps(x)] if isinstance(x, dict) else x for key, x in entry.items()})
+        for entry in entries
+    ]
+    parts = [f'"{name}": [\n' + ",\n".join(x) + "\n]" for name, x in (("outcomes", texts), ("classes", rows))]
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
@@ -257,7 +269,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(entry), flush=True)
     file = options.write or (None if options.types or options.heads else OUTCOMES)
     if file is not None:
-        file.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in entries) + "\n]\n")
+        write(file, entries)
     print(count(entries))
     return int(any("WRONG" in str(entry) for entry in entries))
 

@@ -47,8 +47,7 @@ def test_as_with_packed_keys(backend, which, form, page, mask):
     make(*BATCHES[which], page=page, form=form).check(backend, **MASKS[mask])
 
 
-@pytest.mark.parametrize("page", [3, 16])
-@pytest.mark.parametrize("edge", [-1, 0, 1])
+@covering({"edge": [-1, 0, 1], "page": [3, 16]})
 def test_lengths_at_the_edges_of_pages_and_chunks(page, edge):
     lengths = [page + edge, 2 * page + edge, CHUNK + edge, 3 * CHUNK + edge]
     make([1] * 4, lengths, page=page, kv_heads=1).check("split_kv")
@@ -70,6 +69,10 @@ def test_heads_and_head_dims(sizes):
     make([1, 2, 9], [300, 5, 17], **sizes).check("split_kv", is_causal=True)
 
 
+def test_window_that_begins_in_another_block_for_later_queries():
+    make([20, 3], [170, 40], heads=2).check("split_kv", window_size=(30, 3))
+
+
 def test_more_than_one_tile_of_queries():
     make([70, 1, 33], [290, 300, 33], heads=4, kv_heads=2).check("split_kv", is_causal=True)
 
@@ -84,8 +87,7 @@ OPTIONS = {
 }
 
 
-@every_backend
-@pytest.mark.parametrize("kind", OPTIONS)
+@covering({"kind": OPTIONS, "backend": BACKENDS})
 def test_options(backend, kind):
     options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in OPTIONS[kind].items()}
     if backend == "cpu" and "softcap" in options:
@@ -232,8 +234,7 @@ WRONG = {
 class TestInvalid:
     """Lengths and pages that only the device knows can't raise an error: they give NaN in their sequence."""
 
-    @pytest.mark.parametrize("which", WRONG)
-    @pytest.mark.parametrize("page", [1, 16])
+    @covering({"which": WRONG, "page": [1, 16]})
     def test_split_kv(self, which, page):
         case = make([1, 2, 1], [300, 290, 5], page=page)
         want, _ = case.solve("split_kv")

@@ -319,8 +319,7 @@ INVALID = {
 
 
 @exact
-@pytest.mark.parametrize("which", INVALID)
-@pytest.mark.parametrize("form", ["fused", "fixed", "aligned"])
+@covering({"which": INVALID, "form": ["fused", "fixed", "aligned"]})
 def test_invalid_offsets_give_nan(which, form):
     given = torch.tensor(INVALID[which], dtype=INT64 if max(INVALID[which]) >= 2**31 else INT32, device=DEVICE)
     layout = BoundedLayout(given, 12, 20)
