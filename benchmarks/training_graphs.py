@@ -21,13 +21,14 @@ Without a GPU it is a trial run of small models in float32.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import fcntl
 import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,12 @@ class Way:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def gradients(self, *batches: Batch) -> tuple[float, list[Tensor]]:
-        """The sum of the losses of these batches, and the gradients that they accumulate."""
+    def gradients(self, batches: Sequence[Batch], exist: bool) -> tuple[float, list[Tensor]]:
+        """The sum of the losses of these batches, and the gradients that they accumulate. `exist`: into zeros."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter) if exist else None
         loss = sum(float(self.backward(batch)) for batch in batches)
-        grads = [torch.zeros_like(x) if x.grad is None else x.grad.float().clone() for x in self.parameters]
+        grads = [torch.zeros(()) if x.grad is None else x.grad.float().cpu() for x in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return loss, grads
@@ -194,6 +197,8 @@ def warm_up(name: str, longest: int, names: list[str], seconds: float) -> dict[s
     """The ways that run. The reason why another one doesn't is printed. None begins after this time."""
     ways = {}
     for way_name in names:
+        if GPU:
+            torch.cuda.empty_cache()
         if time.perf_counter() - BEGAN > seconds:
             log(way_name, "is left out: there is no time")
             continue
@@ -206,25 +211,36 @@ def warm_up(name: str, longest: int, names: list[str], seconds: float) -> dict[s
             log(way_name, "failed:", traceback.format_exc())
             continue
         ways[way_name] = way
-        log(way_name, "is warm;", dict(counters["inductor"]), dict(counters["stats"]), dict(counters["graph_break"]))
+        log(
+            way_name,
+            "is warm;",
+            f"{torch.cuda.memory_reserved() / 2**30 if GPU else 0:.1f} GiB;",
+            dict(counters["inductor"]),
+            dict(counters["stats"]),
+            dict(counters["graph_break"]),
+        )
     return ways
 
 
 def compare(ways: dict[str, Way], longest: int) -> dict[str, str]:
-    """The error of the loss and of the gradients against `patched`, of one batch and of three that accumulate."""
-    errors: dict[str, str] = {}
-    for batches in ([Batch.draw(longest, 1000)], [Batch.draw(longest, 1000 + i) for i in range(3)]):
-        loss, want = ways["patched"].gradients(*batches)
+    """The errors of the loss and of the gradients against `patched`.
+
+    Of one batch; of three that accumulate; and of three that accumulate into gradients that are 0 before.
+    """
+    errors: dict[str, str] = dict.fromkeys(ways, "")
+    for count, exist in ((1, False), (3, False), (3, True)):
+        batches = [Batch.draw(longest, 1000 + i) for i in range(count)]
+        loss, want = ways["patched"].gradients(batches, exist)
+        least = 1e-3 * max(float(x.norm()) for x in want)  # the gradient of keys' biases is 0, but for rounding
         for way_name, way in ways.items():
             try:
-                other, got = way.gradients(*batches)
+                other, got = way.gradients(batches, exist)
             except Exception as error:  # as above
-                errors[way_name] = errors.get(way_name, "") + f" {type(error).__name__}"
-                log(way_name, len(batches), "batches:", error)
+                errors[way_name] += f" {type(error).__name__};"
+                log(way_name, count, exist, error)
                 continue
-            norms = [float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(got, want, strict=True)]
-            text = f" {abs(other - loss) / abs(loss):.1e}/{statistics.median(norms):.1e}/{max(norms):.1e}"
-            errors[way_name] = errors.get(way_name, "") + text
+            ratios = [float((a - b).norm() / b.norm().clamp(min=least)) for a, b in zip(got, want, strict=True)]
+            errors[way_name] += f" {abs(other - loss) / abs(loss):.0e}, {max(ratios):.0e};"
     return errors
 
 
@@ -253,10 +269,13 @@ def main() -> None:
     name, _, number = options.workload.partition(":")
     longest = int(number)
     transformers.logging.set_verbosity_error()
+    faulthandler.enable()
     torch._dynamo.config.recompile_limit = 64
     turn = (Path(tempfile.gettempdir()) / "training_graphs.lock").open("w")
     fcntl.flock(turn, fcntl.LOCK_SH)  # programs that start together compile together
     ways = warm_up(name, longest, options.ways, options.warm_up_seconds)
+    if GPU:
+        torch.cuda.empty_cache()
     fcntl.flock(turn, fcntl.LOCK_EX)  # and run alone
     log("runs alone")
     errors = compare(ways, longest)
@@ -272,7 +291,7 @@ def main() -> None:
         f"{transformers.__version__}, {str(DTYPE)[6:]}; {name}, lognormal ≤ {longest}; ms a step",
         "",
         "| way | median | of 12288, 14336, 16384 tokens | over with graphs, compiled | the device is busy for "
-        "| errors of the loss, and of gradients (median, largest): a batch; three that accumulate |",
+        "| errors of loss and gradients: a batch; three that accumulate; three into zeros |",
         "|---|---|---|---|---|---|",
     ]
     for way_name, way in ways.items():
