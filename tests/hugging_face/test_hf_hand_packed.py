@@ -225,9 +225,12 @@ def test_registered_models_see_the_arguments_of_their_caller_once(monkeypatch):
     """Positions that a model does not pass on are read once, and those of a caller that passes none are not read."""
     model = make("gpt_bigcode", "GPTBigCodeForCausalLM", n_inner=16)
     model.set_attn_implementation(nta.hf.register())
-    reads, read = [], nta.hf.positions.SequenceLayout.from_position_ids
+    reads, read = [], nta.hf.route.positions.SequenceLayout.from_position_ids
     monkeypatch.setattr(
-        nta.hf.positions.SequenceLayout, "from_position_ids", lambda ids: reads.append(1) or read(ids), raising=True
+        nta.hf.route.positions.SequenceLayout,
+        "from_position_ids",
+        lambda ids: reads.append(1) or read(ids),
+        raising=True,
     )
     row = packed_row()
     model(row["input_ids"], use_cache=False)

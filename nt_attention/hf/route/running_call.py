@@ -202,12 +202,13 @@ def running_call() -> RunningCall | None:
 # transformers, and the forward.
 _FRAMES = {"_wrapped_call_impl", "_call_impl", "wrapper", "forward"}
 # Those of this package that run a model on a packed row.
+_PACKAGE = __package__.replace(".route", ".pack")  # of the functions that run a patched call
 _PACKED = {"_run_row", "_run_packed"}
 
 
 def _is_packed_by_patch(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name in _PACKED and frame.f_globals.get("__package__") == __package__:
+        if frame.f_code.co_name in _PACKED and frame.f_globals.get("__package__") == _PACKAGE:
             return True
         frame = frame.f_back
     return False
