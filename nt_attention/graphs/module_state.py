@@ -80,7 +80,7 @@ class ModuleState:
             list(map(len, tables)) == self._sizes
             and len(objects) == len(self._objects)
             and all(map(is_, objects, self._objects))
-            and all(tables[i].get(name) is function() for i, name, function in self._functions)
+            and all((x := function()) is not None and tables[i].get(name) is x for i, name, function in self._functions)
             and self._read_memory() == self._memory
         )
 
