@@ -88,7 +88,7 @@ def patch(
             field of the config, need `handle.graphs.clear()`. With "training", the memory for the activations of the
             largest batch stays reserved, and gradients are stored once more. A call can have one backward, which
             computes all gradients: a second one raises a RuntimeError, as do parameters that were changed in place
-            before it. While four calls of a module wait for their backward, further ones run without a graph. Calls
+            before it. While a call of a module waits for its backward, further ones run without a graph. Calls
             that can't run as graphs run as without this option: with hooks of modules, in checkpoints, in
             encoder-decoders of Hugging Face, or if the host reads values of tensors, as in some mixtures of experts.
             `handle.graphs.calls` counts them with the reason.
@@ -179,7 +179,7 @@ def _patch_modules(
         return
     if isinstance(module, nn.MultiheadAttention):
         if handle.mesh is None and not isinstance(module, VarlenMultiheadAttention):
-            handle.leave(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
+            handle.skip(name, "it is the attention module itself: use VarlenMultiheadAttention.from_torch(module).")
         return
     if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
         from .hf import patch_model
@@ -193,14 +193,14 @@ def _patch_modules(
         if child is None:
             continue
         if handle.mesh is not None and isinstance(child, nn.MultiheadAttention):
-            handle.leave(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
+            handle.skip(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
             _patch_modules(path, child, handle, padding_free, logits, packing, in_stack, padded_because)
             continue
         options: dict[str, Any] = {"padded_because": padded_because, "counts": padding_free}
         if (reason := swap_attention(module, child_name, handle, **options)) is not None:
-            handle.leave(path, reason)
+            handle.skip(path, reason)
         else:
             description = "takes NestedTensors"
             ragged = cast(VarlenMultiheadAttention, getattr(module, child_name))

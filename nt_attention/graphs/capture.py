@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import pickle
 import random
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,43 +17,23 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_private import TorchDispatchMode, copy_each, pytree
-from .device import NotCapturedError, supports
-from .gradients import Backward, Gradients, Slot, backward_of, dependencies_of, used_by
-from .module_state import ModuleState, Snapshot
+from .device import Device, NotCapturedError, supports
+from .gradients import OTHER_LEAF, Backward
+from .module_state import Snapshot
 
+READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 LARGEST = 2 * 2**30  # bytes of the inputs and outputs of a graph: of larger ones, few would fit into memory
 _one_at_a_time = threading.Lock()  # only one thread captures
-
-
-class TooLargeError(NotCapturedError):
-    """A graph of this bucket would take too much memory. Graphs of smaller ones may not."""
+_thread = threading.local()
 
 
 class ChangesItselfError(NotCapturedError):
-    """The forward of a module changes the module, so its state is another one in each call."""
-
-
-class ByChanceError(NotCapturedError):
-    """Another thread or another program may be the reason. Another attempt may succeed."""
-
-
-class NoMemoryError(TooLargeError, ByChanceError):
-    """There was not enough memory. There may be enough later."""
-
-
-class _Thread(threading.local):
-    """Whether this thread captures a graph, or runs its work before, and whether that work has run a backward."""
-
-    is_capturing = False
-    ran_backward = False
-
-
-_thread = _Thread()
+    """The forward of a module changes the module, so its state may be another one in each call."""
 
 
 def is_capturing() -> bool:
     """Whether this thread captures a graph, or runs its work before the capture."""
-    return _thread.is_capturing
+    return getattr(_thread, "is_capturing", False)
 
 
 class Sizes(NamedTuple):
@@ -104,12 +83,7 @@ class Computed(NamedTuple):
 
     value: Any
     forms: Sequence[Any]
-    layouts: object = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors in `value`."""
-        return tensors_of(self.value)
+    layouts: object
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -122,14 +96,13 @@ class Work:
     """What a graph computes.
 
     Attributes:
-        module: the module that is called. If its state differs from that of the capture, the graph is stale.
+        module: the module that is called. If it was changed since the capture, the graph is stale.
         key: everything else on which the graph depends, besides the inputs.
         inputs: the tensors of a call, by name.
         shapes: bucket → the shapes of `inputs` in the graph, which are not smaller.
         zeroed: the names of inputs that are 0 where the call's own tensor is smaller. The others are undefined there.
         function: computes the outputs of the tensors in the graph, for a bucket.
         part: cuts the result of the call out of an output of the graph. Arguments: the output and its form.
-        rebuild: the result of the call. Arguments: what `function` computed, and the tensors of the result.
         prepare: changes the module before a graph of a bucket is captured.
     """
 
@@ -140,214 +113,130 @@ class Work:
     zeroed: frozenset[str]
     function: Callable[[dict[str, Tensor], Bucket], Computed]
     part: Callable[[Tensor, Any], Tensor]
-    rebuild: Callable[[Computed, list[Tensor]], Any]
     prepare: Callable[[Bucket], None] = lambda bucket: None
 
-    @functools.cached_property
+    @property
     def differentiable(self) -> tuple[str, ...]:
         """The names of inputs that require a gradient."""
         return tuple([name for name, x in self.inputs.items() if x.requires_grad])
 
 
-@dataclass(frozen=True, eq=False)
 class Graph:
-    """A captured graph, and the tensors that it reads and writes. `backward` is None for calls without gradients.
+    """A captured graph. `capture` makes it.
 
-    `memory` is the number of bytes of these tensors, without the gradients of parameters, which graphs share.
+    Attributes:
+        memory: the bytes of its inputs and outputs. Gradients of parameters belong to the slot.
+        backward: None for calls without gradients.
     """
 
-    bucket: Bucket
-    state: ModuleState
-    memory: int
-    replay: Callable[[], None]
-    inputs: dict[str, Tensor]
-    computed: Computed
-    outputs: list[Tensor]
-    backward: Backward | None
-    _parts: dict[tuple[torch.Size, ...], list[Tensor]] = field(default_factory=dict)
+    def __init__(self, work: Work, bucket: Bucket, device: Device, make_backward: Callable[..., Backward] | None):
+        shapes = work.shapes(bucket)
+        self.bucket, self.device = bucket, device
+        self._function = work.function
+        self._inputs = {name: x.new_zeros(shapes[name]) for name, x in work.inputs.items()}
+        self._fill(work)
+        leaves = [self._inputs[name].requires_grad_() for name in work.differentiable] if make_backward else []
+        self.backward = make_backward and make_backward(leaves)
 
-    def run(self, work: Work) -> list[Tensor]:
+    def forward(self) -> Computed:
+        """What is captured."""
+        with nullcontext() if self.backward is None else self.backward.with_aliases():
+            return self._function(dict(self._inputs), self.bucket)
+
+    def try_once(self) -> None:
+        """Run the forward and the backward without a graph."""
+        computed = self.forward()
+        outputs = tensors_of(computed.value)
+        if self.backward is not None:
+            self.backward.run(outputs)
+        elif any(x.requires_grad for x in outputs):
+            raise NotCapturedError(OTHER_LEAF)
+        copies = 1 if self.backward is None else 2
+        self.memory = sum(x.nbytes for x in self._inputs.values()) + copies * sum(x.nbytes for x in outputs)
+        if self.memory > LARGEST:
+            raise NotCapturedError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
+
+    def capture(self) -> None:
+        """Capture both."""
+        self._replay, computed = self.device.capture(self.forward)
+        if self.backward is not None:
+            self.backward.capture(self.device, tensors_of(computed.value))
+        del self._function  # it has the tensors of a call
+        leaves, self._structure = pytree.tree_flatten(computed.value)
+        self._outputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        self._forms = computed.forms
+
+    def replay(self, work: Work) -> list[Tensor]:
         """The results of a call: copies of parts of the outputs."""
-        _fill(self.inputs, work, self._parts)
-        self.replay()
-        parts = self.parts(work, self.outputs)
-        return [x.clone(memory_format=torch.contiguous_format) for x in parts if x is not None]
+        with self.device.in_order():
+            self._fill(work)
+            self._replay()
+            parts = self.parts(work, [x for x in self._outputs if isinstance(x, Tensor)])
+            return [cast(Tensor, x).clone(memory_format=torch.contiguous_format) for x in parts]
+
+    def _fill(self, work: Work) -> None:
+        tensors = [work.inputs[name] for name in self._inputs]  # a call may have them in another order
+        parts = [x.detach()[tuple(map(slice, y.shape))] for x, y in zip(self._inputs.values(), tensors, strict=True)]
+        for name in work.zeroed:
+            if self._inputs[name].shape != work.inputs[name].shape:
+                self._inputs[name].zero_()
+        copy_each(parts, tensors)
 
     def parts(self, work: Work, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The parts of the outputs, or of their gradients, that belong to a call."""
-        forms = self.computed.forms
-        return [None if x is None else work.part(x, form) for x, form in zip(tensors, forms, strict=True)]
+        return [None if x is None else work.part(x, form) for x, form in zip(tensors, self._forms, strict=True)]
+
+    def rebuild(self, results: Sequence[Tensor]) -> Any:
+        """The structure of the outputs, with these tensors."""
+        rest = iter(results)
+        leaves = [next(rest) if isinstance(x, Tensor) else x for x in self._outputs]
+        return pytree.tree_unflatten(leaves, self._structure)
 
 
-def _fill(inputs: dict[str, Tensor], work: Work, cached: dict[tuple[torch.Size, ...], list[Tensor]]) -> None:
-    """Copy the tensors of a call to those of a graph, which are not smaller. `cached`: the parts that were written."""
-    tensors = [work.inputs[name] for name in inputs]  # a call may have them in another order
-    shapes = tuple([x.shape for x in tensors])
-    parts = cached.get(shapes)
-    if parts is None:
-        if len(cached) >= 64:
-            cached.clear()
-        parts = [x.detach()[tuple(map(slice, shape))] for x, shape in zip(inputs.values(), shapes, strict=True)]
-        cached[shapes] = parts
-    for name in work.zeroed:
-        if inputs[name].shape != work.inputs[name].shape:
-            inputs[name].zero_()
-    copy_each(parts, tensors)
+def capture(
+    work: Work, bucket: Bucket, grad_mode: bool, device: Device, make_backward: Callable[..., Backward] | None
+) -> Graph:
+    """Run some work twice, to compile it and to find what a replay would not do, and capture it.
 
-
-class Kind:
-    """What is computed, with or without gradients, in which slot, and two keys: of this, and of its graphs.
-
-    Attributes:
-        grad_mode: whether gradients are enabled.
-        differentiates: whether an input or a parameter requires a gradient too, so that there is a backward.
-    """
-
-    def __init__(self, work: Work, grad_mode: bool, differentiates: bool, slot: Slot) -> None:
-        self.work, self.grad_mode, self.differentiates, self.slot = work, grad_mode, differentiates, slot
-        self.of_work = (work.key, grad_mode, work.differentiable if differentiates else None)
-        self.of_graph = (*self.of_work, slot.number)
-
-
-def capture(kind: Kind, bucket: Bucket, state: ModuleState) -> Graph:
-    """Capture a graph for a bucket of sizes.
+    `make_backward` makes its backward of the inputs of the graph that require a gradient; None without gradients.
 
     Raises:
-        NotCapturedError: it can't be captured, or a replay would not compute the same.
+        NotCapturedError: it can't be captured, or a replay would not compute the same. The module is as it was.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # cached casts would belong to the graph
     _thread.is_capturing = True
     try:
-        # in this thread, for all gradients: see `_alias`
-        with (
-            _one_at_a_time,
-            torch.set_grad_enabled(kind.grad_mode),
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            return _Program(kind, bucket, state).capture()
+        with _one_at_a_time, torch.autograd.set_multithreading_enabled(False):
+            graph, before = Graph(work, bucket, device, make_backward), Snapshot(work.module)
+            with torch.set_grad_enabled(grad_mode):
+                try:
+                    with device.on_stream():
+                        _try(work.module, graph.try_once)
+                except BaseException:
+                    before.restore()  # the call runs without a graph
+                    raise
+                graph.capture()
+            return graph
     except torch.OutOfMemoryError as error:
-        raise NoMemoryError("there was no memory to capture it") from error
+        raise NotCapturedError("there was no memory to capture it") from error
     finally:
         torch.set_autocast_cache_enabled(cached)
         _thread.is_capturing = False
 
 
-_OTHER_LEAF = "its outputs have gradients of tensors that are no parameters of the module"
-
-
-class _Program:
-    """What is captured: the work of a call on the tensors of a graph, and its backward.
-
-    Attributes:
-        inputs: the inputs of the graph.
-        own: the inputs that require a gradient.
-        parameters: aliases of the parameters that require a gradient. Autograd would let the stream of a capture wait
-            for the stream where the parameters themselves were used first, which ends the capture with an error.
-        grads: the gradients of the outputs, which the backward reads; None for an output without gradient.
-    """
-
-    def __init__(self, kind: Kind, bucket: Bucket, state: ModuleState) -> None:
-        self.kind, self.bucket, self.state = kind, bucket, state
-        shapes = kind.work.shapes(bucket)
-        self.inputs = {name: x.new_zeros(shapes[name]) for name, x in kind.work.inputs.items()}
-        with torch.no_grad():
-            _fill(self.inputs, kind.work, {})
-        names = kind.work.differentiable if kind.differentiates else ()
-        self.own = [self.inputs[name].requires_grad_() for name in names]
-        self.parameters = [_alias(x) for x in state.differentiable] if kind.differentiates else []
-        self.grads: Gradients | None = None
-        self.depends_on: list[frozenset[int]] = []
-        self.used_by: list[frozenset[int]] = []
-
-    def forward(self) -> Computed:
-        with self.state.replaced(self.parameters) if self.kind.differentiates else nullcontext():
-            return self.kind.work.function(dict(self.inputs), self.bucket)
-
-    def backward(self, computed: Computed) -> Gradients:
-        """The gradients of the inputs, and those of the parameters, which are in the memory of the slot."""
-        outputs = computed.tensors
-        if self.grads is None:
-            self._begin(outputs)
-        grads = cast(Gradients, self.grads)
-        found = backward_of(outputs, grads, [*self.own, *self.parameters])
-        of_inputs, of_parameters = found[: len(self.own)], found[len(self.own) :]
-        shared = self.kind.slot.gradients_like(self.parameters)
-        pairs = [(x, y) for x, y in zip(shared, of_parameters, strict=True) if y is not None]
-        if pairs:
-            copy_each([x for x, _ in pairs], [y for _, y in pairs])
-        return [*of_inputs, *(None if y is None else x for x, y in zip(shared, of_parameters, strict=True))]
-
-    def _begin(self, outputs: list[Tensor]) -> None:
-        """Find on what the outputs depend, and make their gradients."""
-        if not any(x.requires_grad for x in outputs):
-            raise NotCapturedError("its outputs have no gradients")
-        for x in outputs:
-            depends_on = dependencies_of(x, [*self.own, *self.parameters])
-            if depends_on is None:
-                raise NotCapturedError(_OTHER_LEAF)
-            self.depends_on.append(depends_on)
-        self.used_by = used_by(outputs)
-        self.grads = [torch.zeros_like(x, requires_grad=False) if x.requires_grad else None for x in outputs]
-
-    def run(self) -> list[Tensor]:
-        """Run the forward and the backward. Returns the tensors that a graph would keep."""
-        _thread.ran_backward = False
-        computed = self.forward()
-        if self.kind.differentiates:
-            try:
-                self.backward(computed)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                raise NotCapturedError(f"its backward can't be captured ({str(error).splitlines()[0]})") from error
-            if _thread.ran_backward or any(x.grad is not None for x in self.own):
-                raise NotCapturedError("its forward runs a backward")
-        elif any(x.requires_grad for x in computed.tensors):
-            raise NotCapturedError(_OTHER_LEAF)
-        return [*self.inputs.values(), *computed.tensors, *self._grads(), *self.own]
-
-    def _grads(self) -> list[Tensor]:
-        return [x for x in self.grads or () if x is not None]
-
-    def capture(self) -> Graph:
-        """Run the program, run it again in a mode that finds reads of the host, and capture it."""
-        device, before = self.kind.slot.device, Snapshot(self.kind.work.module)
-        try:
-            with device.on_stream():
-                self._try()
-        except BaseException:
-            before.restore()  # the call runs without a graph
-            raise
-        backward, of_inputs = None, []
-        if self.kind.differentiates:
-            replay, computed, replay_backward, gradients = device.capture_both(self.forward, self.backward)
-        else:
-            replay, computed = device.capture(self.forward)
-        computed = Computed(pytree.tree_map_only(Tensor, Tensor.detach, computed.value), computed.forms)
-        outputs = computed.tensors
-        if self.kind.differentiates:
-            kept = self.inputs, outputs, replay
-            grads = cast(Gradients, self.grads)
-            backward = Backward(replay_backward, grads, gradients, self.depends_on, self.used_by, kept)
-            of_inputs = gradients[: len(self.own)]
-        memory = _nbytes(*self.inputs.values(), *outputs, *self._grads(), *(x for x in of_inputs if x is not None))
-        return Graph(self.bucket, self.state, memory, replay, self.inputs, computed, outputs, backward)
-
-    def _try(self) -> None:
-        """Run the program twice. Raises a NotCapturedError if a replay would not do the same."""
-        module = self.kind.work.module
-        if _nbytes(*self.run()) > LARGEST:  # compiles what can't be compiled in a mode
-            raise TooLargeError(f"its inputs and outputs take more than {LARGEST / 2**30:g} GiB")
-        first, drawn, watch = Snapshot(module), _host_random_state(), _Watch()
-        with watch:
-            self.run()
-        if not first.is_current:  # replays do not run Python code
-            raise ChangesItselfError("its forward changes attributes or buffers of a module")
-        if drawn != _host_random_state():
-            raise ByChanceError("its forward draws random numbers on the host")
-        if watch.has_left_tensors():
-            raise NotCapturedError("its forward keeps tensors that it computes, such as losses in a list")
+def _try(module: nn.Module, run: Callable[[], None]) -> None:
+    """Run some work twice. Raises a NotCapturedError if a replay would not do the same."""
+    run()  # compiles what can't be compiled in a mode, and may set attributes
+    before, drawn, watch = Snapshot(module), _host_random_state(), _Watch()
+    with watch:
+        run()
+    if not before.is_current:  # replays do not run Python code
+        raise ChangesItselfError("its forward changes attributes or buffers of a module")
+    if drawn != _host_random_state():
+        raise NotCapturedError("its forward draws random numbers on the host")
+    if watch.has_left_tensors():
+        raise NotCapturedError("its forward keeps tensors that it computes, such as losses in a list")
 
 
 def _host_random_state() -> bytes:
@@ -355,37 +244,8 @@ def _host_random_state() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
 
 
-def _alias(x: Tensor) -> Tensor:
-    """A leaf with the same memory. `x` gets the gradients of other threads that use the module during the capture."""
-    if isinstance(x, nn.Parameter):
-        alias: Tensor = nn.Parameter(x.detach())
-        vars(alias).update(vars(x))
-    else:
-        alias = x.detach().requires_grad_()
-
-    def pass_on(alias: Tensor) -> None:
-        grad, alias.grad = alias.grad, None
-        if _thread.is_capturing:
-            _thread.ran_backward = True
-        else:
-            x.backward(grad)
-
-    alias.register_post_accumulate_grad_hook(pass_on)
-    return alias
-
-
-def _nbytes(*tensors: Tensor) -> int:
-    return sum(x.nbytes for x in tensors)
-
-
-_READ_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-
 class _Watch(TorchDispatchMode):
-    """Finds what a replay would not do.
-
-    Raises a `NotCapturedError` if the host reads values of a tensor on a GPU, or shapes depend on them.
-    """
+    """Finds what a replay would not do: reads of the host, which raise a `NotCapturedError`, and tensors that stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,24 +257,23 @@ class _Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tensors_of((args, kwargs))
-        on_gpu = any(supports(x) for x in given)
+        arguments = tensors_of((args, kwargs))
+        on_gpu = any(supports(x) for x in arguments)
+        is_read = any(tag in func.tags for tag in READ_TAGS)
         if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):  # has the tag for masks
             is_read = any(x.dtype in (torch.bool, torch.uint8) for x in pytree.tree_leaves(args[1]) if x is not None)
-        else:
-            is_read = any(tag in func.tags for tag in _READ_TAGS)
         if on_gpu and is_read:
             raise NotCapturedError(f"its forward reads values on the host ({func})")
         out = func(*args, **(kwargs or {}))
         if on_gpu and isinstance(out, Tensor) and not supports(out) and out.device.type != "meta":
             raise NotCapturedError(f"its forward copies values to the host ({func})")
-        known = {StorageWeakRef(x.untyped_storage()) for x in given}
-        self._made += {StorageWeakRef(x.untyped_storage()) for x in tensors_of(out)} - known
+        known = {StorageWeakRef(x.untyped_storage()) for x in arguments}
+        made = [StorageWeakRef(x.untyped_storage()) for x in tensors_of(out)]
+        self._made += [x for x in made if x not in known]
         return out
 
     def has_left_tensors(self) -> bool:
         """Whether a tensor that was made exists after the run."""
-        if all(x.expired() for x in self._made):
-            return False
-        gc.collect()
+        if not all(x.expired() for x in self._made):
+            gc.collect()
         return not all(x.expired() for x in self._made)

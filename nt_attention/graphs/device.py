@@ -81,13 +81,6 @@ class Device:
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
             x.zero_()
 
-    def capture_both(
-        self, forward: Callable[[], Any], backward: Callable[[Any], Any]
-    ) -> tuple[Callable[[], None], Any, Callable[[], None], Any]:
-        """`capture` of a forward, and of a backward that gets its outputs."""
-        replay, outputs = self.capture(forward)
-        return replay, outputs, *self.capture(lambda: backward(outputs))
-
 
 def supports(tensor: Tensor) -> bool:
     """Whether calls with tensors on this device can run as graphs."""

@@ -4,139 +4,90 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
-from types import SimpleNamespace
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import torch_private
-from ..torch_private import (
-    REPLICATE,
-    backward_hooks_of,
-    buffers_of,
-    children_of,
-    forward_hooks_of,
-    parameters_of,
-)
+from ..torch_private import backward_hooks_of, buffers_of, children_of, forward_hooks_of, parameters_of
 
 # Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
 _HOOKS = {"transformers.utils.output_capturing"}
-# Attributes of a patched module that refer to the module, so they are not kept: it would never be freed.
-_OF_PATCH = ("forward", REPLICATE)
+_NOT_COMPARED = vars(nn.Module()).keys()
+_of_memory = attrgetter("dtype", "requires_grad")
 
 
 class ModuleState:
-    """What a captured graph of a module depends on, compared in about 0.3 µs for each module and parameter.
+    """What a captured graph of a module depends on. It is compared before each replay.
 
-    This is every attribute of every module in it, by identity: parameters, buffers, child modules, hooks, options, the
-    training mode and replaced forwards. Changes inside of other objects, such as a config, are not noticed.
+    This is what all modules in it consist of, by identity: classes, attributes, items of attributes that are lists or
+    dictionaries, children, parameters and buffers; and where the memory of the tensors is. Changes inside of other
+    objects, such as a config, are not noticed. The training mode is a part of the key of a graph.
+
+    Attributes:
+        tensors: the parameters, buffers and other tensors of the module.
+        differentiable: the parameters that require a gradient.
     """
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._patched = [weakref.ref(x) for x in modules if "forward" in vars(x)]
-        self._attributes = [vars(x) for x in modules if "forward" not in vars(x)]
-        self._children = [children_of(x) for x in modules]
-        self._tables: list[dict[str, Any]] = [table for x in modules for table in (parameters_of(x), buffers_of(x))]
+        self._modules, self._classes = [weakref.ref(x) for x in modules], list(map(type, modules))
+        tables = list(map(vars, modules))
+        self._sizes = list(map(len, tables))
+        names = [(i, name) for i, table in enumerate(tables) for name in table if name not in _NOT_COMPARED]
+        # functions weakly: a patched `forward` refers to its module, which would never be freed
+        self._functions = [(i, name, weakref.ref(x)) for i, name in names if _is_function(x := tables[i][name])]
+        self._names = [(i, name) for i, name in names if not _is_function(tables[i][name])]
         self._hooks = [table for x in modules for table in forward_hooks_of(x)]
         self._backward_hooks = [table for x in modules for table in backward_hooks_of(x)]
-        self._adapters: list[Any] = [x for x in modules if hasattr(x, "merged_adapters")]
-        # tensors that are neither parameters nor buffers
-        self._others = [(weakref.ref(x), name) for x in modules for name, y in vars(x).items() if isinstance(y, Tensor)]
-        tensors = self.tensors()
-        self._objects, self._values = list(self._read_objects()), self._read_values()
-        self._of_patch = [_weak(x) for x in self._read_of_patch()]
-        # what is compared before a replay, without empty dictionaries, which take half of the time
-        self._parents = [x for x in self._children if x]
-        self._owners = [x for x in self._tables if x]
-        self._before_replay = self._read_before_replay()
-        named = [(owner, name, x) for owner in self._owners for name, x in owner.items()]
-        self._differentiable = [(owner, name) for owner, name, x in named if x is not None and x.requires_grad]
-        kinds = set(map(type, tensors))
-        other = next((kind for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
-        self._kind = None if other is None else f"its parameters are {other.__name__}s"
-        if len({x.device for x in tensors if x.is_cuda}) > 1:
-            self._kind = "its parameters are on several devices"
-        self._storages = [] if other else [StorageWeakRef(x.untyped_storage()) for x in tensors]
+        containers = [x for i, name in self._names if isinstance(x := tables[i][name], list | dict)]
+        containers += [table for x in modules for table in (children_of(x), parameters_of(x), buffers_of(x))]
+        containers += [*self._hooks, *self._backward_hooks]
+        self._contents = [x.values() if isinstance(x, dict) else x for x in containers]
+        self._objects = self._read_objects(tables)
+        self.tensors = list({id(x): x for x in self._objects if isinstance(x, Tensor)}.values())
+        self._memory = self._read_memory()
+        other = next((type(x).__name__ for x in self.tensors if type(x) not in (Tensor, nn.Parameter)), None)
+        self._unsupported = None if other is None else f"its parameters are {other}s"
+        if len({x.device for x in self.tensors if x.is_cuda}) > 1:
+            self._unsupported = "its parameters are on several devices"
+        owners: list[Any] = [table for x in modules for table in (parameters_of(x), buffers_of(x))]
+        named_tensors = [(owner, name, x) for owner in owners for name, x in owner.items()]
+        self._differentiable = [each for each in named_tensors if each[2] is not None and each[2].requires_grad]
+        self.differentiable = list({id(x): x for _, _, x in self._differentiable}.values())
 
-    def tensors(self) -> list[Tensor]:
-        """All parameters, buffers and other tensors of the module."""
-        registered = [x for x in chain.from_iterable(map(dict.values, self._tables)) if x is not None]
-        others = [vars(module).get(name) for reference, name in self._others if (module := reference()) is not None]
-        return registered + [x for x in others if isinstance(x, Tensor)]
+    def _read_objects(self, tables: Sequence[Mapping[str, Any]]) -> list[Any]:
+        return [*[tables[i].get(name) for i, name in self._names], *chain.from_iterable(self._contents)]
 
-    def _read_before_replay(self) -> tuple[list[Any], list[int]]:
-        addresses = [x.data_ptr() for owner in self._owners for x in owner.values() if x is not None]
-        return list(map(id, chain(*map(dict.values, self._parents)))), addresses
-
-    def _read_objects(self) -> Iterator[Any]:
-        """What is compared by identity, and the end. Registered tensors are not kept, so they can be freed."""
-        patched = ((x for name, x in own.items() if name not in _OF_PATCH) for own in self._patched_attributes)
-        return chain(*map(dict.values, self._attributes), *patched, *map(dict.values, self._children), (_END,))
-
-    def _read_of_patch(self) -> list[Any]:
-        return [own.get(name) for own in self._patched_attributes for name in _OF_PATCH]
-
-    @property
-    def _patched_attributes(self) -> list[dict[str, Any]]:
-        return [vars(module) for reference in self._patched if (module := reference()) is not None]
-
-    def _read_values(self) -> tuple[list[Any], ...]:
-        """What is compared by value."""
-        tensors = self.tensors()
-        first: dict[int, int] = {}
-        return (
-            [first.setdefault(id(x), i) for i, x in enumerate(tensors)],  # which modules share a parameter
-            [list(map(type, table.values())) for table in self._children],
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(Tensor.stride, tensors)),
-            [(x.dtype, x.shape, x.requires_grad) for x in tensors],
-            [[getattr(x, name, None) for name in _OF_ADAPTERS] for x in self._adapters],
-            [dict(getattr(x, "scaling", {})) for x in self._adapters],
-        )
-
-    @property
-    def differentiable(self) -> list[Tensor]:
-        """The parameters that require a gradient, in a fixed order. Modules may share a parameter."""
-        return list({id(x): x for owner, name in self._differentiable if (x := owner[name]) is not None}.values())
-
-    @contextmanager
-    def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:
-        """A context in which these tensors are in the place of `differentiable`, in the same order."""
-        before = [(owner, name, owner[name]) for owner, name in self._differentiable]
-        other_of = {id(x): other for x, other in zip(self.differentiable, others, strict=True)}
-        try:
-            for owner, name, x in before:
-                owner[name] = other_of[id(x)]
-            yield
-        finally:
-            for owner, name, x in before:
-                owner[name] = x
-
-    @property
-    def has_its_tensors(self) -> bool:
-        """Whether the module has the same parts, and its tensors are in the same memory.
-
-        If not, no graph may run: the memory may have been freed, or a table may have too few rows for the inputs. Takes
-        about 0.1 µs for each module and tensor. Children are kept by `_objects`, so their ids stay unique.
-        """
-        was_freed = any(x.expired() for x in self._storages)
-        return not was_freed and self._read_before_replay() == self._before_replay
+    def _read_memory(self) -> tuple[list[Any], ...]:
+        read: tuple[Any, ...] = Tensor.data_ptr, Tensor.size, Tensor.stride, _of_memory
+        return tuple([list(map(each, self.tensors)) for each in read])
 
     @property
     def is_current(self) -> bool:
         """Whether the module is as it was. The values of tensors may be others."""
+        modules: list[Any] = [reference() for reference in self._modules]
+        if list(map(type, modules)) != self._classes:
+            return False
+        tables = list(map(vars, modules))
+        objects = self._read_objects(tables)
         return (
-            all(map(is_, self._read_objects(), self._objects))
-            and self._read_values() == self._values
-            and all(x is before() for x, before in zip(self._read_of_patch(), self._of_patch, strict=True))
+            list(map(len, tables)) == self._sizes
+            and len(objects) == len(self._objects)
+            and all(map(is_, objects, self._objects))
+            and all((x := function()) is not None and tables[i].get(name) is x for i, name, function in self._functions)
+            and self._read_memory() == self._memory
         )
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """The training mode of each module."""
+        return tuple([module.training for x in self._modules if (module := x()) is not None])
 
     def why_not_captured(self, differentiates: bool) -> str | None:
         """Why the module can't be captured, or None. `differentiates`: with the graph of its backward."""
@@ -145,7 +96,23 @@ class ModuleState:
             return "a module has forward hooks"
         if differentiates and any(self._backward_hooks):
             return "a module has backward hooks"
-        return self._kind
+        return self._unsupported
+
+    @contextmanager
+    def replaced(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which these tensors are in the place of `differentiable`, in the same order."""
+        other_of = {id(x): other for x, other in zip(self.differentiable, others, strict=True)}
+        try:
+            for owner, name, x in self._differentiable:
+                owner[name] = other_of[id(x)]
+            yield
+        finally:
+            for owner, name, x in self._differentiable:
+                owner[name] = x
+
+
+def _is_function(x: Any) -> bool:
+    return callable(x) and not isinstance(x, nn.Module | type)
 
 
 class Snapshot:
@@ -155,9 +122,8 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        containers = list(_containers_in([vars(x) for x in module.modules()]))
-        self._containers: list[tuple[Any, Any]] = [(x, x.copy()) for x in containers]
-        tensors = {id(x): x for each in containers for x in _items(each) if isinstance(x, Tensor)}
+        self._containers: list[tuple[Any, Any]] = [(x, x.copy()) for x in _containers_in(map(vars, module.modules()))]
+        tensors = {id(x): x for _, each in self._containers for x in _items(each) if isinstance(x, Tensor)}
         # values too: batch_norm changes its statistics without changing their version
         self._tensors = [
             (x, version_of(x), None if isinstance(x, nn.Parameter) else x.clone()) for x in tensors.values()
@@ -167,7 +133,7 @@ class Snapshot:
     def is_current(self) -> bool:
         """Whether nothing was replaced, added, removed or changed in place."""
         return all(_same(x, before) for x, before in self._containers) and all(
-            version_of(x) == version and (value is None or _equal(x, value)) for x, version, value in self._tensors
+            version_of(x) == version and (value is None or torch.equal(x, value)) for x, version, value in self._tensors
         )
 
     def restore(self) -> None:
@@ -183,30 +149,20 @@ class Snapshot:
                 container.clear()
                 container.extend(before)
         for x, _, value in self._tensors:
-            if value is not None and not _equal(x, value):
+            if value is not None and not torch.equal(x, value):
                 x.copy_(value)
 
 
-def _containers_in(values: Any) -> Iterator[Any]:
+def _containers_in(values: Iterable[Any]) -> Iterator[Any]:
     """Every list, deque and dictionary in these values, and in each other."""
     waiting, seen = list(values), set()
     while waiting:
         x = waiting.pop()
-        if isinstance(x, SimpleNamespace):
-            x = vars(x)
-        if not isinstance(x, list | tuple | deque | dict) or id(x) in seen:
-            continue
-        seen.add(id(x))
-        waiting += _items(x)
-        if not isinstance(x, tuple):
-            yield x
-
-
-def _equal(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors have the same values. NaN equals NaN."""
-    if torch.equal(one, two):
-        return True
-    return one.is_floating_point() and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+        if isinstance(x, list | tuple | deque | dict) and id(x) not in seen:
+            seen.add(id(x))
+            waiting += _items(x)
+            if not isinstance(x, tuple):
+                yield x
 
 
 def _items(container: Any) -> list[Any]:
@@ -223,15 +179,3 @@ def _same(one: Any, two: Any) -> bool:
 def version_of(x: Tensor) -> int | None:
     """The version of a tensor, which in-place changes increase; None if it has none."""
     return None if x.is_inference() else torch_private.version_of(x)
-
-
-def _weak(x: Any) -> Any:
-    """A function that returns `x`, or None if it was freed."""
-    try:
-        return weakref.ref(x)
-    except TypeError:
-        return lambda: x
-
-
-_END = object()
-_OF_ADAPTERS = ("merged", "disable_adapters", "active_adapters")  # of PEFT, computed from other objects

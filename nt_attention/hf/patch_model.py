@@ -57,7 +57,7 @@ def patch_model(
     if reason is None and handle.mesh is not None:
         reason = _why_not_sharded(model, proof, not_packed)
     if reason is not None:
-        handle.leave(name, f"{type(model).__name__} {reason}.")
+        handle.skip(name, f"{type(model).__name__} {reason}.")
         return True
     how = "supports rows that you pack, with cu_seq_lens or position_ids"
     if not_packed is not None:

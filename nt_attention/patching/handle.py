@@ -168,7 +168,7 @@ class PatchHandle:
         """Describe the attention layers of a module. The keys of `layers` are paths in the module."""
         self.layers.update({f"{name}.{path}".removeprefix("."): kind for path, kind in layers.items()})
 
-    def leave(self, name: str, reason: str) -> None:
+    def skip(self, name: str, reason: str) -> None:
         """Say why a module was not changed."""
         self.left[name.removeprefix(".") or "model"] = reason
 

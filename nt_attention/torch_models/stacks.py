@@ -58,7 +58,7 @@ def patch_stack(name: str, stack: Stack, handle: PatchHandle, padding_free: bool
     kind = ENCODER_LAYER if is_encoder else DECODER_LAYER
     if (unsupported := _stack_not_supported(stack, stock, kind)) is not None:
         path, reason = unsupported
-        handle.leave(name + path, reason)
+        handle.skip(name + path, reason)
         return False
     patch_layers(stack.layers, kind, handle, padding_free)
     if padding_free:
@@ -95,7 +95,7 @@ def patch_layer(name: str, layer: Layer, handle: PatchHandle) -> bool:
     is_encoder = isinstance(layer, nn.TransformerEncoderLayer)
     kind = ENCODER_LAYER if is_encoder else DECODER_LAYER
     if (reason := layer_not_supported(layer, kind)) is not None:
-        handle.leave(name, f"{reason} Only its attention is replaced.")
+        handle.skip(name, f"{reason} Only its attention is replaced.")
         return False
     patch_layers([layer], kind, handle, padding_free=True, in_stack=False)
     decoder = functools.partial(_decoder, handle, _run_decoder_layer)

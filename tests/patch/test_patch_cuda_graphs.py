@@ -12,12 +12,12 @@ import pickle
 import threading
 import weakref
 from collections import OrderedDict
-from contextlib import nullcontext
 
 import peft
 import pytest
 import tiny
 import torch
+import transformers
 from cuda_graphs import DEVICE, GPU, assert_same, cuda_graphs, leaves  # noqa: F401
 from graphs import with_two_layers
 from sweeps import sweep
@@ -31,8 +31,6 @@ from nt_attention.graphs import cache as graph_cache
 from nt_attention.graphs import capture as graph_capture
 from nt_attention.graphs.cache import CapturedCalls
 from nt_attention.graphs.capture import Sizes
-from nt_attention.hf.pack import routes
-from nt_attention.hf.pack.graphs import BoundedPacking
 from nt_attention.patching.handle import NotPackedWarning
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
@@ -108,10 +106,8 @@ class TestResults:
         ],
     )
     def test_attention_of_their_own(self, kind, more, monkeypatch):
-        import transformers
-
         if not GPU:  # the scalars of a `PackedMask` are on the CPU, and it reads them
-            monkeypatch.setattr(graph_capture, "_READ_TAGS", ())
+            monkeypatch.setattr(graph_capture, "READ_TAGS", ())
 
         config = getattr(transformers, f"{kind}Config")(**(tiny.TEXT | more))
         model, handle, other = pair(getattr(transformers, f"{kind}Model")(config).eval().to(DEVICE))
@@ -153,21 +149,26 @@ class TestResults:
             assert_same(got, want, TOLERANCE)
         assert handle.graphs.captured == 3
 
-    def test_other_order_of_arguments(self):
+    def test_results_stay_valid_in_any_order_of_arguments(self):
         model, handle, other = pair(make())
-        batch = batch_of([5, 2, 9])
-        for given in (batch, dict(reversed(batch.items())), batch_of([4, 9, 1])):
-            assert_same(run(model, given), run(other, given), TOLERANCE)
-        assert handle.graphs.captured == 1
-
-    def test_results_stay_valid(self):
-        model, _, other = pair(make())
-        batches = [batch_of(lengths) for lengths in ([5, 2, 9], [4, 3, 8], [1, 2, 10])]
-        found = [run(model, batch) for batch in batches]
-        for batch, got in zip(batches, found, strict=True):
+        batches = [batch_of([5, 2, 9]), dict(reversed(batch_of([4, 3, 8]).items())), batch_of([1, 2, 10])]
+        results = [run(model, batch) for batch in batches]
+        for batch, got in zip(batches, results, strict=True):
             assert_same(got, run(other, batch), TOLERANCE)
             got.last_hidden_state.zero_()  # it is the caller's
         assert_same(run(model, batches[0]), run(other, batches[0]), TOLERANCE)
+        assert handle.graphs.captured == 1
+
+    @pytest.mark.parametrize("value", [1, [0, 2]], ids=str)
+    def test_hidden_states_of_some_layers(self, value):
+        """1 is not True: it asks for layer 1, in some versions of transformers."""
+        model, _, other = pair(make())
+        batch = batch_of([5, 2, 9])
+        for more in ({"output_hidden_states": True}, {"output_hidden_states": value}):
+            assert_same(run(model, batch, **more), run(other, batch, **more), TOLERANCE)
+        for each in (model, other):
+            vars(each.config)["output_hidden_states"] = value  # some versions of transformers check assignments
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
 
     def test_padding_may_hold_anything(self):
         model, _, other = pair(make())
@@ -200,19 +201,6 @@ class TestResults:
         assert handle.graphs.calls[None] == 1
         assert handle.graphs.calls.total() == 3
 
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
-    def test_dtypes_of_masks(self, dtype):
-        model, handle, other = pair(make())
-        batch = batch_of([5, 2, 9])
-        batch["attention_mask"] = batch["attention_mask"].to(dtype)
-        assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.calls == {None: 1}
-
-    def test_non_contiguous_inputs(self):
-        model, _, other = pair(make())
-        batch = {name: x.T.contiguous().T for name, x in batch_of([5, 2, 9]).items()}
-        assert_same(run(model, batch), run(other, batch), TOLERANCE)
-
     def test_model_calls_a_base_model(self):
         """Callers such as TRL call the base model of a head."""
         model, handle, other = pair(make("llama", "LlamaForCausalLM"))
@@ -235,20 +223,24 @@ class TestReasons:
         assert [x for x in handle.graphs.calls if x is not None and reason in x], handle
         assert None not in handle.graphs.calls
 
-    def test_gradients(self):
-        self.check("gradients are enabled", grad=True)
-
-    def test_unknown_argument(self):
+    def test_calls(self):
         batch = batch_of([5, 2, 9])
+        self.check("gradients are enabled", grad=True)
         self.check("a graph can't take position_ids", batch | {"position_ids": torch.arange(11, device=DEVICE)[None]})
-
-    def test_training(self):
         self.check("training mode", model=make().train())
-
-    def test_hooks(self):
         model = make()
         model.encoder.layer[1].register_forward_hook(lambda module, args, out: None)
         self.check("forward hooks", model=model)
+        model, handle, other = pair(make())
+        assert_same(run(model._replicate_for_data_parallel(), batch), run(other, batch), TOLERANCE)
+        assert list(handle.graphs.calls) == ["the module is a replica of DataParallel"]
+
+    def test_encoder_decoders(self):
+        size = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
+        config = transformers.T5Config(**size, pad_token_id=1, decoder_start_token_id=1)
+        batch = batch_of([5, 2, 9])
+        model = transformers.T5Model(config).eval().to(DEVICE)
+        self.check("encoder-decoder", batch | {"decoder_input_ids": batch["input_ids"]}, model)
 
     def test_holes(self):
         batch = batch_of([5, 2, 9])
@@ -294,59 +286,6 @@ class TestReasons:
         run(model, batch)
         assert len(calls) > 3
 
-    def test_unknown_output_is_not_tried_again(self, monkeypatch):
-        model, handle, _ = pair(make())
-        pad_outputs, captures = routes.pad_outputs, []
-
-        def with_more(out, packing, kept, done):
-            captures.append(packing)
-            out["flat"] = out["last_hidden_state"][0]  # (T, E)
-            pad_outputs(out, packing, kept, done)
-
-        monkeypatch.setattr(routes, "pad_outputs", with_more)
-        with pytest.warns(NotPackedWarning, match="its output 'flat' is not known"):
-            run(model, batch_of([5, 2, 9]))
-        captures.clear()
-        run(model, batch_of([5, 2, 9]))
-        assert not any(isinstance(packing, BoundedPacking) for packing in captures)
-        assert handle.graphs.calls == {"its output 'flat' is not known, and may have a value for each token": 2}
-
-    @pytest.mark.parametrize("shape", [(6,), (2, 3, 4)], ids=str)
-    def test_ids_with_another_number_of_dimensions(self, shape):
-        """The model's own forward says what is wrong, as without graphs."""
-        model, handle, other = pair(make())
-        errors = []
-        for each in (model, other):
-            with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
-                run(each, {"input_ids": torch.ones(shape, dtype=torch.int64, device=DEVICE)})
-            errors.append(str(caught.value))
-        assert errors[0] == errors[1]
-        assert "its inputs have another number of dimensions" in handle.graphs.calls
-
-    def test_encoder_decoders(self):
-        import transformers
-
-        config = transformers.T5Config(
-            vocab_size=97, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, pad_token_id=1,
-            decoder_start_token_id=1,
-        )  # fmt: skip
-        model = transformers.T5Model(config).eval().to(DEVICE)
-        batch = batch_of([5, 2, 9])
-        self.check("encoder-decoder", batch | {"decoder_input_ids": batch["input_ids"]}, model)
-
-    @pytest.mark.parametrize("where", ["argument", "config"])
-    @pytest.mark.parametrize("value", [1, [0, 2]], ids=str)
-    def test_hidden_states_of_some_layers(self, where, value):
-        """1 is not True: it asks for layer 1, in some versions of transformers."""
-        model, handle, other = pair(make())
-        batch = batch_of([5, 2, 9])
-        if where == "config":
-            for each in (model, other):
-                vars(each.config)["output_hidden_states"] = value  # some versions of transformers check assignments
-        more = {"output_hidden_states": value} if where == "argument" else {}
-        assert_same(run(model, batch, **more), run(other, batch, **more), TOLERANCE)
-        assert "output_hidden_states is neither True nor False" in str(handle.graphs.calls)
-
     def test_forward_that_changes_an_attribute_or_a_buffer(self):
         class Counts(nn.Module):
             def __init__(self, inner, how):
@@ -373,32 +312,6 @@ class TestReasons:
                 assert_same(run(model, batch), run(other, batch), TOLERANCE)
             assert list(handle.graphs.calls) == ["its forward changes attributes or buffers of a module"]
 
-    def test_replica_of_data_parallel(self):
-        model, handle, other = pair(make())
-        batch = batch_of([5, 2, 9])
-        assert_same(run(model._replicate_for_data_parallel(), batch), run(other, batch), TOLERANCE)
-        assert list(handle.graphs.calls) == ["the module is a replica of DataParallel"]
-
-    @pytest.mark.parametrize("failures", [1, 2])
-    def test_no_memory_for_a_large_batch(self, failures, monkeypatch):
-        """Smaller ones are captured all the same."""
-        model, handle, other = pair(make())
-
-        def out_of_memory(*args):
-            raise torch.OutOfMemoryError("no memory")
-
-        batch = batch_of([100, 100])
-        for times in (failures, 1):
-            with monkeypatch.context() as patched:
-                patched.setattr(graph_cache.Device, "capture", out_of_memory)
-                for _ in range(times):
-                    assert_same(run(model, batch), run(other, batch), TOLERANCE)
-            assert_same(run(model, batch), run(other, batch), TOLERANCE)
-            batch = batch_of([5, 2, 9])
-        no_memory = handle.graphs.calls["there was no memory to capture it"]
-        assert no_memory == {1: 2, 2: 4}[failures]  # after two failures, it is not tried again
-        assert handle.graphs.calls[None] == {1: 2, 2: 1}[failures]
-
     def test_a_graph_with_large_outputs(self, monkeypatch):
         model, handle, other = pair(make())
         monkeypatch.setattr(graph_capture, "LARGEST", 10_000)
@@ -407,15 +320,20 @@ class TestReasons:
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
         assert handle.graphs.calls == {None: 1, f"its inputs and outputs take more than {1e4 / 2**30:g} GiB": 2}
 
-    def test_float64(self):
-        model = make().double()
-        with nta.use_backend("auto") if GPU else nullcontext():
-            other, handle = copy.deepcopy(model), nta.patch(model, packing="always", cuda_graphs=True)
-        with torch.no_grad(), nta.use_backend("reference"):
-            batch = batch_of([5, 2, 9])
-            got, want = model(**batch).last_hidden_state, other(**batch).last_hidden_state
-        torch.testing.assert_close(got, want * batch["attention_mask"][..., None])
-        assert "reference needs the lengths" in next(iter(handle.graphs.calls))
+    def test_no_memory(self, monkeypatch):
+        """Smaller batches are captured all the same."""
+        model, handle, other = pair(make())
+
+        def out_of_memory(*args):
+            raise torch.OutOfMemoryError("no memory")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(graph_cache.Device, "capture", out_of_memory)
+            assert_same(run(model, batch_of([100, 100])), run(other, batch_of([100, 100])), 1e9)
+        for lengths in ([100, 100], [5, 2, 9]):
+            batch = batch_of(lengths)
+            assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.calls == {None: 1, "there was no memory to capture it": 2}
 
     @pytest.mark.skipif(GPU, reason="it is about machines without a GPU")
     def test_a_cpu(self, monkeypatch):
@@ -428,98 +346,125 @@ class TestReasons:
             nta.patch(make(), cuda_graphs=value)
 
 
+def dense_of(model):
+    return model.encoder.layer[0].intermediate.dense
+
+
+@torch.no_grad()
+def change_in_place(model):
+    for x in model.parameters():
+        x.mul_(1.01)
+
+
+def set_weight(model):
+    dense_of(model).weight = nn.Parameter(torch.randn_like(dense_of(model).weight))
+
+
+def set_data(model):
+    dense_of(model).weight.data = torch.randn_like(dense_of(model).weight)
+
+
+def set_shape(model):
+    """The same memory. In a graph, the rows would be read past the end."""
+    dense_of(model).weight = nn.Parameter(dense_of(model).weight[:50])
+    dense_of(model).bias, dense_of(model).shift = nn.Parameter(dense_of(model).bias[:50]), dense_of(model).shift[:50]
+    model.encoder.layer[0].output.dense = nn.Linear(50, 48, device=DEVICE)
+
+
+def set_epsilon(model):
+    """A number that only Python reads."""
+    model.encoder.layer[0].output.LayerNorm.eps = 0.5
+
+
+def set_module(model):
+    model.encoder.layer[0].intermediate.dense = nn.Linear(48, 53, device=DEVICE)
+
+
+def set_class(model):
+    dense_of(model).__class__ = Twice
+
+
+def load(model):
+    state = {name: torch.randn_like(x) / 8 for name, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def set_config(model):
+    model.config.output_hidden_states = True
+
+
+def set_item(model):
+    dense_of(model).options["scale"] *= 3.0
+
+
+def set_tensor(model):
+    """One that is no parameter."""
+    dense_of(model).shift = torch.full((53,), 2.0, device=DEVICE)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Shifted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.options["scale"] + self.shift
+
+
 class TestState:
     """What a graph depends on is noticed, and it is captured again."""
 
-    def check(self, change, captured=2, model=None):
-        model, handle, other = pair(make() if model is None else model)
+    @pytest.mark.parametrize(
+        "change",
+        [set_weight, set_data, set_shape, set_epsilon, set_module, set_class, load, set_config, set_item, set_tensor],
+    )
+    def test_change(self, change):
+        model, handle, other = pair(make())
+        for dense in (dense_of(model), dense_of(other)):
+            dense.__class__, dense.options, dense.shift = Shifted, {"scale": 1.0}, torch.ones(53, device=DEVICE)
         batch = batch_of([5, 2, 9])
         run(model, batch)
+        for each in (model, other):
+            change_in_place(each)
+        assert_same(run(model, batch), run(other, batch), TOLERANCE)
+        assert handle.graphs.captured == 1
         for each in (model, other):
             torch.manual_seed(5)
             change(each)
         assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.captured == captured
-        assert len(handle.graphs) == 1
-
-    def test_parameters_changed_in_place(self):
-        @torch.no_grad()
-        def change(model):
-            for x in model.parameters():
-                x.mul_(1.01)
-
-        self.check(change, captured=1)
-
-    def test_parameter_replaced(self):
-        def change(model):
-            linear = model.encoder.layer[0].intermediate.dense
-            linear.weight = nn.Parameter(torch.randn_like(linear.weight))
-
-        self.check(change)
+        assert handle.graphs.captured == 2
 
     @pytest.mark.parametrize("is_linear", [False, True])
     def test_graph_with_an_embedding_of_fewer_rows_is_not_replayed(self, monkeypatch, is_linear):
         """On a GPU, ids that are too large for it end the process. The old parameter is still in use elsewhere."""
 
         class Rows(nn.Module):
-            def __init__(self, rows, dims):
+            def __init__(self, rows):
                 super().__init__()
-                self.linear = nn.Linear(dims, rows, bias=False)
+                self.linear = nn.Linear(48, rows, bias=False)
 
             def forward(self, ids):
                 return nn.functional.embedding(ids, self.linear.weight)
 
         model, handle, _ = pair(make())
         old = model.get_input_embeddings()
-        rows, dims = old.weight.shape
+        rows = len(old.weight)
         if is_linear:
-            model.set_input_embeddings(Rows(rows, dims).to(DEVICE))
+            model.set_input_embeddings(Rows(rows).to(DEVICE))
         run(model, batch_of([5, 2, 9]))
         if is_linear:
             table = model.get_input_embeddings()
-            old, table.linear = table.linear, nn.Linear(dims, 2 * rows, bias=False).to(DEVICE)
+            old, table.linear = table.linear, nn.Linear(48, 2 * rows, bias=False).to(DEVICE)
         else:
-            model.set_input_embeddings(nn.Embedding(2 * rows, dims, old.padding_idx).to(DEVICE))
-        replayed = []
-        once = graph_capture.Graph.run
-        monkeypatch.setattr(graph_capture.Graph, "run", lambda self, work: (replayed.append(self), once(self, work))[1])
-        (graph,) = handle.graphs._graphs.values()
+            model.set_input_embeddings(nn.Embedding(2 * rows, 48, old.padding_idx).to(DEVICE))
+        replayed, once = [], graph_capture.Graph.replay
+        monkeypatch.setattr(
+            graph_capture.Graph, "replay", lambda self, work: (replayed.append(self), once(self, work))[1]
+        )
         run(model, batch_of([5, 2, 9]))
-        assert replayed
-        assert graph not in replayed
-
-    def test_model_on_another_device(self):
-        model, handle, _ = pair(make())
-        batch = batch_of([5, 2, 9])
-        run(model, batch)
-        model.to("meta")
-        with pytest.raises(ValueError, match="on meta"):
-            run(model, batch)
-        assert handle.graphs.calls == {None: 1, "the model and its inputs are on different devices": 1}
-
-    def test_parameter_data_replaced(self):
-        def change(model):
-            linear = model.encoder.layer[0].intermediate.dense
-            linear.weight.data = torch.randn_like(linear.weight)
-
-        self.check(change)
-
-    def test_parameter_of_another_shape_in_the_same_memory(self):
-        model, handle, other = pair(make("llama", "LlamaForCausalLM"))
-        batch = batch_of([5, 2, 9])
-        run(model, batch)
-        for each in (model, other):
-            each.lm_head.weight = nn.Parameter(each.lm_head.weight[:50])
-        assert not next(iter(handle.graphs._records.values())).state.is_current
-        if GPU:  # fake graphs would compute other shapes before the states are compared
-            assert_same(run(model, batch), run(other, batch), TOLERANCE)
-            assert handle.graphs.captured == 2
-
-    def test_number_that_only_python_reads(self):
-        def change(model):
-            model.encoder.layer[0].output.LayerNorm.eps = 0.5
-
-        self.check(change)
+        assert len(replayed) == 1
+        assert handle.graphs.captured == 2
 
     def test_hooks_in_a_new_table(self):
         model, handle, _ = pair(make())
@@ -532,53 +477,6 @@ class TestState:
         assert len(seen) == 1
         assert handle.graphs.calls == {None: 1, "a module has forward hooks": 1}
 
-    @pytest.mark.parametrize("task", ["TOKEN_CLS", "QUESTION_ANS"])
-    def test_adapters_with_a_saved_head(self, task):
-        name = {"TOKEN_CLS": "BertForTokenClassification", "QUESTION_ANS": "BertForQuestionAnswering"}[task]
-        base = make("bert", name)
-        peft.get_peft_model(base, peft.LoraConfig(task_type=task, r=2, target_modules=["query"])).eval()
-        base.eval()
-        handle = nta.patch(base, packing="always", cuda_graphs=True)
-        batch = batch_of([5, 2, 9])
-        got = run(base, batch)
-        with nta_off(handle):
-            want = run(base, batch)
-        is_token = batch["attention_mask"] > 0
-        for name in want:
-            torch.testing.assert_close(got[name][is_token], want[name][is_token], rtol=TOLERANCE, atol=1e-3)
-        assert handle.graphs.calls == {None: 1}
-
-    def test_module_replaced(self):
-        def change(model):
-            model.encoder.layer[0].intermediate.dense = nn.Linear(48, 53, device=DEVICE)
-
-        self.check(change)
-
-    def test_tensor_that_is_no_parameter(self):
-        class Shifted(nn.Linear):
-            def forward(self, x):
-                return super().forward(x) + self.shift
-
-        model, handle, other = pair(make())
-        for each in (model, other):
-            linear = each.encoder.layer[0].intermediate.dense
-            shifted = each.encoder.layer[0].intermediate.dense = Shifted(48, 53, device=DEVICE)
-            shifted.load_state_dict(linear.state_dict())
-            shifted.shift = torch.ones(53, device=DEVICE)
-        batch = batch_of([5, 2, 9])
-        assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        for each in (model, other):
-            each.encoder.layer[0].intermediate.dense.shift = torch.full((53,), 2.0, device=DEVICE)
-        assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.captured == 2
-
-    def test_load_state_dict_with_assign(self):
-        def change(model):
-            state = {name: torch.randn_like(x) / 8 for name, x in model.state_dict().items()}
-            model.load_state_dict(state, assign=True)
-
-        self.check(change)
-
     @pytest.mark.skipif(not GPU, reason="interpreted kernels do not support bfloat16")
     def test_dtype(self):
         model, handle, other = pair(make())
@@ -588,15 +486,6 @@ class TestState:
             each.bfloat16()
         assert_same(run(model, batch), run(other, batch), 5e-2)
         assert handle.graphs.captured == 2
-
-    def test_training_mode_of_a_part(self):
-        model, handle, _ = pair(make())
-        run(model, batch_of([5, 2, 9]))
-        model.train()
-        model(**batch_of([5, 2, 9]))
-        model.eval()
-        run(model, batch_of([5, 2, 9]))
-        assert handle.graphs.calls[None] == 2
 
     def test_lora(self):
         def lora(model):
@@ -641,15 +530,6 @@ class TestState:
         assert_same(run(model, batch), run(other, batch), TOLERANCE)
         assert handle.graphs.captured == 2
 
-    def test_changed_config(self):
-        model, handle, other = pair(make())
-        batch = batch_of([5, 2, 9])
-        assert len(leaves(run(model, batch))) == 2
-        for each in (model, other):
-            each.config.output_hidden_states = True
-        assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.captured == 2
-
     def test_forward_replaced(self):
         model, handle, _ = pair(make("llama", "LlamaForCausalLM"))
         batch = batch_of([5, 2, 9])
@@ -682,23 +562,6 @@ class TestBounds:
             batch = batch_of([length, length])
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
         assert handle.graphs.captured == 3  # that of 5 was used last when that of 300 was captured
-
-    def test_graphs_can_be_printed_while_calls_are_counted(self):
-        model, handle, _ = pair(make())
-        run(model, batch_of([5, 2, 9]))
-        counted = handle.graphs.counted()
-        handle.graphs.count("a reason")
-        assert counted == {None: 1}
-
-    def test_oldest_is_freed(self, monkeypatch):
-        monkeypatch.setattr(graph_cache, "GRAPHS", 2)
-        monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
-        model, handle, other = pair(make())
-        batches = [batch_of([count] * rows) for rows, count in ((1, 14), (2, 14), (4, 14), (1, 14), (4, 14))]
-        for batch in batches:
-            assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert len(handle.graphs) == 2
-        assert handle.graphs.captured == 4
 
     def test_memory(self, monkeypatch):
         monkeypatch.setattr(graph_cache, "MEMORY", 1)
@@ -752,30 +615,17 @@ class TestBounds:
         assert not any(reference() is not None for reference in freed)
         assert len(model.forward.handle.graphs) == 1
 
-    def test_record_of_a_freed_module_with_the_same_id(self, monkeypatch):
-        """It may be freed after the check for freed modules. Its graphs go with its record."""
-        model, handle, _ = pair(make())
-        run(model, batch_of([5, 2, 9]))
-        (record,) = handle.graphs._records.values()
-        record.module = lambda: None
-        monkeypatch.setattr(Sizes, "fit", lambda self, graph: False)
-        monkeypatch.setattr(graph_cache, "MEMORY", 1)
-        for count in (5, 40):
-            run(model, batch_of([count, 2]))
-        assert len(handle.graphs) == 1
-        assert handle.graphs.calls == {None: 3}
-
     def test_a_module_that_changes_often_is_not_captured_each_time(self):
         model, handle, other = pair(make())
         batch, often = batch_of([5, 2, 9]), "the module, its parameters or its attributes change too often"
         for step in range(20):
             model.step = step
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.captured == graph_cache.RENEWALS
-        assert handle.graphs.calls[often] == 20 - graph_cache.RENEWALS
+        assert handle.graphs.captured == graph_cache.CHANGES
+        assert handle.graphs.calls[often] == 20 - graph_cache.CHANGES
         for _ in range(20):  # it stays the same
             assert_same(run(model, batch), run(other, batch), TOLERANCE)
-        assert handle.graphs.captured == graph_cache.RENEWALS + 1
+        assert handle.graphs.captured == graph_cache.CHANGES + 1
 
     @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deep", "pickle"])
     def test_copies_have_graphs_of_their_own(self, copier):
@@ -916,7 +766,7 @@ class Compiles:
 
     def __call__(self, graph, inputs):
         compiled = (compile_fx if GPU else aot_eager)(graph, inputs)
-        if not any(str(node.target).startswith("nt_attention.attention_forward") for node in graph.graph.nodes):
+        if not any(str(node.target).startswith("nt_attention.auto_forward") for node in graph.graph.nodes):
             return compiled
         self.graphs += 1
 
@@ -982,12 +832,3 @@ class TestCompiled:
         assert_same(run(first, batch), want, TOLERANCE)
         assert handle.graphs.calls == {None: 10}
         assert handle.graphs.captured == 2
-
-    @pytest.mark.skipif(not GPU, reason="CUDA graphs of torch.compile need a GPU")
-    def test_with_cuda_graphs_of_torch_compile(self):
-        model, handle, other = pair(with_two_layers(make()).to(DEVICE))
-        compiled = torch.compile(model, mode="reduce-overhead", dynamic=True)
-        for lengths in (*BATCHES, *BATCHES):
-            batch = batch_of(lengths)
-            assert_same(run(compiled, batch), run(other, batch), TOLERANCE)
-        assert handle.calls == {None: 2 * len(BATCHES)}

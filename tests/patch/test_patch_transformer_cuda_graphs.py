@@ -86,16 +86,6 @@ def test_encoder_with_rows_first_and_nested():
     assert handle.graphs.captured == 1
 
 
-def test_lone_layer():
-    model, handle, other = pair(nn.TransformerEncoderLayer(32, 2, 48, batch_first=True).eval().to(DEVICE))
-    for lengths in BATCHES:
-        padding = padding_of(lengths)
-        x = rows_of(padding)
-        with torch.no_grad():
-            assert_same(model(x, src_key_padding_mask=padding), other(x, src_key_padding_mask=padding), TOLERANCE)
-    assert handle.graphs.calls == {None: len(BATCHES)}
-
-
 def test_transformer():
     model = nn.Transformer(32, 2, 2, 2, 48, batch_first=True).eval().to(DEVICE)
     model, handle, other = pair(model)
@@ -127,26 +117,6 @@ def test_decoder_and_lone_decoder_layer():
         assert handle.graphs.calls == {None: 1}
 
 
-def test_replaced_attention():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
-
-        def forward(self, x, padding):
-            return x + self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
-
-    model, handle, other = pair(Block().eval().to(DEVICE))
-    for lengths in BATCHES:
-        padding = padding_of(lengths)
-        x = rows_of(padding)
-        with torch.no_grad():
-            assert_same(model(x, padding), other(x, padding), TOLERANCE)
-    assert handle.graphs.calls == {None: len(BATCHES)}
-    handle.remove()
-    assert type(model.attention) is nn.MultiheadAttention
-
-
 def test_reasons():
     model, handle, other = pair(encoder())
     padding = padding_of([5, 2, 9])
@@ -164,35 +134,6 @@ def test_reasons():
         assert text in reasons
     assert len(handle.graphs) == 0
     assert handle.graphs.calls.total() == 3  # the attention of a layer is no call of its own
-
-
-def test_state():
-    model, handle, other = pair(encoder())
-    padding = padding_of([5, 2, 9])
-    x = rows_of(padding)
-    with torch.no_grad():
-        model(x, src_key_padding_mask=padding)
-        for each in (model, other):
-            torch.manual_seed(3)
-            each.layers[0].linear1.weight.mul_(2)
-            each.layers[1].linear1.weight = nn.Parameter(torch.randn(48, 32, device=DEVICE))
-        assert_same(model(x, src_key_padding_mask=padding), other(x, src_key_padding_mask=padding), TOLERANCE)
-        assert handle.graphs.captured == 2
-        for each in (model, other):
-            each.layers[0].self_attn.softcap = 0.5
-        assert_same(model(x, src_key_padding_mask=padding), other(x, src_key_padding_mask=padding), TOLERANCE)
-    assert handle.graphs.captured == 3
-
-
-def test_encoder_in_a_graph_of_its_own_model():
-    """The parts of a model that runs as a graph do not become graphs of their own."""
-    model, handle, other = pair(nn.Sequential(encoder()))
-    padding = padding_of([5, 2, 9])
-    x = rows_of(padding)
-    with torch.no_grad():
-        assert_same(model[0](x, src_key_padding_mask=padding), other[0](x, src_key_padding_mask=padding), TOLERANCE)
-    assert handle.graphs.calls == {None: 1}
-    assert len(handle.graphs) == 1
 
 
 def test_fallback_runs_without_a_graph():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...graphs.cache import CapturedCalls, check_call, process_settings
+from ...graphs.cache import CapturedCalls, process_settings, why_not_a_graph
 from ...graphs.capture import Bucket, Computed, Sizes, Work, tensors_of
 from ...graphs.device import NotCapturedError
 from ...kernels.select import selection_key
-from ...layouts.bounded import BoundedLayout, LengthsUnknownError
+from ...layouts.bounded import BoundedLayout
+from ...modules.graphs import without_lengths
 from ...patching.forwards import PatchedForward
-from ...torch_private import pytree
 from .. import families
 from ..route.packed_row import extend_tables
 from ..transformers_private import attention_of
@@ -85,12 +85,12 @@ class BoundedPacking(Packing):
         flat = row * self.length + positions
         token = self.token[flat]
         if nearest:
-            first = self.layout.safe_offsets[:-1, None].clamp(max=self.layout.total - 1)
-            found = self.mask.any(1, keepdim=True).expand_as(flat)
+            first = self.layout.offsets[:-1, None].clamp(max=self.layout.total - 1)
+            is_token = self.mask.any(1, keepdim=True).expand_as(flat)
             token = torch.maximum(token, first)
         else:
-            found = self.mask.flatten()[flat]
-        return token.where(found, 0), found
+            is_token = self.mask.flatten()[flat]
+        return token.where(is_token, 0), is_token
 
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
         assert self.index is not None
@@ -125,7 +125,7 @@ class _Pad(torch.autograd.Function):
 def run_as_graph(
     graphs: CapturedCalls,
     model: PreTrainedModel,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     is_compiled: bool,
     holes: bool,
     returns_cache: Callable[[], bool],
@@ -136,7 +136,7 @@ def run_as_graph(
     Args:
         graphs: the graphs of the model.
         model: the model whose call it is.
-        given: the arguments that are not their defaults.
+        arguments: those that are not their defaults.
         is_compiled: whether `run` runs a compiled model.
         holes: whether rows may have padding between tokens.
         returns_cache: whether the model returns a cache for a batch without padding.
@@ -145,27 +145,17 @@ def run_as_graph(
     Raises:
         NotCapturedError: the call can't run as a graph. Nothing was computed.
     """
-    tokens = given.get("input_ids", given.get("inputs_embeds"))
-    if not isinstance(tokens, Tensor):
-        raise NotCapturedError("it has no input_ids and no inputs_embeds")
-    _check(model, given, tokens, graphs.training)
+    if (reason := _why_not(model, arguments, graphs.training)) is not None:
+        raise NotCapturedError(reason)
+    tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
     rows, length = tokens.shape[:2]
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     sizes = Sizes(rows, length, rows * length if mask is None else _count_tokens(mask, holes))
     if not sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
     if sizes.tokens == rows * length and returns_cache():
         raise NotCapturedError("it has no padding, so the model returns a cache: pass use_cache=False")
-    number = given.get(_NUMBER)
-    inputs = {name: x for name, x in sorted(given.items()) if isinstance(x, Tensor) and name != _NUMBER}
-    if mask is None:
-        ones = torch.ones((rows, length), dtype=torch.bool, device=tokens.device)
-        inputs = {"attention_mask": ones, **inputs}
-    numbers = {name: x for name, x in given.items() if not isinstance(x, Tensor) and name != _NUMBER}
-    if isinstance(number, Tensor):
-        inputs[_NUMBER] = number.detach().to(tokens.device)
-    elif number is not None:
-        inputs[_NUMBER] = torch.full((), number, device=tokens.device)
+    inputs, options = _divide(arguments, tokens)
 
     def shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
         first = bucket[0].sequences, bucket[0].longest
@@ -174,58 +164,47 @@ def run_as_graph(
     def function(static: dict[str, Tensor], bucket: Bucket) -> Computed:
         make_cached_tensors(model, tokens.device)
         packing = BoundedPacking.of_mask(static["attention_mask"], bucket[0].tokens)
-        try:
-            out = run(packing, {**numbers, **static})
-        except LengthsUnknownError as error:
-            raise NotCapturedError(f"it needs the lengths on the host ({str(error).splitlines()[0]})") from error
-        padded, packed = ({id(x) for x in each} for each in (packing.padded, packing.packed))
-        forms = [_form_of(x, id(x) in padded, id(x) in packed, bucket[0]) for x in tensors_of(out)]
-        return Computed(out, forms, packing.layout)
+        with without_lengths():
+            out = run(packing, {**options, **static})
+        return Computed(out, [_form_of(x, packing) for x in tensors_of(out)], packing.layout)
 
+    of_inputs = tuple([(name, x.dtype, x.dim(), x.shape[2:], x.device) for name, x in inputs.items()])
     work = Work(
         module=model,
-        key=(id(model), is_compiled, _settings(model, tokens.device), tuple(sorted(numbers.items())), _kinds(inputs)),
+        key=(is_compiled, _settings(model, tokens.device), repr(sorted(options.items())), of_inputs),
         inputs=inputs,
         shapes=shapes,
         zeroed=frozenset({"attention_mask"}),
         function=function,
         part=lambda x, form: _part(x, form, sizes),
-        rebuild=_rebuild,
         prepare=lambda bucket: extend_tables(model, bucket[0].longest),
     )
     return graphs.run(work, (sizes,))
 
 
-def _rebuild(computed: Computed, tensors: list[Tensor]) -> Any:
-    """Outputs of a model, with these tensors in the place of its own."""
-    rest = iter(tensors)
-    return _map(computed.value, lambda _: next(rest))
+def _divide(arguments: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The inputs of a graph, which has a mask in each call, and the arguments that are a part of its key."""
+    inputs = {name: x for name, x in sorted(arguments.items()) if isinstance(x, Tensor)}
+    options = {name: x for name, x in arguments.items() if name not in inputs and name != _NUMBER}
+    if "attention_mask" not in inputs:
+        ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        inputs = {"attention_mask": ones, **inputs}
+    if (number := arguments.get(_NUMBER)) is not None:
+        inputs.pop(_NUMBER, None)
+        inputs[_NUMBER] = torch.as_tensor(number, device=tokens.device).detach()
+    return inputs, options
 
 
-def _map(out: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Outputs of a model, with other tensors. Faster than `pytree.tree_map`, and in the same order."""
-    if isinstance(out, Tensor):
-        return function(out)
-    if type(out) is tuple:
-        return tuple([_map(x, function) for x in out])
-    if isinstance(out, ModelOutput):
-        return type(out)(**{name: _map(x, function) for name, x in out.items()})
-    return pytree.tree_map_only(Tensor, function, out)
-
-
-# What the first dimensions of an output are, in a graph and for callers.
-_Form = Literal["padded", "packed", "rows", "other"]
-
-
-def _form_of(x: Tensor, is_padded: bool, is_packed: bool, bucket: Sizes) -> _Form:
-    if is_padded:
+def _form_of(x: Tensor, packing: BoundedPacking) -> str:
+    """What the first dimensions of an output are: "padded", "packed", "rows" or "other"."""
+    if any(x is one for one in packing.padded):
         return "padded"
-    if is_packed:
+    if any(x is one for one in packing.packed):
         return "packed"
-    return "rows" if x.dim() and x.shape[0] == bucket.sequences else "other"
+    return "rows" if x.dim() and x.shape[0] == packing.rows else "other"
 
 
-def _part(x: Tensor, form: _Form, sizes: Sizes) -> Tensor:
+def _part(x: Tensor, form: str, sizes: Sizes) -> Tensor:
     """The part of an output of a graph that belongs to the batch."""
     if form == "padded":  # (B, L, …)
         return x[: sizes.sequences, : sizes.longest]
@@ -246,39 +225,29 @@ def _count_tokens(mask: Tensor, holes: bool) -> int:
     return int(np.count_nonzero(is_token))
 
 
-def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Tensor, training: bool) -> None:
-    """Raise a NotCapturedError if a call can't run as a graph, for a reason that depends on no values."""
-    check_call(model, tokens, training)
-    if unknown := given.keys() - _TENSORS - _OTHERS - {_NUMBER}:
-        raise NotCapturedError(f"a graph can't take {', '.join(sorted(unknown))}")
-    config: Any = model.config
-    values = [("config.output_hidden_states", config.output_hidden_states)]
-    for name, x in (*values, *((name, given.get(name)) for name in _OTHERS)):
-        if x is not None and not isinstance(x, bool):
-            raise NotCapturedError(f"{name} is neither True nor False")
-    if tokens.dim() != (2 if "input_ids" in given else 3):
-        raise NotCapturedError("its inputs have another number of dimensions")
-    number = given.get(_NUMBER, 0)
+def _why_not(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> str | None:
+    """Why a call can't run as a graph, for a reason that depends on no values, or None."""
+    tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor):
+        return "it has no input_ids and no inputs_embeds"
+    if (reason := why_not_a_graph(model, tokens, training)) is not None:
+        return reason
+    if unknown := arguments.keys() - _TENSORS - _OTHERS - {_NUMBER}:
+        return f"a graph can't take {', '.join(sorted(unknown))}"
+    if tokens.dim() != (2 if "input_ids" in arguments else 3):
+        return "its inputs have another number of dimensions"
+    number = arguments.get(_NUMBER, 0)
     if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
-        raise NotCapturedError(f"{_NUMBER} is no number")
-    given_tensors = [given[name] for name in _TENSORS & given.keys()]
-    if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in given_tensors):
-        raise NotCapturedError("its inputs differ in their device or in their first two dimensions")
-    base = families.base_model(model)
-    parameter = families.first_parameter(base)
-    if parameter is not None and parameter.device != tokens.device:
-        raise NotCapturedError("the model and its inputs are on different devices")
-    forward = vars(base).get("forward")
-    if not isinstance(forward, PatchedForward) or forward.module is not base:
-        raise NotCapturedError("its forward was replaced")
+        return f"{_NUMBER} is no number"
+    tensors = [arguments[name] for name in _TENSORS & arguments.keys()]
+    if any(x.shape[:2] != tokens.shape[:2] or x.device != tokens.device for x in tensors):
+        return "its inputs differ in their device or in their first two dimensions"
+    forward = vars(base := families.base_model(model)).get("forward")
+    return None if isinstance(forward, PatchedForward) and forward.module is base else "its forward was replaced"
 
 
 def _settings(model: PreTrainedModel, device: torch.device) -> tuple[object, ...]:
     """Settings of the process and the config on which the captured work depends."""
     config: Any = model.config
-    of_config = (config.return_dict, config.output_hidden_states, attention_of(config))
+    of_config = (config.return_dict, repr(config.output_hidden_states), attention_of(config))
     return (*process_settings(device), *selection_key("auto"), *of_config)
-
-
-def _kinds(inputs: dict[str, Tensor]) -> tuple[object, ...]:
-    return tuple([(name, x.dtype, x.dim(), x.shape[2:], x.device) for name, x in inputs.items()])
