@@ -247,6 +247,9 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
+HOOKS = frozenset(name for name in vars(nn.Module()) if re.fullmatch("_(forward|backward)_(pre_)?hooks", name))
+
+
 def _hooks(direction: str) -> Callable[[nn.Module], tuple[dict[int, Any], ...]]:
     """A function that gives a module's hooks of its forward or of its backward, and those before it."""
     names = [name for name in vars(nn.Module()) if re.fullmatch(f"_{direction}_(pre_)?hooks", name)]

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..torch_private import (
     backward_hooks_of_tensor,
+    backward_id,
     caches_parametrizations,
     copy_each,
     forward_ad_level,
@@ -33,7 +34,7 @@ _USE_INFERENCE = "patch the model with cuda_graphs=True, which runs calls with g
 
 def why_not_differentiable() -> str | None:
     """Why a call at this moment can't have a backward graph, or None."""
-    if torch._C._current_graph_task_id() != -1:  # dropout would not be that of the first forward
+    if backward_id() != -1:  # dropout would not be that of the first forward
         return "it runs in a backward, as the second forward of a checkpoint does"
     if saved_tensors_hooks(True) is not None:
         return "there are hooks on saved tensors, as in a checkpoint"

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_private
-from ..torch_private import backward_hooks_of, buffers_of, children_of, forward_hooks_of, parameters_of
+from ..torch_private import HOOKS, backward_hooks_of, buffers_of, children_of, forward_hooks_of, parameters_of
 
 # Modules whose forward hooks may run while a graph is captured: they only collect tensors that are then returned.
 _HOOKS = {"transformers.utils.output_capturing"}
-_NOT_COMPARED = vars(nn.Module()).keys()
+_NOT_COMPARED = vars(nn.Module()).keys() - HOOKS
 _of_memory = attrgetter("dtype", "requires_grad")
 
 
@@ -47,7 +47,6 @@ class ModuleState:
         self._backward_hooks = [table for x in modules for table in backward_hooks_of(x)]
         containers = [x for i, name in self._names if isinstance(x := tables[i][name], list | dict)]
         containers += [table for x in modules for table in (children_of(x), parameters_of(x), buffers_of(x))]
-        containers += [*self._hooks, *self._backward_hooks]
         self._contents = [x.values() if isinstance(x, dict) else x for x in containers]
         self._objects = self._read_objects(tables)
         self.tensors = list({id(x): x for x in self._objects if isinstance(x, Tensor)}.values())

@@ -175,7 +175,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     def select(call: Call) -> tuple[Choice, Tensor]:
         choice = select_in_operator(call, arguments.backend)
-        if call.spec.bounded:
+        if arguments.bounds:
             return choice, empty
         return choice, torch.tensor([registry.number_of(choice.backend)], device="cpu")
 
