@@ -373,7 +373,7 @@ def _read_in_graph(numbers: Tensor, token: Tensor | None, rows: int) -> Facts:
     read = None if token is None else owner_of(token)
     now = snapshot(numbers)
     before, facts, _ = (None, None, None) if read is None else read.get(id(numbers), (None, None, None))
-    if facts is None or before != now or now is None:
+    if facts is None or before != now:
         facts = read_positions(numbers.expand(rows, -1)) if rows else _read(numbers)
         if read is not None:
             read[id(numbers)] = now, facts, numbers  # with the tensor, so that no other one gets its id

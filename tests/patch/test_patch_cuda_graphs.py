@@ -766,7 +766,7 @@ class Compiles:
 
     def __call__(self, graph, inputs):
         compiled = (compile_fx if GPU else aot_eager)(graph, inputs)
-        if not any(str(node.target).startswith("nt_attention.auto_forward") for node in graph.graph.nodes):
+        if not any(str(node.target).startswith("nt_attention.attention_forward") for node in graph.graph.nodes):
             return compiled
         self.graphs += 1
 

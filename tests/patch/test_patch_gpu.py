@@ -59,9 +59,12 @@ def test_small_batches_run_the_original_forward(model_type, mode):
     mask = batch["attention_mask"].bool()
     with nta.patch(model, packing="always"), torch.no_grad():
         want = model(**batch)[0]
+    with mode():
+        model(**batch)
+        stock = syncs(lambda: model(**batch))  # transformers reads the mask for each kind of attention
     with nta.patch(model) as handle, mode():
         got = model(**batch)[0]
-        assert syncs(lambda: model(**batch)) <= 1  # transformers reads the mask once
+        assert syncs(lambda: model(**batch)) <= max(1, stock)
     assert handle.calls == {"the batch is too small to gain from packing": 2}
     assert not got[~mask].any()
     assert (got[mask] - want[mask]).norm() <= 0.02 * want[mask].norm()
