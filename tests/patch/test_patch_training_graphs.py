@@ -883,7 +883,7 @@ class TestOnAGpu:
                 weight.sub_(sign * step * direction)
         slope = (losses[0] - losses[1]) / (2 * step)
         assert slope == pytest.approx((grad * direction).sum().item(), rel=0.05)
-        assert list(handle.graphs.calls) == [None]
+        assert handle.graphs.calls[None] > 4
 
     def test_memory_of_many_replays(self):
         model, _, _ = pair(make())
