@@ -93,15 +93,16 @@ def test_one_graph_gives_what_the_model_gives(model_type, monkeypatch):
             assert not reads  # the layout no longer exists in the backward; on a GPU, each layer would wait for it
         assert handle.calls == {None: len(batches)}
         assert counter.frame_count <= GRAPHS.get(model_type, 3)
-        before = len(reading._facts_of)
+        before = len(reading._kept)
         with torch.no_grad():
             for batch in 3 * batches:
                 compiled(**batch)
-        assert len(reading._facts_of) - before < 3  # those of earlier batches were freed
+        assert len(reading._kept) - before < 3  # those of earlier batches were freed
         assert counter.frame_count <= GRAPHS.get(model_type, 3) + 1  # and one without gradients
     # All models share the code of the patch, and PyTorch limits the graphs of a function.
-    functions = [x for part in (PatchedForward, PackedCall) for x in vars(part).values() if isinstance(x, FunctionType)]
-    assert PackedCall._run_packed in functions
+    parts = PatchedForward, PackedCall, Packed, Unpatched
+    functions = [x for part in parts for x in vars(part).values() if isinstance(x, FunctionType)]
+    assert Packed.run in functions
     assert not [x for x in functions if _debug_get_cache_entry_list(x.__code__)]
 
 
