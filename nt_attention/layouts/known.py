@@ -75,6 +75,7 @@ class SequenceLayout(Layout):
     _facts: Facts
     _padded_index: Tensor | None
     _source: tuple[Tensor, object] | None  # int64 offsets of the user, and their snapshot
+    _for_operators: Tensor | None
     _handed_out: dict[torch.dtype, Tensor]
 
     def __init__(
@@ -92,7 +93,8 @@ class SequenceLayout(Layout):
         Args:
             facts: what was read.
             max_seqlen: the bound of the lengths. None means the longest length.
-            source: (B+1,) int64 offsets that were read, which `offsets` returns as long as they are unchanged.
+            source: the offsets of the NestedTensor that was read, which `offsets` returns as long as they are
+                unchanged, because NestedTensors can only be added if they share this object.
             padded_length, padded_index, has_holes: see the attributes.
         """
         if facts.first:
@@ -117,6 +119,7 @@ class SequenceLayout(Layout):
             _padded_index=padded_index,
             has_holes=has_holes,
             _source=None if source is None or source.dtype != torch.int64 else (plain(source), snapshot(plain(source))),
+            _for_operators=None,
             _handed_out={},
         )
 
@@ -130,7 +133,7 @@ class SequenceLayout(Layout):
     def _ready(cls, facts: Facts, *args: Any, **of_mask: Any) -> SequenceLayout:
         """A layout for users, which has the tensors that operators get, so that a graph does not have to make them."""
         layout = cls(facts, *args, **of_mask)
-        layout._handed_out[torch.int32] = facts.hand_out(torch.int32)
+        assert layout.operator_offsets is not None  # it is made here
         return layout
 
     @classmethod
@@ -182,7 +185,7 @@ class SequenceLayout(Layout):
             return cls.in_graph(offsets, None, max_seqlen)
         if isinstance(offsets, Tensor) and (bounded := BoundedLayout.with_offsets(offsets)) is not None:
             return bounded
-        layout = cls._ready(read_offsets(offsets), _integer("max_seqlen", max_seqlen), offsets)
+        layout = cls._ready(read_offsets(offsets), _integer("max_seqlen", max_seqlen))
         most = _integer("max_tokens", max_tokens)
         if most is not None and most < layout.total:
             raise ValueError(f"max_tokens={max_tokens} is below the {layout.total} tokens of the offsets.")
@@ -358,7 +361,7 @@ class SequenceLayout(Layout):
     def offsets(self) -> Tensor:
         """(B+1,) int64, the first row of each sequence, then the end of the last sequence.
 
-        It is the tensor that the layout was made from, if that is int64 and unchanged.
+        Of a layout that was made from a NestedTensor, it is that of the NestedTensor, if it is int64 and unchanged.
         """
         if self._source is not None and not is_compiling():
             source, state = self._source
@@ -373,12 +376,17 @@ class SequenceLayout(Layout):
 
     @property
     def operator_offsets(self) -> Tensor:
-        return self._hand_out(torch.int32)
+        if self._for_operators is not None:
+            return self._for_operators
+        if is_compiling():
+            return self._facts.device_offsets.clone()
+        tensor = self.__dict__["_for_operators"] = self._facts.hand_out("operators")
+        return tensor
 
     def _hand_out(self, dtype: torch.dtype) -> Tensor:
-        tensor: Tensor | None = self._handed_out.get(dtype)
         if is_compiling():
-            return self._facts.device_offsets.to(dtype, copy=True) if tensor is None else tensor
+            return self._facts.device_offsets.to(dtype, copy=True)
+        tensor: Tensor | None = self._handed_out.get(dtype)
         if tensor is None or not self._facts.are_in(tensor):
             tensor = self._handed_out[dtype] = self._facts.hand_out(dtype)
         return tensor

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -206,7 +206,7 @@ class Facts:
         self.sum_of_squares = int(lengths.dot(lengths))
         self.cache = Cache(device_offsets.device)
         self.layout: weakref.ref[Any] | None = None
-        self._handed_out: dict[torch.dtype, weakref.ref[Tensor]] = {}
+        self._handed_out: dict[object, weakref.ref[Tensor]] = {}
 
     @classmethod
     @outside_of_graphs  # in a graph, the numbers would become constants or fake tensors
@@ -229,18 +229,19 @@ class Facts:
         with creating_cached_tensors():
             return cls(torch.from_numpy(ends), to_device(ends.astype(np.int32), device))
 
-    def hand_out(self, dtype: torch.dtype) -> Tensor:
-        """(B+1,) int32 or int64, offsets for users and graphs. The facts are found by them; see `facts_of`.
+    def hand_out(self, to: torch.dtype | Literal["operators"]) -> Tensor:
+        """(B+1,) offsets by which the facts are found: int32 or int64 for users, or int32 for operators.
 
-        A tensor that was handed out before, and that somebody still has, is returned again if it is unchanged.
+        Users do not get those of operators. A tensor that was handed out before, and that somebody still has, is
+        returned again if it is unchanged.
         """
-        reference = self._handed_out.get(dtype)
+        reference = self._handed_out.get(to)
         tensor = None if reference is None else reference()
         if tensor is None or not self.are_in(tensor):
             with creating_cached_tensors():
-                tensor = self.device_offsets.to(dtype, copy=True)
+                tensor = self.device_offsets.to(torch.int32 if to == "operators" else to, copy=True)
             tensor.untyped_storage().owner = self  # type: ignore[attr-defined]
-            self._handed_out[dtype] = weakref.ref(tensor)
+            self._handed_out[to] = weakref.ref(tensor)
         return tensor
 
     def are_in(self, offsets: Tensor) -> bool:
@@ -345,11 +346,13 @@ def _read(offsets: Tensor) -> Facts:
         return Facts(host, offsets.detach().to(torch.int32, copy=True))
 
 
+@outside_of_graphs  # it would be compiled again for each number of sequences
 def facts_where(begins: Ints, device: torch.device) -> Facts:
     """The facts of N tokens on `device`. A sequence begins wherever `begins` (N,) is not 0, as `begins[0]` must be."""
     return Facts.of_lengths(np.diff(begins.nonzero()[0], append=len(begins)), device)
 
 
+@outside_of_graphs
 def read_positions(position_ids: Tensor) -> Facts:
     """Read positions (R, L): a sequence begins where one is not the previous position plus 1, and with each row."""
     rows = torch.atleast_2d(position_ids.long())  # the difference of smaller integer types could overflow

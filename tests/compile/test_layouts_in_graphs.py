@@ -77,6 +77,26 @@ def test_graph_with_a_layout_whose_offsets_were_changed(use, how, dtype):
     torch.testing.assert_close(graph(x, new), use(x, new))
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["offsets", "cu_seqlens"])
+def test_graph_that_writes_to_tensors_of_its_layout(name, compiler):
+    torch._dynamo.reset()
+    layout, x = SequenceLayout.from_lengths([7, 7]), torch.randn(14, 3, 7, requires_grad=True)
+
+    def run(x, layout):
+        offsets = getattr(layout, name)
+        offsets.zero_()
+        offsets[2:] = 14
+        return varlen_attention(x, x, x, layout)
+
+    want = varlen_attention(x, x, x, layout)
+    got = torch.compile(run, fullgraph=True, backend=compiler)(x, layout)
+    torch.testing.assert_close(got, want)
+    layout.cu_seqlens.zero_()
+    grads = (torch.autograd.grad(each.square().sum(), x)[0] for each in (got, want))
+    torch.testing.assert_close(*grads)
+
+
 def test_named_backend_of_a_graph_whose_offsets_were_changed_before_the_backward():
     torch._dynamo.reset()
     offsets, x = torch.tensor([0, 7, 14], dtype=torch.int32), torch.randn(14, 3, 7, requires_grad=True)

@@ -70,11 +70,22 @@ def test_nested_tensors_are_not_read_after_their_layout_is_freed(monkeypatch, ma
     torch.testing.assert_close(varlen_attention(nested, nested, nested).values(), want)
 
 
-def test_nested_tensors_of_int64_offsets_and_of_their_layout_can_be_added():
-    offsets, values = torch.tensor([0, 5, 5, 6]), torch.randn(6, 3)
-    layout = SequenceLayout.from_offsets(offsets)
-    total = layout.to_nested(values) + torch.nested.nested_tensor_from_jagged(values, offsets)
+def test_nested_tensors_of_a_layout_can_be_added_to_the_one_it_was_made_from():
+    values = torch.randn(6, 3)
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 5, 6]))
+    total = SequenceLayout.from_nested(nested).to_nested(values) + nested
     torch.testing.assert_close(total.values(), 2 * values)
+
+
+def test_a_layout_keeps_no_tensor_of_the_user():
+    table = torch.zeros(2, 100, dtype=torch.int64)
+    layout, freed = SequenceLayout.from_offsets(table[0]), weakref.ref(table)
+    nested = layout.to_nested(torch.randn(0, 3))
+    assert layout.offsets.untyped_storage().nbytes() < table.untyped_storage().nbytes()
+    del table
+    gc.collect()
+    assert freed() is None
+    assert len(nested.offsets()) == 100
 
 
 @pytest.mark.parametrize(
