@@ -512,7 +512,7 @@ class SequenceLayout(Layout):
             other: a second layout on which the value depends. The value is then cached until the offsets of one of
                 both layouts are freed.
         """
-        if is_compiling():
+        if torch.compiler.is_compiling() and is_compiling():  # the first is true in other threads too
             return build()  # a graph's tensors can't be cached
         if other is None or other is self:
             value: _T = self._facts.cache.find_or_build(key, build)
