@@ -133,7 +133,7 @@ class SequenceLayout(Layout):
     def _ready(cls, facts: Facts, *args: Any, **of_mask: Any) -> SequenceLayout:
         """A layout for users, which has the tensors that operators get, so that a graph does not have to make them."""
         layout = cls(facts, *args, **of_mask)
-        assert layout.operator_offsets is not None  # it is made here
+        layout._make_operator_offsets()
         return layout
 
     @classmethod
@@ -211,7 +211,7 @@ class SequenceLayout(Layout):
         return TracedLayout(offsets, cls) if bounds is None else TracedBoundedLayout(offsets, cls, *bounds)
 
     @classmethod
-    def in_operator(cls, offsets: Tensor, is_backward: bool = False) -> Layout:
+    def in_operator(cls, offsets: Tensor) -> Layout:
         """The layout of the offsets that an operator in a graph gets, from `in_graph` or of a layout from outside."""
         bounded = BoundedLayout.with_offsets(offsets)
         return cls.of_facts(facts_in_operator(offsets)) if bounded is None else bounded
@@ -380,6 +380,9 @@ class SequenceLayout(Layout):
             return self._for_operators
         if is_compiling():
             return self._facts.device_offsets.clone()
+        return self._make_operator_offsets()
+
+    def _make_operator_offsets(self) -> Tensor:
         tensor = self.__dict__["_for_operators"] = self._facts.hand_out("operators")
         return tensor
 
