@@ -23,6 +23,7 @@ import nt_attention as nta
 from nt_attention.hf import families
 from nt_attention.hf.prove import store
 from nt_attention.hf.prove.text_models import on_meta_device, text_classes
+from nt_attention.hf.prove.user_code import replaced_functions
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -719,6 +720,20 @@ def test_shipped_proofs_are_what_is_found_now(model_type):
             assert {k: v for k, v in found.items() if k != "reason"} == {
                 k: v for k, v in entry["proof"].items() if k != "reason"
             }
+
+
+@pytest.mark.parametrize(("model_type", "class_name"), [("gpt2", "GPT2Model"), ("gemma3n_text", "Gemma3nTextModel")])
+def test_what_transformers_imports_is_not_in_the_key(model_type, class_name):
+    """Other versions of safetensors and accelerate have other functions, and the shipped proof still holds."""
+    model = on_meta_device(model_type, class_name)
+    assert not list(replaced_functions({type(module) for module in model.modules()}))
+
+
+def test_one_layer_with_its_kind():
+    """The config lists the kinds of its layers, and a twin has more layers."""
+    model = tiny.make("modernbert", "ModernBertModel", "sdpa", num_hidden_layers=1).eval()
+    assert len(model.config.layer_types) == 1
+    check(model)
 
 
 def read_all(model_type):

@@ -194,7 +194,7 @@ def _is_of_indices(name: str, value: Any, layers: int) -> bool:
 
 
 def _shrink_list(name: str, value: Any, layers: int, chosen: list[int]) -> Any:
-    if _is_by_layer(value, layers):
+    if _is_by_layer(value, layers) or (len(value) == layers == 1 and name.startswith("layer")):
         kept = [value[layer] for layer in chosen]
         window = re.search("window|span|chunk|local", name)
         return [v if not is_int(v) or v <= 16 else WINDOW if window else min(v, HIDDEN) for v in kept]

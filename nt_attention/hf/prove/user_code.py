@@ -63,7 +63,8 @@ def replaced_functions(classes: set[type]) -> Iterator[tuple[str, str, Any]]:
             if not inspect.isfunction(function):
                 continue  # what torch.compile has compiled, which it puts into the namespace of the file
             module = str(function.__globals__.get("__name__"))
-            if module.partition(".")[0] not in _PACKAGES | {name.partition(".")[0]}:
+            imported = _imported_by(name) if is_known(name) else frozenset()  # by transformers itself
+            if module.partition(".")[0] not in _PACKAGES | imported | {name.partition(".")[0]}:
                 yield name, attribute, function
 
 
