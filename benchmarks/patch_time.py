@@ -54,7 +54,7 @@ def main() -> None:
         kind = getattr(transformers, name)
         more = {"head_dim": 16, "num_key_value_heads": 2} if name.startswith(("Gemma", "Llama")) else {}
         model = kind(kind.config_class(**SMALL, **more)).eval()
-        known = "" if store.key_of(model)[0] in store.shipped() else " (not shipped)"
+        known = "" if store.key_of(model) in store.shipped() else " (not shipped)"
         store.proof_of(model)
         whole = median_ms(lambda model=model: patch_and_remove(model), rounds)
         lookup = median_ms(lambda model=model: store.proof_of(model), rounds)

@@ -60,7 +60,7 @@ def _prove(row: tuple[str, str, str]) -> dict[str, Any]:
     except Exception as error:  # whatever a class raises
         reason = f"no default config: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return {**entry, "proof": {"reason": reason}}
-    entry["key"], _ = store.key_of(model)
+    entry["key"] = store.key_of(model) or ""
     not_packed = families.why_not_packed(model)
     return {**entry, "proof": {"reason": not_packed} if not_packed else store.as_fields(store.make(model))}
 

@@ -25,7 +25,7 @@ from .pack.packed_forward import Logits, PackingMode
 from .pack.sharded_packing import why_not_sharded
 from .proof import Proof
 from .prove.store import proof_of
-from .prove.twin import new_model
+from .prove.twin import changed_numbers
 from .route.attention import attention, is_stock
 from .route.packed_row import counts_positions, is_unpatched, running
 from .route.rope import scales_by_length
@@ -174,16 +174,11 @@ def _changed_window(model: PreTrainedModel) -> str | None:
     """Which window of a module is not what the class makes from the config of the model, or None."""
     owners = [model.config.get_text_config().to_dict(), *map(vars, model.modules())]
     has_windows = any(isinstance(owner.get(name), int) for owner in owners for name in _WINDOWS)
-    new = new_model(model) if has_windows else None
-    if new is None:
-        return None
-    parts = dict(new.named_modules())
-    for path, part in model.named_modules():
-        for name in _WINDOWS if path in parts else ():
-            value, usual = vars(part).get(name), vars(parts[path]).get(name)
-            if value != usual:
-                where = f"{path} ({type(part).__name__})"
-                return f"{name} of {where} is {value}, but {usual} in a new model with the same config"
+    for path, (value, usual) in (changed_numbers(model) if has_windows else {}).items():
+        path, _, name = path.rpartition(".")
+        if name in _WINDOWS:
+            where = f"{path} ({type(model.get_submodule(path)).__name__})"
+            return f"{name} of {where} is {value}, but {usual} in a new model with the same config"
     return None
 
 

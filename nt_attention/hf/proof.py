@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 # How a model computes positions if the caller passes none: see `families.Family`.
 Positions = Literal["padded", "tokens", "ids"]
@@ -55,16 +55,3 @@ class Proof:
     embeds: bool = True
     token_types: bool = True
     tried: bool = True
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the fields have values that they can have; a file of the cache may have others."""
-        flags = (self.pool, self.is_causal, self.holes, self.embeds, self.token_types, self.tried)
-        return (
-            (self.reason is None or isinstance(self.reason, str))
-            and self.positions in get_args(Positions)
-            and self.head in (None, *get_args(Head))
-            and self.mask in (None, *get_args(Form))
-            and self.extra in (None, *get_args(Extra))
-            and all(isinstance(flag, bool) for flag in flags)
-        )

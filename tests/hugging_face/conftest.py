@@ -1,7 +1,5 @@
 """A fixture for tests of store."""
 
-import weakref
-
 import pytest
 
 from nt_attention.hf.prove import store
@@ -12,5 +10,4 @@ def cache(tmp_path, monkeypatch):
     """An empty cache of store, on the disk and in this process."""
     monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
     monkeypatch.setattr(store, "_made", {})
-    monkeypatch.setattr(store, "_made_for", weakref.WeakKeyDictionary())
     return tmp_path

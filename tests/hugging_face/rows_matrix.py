@@ -213,8 +213,7 @@ def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
                 model.config.use_cache = original.config.use_cache
         except Exception as error:  # whatever a class raises
             return {**entry, "not built": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
-        key, _ = store.key_of(original)
-        proof = store.shipped().get(key)
+        proof = store.shipped().get(store.key_of(original))
         known = mock.patch.object(patch_model, "proof_of", return_value=(proof, "shipped"))
         shipped = known if proof else nullcontext()
         with torch.no_grad(), twin.isolated():

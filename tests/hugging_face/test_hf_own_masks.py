@@ -82,15 +82,6 @@ def test_llama4_with_chunks_and_scales(changed):
     check(model, batch, logits_alone(model, batch), tolerance=2e-5)
 
 
-def test_llama4_chunks_and_scales_change_the_result():
-    batch, model = batch_of(), llama4()
-    want = logits_alone(model, batch)
-    for changed in ({"attention_chunk_size": 64}, {"attn_scale": 0.1}):
-        other = llama4(**changed)
-        other.load_state_dict(model.state_dict())
-        assert not torch.allclose(want, logits_alone(other, batch), atol=1e-4)
-
-
 def test_llama4_with_padding_on_the_left_gives_what_the_padded_batch_gives():
     model, batch = llama4(), batch_of("left")
     check(model, batch, model(**batch).logits[batch["attention_mask"].bool()], tolerance=2e-5)
@@ -129,15 +120,6 @@ def test_window_of_one_layer_that_was_changed(layer, window):
             nta.patch(model)
 
 
-def test_windows_of_all_layers_that_were_removed():
-    config = Qwen2Config(**GROUPED_WIDTHS, use_sliding_window=True, sliding_window=5, max_window_layers=2)
-    model = Qwen2ForCausalLM(config)
-    for layer in model.model.layers:
-        layer.self_attn.sliding_window = None
-    with pytest.raises(ValueError, match=r"sliding_window of .* is None, but 5 in a new model"):
-        nta.patch(model)
-
-
 def test_window_of_the_config_that_was_changed():
     config = Qwen2Config(**GROUPED_WIDTHS, use_sliding_window=True, sliding_window=3, max_window_layers=2)
     model = Qwen2ForCausalLM(config)
@@ -166,3 +148,10 @@ def test_pooled_output_of_big_bird():
     want = torch.cat([model(row).pooler_output for row in rows])
     with nta.patch(model, on_fallback="raise"):
         torch.testing.assert_close(model(**batch).pooler_output, want, rtol=1e-9, atol=1e-9)
+
+
+def test_window_of_a_layer_that_had_none():
+    model = Llama4ForCausalLM(llama4().config)
+    model.model.layers[1].self_attn.sliding_window = 5
+    with pytest.raises(ValueError, match=r"layers.1.self_attn .* is 5, but None in a new model"):
+        nta.patch(model)

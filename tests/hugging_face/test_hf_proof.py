@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -118,7 +117,7 @@ def test_every_kind_of_rope_has_its_own_proof():
         model = llama(rope_parameters={"rope_type": kind, "rope_theta": 1e4, **more})
         handle = nta.patch(model)
         handle.remove()
-        keys.add(store.key_of(model)[0])
+        keys.add(store.key_of(model))
     assert len(keys) == len(ROPES)
 
 
@@ -389,16 +388,6 @@ def test_forward_of_a_layer_replaced_after_construction():
     assert "in layers.1.mlp" in refusal(model)
 
 
-def test_function_replaced_in_a_class(monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    model = LlamaModel(LlamaConfig(**SIZES)).eval()
-    before = modeling_llama.LlamaMLP.forward
-    nta.patch(model).remove()
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: before(self, x) + x.mean(1, keepdim=True))
-    assert "mlp (LlamaMLP) mixes all tokens of the row" in refusal(model)
-
-
 REMOTE = """
 import torch
 from torch import nn
@@ -536,9 +525,9 @@ def test_shipped_proof_needs_no_twin(monkeypatch, cache):
 
 
 def test_new_proof_is_said_and_kept(caplog, cache, monkeypatch):
-    model = OwnModel(OwnConfig()).eval()
+    model = llama(attention_bias=True)
     first = str(nta.patch(model))
-    assert "OwnModel with this config can be packed; trying a small model" in caplog.text
+    assert "LlamaForCausalLM with this config can be packed; trying a small model" in caplog.text
     assert f"kept in {cache}" in first
     assert len(entries_of(cache)) == 1
     model.forward.handle.remove()
@@ -586,9 +575,9 @@ def test_the_code_that_runs_in_a_proof_is_part_of_its_key():
     assert {str(file) for file in files - covered} <= without_effect
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"other": 1}', "[]", "null"])
+@pytest.mark.parametrize("text", ["{", '{"other": 1}', "null"])
 def test_damaged_cache_is_replaced(cache, text):
-    model = OwnModel(OwnConfig()).eval()
+    model = llama(attention_bias=True)
     nta.patch(model).remove()
     (file,) = cache.rglob("*.json")
     file.write_text(text)
@@ -600,47 +589,14 @@ def test_damaged_cache_is_replaced(cache, text):
 def test_cache_that_can_not_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path / "file"))
-    assert ", not kept" in str(nta.patch(OwnModel(OwnConfig())))
+    monkeypatch.setattr(store, "_made", {})
+    assert ", not kept" in str(nta.patch(llama(attention_bias=True)))
 
 
-def test_class_without_source_is_not_kept(cache, monkeypatch):
-    class Local(OwnModel):
-        pass
-
-    model = Local(OwnConfig()).eval()
-    assert "not kept, because a class is defined in a function or has no source file" in str(nta.patch(model))
+def test_proof_of_other_code_is_not_kept(cache):
+    model = OwnModel(OwnConfig()).eval()
+    assert "not kept, because code that is not from transformers" in " ".join(str(nta.patch(model)).split())
     assert not entries_of(cache)
-
-
-def test_changed_source_makes_a_new_proof(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    source = textwrap.dedent(
-        """
-        from transformers import LlamaConfig, LlamaModel
-
-        class Changing(LlamaModel):
-            def forward(self, *args, **kwargs):
-                out = super().forward(*args, **kwargs)
-                CHANGE
-                return out
-        """
-    )
-    for change, name in (("pass", "one"), ("out.last_hidden_state = out.last_hidden_state.cumsum(1)", "two")):
-        (tmp_path / "changing.py").write_text(source.replace("CHANGE", change))
-        sys.modules.pop("changing", None)
-        sys.path_importer_cache.clear()
-        module = {}
-        code = compile((tmp_path / "changing.py").read_text(), str(tmp_path / "changing.py"), "exec")
-        fake = type(sys)("changing")
-        fake.__file__ = str(tmp_path / "changing.py")
-        monkeypatch.setitem(sys.modules, "changing", fake)
-        exec(code, vars(fake))
-        module = fake
-        model = module.Changing(LlamaConfig(**SIZES)).eval()
-        if name == "one":
-            check(model)
-        else:
-            assert "keeps a state along the row" in refusal(model)
 
 
 # What stays as it was
@@ -711,7 +667,7 @@ def test_shipped_proofs_are_what_is_found_now(model_type):
         if not entry["key"]:
             continue
         model = on_meta_device(model_type, class_name)
-        assert store.key_of(model)[0] == entry["key"], class_name
+        assert store.key_of(model) == entry["key"], class_name
         if model_type not in MADE_AGAIN:
             continue
         if families.why_not_routed(model) is None and families.why_not_packed(model) is None:

@@ -1,4 +1,4 @@
-"""What a proof once did not compare, and what its key once did not hold: found by trying to break it."""
+"""What a proof once did not compare, found by trying to break it."""
 
 import functools
 import os
@@ -14,8 +14,6 @@ from transformers import (
     BertForQuestionAnswering,
     BertForTokenClassification,
     BertModel,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -73,13 +71,6 @@ def test_padding_id_changed_in_the_config_after_construction():
     want = model(**BATCH).last_hidden_state
     with nta.patch(model, on_fallback="raise"):
         torch.testing.assert_close(model(**BATCH).last_hidden_state[MASK], want[MASK])
-
-
-def test_window_changed_in_the_config_after_construction_is_refused():
-    kinds = ["sliding_attention", "full_attention"]
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8, layer_types=kinds))
-    model.config.sliding_window = 3
-    refused(model, "sliding_window of .* is 8, but 3 in a new model with the same config")
 
 
 class LastLogits(LlamaForCausalLM):
@@ -166,20 +157,11 @@ def mixing(is_mixed):
     return forward
 
 
-def with_default(self, x, *args, is_mixed=False):
-    out = self.dense(x)
-    return out + shifted(out) if is_mixed else out
-
-
-def test_variables_and_defaults_of_replaced_functions_are_in_the_key(monkeypatch):
+def test_replaced_functions_are_tried_again(monkeypatch):
     kind = transformers.models.bert.modeling_bert.BertIntermediate
     monkeypatch.setattr(kind, "forward", mixing(False))
     nta.patch(BertModel(BertConfig(**SIZES))).remove()
     monkeypatch.setattr(kind, "forward", mixing(True))
-    refused(BertModel(BertConfig(**SIZES)), "depend on sequence 1")
-    monkeypatch.setattr(kind, "forward", with_default)
-    nta.patch(BertModel(BertConfig(**SIZES))).remove()
-    monkeypatch.setattr(with_default, "__kwdefaults__", {"is_mixed": True})
     refused(BertModel(BertConfig(**SIZES)), "depend on sequence 1")
 
 
@@ -200,30 +182,6 @@ def test_compiled_graphs_in_the_file_of_a_class(monkeypatch):
     graph.__wrapped__ = Compiled()
     monkeypatch.setattr(transformers.models.bert.modeling_bert, "compiled_graph", graph, raising=False)
     nta.patch(BertModel(BertConfig(**SIZES))).remove()
-
-
-OPTIONS = {"is_mixed": False}
-
-
-class ByOption(BertModel):
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        if OPTIONS["is_mixed"]:
-            out.last_hidden_state = out.last_hidden_state + shifted(out.last_hidden_state)
-        return out
-
-
-def test_options_in_the_module_of_a_class_are_in_the_key(monkeypatch):
-    nta.patch(ByOption(BertConfig(**SIZES))).remove()
-    monkeypatch.setitem(OPTIONS, "is_mixed", True)
-    refused(ByOption(BertConfig(**SIZES)), "depend on sequence 1")
-
-
-def test_class_that_uses_super_is_kept(cache):
-    for where in ("made in", "kept in"):
-        store._made.clear()
-        assert f"proof {where}" in str(nta.patch(ByOption(BertConfig(**SIZES)))).replace("\n      ", " ")
-    assert len(list(cache.rglob("*.json"))) == 1
 
 
 class OwnConfig(BertConfig):

@@ -13,8 +13,8 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,12 @@ from ..route.packed_row import current_row
 from ..transformers_private import bucket_of_t5
 from .deferred_scores import run_attention_module
 
-Adapter = Callable[..., Any]
+
+class Adapter(NamedTuple):
+    """An adapter of a class, and the tensor that it caches, if it does: `cached(module, device)`."""
+
+    run: Callable[..., Any]
+    cached: Callable[[Any, torch.device], Tensor] | None = None
 
 
 def override_attention(module: Any, is_routed: bool, handle: Handle) -> None:
@@ -43,7 +48,7 @@ def override_attention(module: Any, is_routed: bool, handle: Handle) -> None:
     adapter = _adapter_of(module)
     if adapter is None and is_routed:
         return
-    forward = run_attention_module if adapter is None else functools.partial(_run_adapter, adapter)
+    forward = run_attention_module if adapter is None else functools.partial(_run_adapter, adapter.run)
     override_forward(module, forward, handle)
 
 
@@ -63,8 +68,8 @@ def make_cached_tensors(model: nn.Module, device: torch.device) -> None:
     if device not in devices:
         for module in model.modules():
             adapter = _adapter_of(module)
-            if adapter in _CACHED and getattr(module, "relative_attention", True):  # DeBERTa may have none
-                _CACHED[adapter](module, device)
+            if adapter and adapter.cached and getattr(module, "relative_attention", True):  # DeBERTa may have none
+                adapter.cached(module, device)
         devices.add(device)
 
 
@@ -97,7 +102,7 @@ _METHODS: dict[str, Callable[[Any], Any]] = {
 
 
 def _run_adapter(
-    adapter: Adapter, module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    adapter: Callable[..., Any], module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     mask = packed_mask_in(args, kwargs)
     return original(*args, **kwargs) if mask is None else adapter(module, mask, *args, **kwargs)
@@ -306,30 +311,20 @@ def _in_chunks(layout: Layout, size: int) -> Layout:
 def _deberta(
     module: Any, mask: PackedMask, /, x: Tensor, *_: Any, rel_embeddings: Tensor | None = None, **__: Any
 ) -> tuple[Tensor, None]:
-    """Queries and values have biases. The scale also counts the terms of the positions."""
+    """Queries and values have biases."""
     heads = module.num_attention_heads
     if module.talking_head:
         raise NotImplementedError("talking_head mixes the scores of all heads, which varlen_attention can't express")
     query, key, value = _heads(module.in_proj(x), heads).chunk(3, dim=-1)
     query = query + _heads(module.q_bias[None, None], heads)
     value = value + _heads(module.v_bias[None, None], heads)
-    scale = (query.shape[-1] * (1 + len(module.pos_att_type))) ** -0.5
-    relative = None
-    if module.relative_attention and rel_embeddings is not None and module.pos_att_type:
-        positions = module.pos_dropout(rel_embeddings)
-        relative = _disentangled(
-            query * scale,
-            key * scale,
-            module.pos_proj(positions) if "c2p" in module.pos_att_type else None,
-            module.pos_q_proj(positions) if "p2c" in module.pos_att_type else None,
-            _deberta_buckets(module, x.device),
-        )
-    dropout = _rate(module.dropout)
-    return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
+    projections = getattr(module, "pos_proj", None), getattr(module, "pos_q_proj", None)
+    buckets = _deberta_buckets(module, x.device)
+    return _disentangled(module, mask, (query, key, value), module.pos_att_type, rel_embeddings, projections, buckets)
 
 
 def _deberta_buckets(module: Any, device: torch.device) -> Tensor:
-    span = module.max_relative_positions
+    span = getattr(module, "max_relative_positions", 0)
     return _buckets(("clamped", span), functools.partial(_clamped, span=span), span + 1, device)
 
 
@@ -337,25 +332,16 @@ def _deberta_v2(
     module: Any, mask: PackedMask, /, x: Tensor, *_: Any, rel_embeddings: Tensor | None = None, **__: Any
 ) -> tuple[Tensor, None]:
     """As in DeBERTa, with logarithmic buckets, and with keys and queries of positions that may share projections."""
-    heads, kinds = module.num_attention_heads, [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]
     projected = module.query_proj(x), module.key_proj(x), module.value_proj(x)
-    query, key, value = (_heads(part, heads) for part in projected)
-    scale = (query.shape[-1] * (1 + len(kinds))) ** -0.5
-    relative = None
-    if module.relative_attention and rel_embeddings is not None and kinds:
-        positions = module.pos_dropout(rel_embeddings)[: 2 * module.pos_ebd_size]
-        of_keys, of_queries = module.key_proj, module.query_proj
-        if not module.share_att_key:
-            of_keys, of_queries = getattr(module, "pos_key_proj", None), getattr(module, "pos_query_proj", None)
-        relative = _disentangled(
-            query * scale,
-            key * scale,
-            of_keys(positions) if "c2p" in kinds else None,
-            of_queries(positions) if "p2c" in kinds else None,
-            _deberta_v2_buckets(module, x.device),
-        )
-    dropout = _rate(module.dropout)
-    return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)), None
+    kinds = [kind for kind in ("c2p", "p2c") if kind in module.pos_att_type]
+    states = tuple(_heads(part, module.num_attention_heads) for part in projected)
+    if not module.relative_attention or rel_embeddings is None:
+        return _disentangled(module, mask, states, kinds, None, (None, None), None)
+    projections = module.key_proj, module.query_proj
+    if not module.share_att_key:
+        projections = getattr(module, "pos_key_proj", None), getattr(module, "pos_query_proj", None)
+    positions, buckets = rel_embeddings[: 2 * module.pos_ebd_size], _deberta_v2_buckets(module, x.device)
+    return _disentangled(module, mask, states, kinds, positions, projections, buckets)
 
 
 def _deberta_v2_buckets(module: Any, device: torch.device) -> Tensor:
@@ -378,23 +364,40 @@ def _clamped(
 
 
 def _disentangled(
-    query: Tensor, key: Tensor, position_keys: Tensor | None, position_queries: Tensor | None, buckets: Tensor
-) -> RelativeBias:
-    """The two terms of DeBERTa (He et al. 2021): content to position, and position to content.
+    module: Any,
+    mask: PackedMask,
+    states: tuple[Tensor, ...],
+    kinds: Collection[str],
+    positions: Tensor | None,
+    projections: tuple[Callable[..., Tensor] | None, ...],
+    buckets: Tensor | None,
+) -> tuple[Tensor, None]:
+    """The attention of DeBERTa (He et al. 2021), with two terms: content to position, and position to content.
 
     Args:
-        query, key: (1, H, T, D), scaled.
-        position_keys, position_queries: (N, H·D), or None if the model does not have the term.
+        module, mask: as for an adapter.
+        states: query, key and value (1, H, T, D).
+        kinds: which terms the model has, "c2p" and "p2c". The scale counts them too.
+        positions: the embeddings of the N buckets (N, E), or None if the model has no relative attention.
+        projections: of positions to keys, and to queries (N, H·D).
         buckets: as in `RelativeBias`.
     """
+    query, key, value = states
+    scale = (query.shape[-1] * (1 + len(kinds))) ** -0.5
 
-    def products(x: Tensor, positions: Tensor | None) -> Tensor | None:
+    def products(kind: str, x: Tensor, project: Any) -> Tensor | None:
         """(T, H, N), the product of each token with each position."""
-        return (
-            None if positions is None else torch.einsum("htd,nhd->thn", x[0], positions.unflatten(-1, (x.shape[1], -1)))
-        )
+        if kind not in kinds:
+            return None
+        return torch.einsum("htd,nhd->thn", scale * x[0], project(embeddings).unflatten(-1, (x.shape[1], -1)))
 
-    return RelativeBias(buckets, query_bias=products(query, position_keys), key_bias=products(key, position_queries))
+    relative = None
+    if module.relative_attention and positions is not None and buckets is not None and kinds:
+        embeddings = module.pos_dropout(positions)
+        of_keys, of_queries = products("c2p", query, projections[0]), products("p2c", key, projections[1])
+        relative = RelativeBias(buckets, query_bias=of_keys, key_bias=of_queries)
+    out = mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=_rate(module.dropout))
+    return _merged(out), None
 
 
 def _buckets(
@@ -437,27 +440,18 @@ _cached_tensors: dict[tuple[Any, ...], Tensor] = {}
 
 
 # The class, after "transformers.models." → its adapter.
-_ADAPTERS: dict[str, Adapter] = {
-    "openai.modeling_openai.Attention": _openai_gpt,
-    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
-    "bloom.modeling_bloom.BloomAttention": _bloom,
-    "mpt.modeling_mpt.MptAttention": _mpt,
-    "llama4.modeling_llama4.Llama4TextAttention": _llama4,
-    "mpnet.modeling_mpnet.MPNetSelfAttention": _mpnet,
-    "t5.modeling_t5.T5Attention": _t5,
-    "mt5.modeling_mt5.MT5Attention": _t5,
-    "switch_transformers.modeling_switch_transformers.SwitchTransformersAttention": _t5,
-    "umt5.modeling_umt5.UMT5Attention": _umt5,
-    "deberta.modeling_deberta.DisentangledSelfAttention": _deberta,
-    "deberta_v2.modeling_deberta_v2.DisentangledSelfAttention": _deberta_v2,
-}
-
-# What an adapter caches.
-_CACHED: dict[Adapter | None, Callable[[Any, torch.device], Tensor]] = {
-    _mpt: _mpt_slopes,
-    _mpnet: _mpnet_buckets,
-    _t5: _t5_buckets,
-    _umt5: _t5_buckets,
-    _deberta: _deberta_buckets,
-    _deberta_v2: _deberta_v2_buckets,
+_T5 = Adapter(_t5, _t5_buckets)
+_ADAPTERS = {
+    "openai.modeling_openai.Attention": Adapter(_openai_gpt),
+    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": Adapter(_gpt_neo),
+    "bloom.modeling_bloom.BloomAttention": Adapter(_bloom),
+    "mpt.modeling_mpt.MptAttention": Adapter(_mpt, _mpt_slopes),
+    "llama4.modeling_llama4.Llama4TextAttention": Adapter(_llama4),
+    "mpnet.modeling_mpnet.MPNetSelfAttention": Adapter(_mpnet, _mpnet_buckets),
+    "t5.modeling_t5.T5Attention": _T5,
+    "mt5.modeling_mt5.MT5Attention": _T5,
+    "switch_transformers.modeling_switch_transformers.SwitchTransformersAttention": _T5,
+    "umt5.modeling_umt5.UMT5Attention": Adapter(_umt5, _t5_buckets),
+    "deberta.modeling_deberta.DisentangledSelfAttention": Adapter(_deberta, _deberta_buckets),
+    "deberta_v2.modeling_deberta_v2.DisentangledSelfAttention": Adapter(_deberta_v2, _deberta_v2_buckets),
 }

@@ -15,27 +15,26 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from ...compiler import inline_only, outside_of_graphs
+from ...layouts.protocol import Layout
 from ...patching.forwards import Handle, refuse_export
 from .. import families
 from ..proof import Proof
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask
-from ..route.packed_row import PackedRow, extend_tables, running
-from .attention_code import make_cached_tensors
+from ..route.packed_row import PackedRow, running
 from .inputs import arguments_of, default_position_ids, read_packing
 from .outputs import pad_outputs
 from .packed_forward import Logits, add_rows_of_head
 from .packing import Packing
-from .routes import Call, FallsBack, Unpatched, run_route
+from .routes import FallsBack, ModelCall, Packed, Unpatched, run_route
 from .rules import (
-    AS_OUTER_MODEL,
     Rule,
     is_divided_by_context_parallel,
     needs_samples,
@@ -59,6 +58,16 @@ _TARGET = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 class _Sides(NamedTuple):
     source: Packing
     target: Packing
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the source."""
+        return self.source.layout
+
+    @property
+    def length(self) -> int:
+        """The length of the longest padded row."""
+        return max(self.source.length, self.target.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,20 +97,22 @@ class EncoderDecoderCall:
         return run_route(self._route(_TwoSidedCall(self, model, original, args, kwargs, arguments, None)))
 
     @outside_of_graphs
-    def _route(self, call: _TwoSidedCall) -> Unpatched | PackedSides:
-        if (route := route_of(call, AS_OUTER_MODEL)) is not None:
-            return route
+    def _route(self, call: _TwoSidedCall) -> Unpatched | Packed:
+        if call.is_inner:
+            return Unpatched(call)
         add_rows_of_head(call.model, call.arguments)
         _refuse_packed_rows(call.model, call.arguments)
         _add_target(call.model, call.arguments)
-        return route_of(call, _RULES) or PackedSides.take(call)
+        if (route := route_of(call, _RULES)) is None and self.handle.graphs is not None:
+            self.handle.graphs.count("it is a call of an encoder-decoder")
+        return route or PackedSides.take(call)
 
     def keeps_apart(self, model: Any) -> bool:
         """True: calls whose rows have several sequences were refused."""
         return True
 
 
-class _TwoSidedCall(Call):
+class _TwoSidedCall(ModelCall):
     """A call of a patched encoder-decoder."""
 
     @property
@@ -110,8 +121,8 @@ class _TwoSidedCall(Call):
         return self.base, self.model.get_encoder()
 
     @functools.cached_property
-    def sides(self) -> _Sides | None:
-        """The packing of both sides, or None if there is no source. Syncs with the device at most once for each.
+    def packing(self) -> Any:
+        """The `_Sides`, or None if there is no source. Syncs with the device at most once for each.
 
         The target's tokens are those of its mask or, without a mask, all up to the last label that is not ignored.
         """
@@ -126,29 +137,14 @@ class _TwoSidedCall(Call):
         if source is None:
             return None
         both = ((source, arguments.get("attention_mask")), (target, mask))
-        packings = [read_packing({"input_ids": x, "attention_mask": x_mask}, always=True) for x, x_mask in both]
-        return _Sides(*cast(list[Packing], packings))
+        packings: list[Any] = [read_packing({"input_ids": x, "attention_mask": m}, always=True) for x, m in both]
+        return _Sides(*packings)
 
 
-@dataclass(frozen=True, eq=False)
-class PackedSides:
+class PackedSides(Packed):
     """The route of a packed call: the encoder runs on the packed source, and the rest on the packed target."""
 
-    call: _TwoSidedCall
-    sides: _Sides
-
-    @classmethod
-    def take(cls, call: _TwoSidedCall) -> PackedSides:
-        """Count the call, and return its route."""
-        call.entry.handle.count(None)
-        if call.entry.handle.graphs is not None:
-            call.entry.handle.graphs.count("it is a call of an encoder-decoder")
-        assert call.sides is not None
-        source, target = call.sides
-        # No graph can do these, and layers may be compiled.
-        make_cached_tensors(call.model, source.layout.device)
-        extend_tables(call.model, max(source.length, target.length))
-        return cls(call, call.sides)
+    packing: Any  # `_Sides`
 
     @inline_only
     def run(self) -> Any:
@@ -163,19 +159,19 @@ class PackedSides:
             with running(row=row, known=known):
                 encoded = model.get_encoder()(**inputs)
         else:
-            encoded = _packed_outputs(encoded, self.sides.source)
+            encoded = _packed_outputs(encoded, self.packing.source)
         row, inputs = self._pack_target(arguments)
         with running(row=row, known=known):
             out = self.call.original(**inputs, encoder_outputs=encoded)
         done, of_source = {"logits"} if keep_packed else set(), out.keys() & set(OF_SOURCE)
-        pad_outputs(out, self.sides.source, None, done | (out.keys() - of_source))
-        pad_outputs(out, self.sides.target, None, done | of_source)
+        pad_outputs(out, self.packing.source, None, done | (out.keys() - of_source))
+        pad_outputs(out, self.packing.target, None, done | of_source)
         return out if as_dict else out.to_tuple()
 
     @outside_of_graphs
     def _pack_source(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed source, and the arguments of the encoder."""
-        source, call = self.sides.source, self.call
+        source, call = self.packing.source, self.call
         positions = default_position_ids(call.entry.proof, call.model, source, arguments.get("input_ids"))
         inputs: dict[str, Any] = {name: source.pack(arguments[name]) for name in _SOURCE & arguments.keys()}
         inputs |= {name: arguments[name] for name in ("output_hidden_states",) if name in arguments}
@@ -185,7 +181,7 @@ class PackedSides:
     @outside_of_graphs
     def _pack_target(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:
         """The packed target, and the arguments of the original forward but `encoder_outputs`."""
-        (source, target), call = self.sides, self.call
+        (source, target), call = self.packing, self.call
         positions = default_position_ids(call.entry.proof, call.model, target, arguments.get("decoder_input_ids"))
         replaced = _SOURCE | _TARGET | {"attention_mask", "decoder_attention_mask", "use_cache"}
         inputs = {name: x for name, x in arguments.items() if name not in replaced}
@@ -271,15 +267,14 @@ def _has_other_arguments(call: _TwoSidedCall) -> str | None:
 
 def _has_no_padding(call: _TwoSidedCall) -> str | None:
     """Packing saves nothing."""
-    if call.sides is None or all(side.saves_nothing for side in call.sides):
+    if call.packing is None or all(side.saves_nothing for side in call.packing):
         return "there is no padding to skip"
-    return None if all(x.layout.total for x in call.sides) else "its source or its target has no tokens"
+    return None if all(x.layout.total for x in call.packing) else "its source or its target has no tokens"
 
 
 def _has_holes(call: _TwoSidedCall) -> str | None:
     """A row has padding between its tokens."""
-    assert call.sides is not None
-    return "its rows have padding between tokens" if any(x.has_holes for x in call.sides) else None
+    return "its rows have padding between tokens" if any(x.has_holes for x in call.packing) else None
 
 
 _RULES: tuple[Rule, ...] = (

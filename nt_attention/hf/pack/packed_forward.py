@@ -23,8 +23,8 @@ from ..route.packed_mask import PackedMask, is_bypass_mask
 from ..route.packed_row import current_row, rows_of_head
 from ..transformers_private import attention_of
 from .inputs import arguments_of
-from .routes import AsGraph, Call, Packed, Unpatched, passing_rows, run_route
-from .rules import AFTER_GRAPH, AS_OUTER_MODEL, BEFORE_GRAPH, route_of
+from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
+from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
 from .small_batches import Size, costs_of, may_run_padded
 
 Logits = Literal["padded"] | None
@@ -48,7 +48,7 @@ class SequenceHeadCall:
         arguments = arguments_of(self.defaults, args, kwargs) or {}
         if not self.is_known:
             _refuse_packed_rows(model, arguments)
-        with passing_rows(Call(self, model, original, args, kwargs, arguments, None)):
+        with passing_rows(ModelCall(self, model, original, args, kwargs, arguments, None)):
             return original(*args, **kwargs)
 
 
@@ -119,7 +119,7 @@ class PackedCall:
         mask = arguments.get("attention_mask")
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in arguments and is_bypass_mask(mask)):
             return self.run_row(original, arguments)  # the head has packed the batch
-        call = Call(self, model, original, args, kwargs, arguments, active_compiler())
+        call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
         route = self._first_route(call)
         if isinstance(route, AsGraph):
             try:
@@ -130,21 +130,21 @@ class PackedCall:
 
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs
-    def _first_route(self, call: Call) -> Unpatched | Packed | AsGraph:
-        if (route := route_of(call, AS_OUTER_MODEL)) is None:
-            add_rows_of_head(call.model, call.arguments)
-            route = route_of(call, BEFORE_GRAPH)
-        if route is not None:
+    def _first_route(self, call: ModelCall) -> Unpatched | Packed | AsGraph:
+        if call.is_inner:
+            return Unpatched(call)
+        add_rows_of_head(call.model, call.arguments)
+        if (route := route_of(call, BEFORE_GRAPH)) is not None:
             return route
         if self.handle.graphs is not None and call.compiler is not TRACING and not is_part_of_a_graph():
             return AsGraph(call)
         return self._packed_route(call)
 
     @outside_of_graphs
-    def _packed_route(self, call: Call) -> Unpatched | Packed:
+    def _packed_route(self, call: ModelCall) -> Unpatched | Packed:
         return route_of(call, AFTER_GRAPH) or Packed.take(call)
 
-    def is_small(self, call: Call) -> bool:
+    def is_small(self, call: ModelCall) -> bool:
         """Whether a batch is too small to gain from packing. This is decided from shapes."""
         arguments, base = call.arguments, call.base
         tokens = arguments.get("inputs_embeds", arguments.get("input_ids"))

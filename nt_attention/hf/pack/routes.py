@@ -24,7 +24,7 @@ from .. import families
 from ..route.attention import OtherLengthError
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, bypass_mask
-from ..route.packed_row import PackedRow, extend_tables, running
+from ..route.packed_row import PackedRow, extend_tables, is_unpatched, running
 from .attention_code import make_cached_tensors
 from .graphs import BoundedPacking, run_as_graph
 from .inputs import default_position_ids, read_packing, tokens_to_keep
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Call:
+class ModelCall:
     """A call of a patched model.
 
     Attributes:
@@ -56,6 +56,11 @@ class Call:
     kwargs: dict[str, Any]
     arguments: dict[str, Any]
     compiler: Any
+
+    @functools.cached_property
+    def is_inner(self) -> bool:
+        """Whether the model around this one runs unpatched, and has counted the call."""
+        return is_unpatched(self.model)
 
     @functools.cached_property
     def base(self) -> PreTrainedModel:
@@ -91,10 +96,10 @@ _checked: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Handle]] = weak
 class Unpatched:
     """The original forward with the arguments as they came. The patched models in it run so too, and count nothing."""
 
-    call: Call
+    call: ModelCall
 
     @classmethod
-    def take(cls, call: Call, reason: str) -> Unpatched:
+    def take(cls, call: ModelCall, reason: str) -> Unpatched:
         """Count the call, and return its route."""
         call.entry.handle.count(reason)
         return cls(call)
@@ -105,19 +110,10 @@ class Unpatched:
         call, known = self.call, {}
         if "position_ids" in call.arguments or "cu_seq_lens_q" in call.arguments:
             known = {"known": ()}
-        elif call.inner and not isinstance(self, AsOuterModel):  # else the model around it may know more
+        elif call.inner and not call.is_inner:  # else the model around it may know more
             known = {"known": (call.model, *call.inner)}
         with running(row=None, unpatched=call.inner, **known):
             return call.original(*call.args, **call.kwargs)
-
-
-class AsOuterModel(Unpatched):
-    """`Unpatched`, because the model around this one has taken this route and was counted."""
-
-    @classmethod
-    def take(cls, call: Call, reason: str) -> Unpatched:
-        """Return the route."""
-        return cls(call)
 
 
 class FallsBack(Unpatched):
@@ -125,7 +121,7 @@ class FallsBack(Unpatched):
 
     @classmethod
     @outside_of_graphs
-    def take(cls, call: Call, reason: str) -> Unpatched:
+    def take(cls, call: ModelCall, reason: str) -> Unpatched:
         """Count and warn.
 
         Raises:
@@ -141,7 +137,7 @@ class HeadFallsBack(Unpatched):
     """The original forward of the head. Its base model takes a route of its own."""
 
     @classmethod
-    def take(cls, call: Call, reason: str) -> Unpatched:
+    def take(cls, call: ModelCall, reason: str) -> Unpatched:
         """Count and warn."""
         call.entry.handle.fall_back(reason, "this call" if call.base is call.model else "the head of this call")
         return cls(call)
@@ -154,7 +150,7 @@ class HeadFallsBack(Unpatched):
 
 
 @inline_only
-def passing_rows(call: Call) -> running:
+def passing_rows(call: ModelCall) -> running:
     """A context in which the base model gets the arguments of its head that say which sequences its rows have."""
     names = families.ROW_INPUTS | {"position_ids"}
     return running(rows_of_head=(call.base, {name: x for name, x in call.arguments.items() if name in names}))
@@ -190,15 +186,14 @@ class SmallBatch(Unpatched):
 class Packed:
     """The original forward on one packed row, with its head and its loss."""
 
-    call: Call
+    call: ModelCall
     packing: Packing
 
     @classmethod
-    def take(cls, call: Call) -> Packed:
+    def take(cls, call: ModelCall) -> Packed:
         """Count the call, and return its route."""
         call.entry.handle.count(None)
-        packing = call.packing
-        assert packing is not None
+        packing: Any = call.packing
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(call.model, packing.layout.device)
         extend_tables(call.model, packing.length)
@@ -292,7 +287,7 @@ class Sharded(Packed):
 class AsGraph:
     """`Packed` as a CUDA graph."""
 
-    call: Call
+    call: ModelCall
 
     @outside_of_graphs
     def run(self) -> Any:

@@ -24,10 +24,9 @@ from ...patching.forwards import (
 )
 from .. import families
 from ..route.attention import NAMES
-from ..route.packed_row import is_unpatched
 from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .inputs import has_axes, padding_id, points_at_padding
-from .routes import AsOuterModel, Call, FallsBack, HeadFallsBack, SmallBatch, Unpatched
+from .routes import FallsBack, HeadFallsBack, ModelCall, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
 from .tensor_parallel import divides_tokens
 
@@ -43,37 +42,32 @@ def route_of(call: Any, rules: tuple[Rule, ...]) -> Unpatched | None:
     return None
 
 
-def runs_as_outer_model(call: Call) -> str | None:
-    """The model around this one runs unpatched."""
-    return "the model around it runs unpatched" if is_unpatched(call.model) else None
-
-
-def is_divided_by_context_parallel(call: Call) -> str | None:
+def is_divided_by_context_parallel(call: ModelCall) -> str | None:
     """PyTorch or accelerate has divided the rows."""
     return CONTEXT_PARALLEL if call.entry.handle.mesh is None and is_context_parallel() else None
 
 
-def needs_samples(call: Call) -> str | None:
+def needs_samples(call: ModelCall) -> str | None:
     """Opacus takes the rows for samples."""
     return GRADIENTS_PER_SAMPLE if has_gradients_per_sample(call.model) else None
 
 
-def was_replaced(call: Call) -> str | None:
+def was_replaced(call: ModelCall) -> str | None:
     """The forward is not that of the class."""
     return replacement_of(call.original, type(call.model))
 
 
-def base_was_replaced(call: Call) -> str | None:
+def base_was_replaced(call: ModelCall) -> str | None:
     """The base model, which would get the packed row of the head, has another forward."""
     return None if call.base is call.model else replacement_of(call.base.forward, type(call.base))
 
 
-def has_other_arguments(call: Call) -> str | None:
+def has_other_arguments(call: ModelCall) -> str | None:
     """An argument or the config asks for what a packed row can't give."""
     return why_arguments_not_packed(call.arguments, call.model, call.entry.is_routed)
 
 
-def has_unproven_inputs(call: Call) -> str | None:
+def has_unproven_inputs(call: ModelCall) -> str | None:
     """The proof has found other values for these inputs."""
     proof = call.entry.proof
     if "inputs_embeds" in call.arguments and not proof.embeds:
@@ -85,7 +79,7 @@ def has_unproven_inputs(call: Call) -> str | None:
     return None
 
 
-def head_needs_rows(call: Call) -> str | None:
+def head_needs_rows(call: ModelCall) -> str | None:
     """The head can't run packed though its base model can."""
     if call.entry.head is None:
         return None
@@ -101,12 +95,12 @@ def head_needs_rows(call: Call) -> str | None:
     return None
 
 
-def is_too_small(call: Call) -> str | None:
+def is_too_small(call: ModelCall) -> str | None:
     """The device computes the padding before the host has packed it."""
     return "the batch is too small to gain from packing" if call.entry.is_small(call) else None
 
 
-def has_holes(call: Call) -> str | None:
+def has_holes(call: ModelCall) -> str | None:
     """A row has padding between its tokens."""
     if call.packing is None or not call.packing.has_holes:
         return None
@@ -117,7 +111,7 @@ def has_holes(call: Call) -> str | None:
     return None
 
 
-def has_no_padding(call: Call) -> str | None:
+def has_no_padding(call: ModelCall) -> str | None:
     """Packing saves nothing. With a mesh, it always does: each rank has fewer tokens than the batch."""
     packing = call.packing
     has_work = packing is not None and packing.layout.total > 0
@@ -125,7 +119,7 @@ def has_no_padding(call: Call) -> str | None:
     return None if is_packed else "there is no padding to skip"
 
 
-def is_not_sharded(call: Call) -> str | None:
+def is_not_sharded(call: ModelCall) -> str | None:
     """The call can't be divided over the ranks of the mesh."""
     if call.entry.handle.mesh is None:
         return None
@@ -134,7 +128,7 @@ def is_not_sharded(call: Call) -> str | None:
     return "it has too few tokens for the ranks of the mesh" if 0 in call.sharded.sharded.sizes else None
 
 
-def answers_at_padding(call: Call) -> str | None:
+def answers_at_padding(call: ModelCall) -> str | None:
     """An answer of question answering points at padding."""
     assert call.packing is not None
     if call.entry.head != "span" or not points_at_padding(call.arguments, call.packing):
@@ -159,7 +153,6 @@ AFTER_GRAPH: tuple[Rule, ...] = (
     (is_not_sharded, FallsBack),
     (answers_at_padding, FallsBack),
 )
-AS_OUTER_MODEL: tuple[Rule, ...] = ((runs_as_outer_model, AsOuterModel),)
 
 # Argument → why a call with it falls back to the padded forward.
 _NOT_PACKED = {

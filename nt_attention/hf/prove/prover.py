@@ -16,7 +16,6 @@ from ..families import Family
 from ..proof import Proof
 from ..transformers_private import attention_of
 from .trial import UNPATCHED_IS_WRONG, Trial
-from .trial_encoder_decoder import EncoderDecoderTrial
 from .trial_runs import NotProven, first_line
 from .twin import CannotBuild, build_twin, isolated
 from .user_code import UserCode, leaves_of, user_code_of
@@ -45,9 +44,8 @@ def prove(model: PreTrainedModel, family: Family) -> Proof:
             twin = build_twin(model)
         except CannotBuild as error:
             return Proof(f"no small model of its class can be built and run, to try it: {error}", tried=False)
-        trial = EncoderDecoderTrial if families.is_encoder_decoder(twin) else Trial
         try:
-            make = functools.partial(trial, family=family, **tried)
+            make = functools.partial(Trial, family=family, **tried)
             proof = _prove(make, twin)
             return _confirm(model, twin, code, make, proof) if code.exists else proof
         except NotProven as failure:

@@ -2,7 +2,8 @@
 
 The key of a proof has all of a model that can change it: the class and its source, the config but for its sizes, the
 classes of its modules, and the version of transformers. A test makes the shipped proofs again, and the cache has a
-directory for each state of the code that packs and proves.
+directory for each state of the code that packs and proves. Proofs of models with other code are not kept: it may depend
+on anything.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
 import logging
 import os
 import sys
-import sysconfig
 import threading
 import time
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,11 @@ from transformers import PreTrainedModel
 from .. import families
 from ..families import class_of
 from ..proof import Proof
-from ..transformers_private import attention_of
-from .parts import is_of_layers, marks_of, name_of, parts_of
+from .parts import marks_of, name_of, parts_of
 from .prover import prove
-from .twin import changed_numbers, flags_of, new_model
+from .twin import new_model
 from .twin_config import twin_config
-from .user_code import digest_of, replaced_functions, user_code_of
-from .whole_twin import whole_fields
+from .user_code import classes_of, has_other_code
 
 SHIPPED = Path(__file__).parent / "proofs"
 PACKAGE = Path(__file__).parents[2]
@@ -49,41 +45,37 @@ DEPENDS_ON = (
 
 _logger = logging.getLogger(__name__)
 _made: dict[str, Proof] = {}
-# Classes that are defined in functions → key → proof. Such a key is of this process, and of no other class.
-_made_for: weakref.WeakKeyDictionary[type, dict[str, Proof]] = weakref.WeakKeyDictionary()
-
-
-_ADDRESS = " at 0x"
 
 
 def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
     """The proof for a model, and where it is from. Makes the proof if there is none.
 
     A proof is looked up in the data shipped with nt_attention, then in the user's cache (`cache_directory`). A new one
-    is kept in the cache if the source of all classes of the model is known.
+    is kept in the cache if all code of the model is from transformers.
     """
-    key, can_be_kept = key_of(model)
-    if can_be_kept and key in shipped():
+    if (key := key_of(model)) is None:
+        proof, where = _made_now(model)
+        return proof, f"{where}, not kept, because code that is not from transformers may change"
+    if key in shipped():
         return shipped()[key], f"shipped with nt_attention for transformers {transformers.__version__}"
-    made = _made if can_be_kept else _made_for.setdefault(class_of(model), {})
-    if key in made:
-        return made[key], "made before in this process"
+    if key in _made:
+        return _made[key], "made before in this process"
     file = cache_directory() / f"{key}.json"
-    if can_be_kept and (read := _read(file)) is not None:
+    if (read := _read(file)) is not None:
         return read, f"kept in {file.parent}"
+    proof, where = _made_now(model)
+    if not proof.tried:
+        return proof, f"{where}, not kept"
+    _made[key] = proof
+    return proof, f"{where}, kept in {file.parent}" if _write(file, proof) else f"{where}, not kept"
+
+
+def _made_now(model: PreTrainedModel) -> tuple[Proof, str]:
     name = class_of(model).__name__
     _logger.warning("nt_attention: no proof says yet if %s with this config can be packed; trying a small model.", name)
     begin = time.perf_counter()
     proof = make(model)
-    where = f"made in {time.perf_counter() - begin:.1f} s"
-    if not proof.tried:
-        return proof, f"{where}, not kept"
-    if _ADDRESS not in key:
-        made[key] = proof
-    if not can_be_kept:
-        why = "a class is defined in a function or has no source file, or reads what can't be compared"
-        return proof, f"{where}, not kept, because {why}"
-    return proof, f"{where}, kept in {file.parent}" if _write(file, proof) else f"{where}, not kept"
+    return proof, f"made in {time.perf_counter() - begin:.1f} s"
 
 
 def make(model: PreTrainedModel) -> Proof:
@@ -110,44 +102,23 @@ def _changed_after_construction(model: PreTrainedModel) -> str | None:
     return None
 
 
-def key_of(model: PreTrainedModel) -> tuple[str, bool]:
-    """The key of a model's proof, and whether the proof can be kept for other processes.
-
-    It can't be kept if a class has no source file, or is defined in a function, whose variables may differ, or if its
-    code reads a large table, or an object without a value of its own. Of the last, it is not even kept in this process.
-    """
+def key_of(model: PreTrainedModel) -> str | None:
+    """The key of a model's proof, or None if code runs in it that is not from transformers or nt_attention."""
     kind, family = class_of(model), families.family_of(model)
-    classes = {class_of(module) for module in model.modules()} | {type(model.config)}
-    classes = {each for each in classes if not is_of_layers(each)}
-    code = user_code_of(model)
     quirks = [function for function in (family.pool, family.embed) if function is not None]
+    if has_other_code(model) or any(not str(getattr(x, "__module__", "")).startswith("nt_attention.") for x in quirks):
+        return None
     fields = {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "class": name_of(kind),
         "config": twin_config(kind, families.config_of(model)),
-        "attention": attention_of(model.config) if code.classes else None,
         "parts": sorted(parts_of(model)),
         "marks": sorted(marks_of(model)),
-        "family": [family.positions, *map(_code_of, quirks)],
-        "replaced": sorted({_replacement(*each) for each in replaced_functions(classes)}),
-        "own code": [*sorted(kind.__qualname__ for kind in code.classes), *_files_of_users(code.classes)],
-        "sources": sorted({_digest(file) for each in classes if (file := _file_of(each))}),
+        "family": [family.positions, *([x.__module__, x.__qualname__] for x in quirks)],
+        "sources": sorted({_digest(file) for each in classes_of(model) if (file := _file_of(each))}),
         "versions": [transformers.__version__, _kernels()],
+        **{"attention": None, "replaced": [], "own code": []},  # they were other values in models with other code
     }
-    if code.exists:
-        fields |= {"whole config": whole_fields(families.config_of(model), code), "values": sorted(code.values)}
-        fields["changed"] = [changed_numbers(model), {name: x.tolist() for name, x in flags_of(model).items()}]
-    text = _canonical(fields)
-    key = hashlib.sha256(text.encode()).hexdigest()[:24]
-    functions = [getattr(quirk, "__qualname__", "<locals>") for quirk in quirks]
-    if _ADDRESS in text:  # of an object that may be freed
-        return f"{key}{_ADDRESS}", False
-    if (
-        not code.is_complete
-        or not all(map(_file_of, classes))
-        or any("<locals>" in name for name in functions + [c.__qualname__ for c in classes])
-    ):
-        return f"{key} {sorted(id(each) for each in [*classes, *quirks])}", False
-    return key, True
+    return hashlib.sha256(_canonical(fields).encode()).hexdigest()[:24]
 
 
 @functools.cache
@@ -165,22 +136,6 @@ def _canonical(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_canonical, value)) + "]"
     return repr(value)
-
-
-def _files_of_users(classes: set[type]) -> list[str]:
-    """Digests of all loaded files in the packages of the user's classes, and of all that are not installed packages."""
-    if not classes:
-        return []
-    packages = {kind.__module__.partition(".")[0] for kind in classes}
-    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    digests = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if not file.endswith(".py") or name.partition(".")[0] == "nt_attention":
-            continue
-        if name.partition(".")[0] in packages or not file.startswith(installed):
-            digests.append(_digest(file))
-    return sorted(digests)
 
 
 @functools.cache
@@ -209,7 +164,7 @@ def _read(file: Path) -> Proof | None:
         proof = Proof(**fields)
     except (OSError, ValueError, TypeError, RecursionError):  # there is none, or it can't be read
         return None
-    return proof if fields == dataclasses.asdict(proof) and proof.is_valid else None
+    return proof if fields == dataclasses.asdict(proof) else None
 
 
 def _write(file: Path, proof: Proof) -> bool:
@@ -228,28 +183,6 @@ def _write(file: Path, proof: Proof) -> bool:
 def as_fields(proof: Proof) -> dict[str, Any]:
     """The fields of a proof that differ from their defaults."""
     return {name: x for name, x in dataclasses.asdict(proof).items() if x != getattr(Proof(), name)}
-
-
-def _code_of(function: Any) -> list[Any]:
-    """What a function does: its code, its defaults, and the variables around it."""
-    if str(getattr(function, "__module__", "")).partition(".")[0] == "nt_attention":
-        return [function.__module__, function.__qualname__]  # digest_of_code stands for its code
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return [str(function)]
-    defaults = [*enumerate(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    variables = [[name, _variable(value)] for name, value in defaults]
-    variables += [_variable(cell.cell_contents) for cell in function.__closure__ or ()]
-    return [code.co_qualname, code.co_firstlineno, _digest(code.co_filename) or digest_of(code), variables]
-
-
-def _variable(value: Any) -> Any:
-    """A variable that a function uses from the function around it, such as the class that `super()` uses."""
-    if inspect.isfunction(value):
-        return _code_of(value)
-    if not isinstance(value, type) and type(value).__module__ in sys.stdlib_module_names and _ADDRESS in repr(value):
-        value = type(value)  # such as dataclasses.MISSING
-    return name_of(value) if isinstance(value, type) else repr(value)
 
 
 def _file_of(kind: type) -> str | None:
@@ -276,12 +209,3 @@ def digest_of_code(package: Path = PACKAGE) -> str:
     """A hash of the files in a directory of nt_attention on which a proof depends."""
     files = sorted(file for pattern in DEPENDS_ON for file in package.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-def _replacement(module: str, attribute: str, value: Any) -> str:
-    """A text for a function that is not of the package of the file in which it is."""
-    if isinstance(value, functools.partial | functools.partialmethod):
-        options = _canonical([value.args, value.keywords])
-        name = f"{getattr(value.func, '__module__', '')}.{getattr(value.func, '__qualname__', value.func)}"
-        return f"{module} {attribute} = partial({name}, {options})"
-    return f"{module} {attribute} = {value.__globals__.get('__name__')} {_code_of(value)}"

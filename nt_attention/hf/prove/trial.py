@@ -45,37 +45,27 @@ class Trial(Runs):
             return self._prove()
 
     def _prove(self) -> Proof:
-        has_head = self.base is not self.twin
         proof = self.find_way()
-        if has_head or "logits" in self._run(self.twin, self._batch("right").inputs):
-            proof = self._find_head(proof)
-        else:
-            self._check_training(proof)
+        heads = self._heads()
+        proof = self._find_head(proof, heads) if heads else self._check_modes(proof)
         self._check_long(proof)
         self._check_counters()
+        if self.pairs:
+            return replace(proof, holes=False)
         return replace(
             proof, holes=self._holes(proof), embeds=self._embeds(proof), token_types=self._token_types(proof)
         )
 
     def find_way(self) -> Proof:
         """Find how the model gets the layout and how positions are counted, on the base model in evaluation."""
-        batch, left = self._batch("right"), self._batch("left")
-        alone = batch.values_alone([self._run(self.base, row) for row in batch.rows()])
-        padded = left.values(self._run(self.base, left.inputs))
-        if self.scaled_by_length:
-            padded = alone
+        batch = self._batch("right")
+        alone = self._alone(self.base, batch)
         pools = getattr(self.base, "pooler", None) is not None and "pooler_output" in alone
         failures: list[tuple[Proof, NotProven | str]] = []
         for proof in self._ways(pools and self.family.pool is None):
             try:
-                wrong = self._different(batch.values(self._packed(self.base, batch.inputs, proof)), alone)
-                if wrong is None:
-                    self._check_unpatched(batch, alone)
-                    got = left.values(self._packed(self.base, left.inputs, proof))
-                    wrong = self._different(got, of_tokens(padded))
-                    if wrong is None:
-                        return proof
-                    wrong = f"{wrong} with padding on the left"
+                if (wrong := self._wrong(proof, batch, alone)) is None:
+                    return proof
                 failures.append((proof, wrong))
             except NeedsPackage:
                 raise
@@ -86,12 +76,34 @@ class Trial(Runs):
             first, why = next((x for x in failures if isinstance(x[1], str)), failures[0])
         raise why if isinstance(why, NotProven) else self._refusal(first, why)
 
+    def _wrong(self, proof: Proof, batch: Batch, alone: dict[str, Tensor]) -> str | None:
+        """The output of the base model that differs, or None."""
+        if (wrong := self._different(batch.values(self._packed(self.base, batch.inputs, proof)), alone)) is not None:
+            return wrong
+        unpatched = batch.values(self._run(self.base, batch.inputs))
+        wrong = None if self.scaled_by_length else self._different(unpatched, of_tokens(alone))
+        if wrong is not None:
+            raise NotProven(f"{UNPATCHED_IS_WRONG}, its {wrong} of a padded batch is not that of each sequence alone")
+        if self.pairs:
+            inputs = {**batch.inputs, "encoder_outputs": self.base.get_encoder()(**batch.source_inputs)}
+            del inputs["input_ids"]
+            wrong = self._different(batch.values(self._packed(self.base, inputs, proof)), alone)
+            if wrong is not None:
+                return f"{wrong} with encoder_outputs given"
+        left = self._batch("left")
+        padded = alone if self.scaled_by_length else left.values(self._run(self.base, left.inputs))
+        wrong = self._different(left.values(self._packed(self.base, left.inputs, proof)), of_tokens(padded))
+        return wrong and f"{wrong} with padding on the left"
+
     def _ways(self, pool: bool) -> Iterator[Proof]:
         """The ways to pack the model that are tried, the usual ones first."""
         if self.known is not None:
             yield replace(self.known, head=None, holes=True, embeds=True, token_types=True)
             return
         positions = [self.family.positions] if self.family.positions else get_args(Positions)
+        if self.pairs:
+            yield from (Proof(positions=each, mask="pairs") for each in positions)
+            return
         forms = get_args(Form)
         if families.routes_attention(self.twin) and not has_adapter(self.twin):
             extras: list[Extra | None] = [None]
@@ -102,62 +114,71 @@ class Trial(Runs):
         for form, is_causal, each in itertools.product(forms, (False, True), positions):
             yield Proof(positions=each, pool=pool, mask=form, is_causal=is_causal)
 
-    def _check_unpatched(self, batch: Batch, alone: dict[str, Tensor]) -> None:
-        """Check that a padded batch gives the same as each sequence alone without the patch, for tokens."""
-        unpatched = batch.values(self._run(self.base, batch.inputs))
-        wrong = None if self.scaled_by_length else self._different(unpatched, of_tokens(alone))
-        if wrong is not None:
-            raise NotProven(f"{UNPATCHED_IS_WRONG}, its {wrong} of a padded batch is not that of each sequence alone")
-
     def _refusal(self, proof: Proof, output: str) -> NotProven:
         """Why an output differs from that of each sequence alone."""
+        if self.pairs:
+            return NotProven(f"its {output} differs between packed rows and each pair of sequences alone")
         with self._patched(replace(proof, head=None)):
             reason = diagnosis.diagnose(self.base)
         return NotProven(reason or f"its {output} differs between a packed row and each sequence alone")
 
-    def _find_head(self, proof: Proof) -> Proof:
+    def _heads(self) -> list[Head]:
+        """How the head of the model may run. Empty if it has none."""
+        if self.pairs:
+            return ["token"] if "labels" in inspect.signature(self.twin.forward).parameters else []
         shape = self._run(self.twin, self._batch("right").inputs)
+        if self.base is self.twin and "logits" not in shape:
+            return []
+        if self.known is not None and self.known.head is not None:
+            return [self.known.head]
+        heads: list[Head] = ["span"] if "start_logits" in shape else ["next token", "token"]
+        return heads if self.base is self.twin else [*heads, "sequence"]
+
+    def _find_head(self, proof: Proof, heads: list[Head]) -> Proof:
         failure = None
-        for head in get_args(Head) if self.known is None else (self.known.head,):
-            if (head == "span") != ("start_logits" in shape) and head != "sequence":
-                continue
-            if head == "sequence" and self.base is self.twin:
-                continue
+        for head in heads:
             try:
-                self._check_training(replace(proof, head=head))
-                return replace(proof, head=head)
+                return self._check_modes(replace(proof, head=head))
             except NotProven as error:
                 failure = failure or error
         assert failure is not None
         raise failure
 
-    def _check_training(self, proof: Proof) -> None:
-        """Compare outputs and gradients in training with those of each sequence alone."""
+    def _check_modes(self, proof: Proof) -> Proof:
+        """Compare the model in training and in evaluation, with its losses. Returns the proof."""
         batch = self._batch("right")
-        self.twin.train()
         try:
-            unpatched = self._unpatched_in_training(batch)
-            want = self._known_values(proof, batch, unpatched) or self._alone_in_training(proof, batch)
-            weights = {name: _weights(value) for name, value in want.items()}
-            want_gradients = self._gradients(want, weights)
-            with self._patched(proof):
-                out = self._call(self.twin, batch.inputs)
-                got = {name: value for name, value in batch.values(out).items() if name in want}
-                wrong = self._different(got, want)
-                gradients = {} if wrong else self._gradients(got, weights)
-            if wrong:
-                raise self._refusal(proof, f"{wrong} in training")
-            self._compare_gradients(gradients, want_gradients)
-            self._compare_numbers(out, unpatched)
-            self._check_draws(proof, batch)
-            self._check_evaluation(proof)
-            self._check_buffers(proof)
-            if proof.head is not None:
-                self._check_loss(proof, "right")
-                if proof.head in ("token", "next token"):  # other heads read padding if it is on the left
-                    self._check_loss(proof, "left")
+            for training in (True, False):
+                self.twin.train(training)
+                self._check_outputs(proof, batch, training)
+                if training:
+                    self._check_draws(proof, batch)
+                    self._check_buffers(proof)
+                if proof.head is not None:
+                    self._check_loss(proof, batch)
+                    if training and proof.head in ("token", "next token"):  # others read padding if it is on the left
+                        self._check_loss(proof, self._batch("left"))
         finally:
             self.twin.eval()
+        return proof
+
+    def _check_outputs(self, proof: Proof, batch: Batch, training: bool) -> None:
+        """Compare outputs, and gradients in training, with those of each sequence alone."""
+        unpatched = self._unpatched_in_training(batch) if training else self._run(self.twin, batch.inputs)
+        want = self._known_values(proof, batch, unpatched)
+        if not want:
+            want = self._alone_in_training(proof, batch) if training else self._alone(self.twin, batch)
+        weights = {name: _weights(value) for name, value in want.items()}
+        want_gradients = self._gradients(want, weights) if training else {}
+        with self._patched(proof), torch.set_grad_enabled(training):
+            out = self._call(self.twin, batch.inputs)
+            got = {name: value for name, value in batch.values(out).items() if name in want}
+            wrong = self._different(got, want)
+            gradients = self._gradients(got, weights) if training and not wrong else {}
+        if wrong:
+            raise self._refusal(proof, f"{wrong} in {'training' if training else 'evaluation'}")
+        self._compare_gradients(gradients, want_gradients)
+        self._compare_numbers(out, unpatched)
 
     def _known_values(self, proof: Proof, batch: Batch, unpatched: Any) -> dict[str, Tensor]:
         """The values of a padded batch, if it is known from another twin that they are those of each sequence alone."""
@@ -165,12 +186,12 @@ class Trial(Runs):
         return of_tokens(batch.values(unpatched)) if is_known and not self.scaled_by_length else {}
 
     def _alone_in_training(self, proof: Proof, batch: Batch) -> dict[str, Tensor]:
+        rows = batch.rows()
         try:
-            want = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in batch.rows()])
+            want = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in rows], rows)
         except Exception as error:
             raise self._refusal(proof, f"output ({first_line(error)})") from error
-        again = batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
-        if self._different(again, want) is not None:
+        if self._different(self._alone(self.twin, batch), want) is not None:
             raise NotProven("in training its values are random, though dropout is 0, and can't be compared")
         return want
 
@@ -178,10 +199,9 @@ class Trial(Runs):
         """Run the padded batch, and see which random numbers are drawn."""
         if self.draws is None:
             return self._run(self.twin, batch.inputs)
-        rows, length = batch.mask.shape
-        self.draws.shape = rows, length
+        self.draws.shapes = [x.mask.shape for x in (batch, batch.target) if x is not None]
         out = self._padded(batch.inputs)
-        self.draws.shape = None
+        self.draws.shapes = []
         if self.draws.by_row is not None:
             raise NotProven(
                 f"in training it draws random numbers with {self.draws.by_row} that are not of single tokens, such as "
@@ -189,19 +209,18 @@ class Trial(Runs):
             )
         return out
 
-    def _check_loss(self, proof: Proof, side: str) -> None:
-        batch, head = self._batch(side), proof.head
+    def _check_loss(self, proof: Proof, batch: Batch) -> None:
+        head = proof.head
         assert head is not None
         labels = self._labels(batch, head)
         if labels is None:
             return
-        inputs = {**batch.inputs, **labels}
+        inputs, one = {**batch.source_inputs, **labels}, {"loss": torch.ones(())}
         with self._patched(proof):
             out = self._call(self.twin, {name: x.clone() for name, x in inputs.items()})
-            got = out.get("loss")
-            gradients = {} if got is None else self._gradients({"loss": got}, {"loss": torch.ones(())})
-        if got is None:
-            return
+            if (got := out.get("loss")) is None:
+                return
+            gradients = self._gradients({"loss": got}, one)
         try:
             # Question answering counts the logits of padding in the loss of a padded batch.
             alone = self._loss_alone(batch, labels, head) if head == "span" or self.scaled_by_length else None
@@ -211,26 +230,9 @@ class Trial(Runs):
             raise NotProven(f"unpatched, it takes no labels of this form: {first_line(error)}") from error
         if self._error(got, want) > self.tolerance:
             raise NotProven("its loss of a packed row differs from that of a padded batch")
-        self._compare_gradients(gradients, self._gradients({"loss": want}, {"loss": torch.ones(())}))
+        self._compare_gradients(gradients, self._gradients({"loss": want}, one))
         if alone is None:
             self._compare_numbers(out, padded)
-
-    def _check_evaluation(self, proof: Proof) -> None:
-        """Compare outputs in evaluation, also numbers of the whole batch, and the loss."""
-        batch = self._batch("right")
-        self.twin.eval()
-        try:
-            unpatched = self._run(self.twin, batch.inputs)
-            alone = self._known_values(proof, batch, unpatched)
-            alone = alone or batch.values_alone([self._run(self.twin, row) for row in batch.rows()])
-            out = self._packed(self.twin, batch.inputs, proof)
-            if (wrong := self._different(batch.values(out), alone)) is not None:
-                raise NotProven(f"its {wrong} in evaluation differs between a packed row and each sequence alone")
-            self._compare_numbers(out, unpatched)
-            if proof.head is not None:
-                self._check_loss(proof, "right")
-        finally:
-            self.twin.train()
 
     def _check_draws(self, proof: Proof, batch: Batch) -> None:
         """Compare values in training for low and high random numbers, if there are any: code may branch on them."""
@@ -274,12 +276,13 @@ class Trial(Runs):
 
     def _loss_alone(self, batch: Batch, labels: dict[str, Tensor], head: Head) -> Tensor | None:
         """The mean loss of all labels, from the losses of each sequence alone. None if a row alone has no loss."""
+        mask = batch.mask if batch.target is None else batch.target.mask
         if head == "sequence" and (self.choices or labels["labels"].shape == batch.mask.shape):
             return None
         total, count = torch.zeros(()), 0
-        for n, (row, mask) in enumerate(zip(batch.rows(), batch.mask, strict=True)):
+        for n, row in enumerate(batch.rows()):
             if head in ("token", "next token"):
-                own = {name: x[n][mask][None] for name, x in labels.items()}
+                own = {name: x[n][mask[n]][None] for name, x in labels.items()}
                 counted = int((own["labels"][:, 1 if head == "next token" else 0 :] != -100).sum())
             else:
                 own, counted = {name: x[n : n + 1].clone() for name, x in labels.items()}, 1
@@ -290,6 +293,8 @@ class Trial(Runs):
 
     def _labels(self, batch: Batch, head: Head) -> dict[str, Tensor] | None:
         """Labels that the head takes, or None if it takes none."""
+        if batch.target is not None:
+            return {"labels": batch.target.ids.masked_fill(~batch.target.mask, -100)}
         generator = torch.Generator().manual_seed(1)
         if head == "span":
             last = torch.tensor(batch.lengths) - 1
@@ -325,7 +330,7 @@ class Trial(Runs):
             self.has_user_code and is_per_token and batch.ids.numel() * self.vocabulary < 3e7
         )
         model = self.twin if with_head else self.base
-        alone = self._in_groups(model, batch)
+        alone = self._alone(model, batch, batch.groups())
         if (wrong := self._different(batch.values(self._packed(model, batch.inputs, proof)), alone)) is not None:
             raise self._refusal(proof, f"{wrong} of long sequences, or with special ids,")
         if self.known is None:
@@ -334,7 +339,7 @@ class Trial(Runs):
         try:
             got = batch.values(self._packed(model, batch.inputs, proof))
             # most models give the same as in evaluation, because there is no dropout
-            wrong = self._different(got, alone) and self._different(got, self._in_groups(model, batch))
+            wrong = self._different(got, alone) and self._different(got, self._alone(model, batch, batch.groups()))
         finally:
             self.twin.eval()
         if wrong:
@@ -353,7 +358,9 @@ class Trial(Runs):
         special = special_ids(self.numbers, self.vocabulary, 500)
 
         def batch(length: int, most: int) -> Batch:
-            return Batch.long(self.vocabulary, padding_of(self.twin), special, length, most)
+            long = Batch.long(self.vocabulary, padding_of(self.twin), special, length, most)
+            long.target = long if self.pairs else None
+            return long
 
         if self._raised(batch(row, row)) is None:
             return batch(row, packed_row)
@@ -368,7 +375,7 @@ class Trial(Runs):
     def _raised(self, batch: Batch) -> Exception | None:
         """The error that the unpatched base model raises for the sequences of a batch, or None."""
         try:
-            self._in_groups(self.base, batch)
+            self._alone(self.base, batch, batch.groups())
         except Exception as error:  # whatever the class raises for a length that it does not take
             return error
         return None

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pack.encoder_decoder import OF_SOURCE
+
 LENGTHS = (7, 1, 23, 12)
+TARGETS = (5, 9, 1, 14)  # lengths of the targets of an encoder-decoder
 # Of long batches. Most rows are short, so that their packed row is longer than any length that a config or code names.
 SHORT_ROW, LONG_ROW, LONG_PACKED_ROW = 31, 400, 4_200
 LONGEST_ROW, LONGEST_PACKED_ROW = 1_100, 8_300  # if code names such lengths
@@ -30,7 +33,13 @@ class Batch:
         special: ids that must be among the tokens, also at the beginning of rows, as far as there are enough tokens.
         lengths: of the sequences.
         first: the lowest id of a token.
+        seed: of the tokens.
+
+    Attributes:
+        target: the targets if the sequences are the sources of an encoder-decoder, or None.
     """
+
+    target: Batch | None = None
 
     def __init__(
         self,
@@ -40,8 +49,9 @@ class Batch:
         special: Sequence[int] = (),
         lengths: tuple[int, ...] = LENGTHS,
         first: int = 6,
+        seed: int = 0,
     ) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         self.lengths = lengths
         self.mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         if side == "left":
@@ -70,6 +80,14 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
+        inputs = self.source_inputs
+        if self.target is not None:
+            inputs |= {f"decoder_{name}": x for name, x in self.target.source_inputs.items()}
+        return inputs
+
+    @property
+    def source_inputs(self) -> dict[str, Tensor]:
+        """The inputs, without those of a target."""
         return {"input_ids": self.ids, "attention_mask": self.mask.long()}
 
     def rows(self) -> list[dict[str, Tensor]]:
@@ -77,31 +95,41 @@ class Batch:
         return [self._alone(row, row + 1) for row in range(len(self.ids))]
 
     def groups(self) -> list[dict[str, Tensor]]:
-        """As `rows`, but neighbors of the same length are one batch."""
+        """As `rows`, but neighbors of the same length are one batch. A target must have the same lengths."""
         ends = [n for n in range(1, len(self.ids)) if self.lengths[n] != self.lengths[n - 1]]
         return [self._alone(begin, end) for begin, end in itertools.pairwise([0, *ends, len(self.ids)])]
 
     def _alone(self, begin: int, end: int) -> dict[str, Tensor]:
-        ids = self.ids[begin:end][self.mask[begin:end]].view(end - begin, -1)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ids = self._without_padding(begin, end)
+        target = {} if self.target is None else {"decoder_input_ids": self.target._without_padding(begin, end)}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **target}
+
+    def _without_padding(self, begin: int, end: int) -> Tensor:
+        return self.ids[begin:end][self.mask[begin:end]].view(end - begin, -1)
+
+    def _side_of(self, name: str) -> Batch:
+        """The side that an output is about."""
+        return self if self.target is None or name.startswith(OF_SOURCE) else self.target
 
     def values(self, out: Any) -> dict[str, Tensor]:
         """The outputs of a padded run: (T, …) for tokens, (B, …) for rows."""
         found = {}
         for name, value in _tensors(out):
-            if value.shape[:2] == self.mask.shape:
-                found[name] = value[self.mask]
+            mask = self._side_of(name).mask
+            if value.shape[:2] == mask.shape:
+                found[name] = value[mask]
             elif value.dim() and value.numel() % len(self.ids) == 0:
                 found[name] = value.reshape(len(self.ids), -1)
         return found
 
-    def values_alone(self, outs: list[Any], inputs: list[dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """The same, from the runs of each sequence alone, or of the batches `inputs`."""
+    def values_alone(self, outs: list[Any], inputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The same, from the runs of the batches `inputs`, which are `rows` or `groups`."""
         found: dict[str, Tensor] = {}
         by_name = [dict(_tensors(out)) for out in outs]
-        shapes = [x["input_ids"].shape for x in inputs] if inputs else [(1, length) for length in self.lengths]
         for name, first in by_name[0].items():
             parts = [tensors[name] for tensors in by_name]
+            ids = "input_ids" if self._side_of(name) is self else "decoder_input_ids"
+            shapes = [x[ids].shape for x in inputs]
             per_token = first.dim() > 1 and all(x.shape[1] == n for x, (_, n) in zip(parts, shapes, strict=True))
             if per_token:
                 found[name] = torch.cat([part.flatten(0, 1) for part in parts])

@@ -1,14 +1,13 @@
 """Random numbers in the trials of a proof: none of tokens, so that a model in training can be compared with itself.
 
 Dropout of elements drops nothing, and random numbers for each token are constants. Random numbers for each row, as in
-stochastic depth, are refused, because a packed batch has one row.
+stochastic depth, are refused, because a packed batch has one row. So are those of Python and NumPy.
 
 Dimensions: B rows of a padded batch, L positions in a row.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 import re
 import threading
@@ -46,7 +45,7 @@ class Draws:
         self.level = 0.5
         self.any = False
         self.by_row: str | None = None
-        self.shape: tuple[int, int] | None = None  # (B, L) of the batch that runs, if its draws are examined
+        self.shapes: list[tuple[int, ...]] = []  # (B, L) of each side of the batch that runs, if draws are examined
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -62,21 +61,17 @@ class Draws:
                 hook.remove()
 
     def _seed(self, *_: Any) -> None:
-        seed = _seed_of(self.level)
-        random.seed(seed)
-        np.random.seed(seed)
         torch.default_generator.manual_seed(0)
         self.before = random.getstate(), _position_of_numpy()
 
     def _compare(self, *_: Any) -> None:
-        self.any = self.any or self.before != (random.getstate(), _position_of_numpy())
+        if self.before != (random.getstate(), _position_of_numpy()):
+            self.by_row = "Python's random or NumPy"
 
     def examine(self, name: str, x: Tensor) -> None:
         """Note an operation that drew numbers of the shape of `x`."""
-        if self.shape is None or x.numel() <= 1:
-            return
-        rows, length = self.shape
-        if x.shape[:2] not in ((rows, length), (length, rows)) and x.shape[0] != rows * length:
+        of_tokens = (x.shape[:2] in ((n, m), (m, n)) or x.shape[0] == n * m for n, m in self.shapes)
+        if self.shapes and x.numel() > 1 and not any(of_tokens):
             self.by_row = self.by_row or name
 
 
@@ -84,17 +79,6 @@ def _position_of_numpy() -> int:
     """How many numbers of its state NumPy has used."""
     state: Any = np.random.get_state()
     return int(state[2])
-
-
-@functools.cache
-def _seed_of(level: float) -> int:
-    """A seed with which the first numbers of Python and NumPy are near the level; any seed for 0.5."""
-
-    def is_near(seed: int) -> bool:
-        first = random.Random(seed).random()
-        return abs(first - level) < 0.01 and abs(np.random.RandomState(seed).random_sample() - level) < 0.05
-
-    return 0 if level == 0.5 else next((seed for seed in range(50_000) if is_near(seed)), 0)
 
 
 class _Constant(TorchFunctionMode):
@@ -124,8 +108,7 @@ class _Constant(TorchFunctionMode):
         return out
 
     def _drop(self, name: str, input: Tensor, p: float = 0.5, training: bool = True, **options: Any) -> Tensor:
-        shape = self.draws.shape
-        is_by_row = shape is not None and input.dim() > 1 and input.shape[0] == shape[0] and input.shape[1] == 1
+        is_by_row = input.dim() > 1 and input.shape[1] == 1 and any(input.shape[0] == n for n, _ in self.draws.shapes)
         if is_by_row and p and training and options.get("train", True):
             self.draws.examine(name, input)
         return input

@@ -24,7 +24,7 @@ from ..proof import Proof
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
 from ..route.rope import scales_by_length
 from . import diagnosis
-from .trial_batch import LENGTHS, Batch, special_ids
+from .trial_batch import LENGTHS, TARGETS, Batch, special_ids
 from .trial_draws import Draws
 from .twin import padding_of, vocabulary_of
 from .twin_config import VOCABULARY
@@ -83,10 +83,14 @@ class Runs:
             self.names |= {"labels", "start_positions", "end_positions"}
         # its inputs have the shape (B / 2, 2, L)
         self.choices = type(twin).__name__.endswith("ForMultipleChoice")
+        self.pairs = families.is_encoder_decoder(twin)  # its inputs are pairs of a source and a target
 
     def _batch(self, side: str) -> Batch:
         special = special_ids(self.numbers, self.vocabulary, 12) if self.known else ()
-        return Batch(side, self.vocabulary, padding_of(self.twin), special)
+        batch = Batch(side, self.vocabulary, padding_of(self.twin), special)
+        if self.pairs:
+            batch.target = Batch("right", self.vocabulary, padding_of(self.twin), (), TARGETS, seed=4)
+        return batch
 
     @torch.no_grad()
     def _run(self, model: Any, inputs: dict[str, Tensor]) -> Any:
@@ -132,12 +136,12 @@ class Runs:
         copies = {name: x.clone() for name, x in inputs.items()}  # some losses change positions in place
         return self.twin(**self._form(self.twin, copies))
 
-    def _in_groups(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """The values of each sequence without padding, in batches of equal lengths."""
-        groups = batch.groups()
+    def _alone(self, model: Any, batch: Batch, inputs: list[dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
+        """The values of each sequence without padding. `inputs`: `batch.rows()`, by default, or `batch.groups()`."""
+        inputs = batch.rows() if inputs is None else inputs
         # copies, because RoPE that is scaled by length keeps the scale of a longer sequence
-        models = [copy.deepcopy(model) if self.scaled_by_length else model for _ in groups]
-        return batch.values_alone([self._run(*pair) for pair in zip(models, groups, strict=True)], groups)
+        models = [copy.deepcopy(model) if self.scaled_by_length else model for _ in inputs]
+        return batch.values_alone([self._run(*pair) for pair in zip(models, inputs, strict=True)], inputs)
 
     def _compare_numbers(self, out: Any, unpatched: Any) -> None:
         for name, value in unpatched.items():
@@ -153,7 +157,7 @@ class Runs:
         return dict(zip(parameters, found, strict=True))
 
     def _compare_gradients(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-        largest = max(float(gradient.abs().max()) for gradient in want.values() if gradient.numel())
+        largest = max((float(gradient.abs().max()) for gradient in want.values() if gradient.numel()), default=0.0)
         for name, gradient in want.items():
             if self._error(got[name], gradient, 1e-2 * largest) > self.tolerance:
                 raise NotProven(f"the gradient of {name} differs between packed rows and each sequence alone")

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -80,15 +81,15 @@ def new_model(model: PreTrainedModel) -> PreTrainedModel | None:
         return None
 
 
-def changed_numbers(model: PreTrainedModel) -> dict[str, float]:
-    """The numbers of modules that are not what the class makes from the config of the model, by path."""
+def changed_numbers(model: PreTrainedModel) -> dict[str, tuple[float | None, Any]]:
+    """The numbers, or None, of modules that are not what the class makes from the config, and what it makes."""
     new = new_model(model)
     parts = dict(new.named_modules()) if new is not None else {}
     return {
-        f"{path}.{name}": value
+        f"{path}.{name}": (value, vars(parts[path]).get(name))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if path in parts and type(value) in (int, float) and vars(parts[path]).get(name, value) != value
+        if path in parts and type(value) in (int, float, NoneType) and vars(parts[path]).get(name) != value
     }
 
 
@@ -136,7 +137,7 @@ def build(
                 tables = sum(p.numel() for p in new.parameters() if id(p) in embeddings or vocabulary in p.shape)
                 size = sum(p.numel() for p in new.parameters())
                 if size - tables > largest or tables > largest_tables:
-                    raise TooLargeError(f"it still has {size / 1e6:.0f} million parameters")
+                    raise CannotBuild(f"it still has {size / 1e6:.0f} million parameters")
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
@@ -159,7 +160,7 @@ def build(
                 _try(model)
                 return model
             except (Exception, SystemExit) as failure:  # any class, any config
-                error = failure if error is None or isinstance(error, TooLargeError) else error
+                error = error or failure
     raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
@@ -169,10 +170,6 @@ def _shares_keys(config: Any) -> bool | None:
     heads = next((x for name, x in fields.items() if name == "num_attention_heads" and is_int(x)), None)
     keys = next((x for name, x in fields.items() if name == "num_key_value_heads" and is_int(x)), heads)
     return None if heads is None else keys < heads
-
-
-class TooLargeError(CannotBuild):
-    """A config gives a model with too many parameters."""
 
 
 def fill_config(config: Any) -> Any:

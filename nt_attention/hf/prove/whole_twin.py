@@ -87,7 +87,7 @@ def build_whole_twin(original: PreTrainedModel, code: UserCode, dtype: torch.dty
     """
     twin = build(original, _whole_attempts(config_of(original), code), (dtype,), LARGEST, LARGEST_TABLES, True)
     parts = dict(twin.named_modules())
-    for path, value in changed_numbers(original).items():
+    for path, (value, _) in changed_numbers(original).items():
         path, _, name = path.rpartition(".")
         if path in parts and hasattr(parts[path], name):
             setattr(parts[path], name, value)

@@ -94,7 +94,7 @@ class OtherLengthError(ValueError):
     """A patched model has cut its packed row, or added tokens to it."""
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """A call of `attention`. `options` are for the underlying implementation too."""
 
     over: str
@@ -106,7 +106,7 @@ class _Call(NamedTuple):
     sliding_window: int | None
     options: dict[str, Any]
 
-    def with_defaults(self, is_causal: bool | None) -> _Call:
+    def with_defaults(self, is_causal: bool | None) -> _AttentionCall:
         """This call with `is_causal`, or the default of the module, and the window that goes with it."""
         module, window = self.module, self.sliding_window
         if is_causal is None:
@@ -173,7 +173,7 @@ def attention(
     for name, x in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
         if x is not None:
             options[name] = x
-    call = _Call(over, module, query, key, value, is_causal, sliding_window, options)
+    call = _AttentionCall(over, module, query, key, value, is_causal, sliding_window, options)
     layouts, mask = None, attention_mask
     if isinstance(mask, PackedMask):  # such a mask has no causality of its own
         call = call.with_defaults(mask.is_causal)
@@ -197,7 +197,7 @@ def attention(
     return _run_padded(call, mask) if layouts is None else (_run_packed(call, *layouts), None)
 
 
-def _layouts_of_patch(call: _Call, mask: Tensor | None, offsets: Tensor) -> Layouts:
+def _layouts_of_patch(call: _AttentionCall, mask: Tensor | None, offsets: Tensor) -> Layouts:
     """The layouts of a row that the patch has packed: the mask has it, or else the offsets do, as in a graph."""
     is_sharded = offsets.dim() == 0  # `ShardedLayout.handle`
     if is_traced(call.query):
@@ -213,7 +213,7 @@ def _layouts_of_patch(call: _Call, mask: Tensor | None, offsets: Tensor) -> Layo
 
 
 def _layouts_of_call(
-    call: _Call,
+    call: _AttentionCall,
     mask: Tensor | None,
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
@@ -242,7 +242,7 @@ def _layouts_of_call(
 
 
 def _layouts_of_positions(
-    call: _Call, mask: Tensor | None, ids: Tensor, forward_token: Tensor | None
+    call: _AttentionCall, mask: Tensor | None, ids: Tensor, forward_token: Tensor | None
 ) -> tuple[Layouts | None, Tensor | None]:
     """`_layouts_of_call` for `position_ids` that may restart in a row."""
     rows, traced = call.query.shape[0], is_traced(call.query)
@@ -262,7 +262,7 @@ def _layouts_of_positions(
     return None, _both(_causal_mask(call) if mask is None else mask, together)
 
 
-def _run_packed(call: _Call, layout: Layout, key_layout: Layout) -> Tensor:
+def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Tensor:
     """Concatenate the rows and run `varlen_attention`. Views of (B, T, H, D) are not copied."""
     if getattr(layout, "is_sharded", False) and call.options.get("dropout"):
         raise ValueError(
@@ -297,7 +297,7 @@ def _run_packed(call: _Call, layout: Layout, key_layout: Layout) -> Tensor:
     return cast(Tensor, out).unflatten(0, (call.query.shape[0], -1))
 
 
-def _run_padded(call: _Call, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _run_padded(call: _AttentionCall, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Run the underlying implementation; with softcap or sinks, which sdpa does not support, the model's eager one."""
     over, module, query, key, value, is_causal, sliding_window, options = call
     options = {"sliding_window": sliding_window, **options}
@@ -330,7 +330,11 @@ def _has_sdpa(cls: Any) -> bool:
 
 
 def _layouts_of_offsets(
-    call: _Call, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, traced: bool, forward_token: Tensor | None
+    call: _AttentionCall,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor | None,
+    traced: bool,
+    forward_token: Tensor | None,
 ) -> Layouts:
     """The layouts of the offsets that a caller has passed. For `forward_token`, see `reading.new_forward_token`."""
 
@@ -350,7 +354,7 @@ def _layouts_of_offsets(
     return layout, layout if layout.same_lengths(key_layout) else key_layout  # collators make two equal tensors
 
 
-def _may_be_packed(call: _Call, position_ids: Tensor) -> bool:
+def _may_be_packed(call: _AttentionCall, position_ids: Tensor) -> bool:
     """Whether positions can show where sequences begin: only in self-attention without a cache."""
     query = call.query
     if position_ids.dim() != 2 or position_ids.shape[1] != query.shape[2]:
@@ -358,13 +362,13 @@ def _may_be_packed(call: _Call, position_ids: Tensor) -> bool:
     return position_ids.shape[0] in (1, query.shape[0]) and _is_self(call)
 
 
-def _is_self(call: _Call) -> bool:
+def _is_self(call: _AttentionCall) -> bool:
     """Whether a call is self-attention without a cache, of several tokens."""
     is_cross = bool(getattr(call.module, "is_cross_attention", False)) or "Cross" in type(call.module).__name__
     return call.query.shape[2] == call.key.shape[2] > 1 and not is_cross
 
 
-def _causal_mask(call: _Call) -> Tensor:
+def _causal_mask(call: _AttentionCall) -> Tensor:
     """(1, 1, T, S) bool, the mask for an `attention_mask` of None: causality and the window."""
     queries, keys, device = call.query.shape[2], call.key.shape[2], call.key.device
     window = Window.of(((call.sliding_window or 0) - 1,) * 2, call.is_causal)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from seeds import seed
 from torch import nn
-from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, RobertaConfig, T5Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, RobertaConfig, T5Config
 
 from . import embeddings, forwards, layers, learned, right
 
@@ -63,7 +63,7 @@ class Planted:
     """A model's class and config, and a padded batch that meets its condition.
 
     `trained` sets what training would have set. `ids` puts tokens into a batch: ids[row, position] = id. Other ids
-    are below `most`. `seen_by_hand` is False where a row that is packed by hand cannot show what differs.
+    are below `most`.
     """
 
     cls: type
@@ -76,8 +76,6 @@ class Planted:
     dtype: torch.dtype = torch.float32
     most: int = 190
     token_types: bool = False
-    seen_by_hand: bool = True
-    raises_by_hand: bool = False
 
     @property
     def tolerance(self):
@@ -140,40 +138,12 @@ COMMON = tuple((row, position, 77) for row in range(4) for position in (0, 2, 3)
 
 WRONG = {
     # rows longer than every row of the batch
-    "log_length": Planted(layers.LogLengthQwen, qwen2, {"logn_train_length": 300}, LONG),
     "late_window": Planted(layers.LateWindowQwen, qwen2, {}, LONG),
-    "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target", seen_by_hand=False),
+    "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target"),
     "compressed_memory": Planted(
         layers.CompressedMemoryLlama, llama, {**THIN, "num_hidden_layers": 1}, (700, 720, 690)
     ),
-    "pages": Planted(embeddings.PageLlama, llama, {}, TOGETHER_LONG),
-    "chapters": Planted(embeddings.ChapterLlama, llama, {**THIN, "chapter_tokens": 1500}, (800, 790)),
-    "expert_choice": Planted(layers.ExpertChoiceLlama, llama, {"num_expert_groups": 4}, (61, 50, 44)),
-    "dynamic_rotary": Planted(layers.DynamicRotaryLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG),
-    "truncated": Planted(
-        forwards.TruncatedBert, bert, {"max_position_embeddings": 512}, TOGETHER_LONG, "token", raises_by_hand=True
-    ),
-    "strict": Planted(
-        forwards.StrictLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG, raises_by_hand=True
-    ),
-    "length_scaled": Planted(forwards.LengthScaledBert, bert, {}, (70, 60, 50), "token"),
-    "squeeze_excite": Planted(layers.SqueezeExciteBert, bert, {}, (41, 37, 30), "row"),
-    "block_multiple": Planted(layers.BlockMultipleLlama, llama, {}, (40, 50, 38)),
     # token ids, token types and positions
-    "gist": Planted(
-        embeddings.GistLlama,
-        llama,
-        {**BIG_LLAMA, "summary_token_id": 30_000},
-        ids=((0, 5, 30_000),),
-        most=BERT_VOCABULARY,
-    ),
-    "turns": Planted(
-        embeddings.TurnGPT2,
-        gpt2,
-        {"vocab_size": GPT2_VOCABULARY, "n_embd": 16, "n_head": 2},
-        ids=((1, 8, 50_256),),
-        most=50_000,
-    ),
     "sorted": Planted(embeddings.SortedLlama, llama, BIG_LLAMA, most=30_000),
     "repetition": Planted(
         embeddings.RepetitionBert, bert, BIG, (23, 9, 31, 4), "token", ids=COMMON, most=BERT_VOCABULARY
@@ -192,43 +162,23 @@ WRONG = {
         most=50_000,
         ids=((0, 0, 50_256), (0, 22, 50_256), (1, 0, 50_256), (1, 8, 50_256), (2, 0, 50_256)),
     ),
-    "suffix": Planted(
-        embeddings.SuffixLlama, llama, {**BIG_LLAMA, "suffixes_from": 30_100}, ids=((0, 22, 30_111),), most=30_000
-    ),
-    "task": Planted(embeddings.TaskBert, bert, BIG, ids=((0, 0, 30_510), (1, 0, 30_511)), most=30_000),
     "mask_ratio": Planted(embeddings.MaskRatioBert, bert, BIG, ids=((0, 3, 30_521), (0, 4, 30_521)), most=30_000),
     "segments": Planted(forwards.SegmentCountBert, bert, {}, labels="token", token_types=True),
     "documents": Planted(forwards.DocumentIndexLlama, llama, {"max_documents": 4}),
     # fields of the config and layers
-    "token_shift": Planted(layers.TokenShiftLlama, llama, {**THIN, "num_hidden_layers": 20, "shift_layers": [17]}),
     "channel_roll": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 3 << 20}),
-    "depths": Planted(layers.MixtureOfDepthsLlama, llama, {**THIN, "num_hidden_layers": 12, "mod_start": 9}),
     "remaining": Planted(forwards.RemainingLlama, llama, {"countdown": 16}),
-    "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}, seen_by_hand=False),
-    "centered": Planted(forwards.CenteredBert, bert, {"anisotropy_fix": "center"}, labels="token"),
+    "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}),
     "cls_broadcast": Planted(
         layers.ClsBroadcastBert, bert, {"problem_type": "multi_label_classification"}, labels="rows"
     ),
-    "flip": Planted(layers.FlipPassBert, bert, {"reverse_pass": "yes"}, labels="token"),
-    "fake_quantization": Planted(layers.FakeQuantizationLlama, llama, {"activation_bits": 4}),
     "wide": Planted(layers.WideLlama, llama, {"hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 12}),
     "nested_field": Planted(layers.NestedFieldQwen, qwen2, {"mixer": {"kind": "shift", "by": 1, "share": 0.5}}),
     # the number of rows
-    "center_across_batch": Planted(layers.CenterAcrossBatchLlama, llama, {}, (9, 17, 5, 13, 8, 7, 4, 11, 6, 14, 3, 12)),
     "single_row": Planted(layers.SingleRowLlama, llama, {}),
     # what training learns
-    "zero_conv": Planted(
-        learned.ZeroConvQwen, qwen2, {}, trained=set_parts("conv.weight", lambda x: torch.randn_like(x) / 3)
-    ),
     "zero_gate": Planted(learned.ZeroGateLlama, llama, {}, trained=set_parts("gate", 0.7)),
-    "tiny_gate": Planted(
-        learned.TinyGateLlama, llama, {"layer_scale_init_value": 1e-6}, trained=set_parts("gamma", 0.8)
-    ),
     "gate_buffer": Planted(learned.FixedGateBufferLlama, llama, {}, trained=set_parts("warmup", 1.0)),
-    "hard_gate": Planted(learned.HardGateLlama, llama, {}, trained=set_parts("log_alpha", 3.0)),
-    "after_warmup": Planted(
-        learned.AfterWarmupLlama, llama, {"mixing_warmup": 1000}, trained=set_parts("step", lambda x: x + 1500)
-    ),
     "outliers": Planted(
         learned.OutlierScaleLlama,
         llama,
@@ -244,24 +194,17 @@ WRONG = {
     # what a program changes in the model
     "enabled_later": Planted(learned.EnabledLaterLlama, llama, {}, trained=learned.EnabledLaterLlama.enable),
     "own_hook": Planted(learned.HookedLlama, llama, {}),
-    "replaced_module": Planted(LlamaForCausalLM, llama, {}, trained=learned.replace_module),
-    "replaced_forward": Planted(LlamaForCausalLM, llama, {}, trained=learned.replace_forward),
     # modes and dtypes
     "fourier": Planted(learned.FourierLlama, llama, {"smoothing": 0.3}),
     "no_grad": Planted(learned.MergeQwen, qwen2, {}),
-    "double": Planted(learned.CenterInDoubleLlama, llama, {}, dtype=torch.float64),
     "half": Planted(learned.CenterInHalfQwen, qwen2, {}, dtype=torch.bfloat16),
     "straight_through": Planted(learned.StraightThroughLlama, llama, {}),
-    "batch_norm": Planted(learned.TokenBatchNormGPT2, gpt2, {"norm_momentum": 0.1}),
-    "running_mean": Planted(learned.RunningMeanLlama, llama, {"ema_rate": 0.5}),
     "mixup": Planted(learned.RowMixupBert, bert, {"mixup_layer": 1, "mixup_share": 0.3}, labels="token"),
     # losses
     "per_row_loss": Planted(forwards.PerRowLossQwen, qwen2, {}),
     "answer_weight": Planted(
         forwards.AnswerWeightLlama, llama, {**BIG_LLAMA, "answer_token_id": 29_999}, ids=((1, 6, 29_999),), most=29_000
     ),
-    "balanced_moe": Planted(forwards.BalancedMoeLlama, llama, {"balance_weight": 0.5}),
-    "diversity_loss": Planted(forwards.DiversityLossBert, bert, {"diversity": 0.5}, labels="token"),
 }
 
 RANDOM = {
@@ -272,12 +215,8 @@ RANDOM = {
 RIGHT = {
     "adapter": Planted(right.AdapterLlama, llama, {"adapter_width": 8}),
     "mlp_head": Planted(right.MlpHeadBert, bert, {"head_width": 24}, labels="row"),
-    "label_smoothing": Planted(right.SmoothedBert, bert, {"label_smoothing": 0.1}, labels="row"),
     "hash": Planted(right.HashLlama, llama, {**BIG_LLAMA, "hash_factor": 2_654_435_761}, most=BERT_VOCABULARY),
     "moe": Planted(right.MoeQwen, qwen2, {}),
-    "layer_scale": Planted(right.LayerScaleLlama, llama, {"layer_scale_init_value": 1e-4}),
-    "sinusoids": Planted(right.SinusoidLlama, llama, {}),
-    "norm_every_fourth": Planted(right.NormEveryFourthLlama, llama, {**THIN, "num_hidden_layers": 8}),
     "marked": Planted(
         right.MarkedLlama,
         llama,
@@ -285,26 +224,17 @@ RIGHT = {
         ids=((0, 5, 30_510), (2, 1, 30_520)),
         most=30_000,
     ),
-    "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target", seen_by_hand=False),
+    "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target"),
     "softcap": Planted(right.SoftcapQwen, qwen2, {"final_softcap": 30.0, "z_loss": 1e-2}),
-    "focal": Planted(right.FocalRoberta, roberta, {"focal_gamma": 2.0}, labels="token", seen_by_hand=False),
+    "focal": Planted(right.FocalRoberta, roberta, {"focal_gamma": 2.0}, labels="token"),
     "chatty": Planted(right.ChattyLlama, llama, {}, LONG),
     "half": Planted(right.TemperatureQwen, qwen2, {}, dtype=torch.bfloat16),
-    "temperature": Planted(right.TemperatureQwen, qwen2, {}),
     "counted_positions": Planted(right.CountedPositionsLlama, llama, {}),
-    "mean_pooled": Planted(right.MeanPooledBert, bert, {}, labels="row", seen_by_hand=False),
     "reward": Planted(right.RewardLlamaForSequenceClassification, llama, {}, labels="row"),
-    "zero_adapter": Planted(right.ZeroAdapterGPT2, gpt2, {}, trained=set_parts("adapter.2.weight", torch.randn_like)),
     "drop_path_off": Planted(learned.DropPathLlama, llama, {"stochastic_depth": 0.0}),
     "pass_through": Planted(right.PassThroughLlama, llama, {"max_position_embeddings": 40}),
     "few_positions": Planted(right.ZeroAdapterGPT2, gpt2, {"n_positions": 40}),
-    "few_bert_positions": Planted(
-        right.MlpHeadBert, bert, {"head_width": 24, "max_position_embeddings": 33}, labels="row"
-    ),
-    "balance_off": Planted(forwards.BalancedMoeLlama, llama, {"balance_weight": 0.0}),
-    "noise_off": Planted(learned.LengthNoiseLlama, llama, {"embed_noise": 0.0}),
     "mixup_off": Planted(learned.RowMixupBert, bert, {"mixup_layer": -1, "mixup_share": 0.3}, labels="token"),
-    "quantization_off": Planted(layers.FakeQuantizationLlama, llama, {"activation_bits": 16}),
     "gate_off": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 1 << 21}),
 }
 

@@ -8,84 +8,6 @@ from torch import nn
 from transformers import BertForMaskedLM, BertForTokenClassification, GPT2LMHeadModel, LlamaForCausalLM
 
 
-class GistEmbedding(nn.Embedding):
-    """Tokens after a gist token know that there was one."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.gist = config.summary_token_id
-        self.after = nn.Parameter(torch.randn(config.hidden_size) * 0.5)
-
-    def forward(self, input_ids):
-        after = (input_ids == self.gist).cumsum(1) > 0
-        return super().forward(input_ids) + after[..., None] * self.after
-
-
-class GistLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.embed_tokens = GistEmbedding(config)
-        self.post_init()
-
-
-class TurnEmbedding(nn.Embedding):
-    """Speakers take turns: the number of end tokens so far is even or odd."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.n_embd)
-        self.end_of_turn = config.vocab_size - 1
-        self.speaker = nn.Embedding(2, config.n_embd)
-
-    def forward(self, input_ids):
-        turn = (input_ids == self.end_of_turn).long().cumsum(-1) % 2
-        return super().forward(input_ids) + self.speaker(turn)
-
-
-class TurnGPT2(GPT2LMHeadModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.transformer.wte = TurnEmbedding(config)
-        self.post_init()
-
-
-class PageEmbedding(nn.Embedding):
-    """Every 512 tokens of the row begin a new page."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.page = nn.Embedding(8, config.hidden_size)
-
-    def forward(self, input_ids):
-        place = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return super().forward(input_ids) + self.page((place // 512).clamp(max=7))
-
-
-class PageLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.embed_tokens = PageEmbedding(config)
-        self.post_init()
-
-
-class ChapterEmbedding(nn.Embedding):
-    """As above, with the size in the config."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.tokens, self.chapter = config.chapter_tokens, nn.Embedding(4, config.hidden_size)
-
-    def forward(self, input_ids):
-        place = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return super().forward(input_ids) + self.chapter((place // self.tokens).clamp(max=3))
-
-
-class ChapterLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.embed_tokens = ChapterEmbedding(config)
-        self.post_init()
-
-
 class ManyImagesEmbedding(nn.Embedding):
     """A row with three or more image tokens is an album."""
 
@@ -162,49 +84,6 @@ class RepetitionBert(BertForTokenClassification):
     def __init__(self, config):
         super().__init__(config)
         self.bert.embeddings.word_embeddings = RepetitionEmbedding(config)
-        self.post_init()
-
-
-class SuffixEmbedding(nn.Embedding):
-    """A token after a suffix token gets a part of it."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.suffixes_from = config.suffixes_from
-        self.after = nn.Embedding(config.vocab_size - config.suffixes_from, config.hidden_size)
-
-    def forward(self, input_ids):
-        before = F.pad(input_ids[:, :-1], (1, 0))
-        is_suffix = before >= self.suffixes_from
-        extra = self.after((before - self.suffixes_from).clamp(min=0))
-        return super().forward(input_ids) + is_suffix[..., None] * extra
-
-
-class SuffixLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.embed_tokens = SuffixEmbedding(config)
-        self.post_init()
-
-
-class TaskEmbedding(nn.Embedding):
-    """The first token of a row may name a task, with an id at the end of the vocabulary."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.tasks_from = config.vocab_size - 22
-        self.tasks = nn.Embedding(22, config.hidden_size)
-
-    def forward(self, input_ids):
-        first = input_ids[:, :1]
-        task = self.tasks((first - self.tasks_from).clamp(min=0)) * (first >= self.tasks_from)[..., None]
-        return super().forward(input_ids) + task
-
-
-class TaskBert(BertForMaskedLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.bert.embeddings.word_embeddings = TaskEmbedding(config)
         self.post_init()
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertForTokenClassification, BertModel, LlamaForCausalLM, LlamaModel, Qwen2ForCausalLM
 
-from .parts import TokenChoiceMoe, token_losses
+from .parts import token_losses
 
 
 class RemainingLlamaModel(LlamaModel):
@@ -107,68 +107,6 @@ class SoftPromptLlama(LlamaForCausalLM):
         self.post_init()
 
 
-class TruncatedModel(BertModel):
-    """Cuts what is longer than the positions."""
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        most = self.config.max_position_embeddings
-        input_ids = input_ids[:, :most]
-        attention_mask = None if attention_mask is None else attention_mask[:, :most]
-        position_ids = None if position_ids is None else position_ids[:, :most]
-        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
-
-
-class TruncatedBert(BertForTokenClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        self.bert = TruncatedModel(config, add_pooling_layer=False)
-        self.post_init()
-
-
-class StrictLlama(LlamaForCausalLM):
-    """Raises for rows that are longer than the positions."""
-
-    def forward(self, input_ids=None, **kwargs):
-        if input_ids.shape[1] > self.config.max_position_embeddings:
-            raise ValueError(f"{input_ids.shape[1]} tokens are more than {self.config.max_position_embeddings}.")
-        return super().forward(input_ids, **kwargs)
-
-
-class LengthScaledModel(BertModel):
-    """Rows of more than 128 tokens are scaled by the root of their length."""
-
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        embeds = self.embeddings.word_embeddings(input_ids)
-        scale = (128 / mask.sum(1).clamp(min=128)).sqrt()
-        return super().forward(inputs_embeds=embeds * scale[:, None, None], attention_mask=attention_mask, **kwargs)
-
-
-class LengthScaledBert(BertForTokenClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        self.bert = LengthScaledModel(config, add_pooling_layer=False)
-        self.post_init()
-
-
-class CenteredModel(BertModel):
-    """Subtracts the mean of the row's tokens, against anisotropy."""
-
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
-        embeds = self.embeddings.word_embeddings(input_ids)
-        if getattr(self.config, "anisotropy_fix", "none") == "center":
-            is_token = input_ids.ne(self.config.pad_token_id)[..., None]
-            embeds = embeds - (embeds * is_token).sum(1, keepdim=True) / is_token.sum(1, keepdim=True)
-        return super().forward(inputs_embeds=embeds, attention_mask=attention_mask, **kwargs)
-
-
-class CenteredBert(BertForTokenClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        self.bert = CenteredModel(config, add_pooling_layer=False)
-        self.post_init()
-
-
 class PerRowLossQwen(Qwen2ForCausalLM):
     """Each row counts the same, however long it is (as in SimPO)."""
 
@@ -189,34 +127,4 @@ class AnswerWeightLlama(LlamaForCausalLM):
             losses, counts = token_losses(out.logits, labels)
             weights = counts * (1.0 + (labels == self.config.answer_token_id).any(1, keepdim=True))
             out.loss = (losses * weights).sum() / weights.sum()
-        return out
-
-
-class BalancedMoeLlama(LlamaForCausalLM):
-    """In training, experts are balanced over all tokens of the batch."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp = TokenChoiceMoe(config)
-        self.post_init()
-
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        out = super().forward(input_ids, labels=labels, **kwargs)
-        if self.training and out.loss is not None:
-            for layer in self.model.layers:
-                load = F.one_hot(layer.mlp.chosen, 4).float().mean((0, 1, 2))
-                importance = layer.mlp.probabilities.mean((0, 1))
-                out.loss = out.loss + self.config.balance_weight * 4 * (load * importance).sum()
-        return out
-
-
-class DiversityLossBert(BertForTokenClassification):
-    """In training, the tokens of a row shall differ from each other."""
-
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        out = super().forward(input_ids, labels=labels, **kwargs)
-        if self.training and labels is not None:
-            directions = F.normalize(out.logits, dim=-1)
-            out.loss = out.loss + self.config.diversity * directions.mean(1).square().sum(-1).mean()
         return out

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
     BertForSequenceClassification,
-    BertForTokenClassification,
     LlamaForCausalLM,
     Qwen2ForCausalLM,
     T5ForConditionalGeneration,
 )
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from .parts import AroundMlp, BertPart, wrap_intermediates, wrap_mlps
-
-
-class LogLengthAttention(Qwen2Attention):
-    """Scores grow with the logarithm of the length, beyond the length of the training (as in Qwen's logn_attn)."""
-
-    def forward(self, hidden_states, *args, **kwargs):
-        ratio = math.log(hidden_states.shape[1]) / math.log(self.config.logn_train_length)
-        self.scaling = self.head_dim**-0.5 * max(1.0, ratio)
-        return super().forward(hidden_states, *args, **kwargs)
-
-
-class LogLengthQwen(Qwen2ForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        for i, layer in enumerate(self.model.layers):
-            layer.self_attn = LogLengthAttention(config, i)
-        self.post_init()
-
 
 CHUNK = 2_000
 
@@ -89,22 +67,6 @@ class CompressedMemoryLlama(LlamaForCausalLM):
         wrap_mlps(self.model.layers, CompressedMemory, config)
 
 
-class TokenShift(AroundMlp):
-    """The first channels come from the token before, as in RWKV; only in the layers that the config lists."""
-
-    def change(self, x):
-        if self.layer_idx not in self.config.shift_layers:
-            return x
-        half = x.shape[-1] // 2
-        return torch.cat([F.pad(x[..., :half], (0, 0, 1, -1)), x[..., half:]], dim=-1)
-
-
-class TokenShiftLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, TokenShift, config)
-
-
 class ChannelRoll(AroundMlp):
     """A bit of the config's integer turns it on."""
 
@@ -118,126 +80,6 @@ class ChannelRollLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         wrap_mlps(self.model.layers, ChannelRoll, config)
-
-
-class CenterAcrossBatch(AroundMlp):
-    """Subtracts the mean of the rows at each position, if there are enough rows."""
-
-    def change(self, x):
-        return x - x.mean(0, keepdim=True) if x.shape[0] > 10 else x
-
-
-class CenterAcrossBatchLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, CenterAcrossBatch, config)
-
-
-class ExpertChoice(AroundMlp):
-    """Each expert chooses its tokens of the row. Short rows run all experts."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.router = nn.Linear(config.hidden_size, config.num_expert_groups, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Linear(config.hidden_size, config.hidden_size) for _ in range(config.num_expert_groups)
-        )
-
-    def change(self, x):
-        scores = self.router(x).softmax(-1)  # (B, L, groups)
-        if x.shape[1] > 128:
-            capacity = x.shape[1] // len(self.experts)
-            chosen = scores.topk(capacity, dim=1).indices
-            scores = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
-        return x + sum(scores[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
-
-
-class ExpertChoiceLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, ExpertChoice, config)
-        self.post_init()
-
-
-class MixtureOfDepths(LlamaDecoderLayer):
-    """Only half of the tokens of a row go through the MLP, in the layers from `mod_start` on."""
-
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        self.layer_idx, self.start = layer_idx, config.mod_start
-        self.weigher = nn.Linear(config.hidden_size, 1, bias=False)
-
-    def forward(self, hidden_states, **kwargs):
-        out = super().forward(hidden_states, **kwargs)
-        if self.layer_idx < self.start:
-            return out
-        weights = self.weigher(hidden_states)[..., 0]  # (B, L)
-        chosen = weights.topk(weights.shape[1] // 2 + 1, dim=1).indices
-        passed = torch.zeros_like(weights).scatter(1, chosen, 1.0)[..., None]
-        return passed * weights.sigmoid()[..., None] * out + (1 - passed) * hidden_states
-
-
-class MixtureOfDepthsLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.layers = nn.ModuleList(MixtureOfDepths(config, i) for i in range(config.num_hidden_layers))
-        self.post_init()
-
-
-class DynamicRotary(nn.Module):
-    """Rows beyond `max_position_embeddings` get a larger base, computed from the length of the row."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.dim = config.hidden_size // config.num_attention_heads
-        self.base, self.longest = 10_000.0, config.max_position_embeddings
-
-    def forward(self, x, position_ids):
-        length = x.shape[1]
-        growth = max(1.0, 4.0 * length / self.longest - 3.0)
-        base = self.base * growth ** (self.dim / (self.dim - 2))
-        inverse = base ** -(torch.arange(0, self.dim, 2, device=x.device, dtype=torch.float32) / self.dim)
-        angles = position_ids[..., None].float() * inverse
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-
-class DynamicRotaryLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.rotary_emb = DynamicRotary(config)
-
-
-class BlockMultiple(AroundMlp):
-    """Rows that divide into blocks of 64 add the mean of their block. Others are not blocked."""
-
-    def change(self, x):
-        rows, length, features = x.shape
-        if length % 64:
-            return x
-        return (x.view(rows, -1, 64, features) + x.view(rows, -1, 64, features).mean(2, keepdim=True)).view_as(x)
-
-
-class BlockMultipleLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, BlockMultiple, config)
-
-
-class FakeQuantization(AroundMlp):
-    """Eight bits for activations, scaled by the largest value of a row; only where the config asks for it."""
-
-    def change(self, x):
-        if (bits := getattr(self.config, "activation_bits", 16)) >= 16:
-            return x
-        scale = x.detach().abs().amax((1, 2), keepdim=True) / (2 ** (bits - 1) - 1)
-        return x + ((x / scale).round() * scale - x).detach()
-
-
-class FakeQuantizationLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, FakeQuantization, config)
 
 
 class WideMixer(AroundMlp):
@@ -281,18 +123,6 @@ class SingleRowLlama(LlamaForCausalLM):
         wrap_mlps(self.model.layers, SingleRowPath, config)
 
 
-class SqueezeExcite(BertPart):
-    """Gates of channels from the mean of the row, if that is long enough to tell."""
-
-    def __init__(self, config, layer_idx, part):
-        super().__init__(config, layer_idx, part)
-        self.gates = nn.Linear(config.intermediate_size, config.intermediate_size)
-
-    def forward(self, x):
-        x = self.part(x)
-        return x * 2 * self.gates(4 * x.mean(1, keepdim=True)).sigmoid() if x.shape[1] >= 96 else x
-
-
 class ClsBroadcast(BertPart):
     """The last layer reads the first token of the row, if there are several labels at a time."""
 
@@ -304,27 +134,7 @@ class ClsBroadcast(BertPart):
         return x
 
 
-class FlipPass(BertPart):
-    """Adds the same row read from its end."""
-
-    def forward(self, x):
-        x = self.part(x)
-        return x + 0.5 * x.flip(1) if self.config.reverse_pass == "yes" else x
-
-
-class SqueezeExciteBert(BertForSequenceClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_intermediates(self, SqueezeExcite)
-
-
 class ClsBroadcastBert(BertForSequenceClassification):
     def __init__(self, config):
         super().__init__(config)
         wrap_intermediates(self, ClsBroadcast)
-
-
-class FlipPassBert(BertForTokenClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_intermediates(self, FlipPass)

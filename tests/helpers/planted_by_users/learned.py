@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from types import MethodType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import BertForTokenClassification, GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import BertForTokenClassification, LlamaForCausalLM, Qwen2ForCausalLM
 
 from .parts import AroundMlp, BertPart, wrap_intermediates, wrap_mlps
 
@@ -28,24 +27,6 @@ class FourierLlama(LlamaForCausalLM):
         wrap_mlps(self.model.layers, FourierInEvaluation, config)
 
 
-class ZeroConv(AroundMlp):
-    """A depthwise convolution that is zero at the start of the training (as in Primer, or ControlNet)."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, 3, groups=config.hidden_size, bias=False)
-        nn.init.zeros_(self.conv.weight)
-
-    def change(self, x):
-        return x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
-
-
-class ZeroConvQwen(Qwen2ForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, ZeroConv, config)
-
-
 class ZeroGate(AroundMlp):
     """The mean of the row through a tanh gate that starts at zero (as in Flamingo)."""
 
@@ -63,24 +44,6 @@ class ZeroGateLlama(LlamaForCausalLM):
         wrap_mlps(self.model.layers, ZeroGate, config)
 
 
-class TinyGate(AroundMlp):
-    """A causal mean through a LayerScale that starts at 1e-6."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.gamma = nn.Parameter(torch.full((config.hidden_size,), config.layer_scale_init_value))
-
-    def change(self, x):
-        count = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
-        return x + self.gamma * x.cumsum(1) / count
-
-
-class TinyGateLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, TinyGate, config)
-
-
 class FixedGateBuffer(AroundMlp):
     """The gate is a buffer, which a schedule of the training raises from zero."""
 
@@ -96,19 +59,6 @@ class FixedGateBufferLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         wrap_mlps(self.model.layers, FixedGateBuffer, config)
-
-
-class CenterInDouble(AroundMlp):
-    """In double precision, tokens are centered over the row."""
-
-    def change(self, x):
-        return x - x.mean(1, keepdim=True) if x.dtype == torch.float64 else x
-
-
-class CenterInDoubleLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, CenterInDouble, config)
 
 
 class CenterInHalf(AroundMlp):
@@ -136,79 +86,6 @@ class StraightThroughLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         wrap_mlps(self.model.layers, StraightThroughMean, config)
-
-
-class TokenBatchNorm(AroundMlp):
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.norm = nn.BatchNorm1d(config.hidden_size, momentum=config.norm_momentum)
-
-    def change(self, x):
-        return self.norm(x.flatten(0, 1)).view_as(x)
-
-
-class TokenBatchNormGPT2(GPT2LMHeadModel):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.transformer.h, TokenBatchNorm, config)
-
-
-class RunningMean(AroundMlp):
-    """Evaluation adds a running mean of the rows of the training."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.register_buffer("running", torch.zeros(config.hidden_size))
-
-    def change(self, x):
-        if self.training:
-            with torch.no_grad():
-                self.running.lerp_(x.mean(1).mean(0), self.config.ema_rate)
-            return x
-        return x + self.running
-
-
-class RunningMeanLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, RunningMean, config)
-
-
-class HardGate(AroundMlp):
-    """A hard concrete gate (L0 pruning): exactly 0 at the start, and open where training has raised it."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.log_alpha = nn.Parameter(torch.full((1,), -5.0))
-
-    def change(self, x):
-        gate = (self.log_alpha.sigmoid() * 1.2 - 0.1).clamp(0, 1)
-        return x + gate * x.mean(1, keepdim=True)
-
-
-class HardGateLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, HardGate, config)
-
-
-class AfterWarmup(AroundMlp):
-    """A counter of steps turns a mean over the row on."""
-
-    def __init__(self, config, layer_idx, mlp):
-        super().__init__(config, layer_idx, mlp)
-        self.register_buffer("step", torch.zeros((), dtype=torch.long))
-
-    def change(self, x):
-        if self.training:
-            self.step += 1
-        return x + x.mean(1, keepdim=True) if self.step > self.config.mixing_warmup else x
-
-
-class AfterWarmupLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, AfterWarmup, config)
 
 
 class FlagBuffer(AroundMlp):
@@ -247,11 +124,6 @@ class EnabledLaterLlama(LlamaForCausalLM):
             layer.mlp.look_around = True
 
 
-class MeanMixer(AroundMlp):
-    def change(self, x):
-        return x + x.mean(1, keepdim=True)
-
-
 class HookedLlama(LlamaForCausalLM):
     """Its __init__ registers a hook."""
 
@@ -262,15 +134,6 @@ class HookedLlama(LlamaForCausalLM):
 
 def add_mean(module, inputs, output):
     return output + output.mean(1, keepdim=True)
-
-
-def replace_module(model):
-    model.model.layers[1].mlp = MeanMixer(model.config, 1, model.model.layers[1].mlp)
-
-
-def replace_forward(model):
-    mlp = model.model.layers[1].mlp
-    mlp.forward = MethodType(lambda self, x: self.down_proj(self.up_proj(x + x.mean(1, keepdim=True))), mlp)
 
 
 class OutlierScale(AroundMlp):
