@@ -20,7 +20,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(PYTEST) --dist worksteal -m "not sweep"
 
-# the same with the sweeps: random draws, products of options, Triton's interpreter
+# the same with a fixed quarter of the sweeps (random draws, products of options); `pytest --whole-sweeps` runs all
 test-all: $(VENV)/.dev
 	$(PYTEST) --dist worksteal
 
@@ -40,10 +40,10 @@ types: $(VENV)/.dev
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/cpu_attention.py
 
-# dist/*.whl, and the README's code in an environment that has nothing else
+# dist/*.whl, and the README's code in an environment that has what it needs and nothing else
 wheel: $(VENV)/.dev
 	rm -rf dist && $(BIN)/python -m build --outdir dist
-	$(PYTHON) tools/try_wheel.py dist/*.whl --torch $(TORCH)
+	$(BIN)/python tools/try_wheel.py dist/*.whl
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[demo]'

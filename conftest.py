@@ -80,6 +80,7 @@ pytest_collect_file = (pages + docstrings).pytest()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--expect", action="append", default=[], metavar="NAME==VERSION", help="what must be installed")
+    parser.addoption("--whole-sweeps", action="store_true", help="all cases of sweeps, not a fixed quarter of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:

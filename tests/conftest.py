@@ -11,6 +11,7 @@ import pytest
 import torch
 from interpreter import make_faster
 from seeds import seed
+from sweeps import not_drawn
 from torch.utils._device import _device_constructors
 
 # torch keeps a list of the functions that `torch.device("meta")` applies to, made at its first use. A fixture below
@@ -119,7 +120,11 @@ def uninitialized_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.ones(1).new_empty(1).isnan()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--whole-sweeps") and not any("::" in argument for argument in config.args):
+        left_out = not_drawn([item for item in items if "sweep" in item.keywords])
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     for item in items:

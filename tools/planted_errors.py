@@ -594,8 +594,8 @@ ERRORS = [
     Error(
         "the outputs of the source are padded as the target",
         "hf/pack/encoder_decoder.py",
-        "packing = sides.source if name in OF_SOURCE else sides.target",
-        "packing = sides.target",
+        "pad_outputs(out, self.sides.source, None",
+        "pad_outputs(out, self.sides.target, None",
         "hugging_face/test_hf_encoder_decoder.py",
     ),
     # distributed

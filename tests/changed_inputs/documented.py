@@ -79,12 +79,10 @@ EXCEPTIONS = [
 ]
 
 
-def documented(combination: Combination, stage: str, message: str) -> int:
-    for at, known in enumerate(EXCEPTIONS):
-        if (
-            re.search(known.combinations, combination.label)
-            and known.stage in ("", stage)
-            and re.search(known.message, message)
-        ):
-            return at
-    return -1
+def documented(combination: Combination, stage: str, message: str) -> bool:
+    return any(
+        re.search(known.combinations, combination.label)
+        and known.stage in ("", stage)
+        and re.search(known.message, message)
+        for known in EXCEPTIONS
+    )

@@ -143,29 +143,21 @@ def _second(grads: dict[str, Tensor]) -> Tensor:
 # ---- what the oracle gives
 
 
-def truth(combination: Combination, lengths: Both, variant: int = 0) -> Results:
-    change = combination.change if combination.change.target not in NO_VALUES else Change()
-    return _truth(
-        combination.of.meaning, combination.of.name, combination.origin, change, combination.batch, lengths,
-        combination.residual, combination.how.through == "double", variant, combination,
-    )  # fmt: skip
-
-
 _known: dict[Any, Results] = {}
 
 
-def _truth(meaning: str, name: str, *more: Any) -> Results:
-    *key, combination = more
-    at = (meaning, *key)
-    if at not in _known:
-        _known[at] = _compute_truth(combination, *key)
-    return _known[at]
+def truth(combination: Combination, lengths: Both, variant: int = 0) -> Results:
+    """Equal programs share it: those of one meaning, whatever the entry, the mode and the backend."""
+    change = combination.change if combination.change.target not in NO_VALUES else Change()
+    of_program = combination.of.meaning, combination.origin, change, combination.batch, combination.residual
+    key = *of_program, combination.how.through == "double", lengths, variant
+    if key not in _known:
+        _known[key] = _compute_truth(combination, change, lengths, variant)
+    return _known[key]
 
 
-def _compute_truth(
-    combination: Combination, origin: str, change: Change, batch: Both, lengths: Both, residual: bool, double: bool,
-    variant: int,
-) -> Results:  # fmt: skip
+def _compute_truth(combination: Combination, change: Change, lengths: Both, variant: int) -> Results:
+    double = combination.how.through == "double"
     entry = combination.of
     leaves = {
         name: draw(f"{name}{variant}", shape).requires_grad_() for name, shape in leaf_shapes(combination).items()
@@ -178,7 +170,7 @@ def _compute_truth(
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # which can be differentiated twice
         outs = entry.truth(rows, lengths, parameters)
     first = next(iter(rows))
-    if residual:
+    if combination.residual:
         outs["out"] = outs["out"] + rows[first]
     named = {**rows, **outs}
     if change.target:
@@ -593,10 +585,9 @@ class Verdict:
 
     kind: str
     what: str = ""
-    exception: int = -1
 
 
-def judge(combination: Combination, documented: Callable[[Combination, str, str], int]) -> Verdict:
+def judge(combination: Combination, documented: Callable[[Combination, str, str], bool]) -> Verdict:
     differences = []
     for lengths in combination.right_lengths:
         ours = attempt(combination, "ours", lengths)
@@ -624,9 +615,8 @@ def judge(combination: Combination, documented: Callable[[Combination, str, str]
             return Verdict("as stock", message)
     if not isinstance(error, ALLOWED) or not str(error):
         return Verdict("wrong", f"bare {message}")
-    at = documented(combination, ours.stage, f"{type(error).__name__}: {error}")
-    if at >= 0:
-        return Verdict("documented", message, at)
+    if documented(combination, ours.stage, f"{type(error).__name__}: {error}"):
+        return Verdict("documented", message)
     places = sorted({x.stage for x in stocks if x.error is not None})
     return Verdict("wrong", f"{message} ({f'stock raises later, at {places}' if places else 'stock does not raise'})")
 

@@ -4,8 +4,7 @@ A combination is an entry, where its inputs come from, what is changed in place,
 is run three times: by the oracle in float64 on functions without side effects, by this package, and, where this package
 raises, by the same program of stock operations. It may raise where stock raises, or where `documented.py` says so.
 
-`cd tests && PYTHONPATH=helpers python -m changed_inputs` runs all of them and prints what they gave. `--only REGEX`
-selects them by name.
+`pytest --whole-sweeps tests/changed_inputs` runs all of them. `-k` selects groups by name.
 """
 
 from __future__ import annotations

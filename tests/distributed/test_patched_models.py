@@ -29,11 +29,11 @@ LENGTHS = [23, 1, 5, 12, 40]
 
 
 def bert(kind, **more):
-    return lambda: kind(BertConfig(**SMALL, **NO_DROPOUT, **more))
+    return lambda: kind(BertConfig(**{**SMALL, **NO_DROPOUT, **more}))
 
 
 def decoder(kind, config, **more):
-    return lambda: kind(config(**DECODER, **more))
+    return lambda: kind(config(**{**DECODER, **more}))
 
 
 MODELS = {
@@ -50,11 +50,15 @@ MODELS = {
     "mistral": decoder(MistralForCausalLM, MistralConfig, sliding_window=7),
     "qwen3": decoder(Qwen3ForCausalLM, Qwen3Config, head_dim=8),
 }
+ONE_LAYER = {  # they compile faster
+    "llama, one layer": decoder(LlamaForCausalLM, LlamaConfig, num_hidden_layers=1),
+    "bert masked, one layer": bert(BertForMaskedLM, num_hidden_layers=1),
+}
 
 
 def make(name):
     torch.manual_seed(3)
-    return MODELS[name]().double()
+    return (MODELS | ONE_LAYER)[name]().double()
 
 
 def batch_of(name, lengths=LENGTHS):

@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
     def add(self, function, args, kwargs, out):
         """Record a step. Its new tensors belong to the graphs."""
         given = {_key(x) for x in leaves((args, kwargs))}
-        arguments = pytree.tree_map_only(torch.Tensor, self._refer, (args, kwargs))
+        arguments = _map(lambda x: self._refer(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         new = [x.detach() if _key(x) not in given else None for x in leaves(out)]
         self.memory.update({_key(x): x.untyped_storage() for x in new if x is not None})
         self.steps.append((function, arguments, new))
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
     @torch.no_grad()
     def replay(self):
         for function, arguments, new in self.steps:
-            args, kwargs = pytree.tree_map(lambda x: x.get() if isinstance(x, Outside) else x, arguments)
+            args, kwargs = _map(lambda x: x.get() if isinstance(x, Outside) else x, arguments)
             for target, x in zip(new, leaves(function(*args, **kwargs)), strict=True):
                 if target is not None:
                     target.copy_(x)
@@ -93,6 +93,15 @@ class Recorder(TorchDispatchMode):
 
 def _key(x):
     return x.untyped_storage()._cdata
+
+
+def _map(function, arguments):
+    """As `pytree.tree_map`, for the arguments of an operator, and several times as fast."""
+    if type(arguments) in (tuple, list):
+        return type(arguments)([_map(function, x) for x in arguments])
+    if type(arguments) is dict:
+        return {name: _map(function, x) for name, x in arguments.items()}
+    return function(arguments)
 
 
 class FakeDevice(graph_device.Device):
@@ -193,6 +202,8 @@ def cuda_graphs(monkeypatch):
 
 
 def leaves(outputs):
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
     return [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
 
 

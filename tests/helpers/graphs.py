@@ -22,13 +22,13 @@ class CountsAttention:
         return aot_eager(graph, inputs)
 
 
-def with_two_layers(model):
-    """The first two layers of a Hugging Face model. Each part of an encoder-decoder has two."""
+def with_layers(model, count=2):
+    """The first layers of a Hugging Face model. Each part of an encoder-decoder has as many."""
     config = copy.deepcopy(model.config)
     of_decoders = ("num_decoder_layers", "encoder_layers", "decoder_layers")
     for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", *of_decoders):
         if name in vars(config):
-            setattr(config, name, 2)
+            setattr(config, name, count)
     smaller = type(model)(config).to(model.dtype).train(model.training)
     state = model.state_dict()
     smaller.load_state_dict({name: state[name] for name in smaller.state_dict()})

@@ -1,8 +1,14 @@
-"""Products of parameters, of which ``make test`` runs a selection and ``make test-all`` everything."""
+"""Products of parameters, of which ``make test`` runs a selection and ``make test-all`` more.
+
+``make test-all`` runs 1,373 of the 4,425 cases that are marked ``sweep``: of each test a quarter, at least one, always
+the same ones; and all of a test that is marked ``sweep(whole=True)``. With ``--whole-sweeps``, or for a test that is
+named by ``file::test``, all of them run.
+"""
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -99,3 +105,17 @@ def pairwise(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
 def sweep_product(names: str, *axes, strength: int = 1):
     """Parametrize a test with all combinations of the values of `axes`."""
     return sweep(names, itertools.product(*axes), strength)
+
+
+def not_drawn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """The cases of sweeps that are left out, by the hash of their names."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep").kwargs.get("whole"):
+            continue
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for cases in tests.values():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        left_out |= {*cases[-(-len(cases) // 4) :]}
+    return left_out

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from graphs import CountsAttention, with_two_layers
+from graphs import CountsAttention, with_layers
 from sweeps import sweep_except
 from transformers import AutoModel, DebertaV2Config, DebertaV2Model, T5Config, T5EncoderModel
 
@@ -104,12 +104,12 @@ def test_packed_is_as_each_sequence_alone(model_type):
 
 
 @pytest.mark.parametrize(
-    "model_type", sweep_except(["bloom", "deberta", "deberta-v2", "mpnet", "mpt", "t5"], "bloom", "deberta-v2", "t5")
+    "model_type", sweep_except(["bloom", "deberta", "deberta-v2", "mpnet", "mpt", "t5"], "deberta-v2")
 )
 def test_compiled_layers_are_one_graph(model_type, fresh_compiler, monkeypatch):
     for name in ("_cached_tensors", "_made_on"):  # as in a new process
         monkeypatch.setattr(attention_code, name, type(getattr(attention_code, name))())
-    model, backend = with_two_layers(make(model_type)), CountsAttention()
+    model, backend = with_layers(make(model_type)), CountsAttention()
     with nta.patch(model, on_fallback="raise", logits="padded") as handle:
         compiled = torch.compile(model, backend=backend, dynamic=True)
         for lengths in (LENGTHS, (3, 12, 5, 2, 8), (20, 6)):

@@ -1,18 +1,40 @@
 """Models as users write them: those that mix sequences are refused or right, and the others are packed and right."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
 import torch
 from planted_by_users import RANDOM, RIGHT, RIGHT_BUT_REFUSED, RIGHT_IN_EVALUATION, WRONG
 from sweeps import sweep_except
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 import nt_attention as nta
 from nt_attention.patch import NotPackedWarning
 
 MODES = ("training", "evaluation", "without gradients")
 PER_ROW = ("row", "rows")
+BY_HAND = "packed_by_hand"
+OFFSETS = []  # of the row that is packed by hand
+
+
+def attend_by_hand(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+    """(1, heads, T, D): each sequence by itself, by the offsets above."""
+    parts = []
+    for start, stop in itertools.pairwise(OFFSETS):
+        q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        if module.is_causal:
+            visible = visible.tril().triu(1 - (sliding_window or stop))
+        parts.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True))
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register(BY_HAND, attend_by_hand)
+AttentionMaskInterface.register(BY_HAND, lambda *args, **kwargs: None)
 
 
 def run(model, batch, mode):
@@ -56,15 +78,46 @@ def error(values, expected):
     return max(float((values[name] - x).abs().max()) for name, x in expected.items()) / largest
 
 
-def compare(results, expected):
+def compare(results, expected, skipped=()):
     """Errors of each value and of all gradients together, by mode."""
     errors = {}
     for mode, (values, gradients) in expected.items():
-        for name in values:
+        for name in values.keys() - set(skipped):
             errors[f"{name}, {mode}"] = error({name: results[mode][0][name]}, {name: values[name]})
-        if gradients:
+        if gradients and "gradients" not in skipped:
             errors[f"gradients, {mode}"] = error(results[mode][1], gradients)
     return errors
+
+
+def pack_by_hand(batch, labels):
+    """One row of all tokens. The first label of each sequence is not predicted."""
+    mask = batch["attention_mask"].bool()
+    lengths = mask.sum(1).tolist()
+    OFFSETS[:] = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    row = {
+        "input_ids": batch["input_ids"][mask][None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "attention_mask": torch.ones(1, sum(lengths), dtype=torch.long),
+    }
+    if "token_type_ids" in batch:
+        row["token_type_ids"] = batch["token_type_ids"][mask][None]
+    if labels in PER_ROW:
+        row["labels"] = batch["labels"][:1]
+    else:
+        row["labels"] = batch["labels"][mask][None].clone()
+        if labels == "next":
+            row["labels"][0, OFFSETS[:-1]] = -100
+    return row
+
+
+def errors_by_hand(planted):
+    """Errors of one row that is packed by hand, without this library, against the padded batch."""
+    model, batch = planted.build(), planted.batch()
+    padded = in_all_modes(copy.deepcopy(model), batch, planted.labels)
+    model.set_attn_implementation(BY_HAND)
+    row = pack_by_hand(batch, planted.labels)
+    packed = in_all_modes(model, row, planted.labels)
+    return compare(packed, padded, ("logits", "loss", "gradients") if planted.labels in PER_ROW else ())
 
 
 def patched(model):
@@ -87,6 +140,26 @@ def errors_of_patch(planted):
         warnings.simplefilter("ignore", NotPackedWarning)
         after = in_all_modes(model, batch, planted.labels)
     return compare(after, before), handle
+
+
+def seen_by_hand(cases):
+    return pytest.mark.parametrize("name", [name for name, planted in cases.items() if planted.seen_by_hand])
+
+
+@pytest.mark.sweep  # of the models above, without this library
+@seen_by_hand(WRONG)
+def test_wrong_models_are_wrong_by_hand(name):
+    if WRONG[name].raises_by_hand:
+        with pytest.raises(ValueError, match=r"590 tokens|target batch_size \(590\)"):
+            errors_by_hand(WRONG[name])
+    else:
+        assert max(errors_by_hand(WRONG[name]).values()) > 5 * WRONG[name].tolerance
+
+
+@pytest.mark.sweep
+@seen_by_hand(RIGHT)
+def test_right_models_are_right_by_hand(name):
+    assert max(errors_by_hand(RIGHT[name]).values()) < RIGHT[name].tolerance
 
 
 @pytest.mark.parametrize("name", sweep_except(WRONG, "late_window", "sorted", "flag_buffer", "answer_weight", "half"))

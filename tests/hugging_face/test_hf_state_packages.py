@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from sweeps import sweep_except
 
 transformers = pytest.importorskip("transformers")
 if Version(transformers.__version__) < Version("5.23"):
@@ -154,8 +155,9 @@ def run(directory: Path, files: dict[str, str], *models: tuple[str, str]) -> dic
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_state_models_are_packed_with_their_packages(tmp_path: Path) -> None:
-    assert run(tmp_path, FILES, *MODELS) == {model_type: "packed" for model_type, _ in MODELS}
+@pytest.mark.parametrize("models", sweep_except([MODELS, [MODELS[0], MODELS[-1]]], [MODELS[0], MODELS[-1]]))
+def test_state_models_are_packed_with_their_packages(tmp_path: Path, models: list[tuple[str, str]]) -> None:
+    assert run(tmp_path, FILES, *models) == {model_type: "packed" for model_type, _ in models}
 
 
 def test_state_models_name_the_missing_package(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from calls import PassThrough
 from layouts import nested
+from sweeps import covering, sweep_except
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -586,8 +587,7 @@ class TestBackends:
         leaf = x.clone().requires_grad_()
         torch.testing.assert_close(torch.func.grad(loss)(x), torch.autograd.grad(loss(leaf), leaf)[0])
 
-    @both_dtypes
-    @pytest.mark.parametrize("fullgraph", [False, True], ids=["with-breaks", "fullgraph"])
+    @covering({"dtype": [INT32, INT64], "fullgraph": [False, True]})
     def test_layout_in_a_compiled_function(self, dtype, fullgraph, fresh_compiler):
         layout, x = bounded(offsets(dtype)), randn(MAX_TOKENS, 2, 16)
 
@@ -608,7 +608,7 @@ class TestBackends:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x, given), attend(bounded(given), x=x, is_causal=True).sin())
 
-    @both_dtypes
+    @pytest.mark.parametrize("dtype", sweep_except([INT32, INT64], INT32), ids=str)
     def test_compiled_forward_and_backward(self, dtype, fresh_compiler):
         """On a GPU, `from_offsets` with both bounds makes such a layout in a graph. The lengths may change."""
         given, x = offsets(dtype), randn(MAX_TOKENS, 2, 16, requires_grad=True)
@@ -657,25 +657,14 @@ class TestBackends:
         with pytest.raises(Exception, match="needs a backend by name"):
             compiled(x, "auto")
 
-    def test_module_with_a_bounded_layout(self):
-        module = nta.VarlenMultiheadAttention(32, 2, batch_first=True, device=DEVICE)
-        x = randn(MAX_TOKENS, 32)
-        exact = exact_layout()
-        with nta.use_backend("token_tiled"):
-            got, _ = module(x, x, x, layout=bounded(), need_weights=False)
-            want, _ = module(x, x, x, layout=exact, need_weights=False)
-        torch.testing.assert_close(got[:TOKENS], want[:TOKENS])
-
-    def test_module_with_added_keys(self):
-        module = nta.VarlenMultiheadAttention(
-            32, 2, batch_first=True, device=DEVICE, add_bias_kv=True, add_zero_attn=True
-        )
-        torch.nn.init.normal_(module.bias_k)
-        torch.nn.init.normal_(module.bias_v)
+    @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=["plain", "added keys"])
+    def test_module_with_a_bounded_layout(self, options):
+        module = nta.VarlenMultiheadAttention(32, 2, batch_first=True, device=DEVICE, **options)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
         x = randn(MAX_TOKENS, 32)
         with nta.use_backend("token_tiled"):
-            got, _ = module(x, x, x, layout=bounded(), need_weights=False)
-            want, _ = module(x, x, x, layout=exact_layout(), need_weights=False)
+            got, want = (module(x, x, x, layout=y, need_weights=False)[0] for y in (bounded(), exact_layout()))
         torch.testing.assert_close(got[:TOKENS], want[:TOKENS])
 
     def test_weights_need_the_lengths(self):
@@ -684,10 +673,14 @@ class TestBackends:
             with nta.use_backend("token_tiled"), pytest.raises(LengthsUnknownError, match="need the lengths"):
                 module(x, x, x, layout=bounded(), **more)
 
-    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-    @pytest.mark.parametrize("more", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"rotary": nta.Rotary()}])
-    @pytest.mark.parametrize("side", ["both", "keys"])
-    def test_module_with_invalid_offsets(self, side, more, compiled, fresh_compiler):
+    @covering(
+        {
+            "more": [{"rotary": nta.Rotary()}, {"add_bias_kv": True}, {"add_zero_attn": True}, {}],
+            "side": ["both", "keys"],
+            "compiled": [True, False, False, True],
+        }
+    )
+    def test_module_with_invalid_offsets(self, more, side, compiled, fresh_compiler):
         """All outputs are NaN, and no index is out of range. Added keys do not make the offsets valid."""
         module = nta.VarlenMultiheadAttention(32, 2, batch_first=True, device=DEVICE, backend="token_tiled", **more)
         attend = torch.compile(module, backend="aot_eager") if compiled else module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from transformer_layers import (
     IGNORED_WARNINGS,
     LENGTH,
     MODES,
-    causal,
     close,
     double,
     in_mode,
@@ -71,32 +69,6 @@ def test_device_and_dtype_arguments():
     assert with_random_parameters(module)(x, x, x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("inputs", ["self", "encoder-decoder", "generic"])
-@pytest.mark.parametrize("average", [True, False], ids=["averaged", "per-head"])
-@pytest.mark.parametrize("masks", ["none", "padding", "mask", "both"])
-def test_fast_path_switch_changes_nothing(masks, average, inputs):
-    _, ours = pair(batch_first=True)
-    ours.eval()
-    query, key, value = (double(BATCH, LENGTH, EMBED) for _ in range(3))
-    key, value = {"self": (query, query), "encoder-decoder": (key, key), "generic": (key, value)}[inputs]
-    hidden = padding([5, 2, 4], LENGTH)
-    arguments = {"average_attn_weights": average}
-    if masks in ("padding", "both"):
-        arguments["key_padding_mask"] = hidden
-    if masks in ("mask", "both"):
-        arguments["attn_mask"] = causal(LENGTH)
-    slow = ours(query, key, value, **arguments)
-    with torch.no_grad():
-        fast = ours(query, key, value, **arguments)
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            off = ours(query, key, value, **arguments)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
-    close(off, slow)
-    close(fast, slow)
-
-
 @BATCH_FIRST
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 def test_outputs_are_contiguous_where_those_of_nn_multihead_attention_are(masked, batch_first):
@@ -142,20 +114,3 @@ def test_is_causal_without_attn_mask_raises_where_weights_are_asked_for(training
     module = nta.VarlenMultiheadAttention(8, 4, batch_first=True, dtype=torch.float64).train(training)
     with torch.set_grad_enabled(training), pytest.raises(RuntimeError):
         module(x, x, x, key_padding_mask=mask, is_causal=True, **arguments)
-
-
-@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no-weights"])
-@pytest.mark.parametrize("kind", ["plain", "padding", "mask"])
-def test_dense_autocast_gives_what_nn_multihead_attention_gives(kind, need_weights):
-    torch.manual_seed(3)
-    stock = nn.MultiheadAttention(12, 3, batch_first=True)
-    ours = nta.VarlenMultiheadAttention.from_torch(stock)
-    x = torch.randn(2, 5, 12)
-    arguments: dict[str, Any] = {
-        "plain": {},
-        "padding": {"key_padding_mask": (torch.arange(5) > 2).expand(2, 5)},
-        "mask": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)},
-    }[kind]
-    with torch.autocast("cpu", torch.bfloat16):
-        got, want = (m(x, x.clone(), x, need_weights=need_weights, **arguments) for m in (ours, stock))
-    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)

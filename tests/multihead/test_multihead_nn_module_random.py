@@ -396,23 +396,6 @@ def test_random_configurations_cover_all_options():
     assert not rare
 
 
-def test_attention_weights_sum_to_one_where_a_key_is_visible():
-    for number in range(0, CONFIGURATIONS, 7):
-        c = dataclasses.replace(Configuration.draw(number), need_weights=True, average=False)
-        if c.causal == "alone":
-            continue
-        with MODES[c.mode]():
-            problem = Problem(c)
-            _, weights = problem.call(modules(c)[1])
-        mask = problem.merged_mask()
-        mask = mask.squeeze(0) if c.batch is None else mask
-        sighted = ~(mask == -torch.inf).all(-1)
-        assert weights is not None
-        assert (weights >= 0).all(), c
-        assert not weights[mask == -torch.inf].any(), c
-        torch.testing.assert_close(weights.sum(-1), sighted.double(), msg=lambda text, c=c: f"{c}: {text}")
-
-
 def test_float_mask_of_the_lowest_finite_number_hides_no_key():
     torch.manual_seed(3)
     stock, ours = modules(dataclasses.replace(Configuration.draw(0), embed=6, heads=3, options={"batch_first": True}))

@@ -142,33 +142,3 @@ def test_pickle_of_a_module_with_scaled_rotary(scaling):
     module = nta.VarlenMultiheadAttention(EMBED, HEADS, rotary=Rotary(dims=6, scaling=scaling))
     x = torch.randn(7, EMBED)
     assert torch.equal(pickle.loads(pickle.dumps(module))([x], [x], [x])[0][0], module([x], [x], [x])[0][0])
-
-
-CONSTRUCTOR_OPTIONS = [
-    {},
-    {"bias": False},
-    {"add_bias_kv": True},
-    {"add_zero_attn": True},
-    {"add_bias_kv": True, "add_zero_attn": True, "bias": False},
-    {"kdim": 22, "vdim": 26},
-    {"kdim": 22, "vdim": 26, "add_bias_kv": True, "bias": False},
-]
-
-
-def same_seed_pair(dtype=torch.float64, **options):
-    """The stock module and ours, each made under the same seed."""
-    made = []
-    for kind in (nn.MultiheadAttention, nta.VarlenMultiheadAttention):
-        torch.manual_seed(3)
-        made.append(kind(EMBED, HEADS, batch_first=True, dtype=dtype, **options))
-    return made
-
-
-@pytest.mark.parametrize("options", CONSTRUCTOR_OPTIONS, ids=lambda o: "+".join(o) or "default")
-def test_same_parameters_and_initial_values_as_nn_multihead_attention(options):
-    stock, ours = same_seed_pair(**options)
-    assert list(stock.state_dict()) == list(ours.state_dict())
-    for (name, a), (_, b) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
-    stock.load_state_dict(ours.state_dict())
-    ours.load_state_dict(stock.state_dict())

@@ -105,17 +105,3 @@ def test_parametrizations_in_encoder_layers_and_their_removal(how):
     parametrize.remove_parametrizations(ours.self_attn, "in_proj_weight")
     assert type(ours.self_attn) is VarlenMultiheadAttention
     close(ours(x), want)
-
-
-@pytest.mark.parametrize("how", ["twice", "twice-out", "low-rank", "weight-norm", "prune", "prune-bias"])
-def test_from_torch_of_a_parametrized_module_works_or_is_refused(how):
-    """It must not have parameters of its own without values."""
-    stock, _ = pair(batch_first=True)
-    PARAMETER_CHANGES[how](stock)
-    try:
-        ours = VarlenMultiheadAttention.from_torch(stock)
-    except (ValueError, TypeError, NotImplementedError):
-        return
-    assert not any(p.is_meta for p in ours.parameters())
-    x = double(BATCH, LENGTH, EMBED)
-    close(ours(x, x, x), stock(x, x, x))

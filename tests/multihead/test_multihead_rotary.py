@@ -150,14 +150,6 @@ def test_rotary_positions_start_at_0_in_each_sequence(need_weights):
         torch.testing.assert_close(x, y, **CLOSE)
 
 
-def test_order_matters_with_rotary_only():
-    attention = make_module()
-    x = torch.randn(11, EMBED, dtype=torch.float64)
-    for rotary, differs in ((attention, True), (make_module(rotary=None), False)):
-        out, back = (rotary([y], [y], [y])[0][0] for y in (x, x.flip(0)))
-        assert bool((out - back.flip(0)).abs().max() > 1e-3) == differs
-
-
 def test_rotary_positions_of_queries_and_keys_in_cross_attention():
     attention = make_module()
     queries, keys = (
@@ -226,25 +218,6 @@ def test_rotary_tables_of_a_layout_with_rows_past_its_end():
         out, _ = attention(rows, rows, rows, layout=layout)
         parts = list(rows[:10].split([3, 7]))
         torch.testing.assert_close(out[:10], torch.cat(attention(parts, parts, parts)[0]), **CLOSE)
-
-
-def test_rotary_adds_no_parameters_or_buffers():
-    assert make_module().state_dict().keys() == make_module(rotary=None).state_dict().keys()
-    assert not list(make_module().buffers())
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_rotary_in_narrow_modules(dtype, tolerance, need_weights):
-    wide, narrow = make_module(qk_norm="rms"), make_module(qk_norm="rms", dtype=dtype)
-    narrow.load_state_dict(wide.state_dict())
-    wide.load_state_dict(narrow.state_dict())
-    parts = [torch.randn(n, EMBED, dtype=dtype) for n in LENGTHS]
-    got = torch.cat(narrow(parts, parts, parts, is_causal=True, need_weights=need_weights)[0])
-    assert got.dtype == dtype
-    parts = [x.double() for x in parts]
-    want = torch.cat(wide(parts, parts, parts, is_causal=True)[0])
-    assert (got.double() - want).norm() < tolerance * want.norm()
 
 
 @pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")

@@ -94,31 +94,6 @@ def test_rotate_in_narrow_dtypes(rotary, dtype, tolerance):
         assert torch.equal(got, wide.to(dtype))
 
 
-@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
-def test_rotated_scores_depend_on_distances_alone(rotary):
-    q, k = random_heads(1, 7), random_heads(1, 11)
-    rotation = rotary.of_head_dim(HEAD_DIM)
-
-    def scores(shift: int, key_shift: int) -> Tensor:
-        places, key_places = (torch.arange(n).unsqueeze(0) + by for n, by in ((7, shift), (11, key_shift)))
-        return torch.einsum("blhd,bshd->bhls", rotation.rotate(q, places), rotation.rotate(k, key_places))
-
-    for shift in (1, 13, 1009):
-        torch.testing.assert_close(scores(shift, shift), scores(0, 0), **CLOSE)
-    assert (scores(1, 0) - scores(0, 0)).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
-def test_rotate_keeps_norms_position_zero_and_the_other_dims(rotary):
-    x = random_heads(1, 17)
-    got = rotary.of_head_dim(HEAD_DIM).rotate(x, torch.arange(17).unsqueeze(0))
-    dims = rotary.dims or HEAD_DIM
-    assert torch.equal(got[:, 0], x[:, 0])
-    assert torch.equal(got[..., dims:], x[..., dims:])
-    torch.testing.assert_close(got.norm(dim=-1), x.norm(dim=-1), **CLOSE)
-    assert (got[:, 1:, :, :dims] != x[:, 1:, :, :dims]).all()
-
-
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("factor", [1.0, 1.3])
 def test_scaling_function(interleaved, factor):

@@ -126,17 +126,6 @@ def test_nested_tensors_after_a_change_raise_an_error(change):
         model(x)
 
 
-@pytest.mark.parametrize("change", [replace_linear, replace_norm], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("kind", ["encoder", "decoder", "layer"])
-def test_subclass_with_a_forward_of_its_own_is_not_packed(kind, change):
-    model, x = STACKS[kind](), torch.randn(2, LENGTH, E, dtype=torch.float64)
-    change(layers_of(model))
-    want = call(model, x)
-    handle = nta.patch(model)
-    assert any("Mixing" in reason for reason in handle.left.values())
-    torch.testing.assert_close(call(model, x)[~PADDING], want[~PADDING])
-
-
 def test_changes_that_keep_tokens_apart_stay_packed():
     model, x = STACKS["encoder"](), torch.randn(2, LENGTH, E, dtype=torch.float64)
     handle = nta.patch(model, on_fallback="raise")

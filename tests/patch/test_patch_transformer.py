@@ -1,6 +1,5 @@
 """patch on nn.Transformer and nn.TransformerDecoder: how an encoder and a decoder work together."""
 
-import copy
 import functools
 import random
 
@@ -315,24 +314,6 @@ def test_encoder_that_is_replaced_after_the_patch_is_called():
     model.encoder.forward = lambda src, **options: torch.zeros_like(src)
     out = run(model, source, target, **masks())
     close(out, run(model, source + 1, target, **masks()))
-
-
-def test_data_parallel_replica_runs_its_own_parameters():
-    model, (source, target) = make(), draw()
-    scaled = copy.deepcopy(model)
-    for parameter in scaled.parameters():
-        parameter.data *= 1.5
-    want = run(scaled, source, target, **masks())[~PADDING]
-    handle = nta.patch(model, on_fallback="raise")
-    modules = list(model.modules())  # what torch.nn.parallel.replicate does, which wants a GPU
-    replicas = {id(module): module._replicate_for_data_parallel() for module in modules}
-    for module in modules:
-        replica = replicas[id(module)]
-        replica._modules.update({name: replicas[id(child)] for name, child in module.named_children()})
-        for name, parameter in module._parameters.items():
-            setattr(replica, name, None if parameter is None else parameter.detach() * 1.5)
-    close(run(replicas[id(model)], source, target, **masks())[~PADDING], want)
-    assert handle.calls == {None: 1}
 
 
 @pytest.mark.sweep

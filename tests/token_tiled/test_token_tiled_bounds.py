@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from oracle import assert_same
 from sweeps import covering, pairwise
 from token_tiled_cases import DEVICE, GPU, IGNORED_WARNINGS, TOLERANCE, bits, exact, random_inputs
 
@@ -81,14 +82,6 @@ def solve(tensors, grads, layout, key_layout=None, sinks=None, biases=None, **op
     return {"out": out.detach(), "lse": lse.detach()} | {f"d {n}": g for n, g in zip(leaves, grads, strict=True)}
 
 
-def assert_close(got, want, tolerance):
-    assert got.keys() == want.keys()
-    for name in want:
-        torch.testing.assert_close(
-            got[name], want[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 def assert_as_known(layout, key_layout, lengths, key_lengths, inputs=None, more=None, **options):
     """The results are those of the reference with known lengths. `more` are the sizes of `tensors_of`."""
     tensors, grads = inputs or tensors_of(layout, key_layout, **(more or {}))
@@ -97,7 +90,7 @@ def assert_as_known(layout, key_layout, lengths, key_lengths, inputs=None, more=
         options.pop(name, None)
     keys = None if key_lengths is None else known(key_lengths)
     want = solve(tensors, grads, known(lengths), keys, backend="reference", **options)
-    assert_close(got, want, 2 * TOLERANCE[tensors[0].dtype])
+    assert_same(got, want, 2 * TOLERANCE[tensors[0].dtype])
     return got
 
 
@@ -229,7 +222,7 @@ def test_dropout_drops_the_same_weights_as_with_known_lengths(which):
     for one in (layout, known(lengths)):
         torch.manual_seed(3)
         found.append(solve(tensors, grads, one, dropout_p=0.3, backend="token_tiled"))
-    assert_close(*found, TOLERANCE[torch.float32])
+    assert_same(*found, TOLERANCE[torch.float32])
     assert not torch.allclose(found[0]["out"], solve(tensors, grads, layout, backend="token_tiled")["out"])
 
 

@@ -114,7 +114,11 @@ def main() -> int:
     status = 0
     if not options.render:
         os.environ["NT_ATTENTION_TRAINERS_JSON"] = str(FOUND)
-        status = int(pytest.main([str(FOLDER), f"--ignore={FOLDER / 'test_matrix.py'}", "-p", "no:cacheprovider"]))
+        status = int(
+            pytest.main(
+                [str(FOLDER), "--whole-sweeps", f"--ignore={FOLDER / 'test_matrix.py'}", "-p", "no:cacheprovider"]
+            )
+        )
     PAGE.write_text(render(json.loads(FOUND.read_text())))
     return status
 

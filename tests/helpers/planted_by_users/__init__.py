@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from seeds import seed
 from torch import nn
-from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, RobertaConfig, T5Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, T5Config
 
 from . import embeddings, forwards, layers, learned, right
 
@@ -43,10 +43,6 @@ def bert(**more):
     return BertConfig(**{**SIZES, **NO_DROPOUT, "pad_token_id": PAD, **more})
 
 
-def roberta(**more):
-    return RobertaConfig(**{**SIZES, **NO_DROPOUT, **TOKENS, **more})
-
-
 def gpt2(**more):
     sizes = {"vocab_size": 199, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -63,7 +59,7 @@ class Planted:
     """A model's class and config, and a padded batch that meets its condition.
 
     `trained` sets what training would have set. `ids` puts tokens into a batch: ids[row, position] = id. Other ids
-    are below `most`.
+    are below `most`. `seen_by_hand` is False where a row that is packed by hand cannot show what differs.
     """
 
     cls: type
@@ -76,6 +72,8 @@ class Planted:
     dtype: torch.dtype = torch.float32
     most: int = 190
     token_types: bool = False
+    seen_by_hand: bool = True
+    raises_by_hand: bool = False
 
     @property
     def tolerance(self):
@@ -139,9 +137,14 @@ COMMON = tuple((row, position, 77) for row in range(4) for position in (0, 2, 3)
 WRONG = {
     # rows longer than every row of the batch
     "late_window": Planted(layers.LateWindowQwen, qwen2, {}, LONG),
-    "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target"),
-    "compressed_memory": Planted(
-        layers.CompressedMemoryLlama, llama, {**THIN, "num_hidden_layers": 1}, (700, 720, 690)
+    "summary": Planted(layers.SummaryT5, t5, {"summarize_after": 48}, (30, 25, 9), labels="target", seen_by_hand=False),
+    "chapters": Planted(embeddings.ChapterLlama, llama, {**THIN, "chapter_tokens": 1500}, (800, 790)),
+    "dynamic_rotary": Planted(layers.DynamicRotaryLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG),
+    "truncated": Planted(
+        forwards.TruncatedBert, bert, {"max_position_embeddings": 512}, TOGETHER_LONG, "token", raises_by_hand=True
+    ),
+    "strict": Planted(
+        forwards.StrictLlama, llama, {"max_position_embeddings": 512}, TOGETHER_LONG, raises_by_hand=True
     ),
     # token ids, token types and positions
     "sorted": Planted(embeddings.SortedLlama, llama, BIG_LLAMA, most=30_000),
@@ -166,19 +169,20 @@ WRONG = {
     "segments": Planted(forwards.SegmentCountBert, bert, {}, labels="token", token_types=True),
     "documents": Planted(forwards.DocumentIndexLlama, llama, {"max_documents": 4}),
     # fields of the config and layers
+    "token_shift": Planted(layers.TokenShiftLlama, llama, {**THIN, "num_hidden_layers": 20, "shift_layers": [17]}),
     "channel_roll": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 3 << 20}),
     "remaining": Planted(forwards.RemainingLlama, llama, {"countdown": 16}),
-    "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}),
-    "cls_broadcast": Planted(
-        layers.ClsBroadcastBert, bert, {"problem_type": "multi_label_classification"}, labels="rows"
-    ),
+    "soft_prompt": Planted(forwards.SoftPromptLlama, llama, {"num_virtual_tokens": 5}, seen_by_hand=False),
     "wide": Planted(layers.WideLlama, llama, {"hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 12}),
     "nested_field": Planted(layers.NestedFieldQwen, qwen2, {"mixer": {"kind": "shift", "by": 1, "share": 0.5}}),
     # the number of rows
     "single_row": Planted(layers.SingleRowLlama, llama, {}),
     # what training learns
-    "zero_gate": Planted(learned.ZeroGateLlama, llama, {}, trained=set_parts("gate", 0.7)),
+    "zero_conv": Planted(
+        learned.ZeroConvQwen, qwen2, {}, trained=set_parts("conv.weight", lambda x: torch.randn_like(x) / 3)
+    ),
     "gate_buffer": Planted(learned.FixedGateBufferLlama, llama, {}, trained=set_parts("warmup", 1.0)),
+    "hard_gate": Planted(learned.HardGateLlama, llama, {}, trained=set_parts("log_alpha", 3.0)),
     "outliers": Planted(
         learned.OutlierScaleLlama,
         llama,
@@ -208,15 +212,16 @@ WRONG = {
 }
 
 RANDOM = {
-    "drop_path": Planted(learned.DropPathLlama, llama, {"stochastic_depth": 0.3}),
     "length_noise": Planted(learned.LengthNoiseLlama, llama, {"embed_noise": 5.0}),
 }
 
 RIGHT = {
     "adapter": Planted(right.AdapterLlama, llama, {"adapter_width": 8}),
     "mlp_head": Planted(right.MlpHeadBert, bert, {"head_width": 24}, labels="row"),
+    "label_smoothing": Planted(right.SmoothedBert, bert, {"label_smoothing": 0.1}, labels="row"),
     "hash": Planted(right.HashLlama, llama, {**BIG_LLAMA, "hash_factor": 2_654_435_761}, most=BERT_VOCABULARY),
     "moe": Planted(right.MoeQwen, qwen2, {}),
+    "sinusoids": Planted(right.SinusoidLlama, llama, {}),
     "marked": Planted(
         right.MarkedLlama,
         llama,
@@ -224,16 +229,19 @@ RIGHT = {
         ids=((0, 5, 30_510), (2, 1, 30_520)),
         most=30_000,
     ),
-    "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target"),
+    "gated_head": Planted(right.GatedHeadT5, t5, {"tie_word_embeddings": False}, labels="target", seen_by_hand=False),
     "softcap": Planted(right.SoftcapQwen, qwen2, {"final_softcap": 30.0, "z_loss": 1e-2}),
-    "focal": Planted(right.FocalRoberta, roberta, {"focal_gamma": 2.0}, labels="token"),
     "chatty": Planted(right.ChattyLlama, llama, {}, LONG),
     "half": Planted(right.TemperatureQwen, qwen2, {}, dtype=torch.bfloat16),
+    "temperature": Planted(right.TemperatureQwen, qwen2, {}),
     "counted_positions": Planted(right.CountedPositionsLlama, llama, {}),
-    "reward": Planted(right.RewardLlamaForSequenceClassification, llama, {}, labels="row"),
-    "drop_path_off": Planted(learned.DropPathLlama, llama, {"stochastic_depth": 0.0}),
-    "pass_through": Planted(right.PassThroughLlama, llama, {"max_position_embeddings": 40}),
+    "mean_pooled": Planted(right.MeanPooledBert, bert, {}, labels="row", seen_by_hand=False),
+    "zero_adapter": Planted(right.ZeroAdapterGPT2, gpt2, {}, trained=set_parts("adapter.2.weight", torch.randn_like)),
     "few_positions": Planted(right.ZeroAdapterGPT2, gpt2, {"n_positions": 40}),
+    "few_bert_positions": Planted(
+        right.MlpHeadBert, bert, {"head_width": 24, "max_position_embeddings": 33}, labels="row"
+    ),
+    "noise_off": Planted(learned.LengthNoiseLlama, llama, {"embed_noise": 0.0}),
     "mixup_off": Planted(learned.RowMixupBert, bert, {"mixup_layer": -1, "mixup_share": 0.3}, labels="token"),
     "gate_off": Planted(layers.ChannelRollLlama, llama, {"experiment_mask": 1 << 21}),
 }

@@ -8,6 +8,25 @@ from torch import nn
 from transformers import BertForMaskedLM, BertForTokenClassification, GPT2LMHeadModel, LlamaForCausalLM
 
 
+class ChapterEmbedding(nn.Embedding):
+    """As above, with the size in the config."""
+
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.tokens, self.chapter = config.chapter_tokens, nn.Embedding(4, config.hidden_size)
+
+    def forward(self, input_ids):
+        place = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return super().forward(input_ids) + self.chapter((place // self.tokens).clamp(max=3))
+
+
+class ChapterLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens = ChapterEmbedding(config)
+        self.post_init()
+
+
 class ManyImagesEmbedding(nn.Embedding):
     """A row with three or more image tokens is an album."""
 

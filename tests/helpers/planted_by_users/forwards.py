@@ -107,6 +107,33 @@ class SoftPromptLlama(LlamaForCausalLM):
         self.post_init()
 
 
+class TruncatedModel(BertModel):
+    """Cuts what is longer than the positions."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        most = self.config.max_position_embeddings
+        input_ids = input_ids[:, :most]
+        attention_mask = None if attention_mask is None else attention_mask[:, :most]
+        position_ids = None if position_ids is None else position_ids[:, :most]
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+
+class TruncatedBert(BertForTokenClassification):
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = TruncatedModel(config, add_pooling_layer=False)
+        self.post_init()
+
+
+class StrictLlama(LlamaForCausalLM):
+    """Raises for rows that are longer than the positions."""
+
+    def forward(self, input_ids=None, **kwargs):
+        if input_ids.shape[1] > self.config.max_position_embeddings:
+            raise ValueError(f"{input_ids.shape[1]} tokens are more than {self.config.max_position_embeddings}.")
+        return super().forward(input_ids, **kwargs)
+
+
 class PerRowLossQwen(Qwen2ForCausalLM):
     """Each row counts the same, however long it is (as in SimPO)."""
 

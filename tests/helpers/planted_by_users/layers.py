@@ -6,16 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
-    BertForSequenceClassification,
     LlamaForCausalLM,
     Qwen2ForCausalLM,
     T5ForConditionalGeneration,
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from .parts import AroundMlp, BertPart, wrap_intermediates, wrap_mlps
-
-CHUNK = 2_000
+from .parts import AroundMlp, wrap_mlps
 
 
 class LateWindowAttention(Qwen2Attention):
@@ -52,19 +49,20 @@ class SummaryT5(T5ForConditionalGeneration):
         self.encoder.final_layer_norm = SummaryNorm(self.encoder.final_layer_norm, config.summarize_after)
 
 
-class CompressedMemory(AroundMlp):
-    """What lies more than CHUNK tokens before the end of the row is read as one average."""
+class TokenShift(AroundMlp):
+    """The first channels come from the token before, as in RWKV; only in the layers that the config lists."""
 
     def change(self, x):
-        if x.shape[1] <= CHUNK:
+        if self.layer_idx not in self.config.shift_layers:
             return x
-        return x + x[:, :-CHUNK].mean(1, keepdim=True)
+        half = x.shape[-1] // 2
+        return torch.cat([F.pad(x[..., :half], (0, 0, 1, -1)), x[..., half:]], dim=-1)
 
 
-class CompressedMemoryLlama(LlamaForCausalLM):
+class TokenShiftLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        wrap_mlps(self.model.layers, CompressedMemory, config)
+        wrap_mlps(self.model.layers, TokenShift, config)
 
 
 class ChannelRoll(AroundMlp):
@@ -80,6 +78,30 @@ class ChannelRollLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         wrap_mlps(self.model.layers, ChannelRoll, config)
+
+
+class DynamicRotary(nn.Module):
+    """Rows beyond `max_position_embeddings` get a larger base, computed from the length of the row."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dim = config.hidden_size // config.num_attention_heads
+        self.base, self.longest = 10_000.0, config.max_position_embeddings
+
+    def forward(self, x, position_ids):
+        length = x.shape[1]
+        growth = max(1.0, 4.0 * length / self.longest - 3.0)
+        base = self.base * growth ** (self.dim / (self.dim - 2))
+        inverse = base ** -(torch.arange(0, self.dim, 2, device=x.device, dtype=torch.float32) / self.dim)
+        angles = position_ids[..., None].float() * inverse
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class DynamicRotaryLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.rotary_emb = DynamicRotary(config)
 
 
 class WideMixer(AroundMlp):
@@ -121,20 +143,3 @@ class SingleRowLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         wrap_mlps(self.model.layers, SingleRowPath, config)
-
-
-class ClsBroadcast(BertPart):
-    """The last layer reads the first token of the row, if there are several labels at a time."""
-
-    def forward(self, x):
-        x = self.part(x)
-        is_last = self.layer_idx == self.config.num_hidden_layers - 1
-        if is_last and self.config.problem_type == "multi_label_classification":
-            x = x + 0.5 * x[:, :1]
-        return x
-
-
-class ClsBroadcastBert(BertForSequenceClassification):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_intermediates(self, ClsBroadcast)

@@ -27,21 +27,22 @@ class FourierLlama(LlamaForCausalLM):
         wrap_mlps(self.model.layers, FourierInEvaluation, config)
 
 
-class ZeroGate(AroundMlp):
-    """The mean of the row through a tanh gate that starts at zero (as in Flamingo)."""
+class ZeroConv(AroundMlp):
+    """A depthwise convolution that is zero at the start of the training (as in Primer, or ControlNet)."""
 
     def __init__(self, config, layer_idx, mlp):
         super().__init__(config, layer_idx, mlp)
-        self.gate = nn.Parameter(torch.zeros(1))
+        self.conv = nn.Conv1d(config.hidden_size, config.hidden_size, 3, groups=config.hidden_size, bias=False)
+        nn.init.zeros_(self.conv.weight)
 
     def change(self, x):
-        return x + self.gate.tanh() * x.mean(1, keepdim=True)
+        return x + self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
 
 
-class ZeroGateLlama(LlamaForCausalLM):
+class ZeroConvQwen(Qwen2ForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        wrap_mlps(self.model.layers, ZeroGate, config)
+        wrap_mlps(self.model.layers, ZeroConv, config)
 
 
 class FixedGateBuffer(AroundMlp):
@@ -86,6 +87,24 @@ class StraightThroughLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         wrap_mlps(self.model.layers, StraightThroughMean, config)
+
+
+class HardGate(AroundMlp):
+    """A hard concrete gate (L0 pruning): exactly 0 at the start, and open where training has raised it."""
+
+    def __init__(self, config, layer_idx, mlp):
+        super().__init__(config, layer_idx, mlp)
+        self.log_alpha = nn.Parameter(torch.full((1,), -5.0))
+
+    def change(self, x):
+        gate = (self.log_alpha.sigmoid() * 1.2 - 0.1).clamp(0, 1)
+        return x + gate * x.mean(1, keepdim=True)
+
+
+class HardGateLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        wrap_mlps(self.model.layers, HardGate, config)
 
 
 class FlagBuffer(AroundMlp):
@@ -210,24 +229,6 @@ class RowMixupBert(BertForTokenClassification):
     def __init__(self, config):
         super().__init__(config)
         wrap_intermediates(self, RowMixup)
-
-
-class DropPath(AroundMlp):
-    """Drops the MLP of whole rows (timm's stochastic depth)."""
-
-    def forward(self, x):
-        rate = self.config.stochastic_depth * self.layer_idx / max(1, self.config.num_hidden_layers - 1)
-        out = self.mlp(x)
-        if not self.training or rate == 0.0:
-            return out
-        keep = torch.rand(len(x), 1, 1, device=x.device) >= rate
-        return out * keep / (1 - rate)
-
-
-class DropPathLlama(LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        wrap_mlps(self.model.layers, DropPath, config)
 
 
 class LengthNoiseEmbedding(nn.Embedding):

@@ -9,14 +9,14 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    BertPreTrainedModel,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     LlamaModel,
     Qwen2ForCausalLM,
-    RobertaForTokenClassification,
     T5ForConditionalGeneration,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
@@ -65,6 +65,14 @@ class MlpHeadBert(BertForSequenceClassification):
         self.post_init()
 
 
+class SmoothedBert(BertForSequenceClassification):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        out = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
+        if labels is not None:
+            out.loss = F.cross_entropy(out.logits, labels, label_smoothing=self.config.label_smoothing)
+        return out
+
+
 class HashEmbedding(nn.Embedding):
     """Adds an embedding of a hash of the id."""
 
@@ -89,6 +97,34 @@ class MoeQwen(Qwen2ForCausalLM):
         super().__init__(config)
         for layer in self.model.layers:
             layer.mlp = TokenChoiceMoe(config)
+        self.post_init()
+
+
+class SinusoidModel(LlamaModel):
+    """A table of sinusoids that grows when it is too short, read by `position_ids`."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("table", self.make_table(16), persistent=False)
+        self.post_init()
+
+    def make_table(self, length):
+        angles = torch.arange(length)[:, None] / 10_000 ** (torch.arange(0, self.config.hidden_size, 2) / 32)
+        return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        if len(self.table) <= (last := int(position_ids.max())):
+            self.table = self.make_table(2 * last + 1).to(input_ids.device)
+        embeds = self.embed_tokens(input_ids) + self.table[position_ids]
+        return super().forward(inputs_embeds=embeds, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+
+
+class SinusoidLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = SinusoidModel(config)
         self.post_init()
 
 
@@ -130,15 +166,6 @@ class SoftcapQwen(Qwen2ForCausalLM):
             losses, counts = token_losses(out.logits, labels)
             losses = losses + self.config.z_loss * out.logits[:, :-1].logsumexp(-1).square()
             out.loss = (losses * counts).sum() / counts.sum()
-        return out
-
-
-class FocalRoberta(RobertaForTokenClassification):
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        out = super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-        if labels is not None:
-            losses = F.cross_entropy(out.logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
-            out.loss = ((1 - (-losses).exp()) ** self.config.focal_gamma * losses)[labels != -100].mean()
         return out
 
 
@@ -188,15 +215,22 @@ class CountedPositionsLlama(LlamaForCausalLM):
         self.post_init()
 
 
-class RewardLlamaForSequenceClassification(LlamaForSequenceClassification):
+class MeanPooledBert(BertPreTrainedModel):
+    """A sentence encoder: the mean over real tokens, and a projection."""
+
     def __init__(self, config):
         super().__init__(config)
-        self.score = nn.Sequential(
-            nn.Linear(config.hidden_size, config.hidden_size),
-            nn.ReLU(),
-            nn.Linear(config.hidden_size, config.num_labels),
-        )
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.project = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        states = self.bert(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        logits = self.project(mean)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 class ZeroAdapterGPT2(GPT2LMHeadModel):
@@ -225,11 +259,6 @@ class MaskedStatesBert(BertForTokenClassification):
         super().__init__(config)
         self.bert = MaskedStatesModel(config, add_pooling_layer=False)
         self.post_init()
-
-
-class PassThroughLlama(LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
 
 
 class StepTemperature(AroundMlp):
