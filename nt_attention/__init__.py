@@ -10,6 +10,7 @@ from .kernels.relative import RelativeBias
 from .kernels.select import available_backends, use_backend
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
+from .layouts.tree import TreeLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
 from .patch import NotPackedError, NotPackedWarning, patch
@@ -24,6 +25,7 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "SequenceLayout",
+    "TreeLayout",
     "VarlenMultiheadAttention",
     "available_backends",
     "distributed",

@@ -34,6 +34,7 @@ from .kernels.select import Choice, Explanation, can_choose_later, choose_for, e
 from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
 from .layouts.protocol import Layout
+from .layouts.tree import TreeLayout
 from .torch_private import forward_ad_level, graph_break, is_any_autocast_enabled, without_torch_function
 
 _NO_OPERATOR = (
@@ -74,7 +75,8 @@ def varlen_attention(
         query: (T, H, D) packed, or a NestedTensor (B, j, H, D) or (B, H, j, D).
         key: (S, G, D) packed, or a NestedTensor with the same number of sequences as `query`.
         value: (S, G, Dv) packed, or a NestedTensor with the same lengths as `key`.
-        layout: the sequences of packed tensors. Must be None for NestedTensors. With a `ShardedLayout`
+        layout: the sequences of packed tensors. Must be None for NestedTensors. With a `TreeLayout`, sequences share
+            prefixes; it needs `is_causal=True`. With a `ShardedLayout`
             (`SequenceLayout.shard`), the tensors have the tokens of this rank, packed, as DTensors with `Shard(0)`, or
             as NestedTensors from `ShardedLayout.local`. The call is a collective then.
         key_layout: the sequences of packed key and value in cross-attention; None if they are those of `layout`. With a
@@ -130,6 +132,8 @@ def varlen_attention(
         return attention(query, key, value, *sharded, **more)
     if exchange != "auto":
         raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
+    if isinstance(layout, TreeLayout):
+        key, value, layout, key_layout, options = read_tree(key, value, layout, key_layout, alibi_slopes, options)
     planned = plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
     if sinks is not None:
         check_sinks(sinks, planned.tensors.query)
@@ -175,6 +179,8 @@ def explain(
         >>> explanation.chosen, explanation.reasons["cpu"]
         ('reference', ('...softcap...',))
     """
+    if isinstance(layout, TreeLayout):
+        key, value, layout, key_layout, options = read_tree(key, value, layout, key_layout, alibi_slopes, options)
     arguments = _read(query, key, value, layout, key_layout, relative)
     spec = _spec(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
@@ -254,6 +260,8 @@ def plan(
     **options: Unpack[Options],
 ) -> PlannedCall:
     """Check a call of `varlen_attention` and choose its backend, without running it."""
+    if isinstance(layout, TreeLayout):
+        key, value, layout, key_layout, options = read_tree(key, value, layout, key_layout, alibi_slopes, options)
     return plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
 
 
@@ -382,6 +390,28 @@ def _layouts(
     if is_known or isinstance(key_layout, PagedLayout):
         return layout, key_layout
     return layout, SequenceLayout.require(key_layout, "key_layout")
+
+
+def read_tree(
+    key: Tensor, value: Tensor, tree: TreeLayout, key_layout: object, slopes: Tensor | None, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Layout, Layout, Any]:
+    """A call with a tree, as one of its segments with the keys of their paths. A segment is the end of its path."""
+    for name, is_wrong in {
+        "key_layout": key_layout is not None and key_layout is not tree,
+        "dropout_p": options.get("dropout_p", 0.0) != 0.0,
+        "score_mod": options.get("score_mod") is not None,
+        "mask_mod": options.get("mask_mod") is not None,
+        "alibi_slopes of each sequence": slopes is not None and slopes.dim() != 1,
+    }.items():
+        if is_wrong:
+            raise ValueError(
+                f"{name} is not supported with a TreeLayout: leave it out, or repeat the prefixes (expand)."
+            )
+    if not options.get("is_causal"):
+        raise ValueError("a TreeLayout needs is_causal=True: a shared token must not depend on what follows it.")
+    tree.check_keys(key, value)
+    aligned = {**options, "causal_alignment": "lower_right"}
+    return *tree.expand_keys(key, value), tree.segments, tree.paths, aligned
 
 
 def _unwrap(

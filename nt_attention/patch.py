@@ -35,6 +35,7 @@ def patch(
     cuda_graphs: CudaGraphs = False,
     mesh: DeviceMesh | None = None,
     need_weights: bool = True,
+    shared_prefixes: bool = False,
 ) -> PatchHandle:
     """Make a model padding-free: it computes real tokens only. Changes the model in place.
 
@@ -101,6 +102,11 @@ def patch(
         need_weights: False says that nobody reads the attention weights of an `nn.MultiheadAttention`. In calls that
             leave its own `need_weights` at the default, it then returns None in the place of weights, so that they can
             run packed. Calls with `need_weights=True` return weights. Other modules have no such default.
+        shared_prefixes: compute tokens that neighbouring rows of a batch have in common once, forward and backward, if
+            rows begin with 32 or more equal tokens: prompts with several answers, preference pairs, few-shot prompts.
+            For causal Hugging Face models whose attention runs through transformers' interface. Outputs are as
+            without it. A call with dropout in training, `inputs_embeds`, CUDA graphs or a compiler
+            shares nothing. `handle.prefixes` counts calls and tokens.
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
@@ -133,12 +139,17 @@ def patch(
         raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
     if mesh is not None:
         _check_mesh(mesh, bool(cuda_graphs), padding_free)
-    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights)
+    if shared_prefixes and (mesh is not None or not padding_free):
+        raise ValueError("shared_prefixes needs packed batches on one device: leave out mesh and padding_free=False.")
+    handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes)
     try:
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
             found = "".join(f"\n  {name}: {reason}" for name, reason in handle.left.items())
             raise ValueError(f"patch found nothing to change in {type(model).__name__}:{found or _NOTHING_KNOWN}")
+        if handle.prefixes is not None and not handle.prefixes.models:
+            reasons = "".join(f"\n  {reason}" for reason in handle.prefixes.left) or " it has no Hugging Face model."
+            raise ValueError(f"{type(model).__name__} has no model that can share prefixes:{reasons}")
     except BaseException:
         handle.remove()
         raise

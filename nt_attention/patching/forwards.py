@@ -39,6 +39,7 @@ class Handle(Protocol):
     active: bool
     graphs: CapturedCalls | None
     mesh: Any
+    prefixes: Any
 
     def change(self, name: str, description: str) -> None: ...
     def change_layers(self, name: str, layers: dict[str, str]) -> None: ...

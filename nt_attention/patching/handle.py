@@ -20,6 +20,35 @@ from .forwards import CONTINUES_FROM_CACHE
 OnFallback = Literal["warn", "raise"]
 
 
+class PrefixCounts:
+    """What `shared_prefixes` saved.
+
+    Attributes:
+        calls: reason → the number of packed calls of base models that shared nothing for this reason. None counts those
+            that did.
+        tokens, computed: of these, the number of tokens in all rows, and of those that were computed.
+        models: the number of base models that can share.
+        left: why others can't.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str | None] = Counter()
+        self.tokens, self.computed = 0, 0
+        self.models, self.left = 0, list[str]()
+
+    def add(self, reason: str | None, tokens: int, computed: int) -> None:
+        """Count a call."""
+        with _counting():
+            self.calls[reason] += 1
+            self.tokens += tokens
+            self.computed += computed
+
+    def __str__(self) -> str:
+        counts = [f"{count} {'shared' if why is None else f'did not: {why}'}" for why, count in self.calls.items()]
+        share = f"{self.computed} of {self.tokens} tokens were computed"
+        return "\n    ".join([f"  shared prefixes: {share}", *counts])
+
+
 class NotPackedWarning(UserWarning):
     """A call of a patched model ran padded. The message says why.
 
@@ -71,6 +100,7 @@ class PatchHandle:
             graphs: those that did under None, and others under the reason. `len(graphs)` is the number of graphs,
             `graphs.captured` the number of captures, and `graphs.memory` the bytes of their inputs and outputs.
         mesh: the mesh over whose ranks the tokens are divided, or None.
+        prefixes: what shared prefixes saved, a `PrefixCounts`; None without `shared_prefixes`.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -93,6 +123,7 @@ class PatchHandle:
         cuda_graphs: CudaGraphs = False,
         mesh: Any = None,
         need_weights: bool = True,
+        shared_prefixes: bool = False,
     ) -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
@@ -103,6 +134,7 @@ class PatchHandle:
         self.graphs = CapturedCalls.of_option(cuda_graphs)
         self.mesh = mesh
         self.need_weights = need_weights
+        self.prefixes = PrefixCounts() if shared_prefixes else None
         # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
         self.replacements: dict[nn.Module, tuple[Any, dict[str, bool]]] = {}
         self._model = model
@@ -156,6 +188,8 @@ class PatchHandle:
                 f"    {count} call{'s' if count > 1 else ''} {'ran as a graph' if why is None else f'did not: {why}'}"
                 for why, count in self.graphs.counted().items()
             ]
+        if self.prefixes is not None:
+            lines.append(str(self.prefixes))
         return "\n".join(lines)
 
     # The methods of `forwards.Handle`. A name may begin with a dot, because the name of a child is f"{parent}.{path}".

@@ -69,6 +69,16 @@ def pairs():
     ]
 
 
+def long_pairs():
+    return [
+        {**pair, "prompt": text[:40] + pair["prompt"]} for pair, text in zip(pairs(), paragraphs(90, 48), strict=False)
+    ]
+
+
+def long_prompts():
+    return [text[: 40 + 3 * (i % 7)] for i, text in enumerate(paragraphs(90, 48))]
+
+
 def sft(folder, model, peft_config=None, **more):
     arguments = trl.SFTConfig(**common(folder, **more))
     return trl.SFTTrainer(
@@ -83,18 +93,18 @@ def sft_evaluated(folder, model):
     )
 
 
-def dpo(folder, model, peft_config=None, **more):
+def dpo(folder, model, peft_config=None, data=None, **more):
     arguments = trl.DPOConfig(**common(folder, **more))
-    data = Dataset.from_list(pairs())
+    data = data or Dataset.from_list(pairs())
     return trl.DPOTrainer(
         model, args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=peft_config
     )
 
 
-def kto(folder, model):
+def kto(folder, model, preferences=None):
     rows = [
         {"prompt": pair["prompt"], "completion": pair[which], "label": which == "chosen"}
-        for pair in pairs()
+        for pair in preferences or pairs()
         for which in ("chosen", "rejected")
     ]
     arguments = trl.KTOConfig(**common(folder))
@@ -105,18 +115,22 @@ def letters(completions, **_):
     return [float(sum(map(str.isalpha, completion))) for completion in completions]
 
 
-def online(kind, config, folder, model, **more):
+def online(kind, config, folder, model, prompts=None, **more):
     arguments = config(
         **common(folder, num_generations=2, max_completion_length=9, beta=0.1, **more),
     )
-    prompts = Dataset.from_list([{"prompt": text[: 5 + 3 * (i % 7)]} for i, text in enumerate(TEXTS)])
+    prompts = prompts or [text[: 5 + 3 * (i % 7)] for i, text in enumerate(TEXTS)]
+    prompts = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     return kind(model, reward_funcs=letters, args=arguments, train_dataset=prompts, processing_class=tokenizer())
 
 
-def reward(folder, model):
+def reward(folder, model, preferences=None):
     arguments = trl.RewardConfig(**common(folder))
-    data = Dataset.from_list([{"chosen": p["prompt"] + p["chosen"], "rejected": p["rejected"]} for p in pairs()])
-    return trl.RewardTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer())
+    data = [
+        {"chosen": p["prompt"] + p["chosen"], "rejected": (p["prompt"] if preferences else "") + p["rejected"]}
+        for p in preferences or pairs()
+    ]
+    return trl.RewardTrainer(model, args=arguments, train_dataset=Dataset.from_list(data), processing_class=tokenizer())
 
 
 TRAINERS = {
@@ -160,6 +174,25 @@ def test_trl_losses_and_gradient_norms(name, when, record, tmp_path):
     if wanted is not None:
         assert_same(got, unpatched(wanted), 1e-5 if name in ("GRPO", "RLOO") else 1e-4)
     assert got.handle.calls[None] >= 3
+
+
+SHARED = {  # prompts of 40 tokens or more
+    "DPO": lambda folder, model: dpo(folder, model, data=Dataset.from_list(long_pairs())),
+    "KTO": lambda folder, model: kto(folder, model, long_pairs()),
+    "reward": lambda folder, model: reward(folder, model, long_pairs()),
+    "GRPO": lambda folder, model: online(trl.GRPOTrainer, trl.GRPOConfig, folder, model, long_prompts()),
+    "RLOO": lambda folder, model: online(trl.RLOOTrainer, trl.RLOOConfig, folder, model, long_prompts()),
+}
+
+
+@pytest.mark.parametrize("name", sweep_except(SHARED, "DPO", "GRPO"))
+def test_shared_prefixes(name, tmp_path):
+    make_model, make_trainer = TRAINERS[name][0], functools.partial(SHARED[name], tmp_path)
+    got = run(make_model, make_trainer, "before", shared_prefixes=True)
+    assert_same(got, run(make_model, make_trainer, None), 1e-5 if name in ("GRPO", "RLOO") else 1e-4)
+    prefixes = got.handle.prefixes
+    assert prefixes.calls[None] >= 3
+    assert prefixes.computed < 0.85 * prefixes.tokens
 
 
 def fused_batch():

@@ -25,6 +25,7 @@ from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
 from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
+from .shared_prefixes import run_shared
 from .small_batches import Size, costs_of, may_run_padded
 
 Logits = Literal["padded"] | None
@@ -86,6 +87,7 @@ class PackedCall:
         needs_row: whether modules of the model read `current_row`.
         is_causal: whether its attention is causal.
         size: the size of the model, by which a small batch runs padded; None if every batch is packed.
+        shares: whether this is a base model that shares prefixes.
     """
 
     handle: Handle
@@ -100,6 +102,7 @@ class PackedCall:
     needs_row: bool
     is_causal: bool
     size: Size | None
+    shares: bool = False
 
     @property
     def pool(self) -> families.Pool | None:
@@ -118,7 +121,7 @@ class PackedCall:
             return original(*args, **kwargs)  # this raises an error
         mask = arguments.get("attention_mask")
         if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in arguments and is_bypass_mask(mask)):
-            return self.run_row(original, arguments)  # the head has packed the batch
+            return self.run_row(model, original, arguments)  # the head has packed the batch
         call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
         route = self._first_route(call)
         if isinstance(route, AsGraph):
@@ -175,8 +178,10 @@ class PackedCall:
         return self.logits is None and model.training and bool({"labels", "shift_labels"} & arguments.keys())
 
     @inline_only
-    def run_row(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Run the original forward on a packed row, with the arguments that it takes."""
+        if self.shares:
+            return run_shared(self.handle.prefixes, model, original, arguments)
         if self.proof.mask is None:
             if self.family.embed is not None and self.is_base:  # its embeddings would read the mask
                 return original(**{name: x for name, x in arguments.items() if name != "attention_mask"})

@@ -75,7 +75,8 @@ class ModelCall:
     @functools.cached_property
     def packing(self) -> Packing | None:
         """The packing of the batch, or None; see `read_packing`. Syncs with the device once."""
-        return read_packing(self.arguments, self.entry.handle.mesh is not None)
+        handle = self.entry.handle
+        return read_packing(self.arguments, handle.mesh is not None or handle.prefixes is not None)
 
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
@@ -217,7 +218,7 @@ class Packed:
             packed["logits_to_keep"] = kept[0].flatten()
         row = PackedRow(packing.layout, packed["position_ids"], packing.length)
         with running(row=row if entry.needs_row else None, known=(call.model, *call.inner)):
-            out = entry.run_row(call.original, packed)
+            out = entry.run_row(call.model, call.original, packed)
         self._finish_loss(out, share)
         if done and isinstance(packing, BoundedPacking) and "logits" in out:
             packing.packed.append(out["logits"])

@@ -112,11 +112,13 @@ def has_holes(call: ModelCall) -> str | None:
 
 
 def has_no_padding(call: ModelCall) -> str | None:
-    """Packing saves nothing. With a mesh, it always does: each rank has fewer tokens than the batch."""
-    packing = call.packing
-    has_work = packing is not None and packing.layout.total > 0
-    is_packed = has_work and (call.entry.handle.mesh is not None or not call.packing.saves_nothing)  # type: ignore[union-attr]
-    return None if is_packed else "there is no padding to skip"
+    """Packing saves nothing. With a mesh, each rank has fewer tokens than the batch; and rows may share prefixes."""
+    packing, handle = call.packing, call.entry.handle
+    if packing is not None and packing.layout.total > 0:
+        may_share = handle.prefixes is not None and packing.rows > 1
+        if handle.mesh is not None or may_share or not packing.saves_nothing:
+            return None
+    return "there is no padding to skip"
 
 
 def is_not_sharded(call: ModelCall) -> str | None:

@@ -1,0 +1,106 @@
+"""Runs the base model of a causal model on a tree: each prefix that rows of the batch share, once.
+
+Everything in a proven base model but its attention computes each token by itself, and its attention takes a
+`TreeLayout`. So the packed row of the base model becomes the rows of the tree, and its outputs are expanded again.
+Heads and losses get what they get without sharing.
+
+Dimensions: T tokens of the packed row, R rows of the tree, E the width of hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...compiler import active_compiler, outside_of_graphs
+from ...layouts.known import SequenceLayout
+from ...layouts.reading import owner_of, tensor_of
+from ...layouts.tree import TreeLayout
+from ...patching.handle import PrefixCounts
+from ..families import Family
+from ..proof import Proof
+from ..route.packed_mask import bypass_mask
+from .outputs import UnknownOutputError
+
+MIN_SHARED = 32  # tokens
+LEAST_SAVED = 0.05  # of all tokens; with less, finding prefixes and copying keys takes longer
+_KNOWN = {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"}
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_OUTPUTS = {"last_hidden_state", "hidden_states"}
+
+
+def why_not_shared(
+    proof: Proof, family: Family, is_routed: bool, needs_row: bool, attentions: list[nn.Module]
+) -> str | None:
+    """Why no batch of a model can share prefixes, or None."""
+    if not attentions or not all(getattr(module, "is_causal", False) is True for module in attentions):
+        return "its attention is not causal, so shared tokens depend on what follows them"
+    if proof.mask is not None or not is_routed:
+        return "its attention does not run through transformers' interface"
+    if proof.extra is not None or family.embed is not None or needs_row:
+        return "its embeddings or states depend on the other tokens of a sequence"
+    return None
+
+
+@outside_of_graphs
+def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Run the original forward of a base model on a packed row (1, T), with shared prefixes if that is possible."""
+    layout = owner_of(arguments["attention_mask"])
+    reason = _why_not_now(base, arguments, layout)
+    if reason is None:
+        row, positions = arguments["input_ids"][0], arguments["position_ids"][0]
+        tree = TreeLayout.from_prefixes(row.long() + (positions.long() << 32), layout, MIN_SHARED, sort=True)
+        if tree.total > (1 - LEAST_SAVED) * layout.total:
+            reason = "its rows share too little"
+    counts.add(reason, *((0, 0) if reason is not None else (layout.total, tree.total)))
+    if reason is not None:
+        return original(**arguments)
+    shared = {name: tree.collapse(x) for name, x in (("input_ids", row), ("position_ids", positions))}
+    handle = tensor_of(tree, row.device)
+    out = original(**{
+        **arguments,
+        **{name: x.unsqueeze(0) for name, x in shared.items()},
+        "attention_mask": bypass_mask(tree),
+        "cu_seq_lens_q": handle,
+        "cu_seq_lens_k": handle,
+        "max_length_q": tree.max_seqlen,
+        "max_length_k": tree.max_seqlen,
+    })  # fmt: skip
+
+    def expand(values: Any) -> Any:
+        return tree.expand(values[0]).unsqueeze(0) if isinstance(values, Tensor) else tuple(map(expand, values))
+
+    for name, value in out.items():
+        if name in _OUTPUTS:
+            out[name] = expand(value)
+        elif value is not None:
+            raise UnknownOutputError(f"its output {name} can't be expanded from shared prefixes")
+    return out
+
+
+def _why_not_now(base: nn.Module, arguments: dict[str, Any], layout: Any) -> str | None:
+    """Why this call does not share prefixes, or None."""
+    if not isinstance(layout, SequenceLayout):
+        return "the lengths are not known on the host, as in CUDA graphs, or the batch is divided over a mesh"
+    if active_compiler() is not None:
+        return "it is compiled"
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and name not in _KNOWN:
+            return f"it has {name}"
+    if "input_ids" not in arguments or arguments["position_ids"].dim() != 2:
+        return "it has no input_ids, or positions with axes"
+    if base.training and any(map(_drops, base.modules())):
+        return "it has dropout, which would be the same in all rows that share a prefix"
+    return None
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops values, or passes a rate to the attention function."""
+    rates = (
+        [module.p]
+        if isinstance(module, _DROPOUT)
+        else [rate for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)]
+    )
+    return module.training and any(rate > 0 for rate in rates)

@@ -1,0 +1,333 @@
+"""`TreeLayout`: a packed batch in which sequences share prefixes, and each shared token is there once.
+
+Dimensions: S segments, T rows of the tree, B sequences, R rows of all sequences, with a shared prefix in each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..compiler import check_readable
+from .known import SequenceLayout
+from .protocol import Layout
+from .reading import copy_of, on_host, to_device
+
+if TYPE_CHECKING:
+    from .reading import Ints
+
+
+class TreeLayout(Layout):
+    """Sequences that share prefixes, as a tree of segments. Tokens of a shared prefix are stored and computed once.
+
+    A segment is a piece of a sequence. It continues its parent, and several segments may continue the same one. The
+    segments are in depth-first order: each comes after its parent, and all that continue a segment follow it without a
+    gap. A sequence is the path from a root to a segment that has no children. So a sequence that ends where others go
+    on has an empty segment as its last one. `varlen_attention` takes a `TreeLayout` as `layout`, with `is_causal=True`.
+
+    Args:
+        lengths: (S,) integers, the number of tokens of each segment. 0 is allowed.
+        parents: (S,) integers, the index of the segment that each segment continues; −1 for a root.
+        device: the device of the layout. By default that of `lengths`, if it is a tensor, else the CPU.
+
+    Attributes:
+        total: T, the number of tokens of all segments.
+        batch_size: B, the number of sequences, in the order of their last segments.
+        max_seqlen: the length of the longest sequence.
+        segments: the layout of the segments, as sequences of their own.
+        paths: the layout of the keys of each segment: the tokens of all segments before it on its path, and its own.
+        sequences: the layout of all sequences, R tokens.
+        parents: the index of the segment that each segment continues; −1 for a root.
+        end: (T,) int64. A token at row i sees a token at row j exactly if `j <= i < end[j]`.
+
+    Raises:
+        TypeError: an argument is not a list or tensor of integers.
+        ValueError: a length is negative, or the segments are not in depth-first order.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> tree = nta.TreeLayout([3, 2, 1], [-1, 0, 0])  # one prompt of 3 tokens and two answers
+        >>> tree.position_ids, tree.sequences.lengths
+        (tensor([0, 1, 2, 3, 4, 3]), tensor([5, 4]))
+        >>> tree.end
+        tensor([6, 6, 6, 5, 5, 6])
+        >>> query, key, value = torch.randn(3, tree.total, 4, 8).unbind()
+        >>> nta.varlen_attention(query, key, value, tree, is_causal=True).shape
+        torch.Size([6, 4, 8])
+    """
+
+    def __init__(
+        self, lengths: Sequence[int] | Tensor, parents: Sequence[int] | Tensor, device: torch.device | str | None = None
+    ) -> None:
+        if device is None:
+            device = lengths.device if isinstance(lengths, Tensor) else "cpu"
+        self._set(_integers("lengths", lengths), _integers("parents", parents), torch.device(device))
+
+    def _set(self, lengths: Ints, parents: Ints, device: torch.device, order: Ints | None = None) -> None:
+        """`order`: (B,) the sequences in the order in which they should be; by default that of their last segments."""
+        before, ends = _walk(lengths, parents)
+        leaves = np.setdiff1d(np.arange(len(lengths)), parents)
+        leaves = leaves if order is None else leaves[order.argsort()]
+        self._numbers = lengths, parents, order
+        self.parents: list[int] = parents.tolist()
+        self.device, self.total = device, int(lengths.sum())
+        self.segments = SequenceLayout.from_lengths(torch.from_numpy(lengths), device=device)
+        self.paths = SequenceLayout.from_lengths(torch.from_numpy(before + lengths), device=device)
+        self.sequences = SequenceLayout.from_lengths(torch.from_numpy((before + lengths)[leaves]), device=device)
+        self.batch_size, self.max_seqlen = self.sequences.batch_size, self.sequences.max_seqlen
+        self.min_seqlen, self.sum_of_squares = self.sequences.min_seqlen, self.sequences.sum_of_squares
+        rows = _rows_of_paths(lengths, parents)
+        self._keys = _Copies.of(rows, self.total, device)
+        of_sequences = [rows[leaf] for leaf in leaves]
+        self._tokens = _Copies.of(of_sequences, self.total, device)
+        self._first = to_device(np.unique(_join(of_sequences), return_index=True)[1], device)
+        positions = np.arange(self.total) + (before + lengths - lengths.cumsum()).repeat(lengths)
+        self._positions, self._end = to_device(positions, device), to_device(ends.repeat(lengths), device)
+
+    @classmethod
+    def from_prefixes(
+        cls, tokens: Tensor, layout: SequenceLayout, min_shared: int = 32, *, sort: bool = False
+    ) -> TreeLayout:
+        """Find the prefixes that sequences share with their neighbors. Syncs once.
+
+        Args:
+            tokens: (T,) integers, packed. Sequences share a prefix if these are equal.
+            layout: the sequences.
+            min_shared: shorter prefixes are not shared.
+            sort: first bring sequences with the same first `min_shared` tokens together.
+
+        Returns:
+            The tree. Its `sequences` have the lengths of `layout`, in the same order. `collapse(tokens)` has the tokens
+            of the tree.
+
+        Raises:
+            TypeError: `layout` is not a SequenceLayout.
+            ValueError: `tokens` is not (T,), or `min_shared` is below 1.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> tokens = torch.tensor([5, 6, 7, 5, 6, 8, 9])
+            >>> tree = nta.TreeLayout.from_prefixes(tokens, nta.SequenceLayout.from_lengths([3, 4]), min_shared=2)
+            >>> tree.segments.lengths, tree.collapse(tokens)
+            (tensor([2, 1, 2]), tensor([5, 6, 7, 8, 9]))
+        """
+        if not isinstance(layout, SequenceLayout):
+            raise TypeError(f"layout must be a SequenceLayout, got {type(layout).__name__}.")
+        if tokens.dim() != 1 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be (T,) integers, got shape {tuple(tokens.shape)} and {tokens.dtype}.")
+        if min_shared < 1:
+            raise ValueError(f"min_shared must be at least 1, got {min_shared}.")
+        layout.check_rows(tokens, "tokens")
+        check_readable(tokens, "tokens")
+        order, shared = _neighbors(tokens[: layout.total], layout, min_shared if sort else 0)
+        lengths = np.diff(on_host(layout.host))[order]
+        tree = cls.__new__(cls)
+        tree._set(*_segments_of(lengths, np.where(shared < min_shared, 0, shared)), layout.device, order)
+        return tree
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(T,) int64, the position of each token in its sequences, from 0."""
+        return copy_of(self._positions)
+
+    @property
+    def end(self) -> Tensor:
+        """(T,) int64, the row after the last token that sees a token."""
+        return copy_of(self._end)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """The rows of all sequences: (T, …) → (R, …), as `sequences` has them.
+
+        The gradient of a shared row is the sum over the sequences that have it.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> nta.TreeLayout([2, 1, 1], [-1, 0, 0]).expand(torch.tensor([7, 8, 9, 5]))
+            tensor([7, 8, 9, 7, 8, 5])
+        """
+        self.check_rows(values, "values")
+        return self._tokens.expand(values)
+
+    def collapse(self, values: Tensor) -> Tensor:
+        """The rows of the tree: (R, …) → (T, …). Of a shared row, that of the first sequence, which gets its gradient.
+
+        Example:
+            >>> import torch, nt_attention as nta
+            >>> nta.TreeLayout([2, 1, 1], [-1, 0, 0]).collapse(torch.tensor([7, 8, 9, 7, 8, 5]))
+            tensor([7, 8, 9, 5])
+        """
+        self.sequences.check_rows(values, "values")
+        return values.index_select(0, self._first)
+
+    def expand_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value (T, G, D), as `paths` has them."""
+        expanded = self._keys.expand(key)
+        return expanded, expanded if value is key else self._keys.expand(value)
+
+    @property
+    def operator_offsets(self) -> Tensor:
+        return self.segments.operator_offsets
+
+    def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The segment of each of N rows, and its position from the root."""
+        positions = torch.nn.functional.pad(self._positions, (0, max(0, rows - self.total)))
+        return self.segments.locate_rows(rows)[0], positions[:rows]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (*self._numbers, self.device)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.batch_size} sequences, {self.sequences.total} tokens in {self.total} rows"
+        return f"TreeLayout({sizes}, {self.segments.batch_size} segments, on {self.device})"
+
+
+class _Copies:
+    """Rows that are repeated: `index` (R,) names the row of T that each is a copy of.
+
+    `order` (R,) sorts the copies by their row, and `counts` (T,) is the number of copies of each.
+    """
+
+    def __init__(self, index: Tensor, order: Tensor, counts: Tensor) -> None:
+        self.index, self.order, self.counts = index, order, counts
+
+    @classmethod
+    def of(cls, pieces: Sequence[Ints], total: int, device: torch.device) -> _Copies:
+        index = _join(pieces)
+        order, counts = index.argsort(kind="stable"), np.bincount(index, minlength=total)
+        return cls(*(to_device(numbers, device) for numbers in (index, order, counts)))
+
+    def expand(self, values: Tensor) -> Tensor:
+        if not (values.requires_grad and torch.is_grad_enabled()):
+            return values.index_select(0, self.index)
+        return cast(Tensor, _Expand.apply(values, self.index, self.order, self.counts))
+
+
+class _Expand(torch.autograd.Function):
+    """Repeats rows. The gradient adds the copies in a fixed order, which `index_add_` does not do on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(index, order, counts)
+        ctx.rows = values.shape[0]
+        return values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Add.apply(grad, *ctx.saved_tensors, ctx.rows), None, None, None
+
+
+class _Add(torch.autograd.Function):
+    """The gradient of `_Expand`, whose own gradient is `_Expand`."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, index: Tensor, order: Tensor, counts: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(index, order, counts)
+        copies = grad.index_select(0, order).flatten(1)
+        added = torch.segment_reduce(copies, "sum", lengths=counts, axis=0, unsafe=True)
+        return torch.nn.functional.pad(added, (0, 0, 0, rows - len(counts))).unflatten(1, grad.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Expand.apply(grad, *ctx.saved_tensors), None, None, None, None
+
+
+def _restore(lengths: Ints, parents: Ints, order: Ints | None, device: torch.device) -> TreeLayout:
+    """A tree from a pickle."""
+    tree = TreeLayout.__new__(TreeLayout)
+    tree._set(lengths, parents, device, order)
+    return tree
+
+
+def _join(pieces: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.empty(0, np.int64), *pieces])
+
+
+def _integers(name: str, values: Sequence[int] | Tensor) -> Ints:
+    numbers = on_host(values) if isinstance(values, Tensor) else np.array(values)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise TypeError(f"{name} must be one integer for each segment, got {values!r}.")
+    return numbers.astype(np.int64)
+
+
+def _walk(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
+    """The number of tokens before each segment on its path, and the row after the last one of its descendants."""
+    if len(lengths) != len(parents):
+        raise ValueError(
+            f"there are {len(lengths)} lengths and {len(parents)} parents: pass one of each for a segment."
+        )
+    if (lengths < 0).any():
+        raise ValueError(f"lengths[{int(lengths.argmin())}] is {lengths.min()}: lengths must be 0 or greater.")
+    before, ends, path = np.zeros_like(lengths), lengths.cumsum(), list[int]()
+    for segment, parent in enumerate(parents.tolist()):
+        while path and path[-1] != parent:
+            path.pop()
+        if not path and parent != -1:
+            raise ValueError(
+                f"parents[{segment}] is {parent}, but segment {segment} must continue the segment before it or one on "
+                "its path, or be a root (-1): pass the segments in depth-first order."
+            )
+        before[segment] = before[parent] + lengths[parent] if path else 0
+        path.append(segment)
+    for segment in range(len(parents) - 1, -1, -1):
+        if parents[segment] >= 0:
+            ends[parents[segment]] = max(ends[parents[segment]], ends[segment])
+    return before, ends
+
+
+def _rows_of_paths(lengths: Ints, parents: Ints) -> list[Ints]:
+    """The rows of each segment and of all before it on its path."""
+    rows: list[Ints] = []
+    for parent, length, end in zip(parents, lengths, lengths.cumsum(), strict=True):
+        own = np.arange(end - length, end)
+        rows.append(own if parent < 0 else np.concatenate([rows[parent], own]))
+    return rows
+
+
+def _neighbors(tokens: Tensor, layout: SequenceLayout, sort_by: int) -> tuple[Ints, Ints]:
+    """(B,) the sequences in an order, and (B − 1,) how many first tokens each shares with the one after it. Syncs once.
+
+    With `sort_by`, sequences whose first tokens up to this number are equal are neighbors in this order.
+    """
+    sequence, position = layout.locate_rows(layout.total)
+    lengths, offsets = layout.cached_lengths, layout.safe_offsets
+    order = torch.arange(layout.batch_size, device=layout.device)
+    if sort_by:
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randint(2**62, (sort_by + 1,), generator=generator)  # other hashes for most other tokens
+        weights[-1] = 0
+        products = (tokens.long() + 1) * weights.to(layout.device)[position.clamp(max=sort_by)]
+        order = torch.zeros_like(lengths).index_add_(0, sequence, products).argsort(stable=True)
+    before = torch.empty_like(order).index_copy_(0, order, order.roll(1))[sequence]
+    differs = position >= lengths[before]
+    differs |= tokens != tokens[torch.where(differs, 0, offsets[before] + position)]
+    first = torch.where(differs, position, lengths[sequence])
+    shared = lengths.clone().scatter_reduce_(0, sequence, first, "amin")
+    numbers = on_host(torch.stack([order, shared[order]]))
+    return numbers[0], numbers[1, 1:]
+
+
+def _segments_of(lengths: Ints, shared: Ints) -> tuple[Ints, Ints]:
+    """Lengths and parents of the segments of sequences, if each shares `shared` (B − 1,) tokens with the next one."""
+    sizes: list[int] = []
+    parents: list[int] = []
+    # Sequences from `first` to before `last`, which share their first `depth` tokens: those of segment `parent`.
+    todo = [(0, len(lengths), 0, -1)]
+    while todo:
+        first, last, depth, parent = todo.pop()
+        inside = shared[first : last - 1]
+        cuts = [first, *(first + 1 + (inside <= depth).nonzero()[0]), last]
+        groups = [(int(a), int(b)) for a, b in itertools.pairwise(cuts) if a < b]
+        if len(groups) > 1:
+            todo += [(a, b, depth, parent) for a, b in reversed(groups)]
+        elif groups:
+            reach = int(inside.min()) if last - first > 1 else int(lengths[first])
+            sizes.append(reach - depth)
+            parents.append(parent)
+            if last - first > 1:
+                todo.append((first, last, reach, len(sizes) - 1))
+    return np.array(sizes, np.int64), np.array(parents, np.int64)

@@ -1,0 +1,152 @@
+"""`TreeLayout`: sequences that share prefixes, against the same sequences with their prefixes repeated."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nt_attention as nta
+from nt_attention import SequenceLayout, TreeLayout, varlen_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+
+H, G, D = 4, 2, 8
+TREE = TreeLayout([3, 2, 1, 4, 0, 2, 2], [-1, 0, 0, 2, 2, -1, 5])  # sequences of 5, 8, 4 and 4 tokens
+OPTIONS = [
+    {},
+    {"window_size": (3, -1)},
+    {"softcap": 2.0},
+    {"scale": 0.3, "causal_alignment": "upper_left"},  # of queries with keys of their own, both are the same
+    {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.3], dtype=torch.float64)},
+    {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)},
+    {"backend": "reference"},
+    {"deterministic": True},
+]
+
+
+def draw(rows, *, more=0):
+    return [torch.randn(rows + more, heads, D, dtype=torch.float64, requires_grad=True) for heads in (H, G, G)]
+
+
+def check(tree, **options):
+    """Output, log-sum-exp and gradients, with rows past the last token."""
+    q, k, v = draw(tree.total, more=2)
+    got = varlen_attention(q, k, v, tree, is_causal=True, return_lse=True, **options)
+    repeated = [tree.expand(x) for x in (q, k, v)]
+    want = varlen_attention(*repeated, tree.sequences, is_causal=True, return_lse=True, **options)
+    got = [tree.expand(x) for x in got]
+    torch.testing.assert_close(got, list(want), rtol=1e-9, atol=1e-9)
+    weights = [torch.randn_like(x) for x in want]
+    grads = [torch.autograd.grad(each, (q, k, v), weights) for each in (got, want)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "causal")
+def test_sequences_with_a_shared_prefix(options):
+    check(TREE, **options)
+
+
+@st.composite
+def batches(draw):
+    """Rows of few tokens of an alphabet of two, so that prefixes of any depth are shared; also empty and equal rows."""
+    rows = draw(st.lists(st.lists(st.integers(0, 1), max_size=7), max_size=7))
+    return rows, draw(st.integers(1, 3)), draw(st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_prefixes_that_are_found(batch):
+    rows, min_shared, sort = batch
+    layout = SequenceLayout.from_lengths([len(row) for row in rows])
+    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    tree = TreeLayout.from_prefixes(tokens, layout, min_shared, sort=sort)
+    assert tree.sequences.lengths.tolist() == layout.lengths.tolist()
+    assert torch.equal(tree.expand(tree.collapse(tokens)), tokens)
+    assert torch.equal(tree.expand(tree.position_ids), layout.position_ids)
+    paths = {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}
+    assert tree.total >= len(paths)
+    firsts = {tuple(row[:min_shared]) for row in rows if len(row) >= min_shared}
+    roots = [n for n, parent in zip(tree.segments.lengths, tree.parents, strict=True) if parent < 0 and n >= min_shared]
+    assert not sort or len(roots) == len(firsts)
+    check(tree)
+
+
+def test_end_is_the_mask():
+    row, end = torch.arange(TREE.total), TREE.end
+    visible = (row <= row[:, None]) & (row[:, None] < end)
+    q, k, v = draw(TREE.total)
+    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=visible)
+    torch.testing.assert_close(varlen_attention(q, k, v, TREE, is_causal=True), want.transpose(0, 1))
+
+
+def test_expand_and_collapse_with_second_derivatives():
+    tree, x = TreeLayout([2, 1, 1], [-1, 0, 0]), torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(tree.expand(x).tolist(), x[[0, 1, 2, 0, 1, 3]].tolist())
+    assert torch.autograd.gradcheck(tree.expand, x)
+    assert torch.autograd.gradgradcheck(lambda x: tree.expand(x).pow(3), x)
+    y = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(tree.collapse, y)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_graph_for_a_tree(backend):
+    torch._dynamo.reset()
+    q, k, v = draw(TREE.total)
+
+    def attend(q, k, v, tree):
+        return varlen_attention(q, k, v, tree, is_causal=True)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    got, want = compiled(q, k, v, TREE), varlen_attention(q, k, v, TREE, is_causal=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (got, want)))
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": nta.Rotary(8)}, {"num_kv_heads": 2}], ids=str)
+def test_module(options):
+    attention = nta.VarlenMultiheadAttention(32, 4, dtype=torch.float64, batch_first=True, **options)
+    x = torch.randn(TREE.total, 32, dtype=torch.float64, requires_grad=True)
+    got = TREE.expand(attention(x, x, x, layout=TREE, is_causal=True)[0])
+    repeated = TREE.expand(x)
+    want = attention(repeated, repeated, repeated, layout=TREE.sequences, is_causal=True)[0]
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x)[0] for out in (got, want)))
+
+
+def test_copies_and_pickles():
+    for tree in (copy.copy(TREE), copy.deepcopy(TREE), pickle.loads(pickle.dumps(TREE))):
+        torch.testing.assert_close((tree.end, tree.position_ids), (TREE.end, TREE.position_ids))
+        check(tree)
+
+
+def test_explain_and_empty_trees():
+    q, k, v = draw(TREE.total)
+    assert nta.explain(q, k, v, TREE, is_causal=True).chosen == "cpu"
+    assert varlen_attention(*draw(0), TreeLayout([], []), is_causal=True).shape == (0, H, D)
+
+
+ERRORS = [
+    (lambda q: varlen_attention(q, q, q, TREE), "needs is_causal=True"),
+    (lambda q: varlen_attention(q, q, q, TREE, dropout_p=0.5, is_causal=True), "dropout_p is not supported"),
+    (lambda q: varlen_attention(q, q, q, TREE, TREE.sequences, is_causal=True), "key_layout is not supported"),
+    (lambda q: varlen_attention(q, q, q, TREE, is_causal=True, alibi_slopes=torch.ones(4, H)), "of each sequence"),
+    (lambda q: varlen_attention(q, q, q, TREE, is_causal=True, score_mod=lambda *x: x[0]), "score_mod"),
+    (lambda q: varlen_attention(q[:5], q[:5], q[:5], TREE, is_causal=True), "14 tokens"),
+    (lambda q: TreeLayout([1, 2], [-1]), "2 lengths and 1 parents"),
+    (lambda q: TreeLayout([1, -2], [-1, 0]), r"lengths\[1\] is -2"),
+    (lambda q: TreeLayout([1, 1, 1, 1], [-1, 0, 0, 1]), r"parents\[3\] is 1"),
+    (lambda q: TreeLayout([1.5], [-1]), "one integer for each segment"),
+    (lambda q: TreeLayout.from_prefixes(q, TREE.sequences), r"tokens must be \(T,\) integers"),
+    (lambda q: TreeLayout.from_prefixes(torch.ones(21).long(), TREE.sequences, 0), "min_shared"),
+    (lambda q: TREE.expand(q[:3]), "14 tokens"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_errors(function, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        function(torch.randn(TREE.total, H, D))

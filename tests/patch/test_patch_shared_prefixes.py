@@ -1,0 +1,131 @@
+"""`patch(shared_prefixes=True)`: outputs, losses and gradients are those of packing without sharing."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import nt_attention as nta
+
+TYPES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "phi3")
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}  # as in other tests of models: some compute norms and rotations in float32
+
+
+def make(model_type="llama", name="LlamaForCausalLM", **more):
+    implementation = "eager" if model_type in ("gemma2", "gpt_oss") else "sdpa"
+    return tiny.make(model_type, name, implementation, **more).train()
+
+
+def batch_of(groups=((40, (5, 9, 0, 3)), (33, (7, 1))), alone=20, *, left=False, labels=True):
+    """Groups of rows with a prompt of some tokens and answers, then a row of its own; padded."""
+    rows = []
+    for prompt, answers in groups:
+        first = torch.randint(4, tiny.VOCABULARY, (prompt,))
+        rows += [torch.cat([first, torch.randint(4, tiny.VOCABULARY, (n,))]) for n in answers]
+    rows += [torch.randint(4, tiny.VOCABULARY, (alone,))] if alone else []
+    length = max(map(len, rows)) + 2
+    ids, mask = torch.full((2, len(rows), length), tiny.PAD)
+    mask = torch.zeros_like(mask)
+    for at, row in enumerate(rows):
+        where = slice(length - len(row), length) if left else slice(0, len(row))
+        ids[at, where], mask[at, where] = row, 1
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if left:
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return batch | ({"labels": ids.masked_fill(mask == 0, -100)} if labels else {})
+
+
+def solve(model, batch):
+    model.zero_grad()
+    out = model(**batch)
+    loss = out["loss"] if "loss" in out else sum(x.float().square().mean() for x in out.values() if torch.is_tensor(x))
+    loss.backward()
+    hidden = out.get("hidden_states") or ()
+    return [x for x in out.values() if torch.is_tensor(x)] + list(hidden), [x.grad for x in model.parameters()]
+
+
+def check(model, *batches, counts=None, **options):
+    """Compare with the same patch without sharing. Returns the handle."""
+    other = copy.deepcopy(model)
+    nta.patch(other, logits="padded")
+    handle = nta.patch(model, logits="padded", shared_prefixes=True, on_fallback="raise", **options)
+    for batch in batches:
+        torch.testing.assert_close(solve(model, batch), solve(other, batch), **CLOSE)
+    assert handle.prefixes.calls == (counts or {None: len(batches)})
+    return handle
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_decoders(model_type):
+    name = {"gpt2": "GPT2LMHeadModel"}.get(model_type, f"{tiny.CONFIGS[model_type][0]}ForCausalLM")
+    handle = check(make(model_type, name), batch_of() | {"output_hidden_states": True})
+    assert (handle.prefixes.tokens, handle.prefixes.computed) == (271, 271 - 3 * 40 - 33)
+    assert "118 of 271 tokens were computed" in str(handle)
+
+
+def test_left_padding_and_logits_to_keep():
+    """As in TRL: prompts are padded on the left, answers on the right, and logits of the last positions are wanted."""
+    batch = batch_of(labels=False)
+    padding = {"input_ids": tiny.PAD, "attention_mask": 0}
+    shifted = {name: nn.functional.pad(x, (3, 0), value=padding[name]) for name, x in batch.items()}
+    check(make(), shifted | {"logits_to_keep": 12}, batch_of(left=True))
+
+
+def test_rows_without_padding():
+    """Also without a mask, as evaluation harnesses call models."""
+    batch = batch_of(((40, (6, 6, 6)),), alone=46, labels=False)
+    ids = batch["input_ids"][:, :46]
+    check(make(), {"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+
+
+def test_heads_without_labels_and_base_models():
+    check(make("llama", "LlamaForSequenceClassification"), batch_of(labels=False))
+    check(make("llama", "LlamaModel"), batch_of(labels=False))
+
+
+def test_gradient_checkpointing():
+    model = make()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, batch_of())
+
+
+def test_batches_that_share_nothing():
+    model = make()
+    check(
+        model,
+        batch_of(((20, (3, 4)),)),
+        {"inputs_embeds": torch.randn(2, 50, 48), "attention_mask": torch.ones(2, 50).tril(30).long()},
+        counts={"its rows share too little": 1, "it has inputs_embeds": 1},
+    )
+
+
+def test_dropout_is_not_shared():
+    model = make(attention_dropout=0.1)
+    handle = nta.patch(model, shared_prefixes=True)
+    model(**batch_of())
+    model.eval()
+    model(**batch_of())
+    reason = "it has dropout, which would be the same in all rows that share a prefix"
+    assert handle.prefixes.calls == {reason: 1, None: 1}
+
+
+def test_other_positions_are_not_shared():
+    """Equal tokens at other positions are other tokens."""
+    model, batch = make(), batch_of(((40, (5, 9)),), alone=0)
+    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]) + torch.tensor([[0], [3]])
+    check(model, batch, counts={"its rows share too little": 1})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: make("bert", "BertModel"), "not causal"),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 1), "no Hugging Face"),
+    ],
+)
+def test_models_that_cannot_share(model, message):
+    with pytest.raises(ValueError, match=message):
+        nta.patch(model(), shared_prefixes=True)
