@@ -25,7 +25,7 @@ from ..kernels.registry import backends
 from ..kernels.select import SlowBackendWarning, available_backends
 from . import timing
 from .environment import device_name, devices, positive, versions
-from .implementations import Implementation, Inputs, NotSupportedError, attention, implementations
+from .implementations import CaseInputs, Implementation, NotSupportedError, attention, implementations
 from .workloads import DISTRIBUTIONS, TOKENS, WORKLOADS, Workload, draw_lengths
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
@@ -134,7 +134,7 @@ def run_workload(
     workload: Workload, options: argparse.Namespace, device: torch.device, dtype: torch.dtype
 ) -> dict[str, list[Measurement]]:
     """Compare and time all implementations: the forward, then the forward and backward."""
-    inputs = Inputs.random(workload, device, dtype)
+    inputs = CaseInputs.random(workload, device, dtype)
     passes = (False,) if options.forward_only else (False, True)
     rows, expected = None, {}
     if sample := sample_of(inputs):
@@ -152,7 +152,7 @@ def available(device: torch.device) -> list[str]:
 
 
 def measure(
-    implementation: Implementation, inputs: Inputs, rows: Tensor | None, expected: dict[str, Tensor], backward: bool
+    implementation: Implementation, inputs: CaseInputs, rows: Tensor | None, expected: dict[str, Tensor], backward: bool
 ) -> Measurement:
     """Compare some rows of an implementation's results with the expected ones, then time it."""
     try:
@@ -175,7 +175,7 @@ def measure(
         return Measurement(note=f"failed: {(str(error).strip() or repr(error)).splitlines()[0]}", is_bad=True)
 
 
-def sample_of(inputs: Inputs) -> list[int]:
+def sample_of(inputs: CaseInputs) -> list[int]:
     """The first few sequences and the longest one that fits into memory in float64."""
     lengths, ends = inputs.layout.host_offsets.diff().tolist(), inputs.layout.host_offsets[1:].tolist()
     scores = (torch.cuda.mem_get_info()[0] if inputs.grad.is_cuda else 2**31) // BYTES_PER_SCORE

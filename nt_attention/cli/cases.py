@@ -16,7 +16,7 @@ from ..kernels.call import FEATURES
 from ..kernels.relative import RelativeBias
 from ..layouts.bounded import BoundedLayout
 from ..layouts.paged import PagedLayout
-from .implementations import Inputs, attention, padded
+from .implementations import CaseInputs, attention, padded
 from .workloads import CAUSAL, Workload
 
 LENGTHS = (1, 129, 0, 17, 300, 15, 31, 128, 33, 127, 16, 5)
@@ -127,21 +127,21 @@ def run_case(case: Case, device: torch.device) -> Finding:
     return Finding(case, result, f"{ratio:.2f} of PyTorch's own error")
 
 
-def inputs_of(case: Case, device: torch.device) -> Inputs:
+def inputs_of(case: Case, device: torch.device) -> CaseInputs:
     """The inputs of a case. Two rows of NaN follow the last sequence: no kernel may read them."""
     more, keys = (LONGEST,) if device.type == "cuda" else (), case.workload.key_lengths
     lengths, keys, options = (*case.workload.lengths, *more), keys and (*keys, *more), dict(case.workload.options)
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], device=device)
     workload = dataclasses.replace(case.workload, lengths=lengths, key_lengths=keys, options=options)
-    inputs = Inputs.random(workload, device, case.dtype, past_end=2)
+    inputs = CaseInputs.random(workload, device, case.dtype, past_end=2)
     if "relative" in options:
         radius, buckets = options["relative"]
         options["relative"] = _relative(radius, buckets, inputs)
     return inputs
 
 
-def _relative(radius: int, buckets: int, inputs: Inputs) -> RelativeBias:
+def _relative(radius: int, buckets: int, inputs: CaseInputs) -> RelativeBias:
     """All three biases, standard normal, with NaN in the rows past the last sequence."""
     query, key, _ = inputs.qkv
     distance = torch.arange(-radius, radius + 1, device=query.device)
@@ -155,13 +155,13 @@ def _relative(radius: int, buckets: int, inputs: Inputs) -> RelativeBias:
     return relative
 
 
-def with_bounds(inputs: Inputs) -> Inputs:
+def with_bounds(inputs: CaseInputs) -> CaseInputs:
     """The inputs with a layout of self-attention that knows only bounds, which are the real sizes."""
     layout = BoundedLayout(inputs.layout.cu_seqlens.clone(), inputs.layout.max_seqlen, len(inputs.grad))
     return dataclasses.replace(inputs, layout=layout, key_layout=layout)
 
 
-def in_pages(inputs: Inputs) -> Inputs:
+def in_pages(inputs: CaseInputs) -> CaseInputs:
     """The inputs with keys and values in pages, which are in a random order and else full of NaN."""
     layout, (query, *packed) = inputs.key_layout, inputs.qkv
     pages = -(-layout.max_seqlen // PAGE)
@@ -177,7 +177,7 @@ def in_pages(inputs: Inputs) -> Inputs:
 CHANGES = {"bounds": with_bounds, "paged": in_pages}
 
 
-def results_of(backend: str, inputs: Inputs, backward: bool, which: str = "") -> dict[str, Tensor]:
+def results_of(backend: str, inputs: CaseInputs, backward: bool, which: str = "") -> dict[str, Tensor]:
     """out and, with ``backward``, all gradients, without the rows past the end."""
     results = attention(backend, CHANGES.get(which, lambda x: x)(inputs)).results(backward)
     queries, keys = inputs.layout.total, inputs.key_layout.total
@@ -188,7 +188,7 @@ def results_of(backend: str, inputs: Inputs, backward: bool, which: str = "") ->
     return results
 
 
-def check_bits(case: Case, inputs: Inputs, backward: bool = True) -> None:
+def check_bits(case: Case, inputs: CaseInputs, backward: bool = True) -> None:
     """Check that repeated calls, or calls of each sequence alone, give the same bits."""
     first = results_of(case.backend, inputs, backward)
     for _ in range(DETERMINISTIC_RUNS if case.which == "deterministic" else 0):
@@ -200,7 +200,7 @@ def check_bits(case: Case, inputs: Inputs, backward: bool = True) -> None:
         assert torch.equal(alone, first["out"][rows]), "a sequence alone gave other bits than in the batch"
 
 
-def relative_error(case: Case, inputs: Inputs, backward: bool) -> float:
+def relative_error(case: Case, inputs: CaseInputs, backward: bool) -> float:
     """The largest error of out and all gradients over that of PyTorch in the same dtype, all against float64.
 
     PyTorch's error is that of the reference backend or of padded self-attention with SDPA, whichever is larger.
@@ -230,7 +230,7 @@ def relative_error(case: Case, inputs: Inputs, backward: bool) -> float:
     return max(map(ratio, got))
 
 
-def _dropout_error(case: Case, inputs: Inputs, backward: bool) -> float:
+def _dropout_error(case: Case, inputs: CaseInputs, backward: bool) -> float:
     """The error of the share of dropped weights, and of dv, each over a tolerance.
 
     Two implementations drop different weights. With values of 1, a row of out is the sum of the weights that were kept.

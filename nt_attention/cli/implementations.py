@@ -31,7 +31,7 @@ class NotSupportedError(Exception):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CaseInputs:
     """The arguments of ``varlen_attention``, and the gradient of its output."""
 
     layout: Any
@@ -41,7 +41,7 @@ class Inputs:
     options: dict[str, Any]
 
     @classmethod
-    def random(cls, workload: Workload, device: torch.device, dtype: torch.dtype, past_end: int = 0) -> Inputs:
+    def random(cls, workload: Workload, device: torch.device, dtype: torch.dtype, past_end: int = 0) -> CaseInputs:
         """Standard normal tensors with a fixed seed, and ``past_end`` rows of NaN after the last sequence."""
         layout = SequenceLayout.from_lengths(workload.lengths, device=device)
         keys = workload.key_lengths
@@ -62,7 +62,7 @@ class Inputs:
         """The window of visible keys, causality included."""
         return Window.of(self.options.get("window_size", (-1, -1)), self.options.get("is_causal", False))
 
-    def cast(self, dtype: torch.dtype) -> Inputs:
+    def cast(self, dtype: torch.dtype) -> CaseInputs:
         """In another dtype, without NaN, and without the options that do not change the result."""
         options = {name: x for name, x in self.options.items() if name not in ("deterministic", "batch_invariant")}
         if relative := options.get("relative"):
@@ -70,13 +70,13 @@ class Inputs:
         q, k, v, grad = (x.to(dtype).nan_to_num() for x in (*self.qkv, self.grad))
         return dataclasses.replace(self, qkv=(q, k, v), grad=grad, options=options)
 
-    def select(self, sequences: Sequence[int]) -> tuple[Tensor, Inputs]:
+    def select(self, sequences: Sequence[int]) -> tuple[Tensor, CaseInputs]:
         """The indices of the rows of some sequences, and self-attention on these sequences."""
         starts, device = self.layout.host_offsets.tolist(), self.grad.device
         parts = [torch.arange(starts[b], starts[b + 1], device=device) for b in sequences]
         rows, layout = torch.cat(parts), SequenceLayout.from_lengths(list(map(len, parts)), device=device)
         q, k, v, grad = (x[rows] for x in (*self.qkv, self.grad))
-        return rows, Inputs(layout, layout, (q, k, v), grad, self.options)
+        return rows, CaseInputs(layout, layout, (q, k, v), grad, self.options)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PreparedCall:
 
 
 # (inputs, whether gradients are needed) → the call; raises NotSupportedError
-Implementation = Callable[[Inputs, bool], PreparedCall]
+Implementation = Callable[[CaseInputs, bool], PreparedCall]
 
 
 def implementations(backends: Iterable[str]) -> dict[str, Implementation]:
@@ -118,7 +118,7 @@ def implementations(backends: Iterable[str]) -> dict[str, Implementation]:
     return {**{name: functools.partial(backend, name) for name in backends}, PADDED: padded, NESTED: nested}
 
 
-def backend(name: str, inputs: Inputs, backward: bool) -> PreparedCall:
+def backend(name: str, inputs: CaseInputs, backward: bool) -> PreparedCall:
     """``varlen_attention(backend=name)``, if it can run the inputs."""
     q, k, v = (x.detach().requires_grad_(backward) for x in inputs.qkv)
     explanation = explain(q, k, v, inputs.layout, inputs.key_layout, backend=name, **inputs.options)
@@ -128,7 +128,7 @@ def backend(name: str, inputs: Inputs, backward: bool) -> PreparedCall:
     return dataclasses.replace(attention(name, inputs), chosen=explanation.chosen)
 
 
-def attention(name: str, inputs: Inputs) -> PreparedCall:
+def attention(name: str, inputs: CaseInputs) -> PreparedCall:
     """``varlen_attention(backend=name)``."""
     options, relative = dict(inputs.options), inputs.options.get("relative")
     given = (*inputs.qkv, *(relative.tensors if relative else ()))
@@ -144,7 +144,7 @@ def attention(name: str, inputs: Inputs) -> PreparedCall:
     return PreparedCall(attend, leaves, inputs.grad.nan_to_num(), biases=relative.terms if relative else ())
 
 
-def padded(inputs: Inputs, backward: bool) -> PreparedCall:
+def padded(inputs: CaseInputs, backward: bool) -> PreparedCall:
     """SDPA on padded query (B, H, L, D), key (B, G, L, D) and value (B, G, L, Dv), with a mask if one is needed.
 
     It is exact without a mask if nothing is padded, or if it is causal, since padding follows the real tokens. Key
@@ -172,7 +172,7 @@ def padded(inputs: Inputs, backward: bool) -> PreparedCall:
     return PreparedCall(attend, leaves, grad, lambda x: layout.pack(x.transpose(1, 2)))
 
 
-def padding_mask(inputs: Inputs) -> Tensor:
+def padding_mask(inputs: CaseInputs) -> Tensor:
     """The visible keys: (B, 1, 1, L), or (B, 1, L, L) with a window. Padded queries see all real keys."""
     longest, device = inputs.layout.max_seqlen, inputs.grad.device
     real = torch.arange(longest, device=device) < inputs.layout.lengths[:, None, None]
@@ -180,7 +180,7 @@ def padding_mask(inputs: Inputs) -> Tensor:
     return (real if visible is None else real & (visible | ~real.mT)).unsqueeze(1)
 
 
-def nested(inputs: Inputs, backward: bool) -> PreparedCall:
+def nested(inputs: CaseInputs, backward: bool) -> PreparedCall:
     """SDPA on three NestedTensors (B, j, H, D). Key heads are repeated before the timed part, in favor of SDPA."""
     layout, is_causal, (q, k, v) = inputs.layout, inputs.window.is_causal, inputs.qkv
     if inputs.options.get("softcap") or not (inputs.window.is_open or is_causal):

@@ -70,7 +70,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Side:
+class HeadsOfRank:
     """The queries or the keys of a call: where their tokens are, and how their heads are divided.
 
     Attributes:
@@ -133,8 +133,8 @@ class HeadsExchange(Exchange):
 
     def __init__(
         self,
-        queries: Side,
-        keys: Side,
+        queries: HeadsOfRank,
+        keys: HeadsOfRank,
         own: Heads,
         slopes: Tensor | None,
         backend: str,
@@ -163,8 +163,8 @@ class HeadsExchange(Exchange):
     def of(cls, sharded: ShardedLayout, key_sharded: ShardedLayout, heads: int, kv_heads: int, *more: Any) -> Self:
         """The exchange of a call with these numbers of query and key heads. `more`: from `slopes` on."""
         each = [Heads.of_rank(rank, sharded.ranks, heads, kv_heads) for rank in range(sharded.ranks)]
-        queries = Side(sharded, [one.queries for one in each], heads)
-        return cls(queries, Side(key_sharded, [one.keys for one in each], kv_heads), each[sharded.rank], *more)
+        queries = HeadsOfRank(sharded, [one.queries for one in each], heads)
+        return cls(queries, HeadsOfRank(key_sharded, [one.keys for one in each], kv_heads), each[sharded.rank], *more)
 
     def _repeated_heads(self) -> Tensor:
         """(h,) the key head of each query head of this rank."""

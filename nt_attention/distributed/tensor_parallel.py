@@ -197,7 +197,7 @@ class HeadParallelAttention(VarlenMultiheadAttention):
         is_random = self.training and self.dropout > 0
         with _own_random_numbers(inputs.query.device, mesh) if is_random else contextlib.nullcontext():
             out, weights = super()._attend(inputs, attention)
-        weights = None if weights is None else cast(Tensor, _Gather.apply(weights, mesh))
+        weights = None if weights is None else cast(Tensor, _GatherOutputs.apply(weights, mesh))
         for x in (out, weights):
             if x is not None:
                 check_in_backward(x, self.parameters())
@@ -348,7 +348,7 @@ class _SummedLinear(NonDynamicallyQuantizableLinear):
         mesh = cast(DTensor, self.weight).device_mesh
         out, bias = F.linear(input, cast(Tensor, _local(self.weight))), _local(self.bias)
         if self.adds_up:
-            out = cast(Tensor, _Sum.apply(out, mesh))
+            out = cast(Tensor, _SumOverRanks.apply(out, mesh))
             return out if bias is None else out + bias.to(out.dtype)
         if bias is None:
             return out
@@ -540,7 +540,7 @@ class _SumGradients(torch.autograd.Function):
         return _all_reduce(gradient, ctx.mesh), None
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """The sum over the ranks, whose gradient is equal on all ranks."""
 
     @staticmethod
@@ -569,7 +569,7 @@ class _SumAndDivide(torch.autograd.Function):
         return _wait(placed.redistribute(ctx.mesh, (Replicate(),)).to_local()), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherOutputs(torch.autograd.Function):
     """Weights (B, H/P, L, S) of this rank's heads → weights (B, H, L, S), whose gradient is equal on all ranks."""
 
     @staticmethod

@@ -1,8 +1,8 @@
 """`patch` for Hugging Face models: changes a model, and lets the handle undo the changes.
 
-The attention implementation in the model's configs is set to ours. A model that can be packed (`proofs.py`) also gets a
-`forward` that packs (`packed_forward.py`). A vision tower that gets several images in one row runs one attention call
-for all of them.
+The attention implementation in the model's configs is set to ours. A model that can be packed (`prove/store.py`) also
+gets a `forward` that packs (`pack/packed_forward.py`). A vision tower that gets several images in one row runs one
+attention call for all of them.
 """
 
 from __future__ import annotations

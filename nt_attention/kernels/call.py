@@ -44,11 +44,11 @@ class Option(NamedTuple):
 
     default: Any
     parse: Callable[[str, Any], Any]
-    feature: str = ""
+    feature: str
     advice: str = ""
 
 
-def _option(default: Any, parse: Callable[[str, Any], Any], feature: str = "", advice: str = "") -> Any:
+def _option(default: Any, parse: Callable[[str, Any], Any], feature: str, advice: str = "") -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(default, parse, feature, advice)})
 
 
@@ -139,10 +139,10 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    scale: float = dataclasses.field(metadata={"option": Option(None, _scale)})
-    is_causal: bool = _option(False, _bool)
-    causal_alignment: CausalAlignment = _option("lower_right", _alignment)
-    window_size: tuple[int, int] = _option((-1, -1), _window_size)
+    scale: float = dataclasses.field(metadata={"option": Option(None, _scale, "")})
+    is_causal: bool = _option(False, _bool, "")  # like the next two, a part of the mask geometry
+    causal_alignment: CausalAlignment = _option("lower_right", _alignment, "")
+    window_size: tuple[int, int] = _option((-1, -1), _window_size, "")
     softcap: float = _option(0.0, _softcap, "softcap", "softcap is not supported: leave softcap at 0.")
     score_mod: ScoreMod | None = _option(
         None, _mod, "score_mod", "score_mod is not supported: use softcap or alibi_slopes if they can express it."
@@ -342,7 +342,8 @@ FEATURES = {
 
 # The type of a field → its type in an operator's schema. Options that are functions can't be arguments of operators.
 _SCHEMA_TYPES = {"bool": "bool", "float": "float", "CausalAlignment": "str", "tuple[int, int]": "int[2]"}
-_IN_SCHEMA = [name for name in (*OPTIONS, "needs_grad", "relative_grad") if _FIELDS[name].type in _SCHEMA_TYPES]
+_FUNCTIONS = ("ScoreMod | None", "MaskMod | None")
+_IN_SCHEMA = [name for name in (*OPTIONS, "needs_grad", "relative_grad") if _FIELDS[name].type not in _FUNCTIONS]
 # The part of an operator's schema that declares these fields.
 SCHEMA = ", ".join(f"{_SCHEMA_TYPES[_FIELDS[name].type]} {name}" for name in _IN_SCHEMA)  # type: ignore[index]
 

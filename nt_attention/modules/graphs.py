@@ -20,7 +20,7 @@ from ..layouts.bounded import BoundedLayout, LengthsUnknownError
 from ..layouts.protocol import Layout
 
 
-class Packed(NamedTuple):
+class PackedValues(NamedTuple):
     """An input of a module: values (T, E) and their sequences."""
 
     values: Tensor
@@ -31,8 +31,8 @@ def run_as_graph(
     graphs: CapturedCalls,
     module: nn.Module,
     options: Hashable,
-    inputs: Sequence[Packed],
-    function: Callable[[list[Packed]], Tensor],
+    inputs: Sequence[PackedValues],
+    function: Callable[[list[PackedValues]], Tensor],
 ) -> Tensor | None:
     """Run a module on packed tokens as a CUDA graph, and count the call.
 
@@ -61,7 +61,9 @@ def run_as_graph(
     return out if reason is None else None
 
 
-def _why_not(graphs: CapturedCalls, module: nn.Module, inputs: Sequence[Packed], layouts: list[Layout]) -> str | None:
+def _why_not(
+    graphs: CapturedCalls, module: nn.Module, inputs: Sequence[PackedValues], layouts: list[Layout]
+) -> str | None:
     if (reason := why_not_a_graph(module, inputs[0].values, graphs.training)) is not None:
         return reason
     if not all(layout.knows_lengths and layout.batch_size for layout in layouts):
@@ -74,10 +76,10 @@ def _why_not(graphs: CapturedCalls, module: nn.Module, inputs: Sequence[Packed],
 def _work(
     module: nn.Module,
     options: Hashable,
-    inputs: Sequence[Packed],
+    inputs: Sequence[PackedValues],
     layouts: list[Layout],
     sides: list[int],
-    function: Callable[[list[Packed]], Tensor],
+    function: Callable[[list[PackedValues]], Tensor],
 ) -> Work:
     values = {f"values {i}": x.values for i, x in enumerate(inputs)}
     lengths = {f"lengths {j}": x.cached_lengths for j, x in enumerate(layouts)}
@@ -89,7 +91,7 @@ def _work(
     def run(static: dict[str, Tensor], bucket: Bucket) -> Computed:
         bounded = [_layout(static[name], its) for name, its in zip(lengths, bucket, strict=True)]
         with without_lengths():
-            out = function([Packed(static[name], bounded[i]) for name, i in zip(values, sides, strict=True)])
+            out = function([PackedValues(static[name], bounded[i]) for name, i in zip(values, sides, strict=True)])
         return Computed(out, (None,), bounded)
 
     form = tuple([(x.dtype, x.shape[1:], x.device, i) for x, i in zip(values.values(), sides, strict=True)])

@@ -425,13 +425,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             captured.count("it has a mask_mod or a score_mod")
             return None
         layouts = inputs.layouts[0], inputs.layouts[1], inputs.layouts[1]
-        given: dict[tuple[int, int], graphs.Packed] = {}  # one object with two layouts is two inputs
+        given: dict[tuple[int, int], graphs.PackedValues] = {}  # one object with two layouts is two inputs
         which = []
         for x, layout in zip(inputs[:3], layouts, strict=True):
-            given.setdefault((id(x), id(layout)), graphs.Packed(x, layout))
+            given.setdefault((id(x), id(layout)), graphs.PackedValues(x, layout))
             which.append(list(given).index((id(x), id(layout))))
 
-        def attend(packed: list[graphs.Packed]) -> Tensor:
+        def attend(packed: list[graphs.PackedValues]) -> Tensor:
             query, key, value = [packed[i] for i in which]
             bounded = inputs._replace(
                 query=query.values, key=key.values, value=value.values, layouts=(query.layout, key.layout)

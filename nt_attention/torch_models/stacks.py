@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..compiler import is_compiling, outside_of_graphs
 from ..layouts.known import Unwrapped, unwrap_each
-from ..modules.graphs import Packed, run_as_graph
+from ..modules.graphs import PackedValues, run_as_graph
 from ..patching.forwards import (
     CONTEXT_PARALLEL,
     GRADIENTS_PER_SAMPLE,
@@ -397,9 +397,9 @@ def _run(
         local = [_tokens_of_rank(handle.mesh, x, is_causal) for x in inputs]
         return _gather(local[0].layout, function(module, is_causal, *local))
     if handle.graphs is not None and not is_compiling():
-        packed = [Packed(x.values, x.layout) for x in inputs]
+        packed = [PackedValues(x.values, x.layout) for x in inputs]
 
-        def run(others: list[Packed]) -> Tensor:
+        def run(others: list[PackedValues]) -> Tensor:
             replaced = [x._replace(values=y.values, layout=y.layout) for x, y in zip(inputs, others, strict=True)]
             return function(module, is_causal, *replaced)
 

@@ -149,7 +149,7 @@ def test_parts_of_batch_invariant_calls_are_bounded(form, monkeypatch):
     slopes = torch.linspace(0, 1, 28, device=DEVICE).view(7, 4)
     options = {"is_causal": True, "batch_invariant": True, "backend": "split_kv", "alibi_slopes": slopes}
     want = nta.varlen_attention(case.query, *case.pools, case.layout, case.paged, **options)
-    rows, make_work = [], launches.Work.make
+    rows, make_work = [], launches.SplitWork.make
 
     def recorded(*arguments):
         work = make_work(*arguments)
@@ -157,7 +157,7 @@ def test_parts_of_batch_invariant_calls_are_bounded(form, monkeypatch):
         return work
 
     monkeypatch.setattr(launches, "_MOST_PART_ROWS", 100)
-    monkeypatch.setattr(launches.Work, "make", recorded)
+    monkeypatch.setattr(launches.SplitWork, "make", recorded)
     assert torch.equal(nta.varlen_attention(case.query, *case.pools, case.layout, case.paged, **options), want)
     assert len(rows) > 2
     assert max(rows) <= 100

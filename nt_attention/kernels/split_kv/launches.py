@@ -33,7 +33,7 @@ _MUCH_MEMORY = 160 * 1024  # bytes of shared memory of a multiprocessor: the A10
 BLOCKS = (32, 256)  # sequences whose items a program counts at once, in small batches and in others
 
 
-class Tile(NamedTuple):
+class SplitTile(NamedTuple):
     """The size of a tile, and which sequences it is for.
 
     Attributes:
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     doublings: int
 
     @classmethod
-    def make(cls, block_m: int, least: int, most: int, layout: Layout, keys: Keys, spec: AttentionSpec) -> Tile:
+    def make(cls, block_m: int, least: int, most: int, layout: Layout, keys: Keys, spec: AttentionSpec) -> SplitTile:
         """The tiles of a batch.
 
         With `batch_invariant`, how a sequence is split must not depend on the batch: it is split if it has one tile.
@@ -116,13 +116,13 @@ class Keys(NamedTuple):
         return cls(offsets[:-1].unsqueeze(1), None, lengths, 0, layout.max_seqlen)
 
 
-def _tiles(layout: Layout, keys: Keys, spec: AttentionSpec) -> list[Tile]:
+def _tiles(layout: Layout, keys: Keys, spec: AttentionSpec) -> list[SplitTile]:
     """The kinds of tiles of a batch: small ones for few rows, large ones for more."""
     group = spec.num_heads // spec.num_kv_heads
     small, large = tile_rows(spec)
     kinds = [(small, 0, small), (large, small, _NO_LIMIT)]
     fewest, most = layout.min_seqlen * group, layout.max_seqlen * group
-    return [Tile.make(*kind, layout, keys, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
+    return [SplitTile.make(*kind, layout, keys, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
 
 
 def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def _forward(
         for tile in _tiles(layout, keys, call.spec):
             at_once = tile.sequences_at_once(call.spec)
             for first in range(0, layout.batch_size, at_once):
-                work = Work.make(tile, call, keys, offsets, first, min(first + at_once, layout.batch_size))
+                work = SplitWork.make(tile, call, keys, offsets, first, min(first + at_once, layout.batch_size))
                 work.attend(query, key, value, out, lse)
                 if tile.splits > 1:
                     work.combine(out, lse)
@@ -159,7 +159,7 @@ def _forward(
 
 
 @dataclass(frozen=True)
-class Work:
+class SplitWork:
     """Some sequences, their tiles of one kind, and the launches for them.
 
     Attributes:
@@ -169,7 +169,7 @@ class Work:
         parts, part_lse: (B, S, G, R, V) and (B, S, G, R) float32, the results of splits.
     """
 
-    tile: Tile
+    tile: SplitTile
     call: Call
     keys: Keys
     offsets: Tensor
@@ -178,7 +178,7 @@ class Work:
     part_lse: Tensor
 
     @classmethod
-    def make(cls, tile: Tile, call: Call, keys: Keys, offsets: Tensor, first: int, last: int) -> Work:
+    def make(cls, tile: SplitTile, call: Call, keys: Keys, offsets: Tensor, first: int, last: int) -> SplitWork:
         """The work of the sequences from `first` to before `last`."""
         spec, slopes = call.spec, call.alibi_slopes
         if slopes is not None:
