@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from nt_attention.__main__ import main
 from nt_attention.cli import bench, timing
-from nt_attention.cli.implementations import NESTED, PADDED, Inputs, NotSupportedError, implementations
+from nt_attention.cli.implementations import NESTED, PADDED, CaseInputs, NotSupportedError, implementations
 from nt_attention.cli.workloads import DISTRIBUTIONS, WORKLOADS, Workload, draw_lengths
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_bench_table_on_a_gpu_has_device_time_and_host_time(monkeypatch, capsys)
 
 
 def inputs_of(*lengths, heads=1):
-    return Inputs.random(Workload("ragged", "", lengths, heads, heads, 8), CPU, torch.float32)
+    return CaseInputs.random(Workload("ragged", "", lengths, heads, heads, 8), CPU, torch.float32)
 
 
 def test_bench_does_not_measure_too_much_padding():

@@ -11,7 +11,10 @@ from processes import run_in_processes
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 # The trainers of these are also tested in tests/trainers.
-HEAVY = ("fine_tune_with_trainer", "sentence_embeddings", "sentence_transformers_training", "trl_grpo", "trl_sft")
+HEAVY = (
+    *("fine_tune_with_trainer", "sentence_embeddings", "sentence_transformers_training", "trl_grpo", "trl_sft"),
+    "trl_grpo_shared_prompts",
+)
 PROGRAMS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.sweep if path.stem in HEAVY else ())
     for path in sorted(EXAMPLES.glob("*.py"))
@@ -24,6 +27,7 @@ ARGUMENTS = {
     "fine_tune_with_trainer": ["--steps", "5", "--hidden-size", "32"],
     "sentence_transformers_training": ["--steps", "4", "--hidden-size", "32"],
     "trl_grpo": ["--steps", "3", "--hidden-size", "32"],
+    "trl_grpo_shared_prompts": ["--steps", "2", "--hidden-size", "32"],
     "trl_sft": ["--steps", "4", "--hidden-size", "32"],
     "sentence_embeddings": ["--limit", "24", "--batch-size", "8", "--repeats", "1"],
 }
@@ -71,6 +75,12 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
             padded, patched = (torch.tensor(result[name][what]) for name in ("padded", "nta.patch"))
             torch.testing.assert_close(patched, padded, rtol=1e-4, atol=1e-5)
         assert result["nta.patch"]["calls"][None] == 3
+    if path.stem == "trl_grpo_shared_prompts":
+        for what in ("rewards", "norms"):
+            packed, shared = (torch.tensor(result[name][what]) for name in ("packed", "shared"))
+            torch.testing.assert_close(shared, packed, rtol=1e-4, atol=1e-5)
+        prefixes = result["shared"]["handle"].prefixes
+        assert prefixes.computed < 0.5 * prefixes.tokens
     if path.stem == "sentence_embeddings":
         for found in result.values():
             assert found["packed"] > 0
