@@ -23,7 +23,9 @@ from . import families
 from .pack.change_model import attention_modules, make_padding_free, set_attention
 from .pack.packed_forward import Logits, PackingMode
 from .pack.sharded_packing import why_not_sharded
+from .pack.shared_prefixes import why_not_shared
 from .proof import Proof
+from .prove.prover import why_prefixes_differ
 from .prove.store import proof_of
 from .prove.twin import changed_numbers
 from .route.attention import attention, is_stock
@@ -75,7 +77,8 @@ def patch_model(
             if any(name.endswith("attention_mask") for name in names):
                 override_forward(part, functools.partial(_run_padded, handle, not_packed, names), handle)
     elif padding_free:
-        make_padding_free(model, proof, families.family_of(model), handle, logits, packing)
+        shares = handle.prefixes is not None and handle.prefixes.add_model(model, _why_not_shared(model, proof))
+        make_padding_free(model, proof, families.family_of(model), handle, logits, packing, shares)
     handle.change(name, f"{type(model).__name__}, {how}")
     handle.change_layers(name, _attention_layers(model))
     for path, module in model.named_modules():
@@ -95,6 +98,12 @@ def _why_not_sharded(model: PreTrainedModel, proof: Proof, not_packed: str | Non
         needs_row = any(counts_positions(x) or scales_by_length(x) for x in model.modules())
         reason = why_not_sharded(proof, needs_row, families.routes_attention(model))
     return None if reason is None else f"can't be divided over the ranks of a mesh: {reason}"
+
+
+def _why_not_shared(model: PreTrainedModel, proof: Proof) -> str | None:
+    """Why rows of a model that begin with the same tokens can't share them, or None."""
+    attentions = attention_modules(families.base_model(model)).values()
+    return why_not_shared(model, proof, attentions) or why_prefixes_differ(model, proof)
 
 
 def _run_padded(

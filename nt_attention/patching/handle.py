@@ -43,6 +43,13 @@ class PrefixCounts:
             self.tokens += tokens
             self.computed += computed
 
+    def add_model(self, model: nn.Module, reason: str | None) -> bool:
+        """Note a model, and why it can't share. Returns whether it can."""
+        self.models += reason is None
+        if reason is not None:
+            self.left.append(f"{type(model).__name__}: {reason.rstrip('.')}.")
+        return reason is None
+
     def __str__(self) -> str:
         counts = [f"{count} {'shared' if why is None else f'did not: {why}'}" for why, count in self.calls.items()]
         share = f"{self.computed} of {self.tokens} tokens were computed"

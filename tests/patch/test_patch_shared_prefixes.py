@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import nt_attention as nta
+from nt_attention.layouts.tree import TreeLayout
 
 TYPES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "phi3")
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
@@ -117,6 +118,13 @@ def test_other_positions_are_not_shared():
     model, batch = make(), batch_of(((40, (5, 9)),), alone=0)
     batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]) + torch.tensor([[0], [3]])
     check(model, batch, counts={"its rows share too little": 1})
+
+
+def test_sharing_is_tried_on_a_twin(monkeypatch):
+    wrong = TreeLayout.expand_keys
+    monkeypatch.setattr(TreeLayout, "expand_keys", lambda self, key, value: wrong(self, key.flip(0), value))
+    with pytest.raises(ValueError, match="with a shared prefix"):
+        nta.patch(make(), shared_prefixes=True)
 
 
 @pytest.mark.parametrize(

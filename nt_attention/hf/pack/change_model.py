@@ -23,7 +23,6 @@ from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
 from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
-from .shared_prefixes import why_not_shared
 from .small_batches import Size
 
 # Config → a weak reference to the handle of the last patch that has set our name in it.
@@ -121,9 +120,15 @@ def _override_positions(base: nn.Module, handle: Handle) -> bool:
 
 
 def make_padding_free(
-    model: PreTrainedModel, proof: Proof, family: Family, handle: Handle, logits: Logits, packing: PackingMode
+    model: PreTrainedModel,
+    proof: Proof,
+    family: Family,
+    handle: Handle,
+    logits: Logits,
+    packing: PackingMode,
+    shares: bool = False,
 ) -> None:
-    """Make the model pack, and also its base model, because callers may call it directly."""
+    """Make the model pack, and also its base model, because callers may call it directly. `shares`: share prefixes."""
     base, head = families.base_model(model), proof.head
     needs_row = _override_positions(base, handle) or proof.mask is not None
     is_routed = families.routes_attention(model)
@@ -138,19 +143,12 @@ def make_padding_free(
     differs = family.embed is not None or any(map(scales_by_length, base.modules()))
     may_run_padded = packing == "auto" and handle.mesh is None and not differs
 
-    if handle.prefixes is not None:
-        why_alone = why_not_shared(proof, family, is_routed, needs_row, list(attentions))
-        handle.prefixes.models += why_alone is None
-        if why_alone is not None:
-            handle.prefixes.left.append(f"{type(model).__name__}: {why_alone}.")
-
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
         defaults, takes_any = _arguments(entry)
         is_base = families.base_model(entry) is entry
         first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
         size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
-        shares = is_base and handle.prefixes is not None and why_alone is None
-        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares)
+        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares and is_base)
         return PackedCall(handle, proof, family, head, *how)
 
     if families.is_encoder_decoder(model):

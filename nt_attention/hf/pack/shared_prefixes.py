@@ -9,19 +9,22 @@ Dimensions: T tokens of the packed row, R rows of the tree, E the width of hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...compiler import active_compiler, outside_of_graphs
 from ...layouts.known import SequenceLayout
 from ...layouts.reading import owner_of, tensor_of
 from ...layouts.tree import TreeLayout
 from ...patching.handle import PrefixCounts
-from ..families import Family
+from .. import families
 from ..proof import Proof
 from ..route.packed_mask import bypass_mask
+from ..route.packed_row import counts_positions
+from ..route.rope import scales_by_length
 from .outputs import UnknownOutputError
 
 MIN_SHARED = 32  # tokens
@@ -31,16 +34,15 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 _OUTPUTS = {"last_hidden_state", "hidden_states"}
 
 
-def why_not_shared(
-    proof: Proof, family: Family, is_routed: bool, needs_row: bool, attentions: list[nn.Module]
-) -> str | None:
-    """Why no batch of a model can share prefixes, or None."""
+def why_not_shared(model: PreTrainedModel, proof: Proof, attentions: Collection[nn.Module]) -> str | None:
+    """Why no batch of a model can share prefixes, or None. `attentions`: its attention modules."""
     if not attentions or not all(getattr(module, "is_causal", False) is True for module in attentions):
         return "its attention is not causal, so shared tokens depend on what follows them"
-    if proof.mask is not None or not is_routed:
+    if proof.mask is not None or not families.routes_attention(model):
         return "its attention does not run through transformers' interface"
-    if proof.extra is not None or family.embed is not None or needs_row:
-        return "its embeddings or states depend on the other tokens of a sequence"
+    needs_row = any(counts_positions(x) or scales_by_length(x) for x in model.modules())
+    if proof.extra is not None or families.family_of(model).embed is not None or needs_row:
+        return "its embeddings, positions or states depend on the other tokens of a sequence"
     return None
 
 

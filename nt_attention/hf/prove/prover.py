@@ -55,6 +55,16 @@ def prove(model: PreTrainedModel, family: Family) -> Proof:
             return Proof(reason, tried=False)
 
 
+def why_prefixes_differ(model: PreTrainedModel, proof: Proof) -> str | None:
+    """Why shared prefixes would change what a model gives, or None. Tried on a twin, as packing is."""
+    with isolated():
+        try:
+            Trial(build_twin(model), families.family_of(model)).check_prefixes(replace(proof, head=None))
+        except (CannotBuild, NotProven) as failure:
+            return str(failure)
+    return None
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

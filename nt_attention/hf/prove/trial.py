@@ -25,7 +25,16 @@ from .. import families
 from ..pack.attention_code import has_adapter
 from ..proof import Extra, Form, Head, Positions, Proof
 from . import diagnosis
-from .trial_batch import LENGTHS, LONG_PACKED_ROW, LONG_ROW, LONGEST_PACKED_ROW, LONGEST_ROW, Batch, special_ids
+from .trial_batch import (
+    LENGTHS,
+    LONG_PACKED_ROW,
+    LONG_ROW,
+    LONGEST_PACKED_ROW,
+    LONGEST_ROW,
+    WITH_PREFIX,
+    Batch,
+    special_ids,
+)  # fmt: skip
 from .trial_runs import NeedsPackage, NotProven, Runs, first_line, of_tokens, takes_any
 from .twin import padding_of
 
@@ -55,6 +64,27 @@ class Trial(Runs):
         return replace(
             proof, holes=self._holes(proof), embeds=self._embeds(proof), token_types=self._token_types(proof)
         )
+
+    def check_prefixes(self, proof: Proof) -> None:
+        """Compare rows whose shared prefix is computed once with each row alone, and the gradients of the base model.
+
+        Raises:
+            NotProven: an output or a gradient differs.
+        """
+        batch = Batch("right", self.vocabulary, padding_of(self.twin), (), WITH_PREFIX)
+        batch.ids[:-1, : WITH_PREFIX[0]] = batch.ids[0, : WITH_PREFIX[0]]
+        alone = batch.values_alone([self.base(**row) for row in batch.rows()], batch.rows())
+        weights = {name: torch.randn_like(value) for name, value in alone.items()}
+        want = self._gradients(alone, weights)
+        with self._patched(proof, shared_prefixes=True) as handle:
+            values = batch.values(self._call(self.base, batch.inputs))
+            got = self._gradients(values, weights)
+        if (wrong := self._different(values, alone)) is not None:
+            raise NotProven(f"its {wrong} differs between rows with a shared prefix and each row alone")
+        self._compare_gradients(got, want)
+        assert handle.prefixes is not None
+        if reasons := [reason for reason in handle.prefixes.calls if reason is not None]:
+            raise NotProven(reasons[0])
 
     def find_way(self) -> Proof:
         """Find how the model gets the layout and how positions are counted, on the base model in evaluation."""

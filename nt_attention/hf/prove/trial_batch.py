@@ -15,6 +15,7 @@ from torch import Tensor
 from ..pack.encoder_decoder import OF_SOURCE
 
 LENGTHS = (7, 1, 23, 12)
+WITH_PREFIX = (40, 47, 41, 52, 23)  # of rows that all begin with the first one, but for the last
 TARGETS = (5, 9, 1, 14)  # lengths of the targets of an encoder-decoder
 # Of long batches. Most rows are short, so that their packed row is longer than any length that a config or code names.
 SHORT_ROW, LONG_ROW, LONG_PACKED_ROW = 31, 400, 4_200

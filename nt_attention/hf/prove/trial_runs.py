@@ -104,12 +104,12 @@ class Runs:
         return {name: x if name == "labels" else x.unflatten(0, (-1, choices)) for name, x in inputs.items()}
 
     @contextmanager
-    def _patched(self, proof: Proof) -> Iterator[None]:
-        with _Handle(type(self.twin).__name__) as handle:
+    def _patched(self, proof: Proof, shared_prefixes: bool = False) -> Iterator[PatchHandle]:
+        with _Handle(type(self.twin).__name__, shared_prefixes=shared_prefixes) as handle:
             if families.routes_attention(self.twin):
                 set_attention(self.twin, handle)
-            make_padding_free(self.twin, proof, self.family, handle, "padded", "always")
-            yield
+            make_padding_free(self.twin, proof, self.family, handle, "padded", "always", shared_prefixes)
+            yield handle
 
     def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof) -> Any:
         with self._patched(proof), torch.no_grad():
