@@ -20,7 +20,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(PYTEST) --dist worksteal -m "not sweep"
 
-# the same with a fixed quarter of the sweeps (random draws, products of options); `pytest --whole-sweeps` runs all
+# the same with a fixed eighth of the sweeps (random draws, products of options); `pytest --whole-sweeps` runs all
 test-all: $(VENV)/.dev
 	$(PYTEST) --dist worksteal
 

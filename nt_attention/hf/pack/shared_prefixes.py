@@ -20,6 +20,7 @@ from ...layouts.known import SequenceLayout
 from ...layouts.reading import owner_of, tensor_of
 from ...layouts.tree import TreeLayout
 from ...patching.handle import PrefixCounts
+from ...torch_private import has_compiled_call, inside_compiled
 from .. import families
 from ..proof import Proof
 from ..route.packed_mask import bypass_mask
@@ -86,8 +87,9 @@ def _why_not_now(base: nn.Module, arguments: dict[str, Any], layout: Any) -> str
     """Why this call does not share prefixes, or None."""
     if not isinstance(layout, SequenceLayout):
         return "the lengths are not known on the host, as in CUDA graphs, or the batch is divided over a mesh"
-    if active_compiler() is not None:
-        return "it is compiled"
+    are_compiled = (has_compiled_call(x) or inside_compiled(x) is not x for x in base.modules())
+    if active_compiler() is not None or any(are_compiled):
+        return "it or its layers are compiled"
     for name, x in arguments.items():
         if isinstance(x, Tensor) and name not in _KNOWN:
             return f"it has {name}"
