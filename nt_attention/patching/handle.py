@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._warnings import warn
-from ..compiler import is_compiling
+from ..compiler import is_compiling, outside_of_graphs
 from ..graphs.cache import CapturedCalls, CudaGraphs
 from .forwards import CONTINUES_FROM_CACHE
 
@@ -36,9 +36,10 @@ class PrefixCounts:
         self.tokens, self.computed = 0, 0
         self.models, self.left = 0, list[str]()
 
-    def add(self, reason: str | None, tokens: int, computed: int) -> None:
+    @outside_of_graphs
+    def add(self, reason: str | None, tokens: int = 0, computed: int = 0) -> None:
         """Count a call."""
-        with _counting():
+        with _lock:
             self.calls[reason] += 1
             self.tokens += tokens
             self.computed += computed

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import tiny
 import torch
@@ -45,7 +46,8 @@ def solve(model, batch):
     loss = out["loss"] if "loss" in out else sum(x.float().square().mean() for x in out.values() if torch.is_tensor(x))
     loss.backward()
     hidden = out.get("hidden_states") or ()
-    return [x for x in out.values() if torch.is_tensor(x)] + list(hidden), [x.grad for x in model.parameters()]
+    grads = [x.grad for x in model.parameters() if x.requires_grad]
+    return [x for x in out.values() if torch.is_tensor(x)] + list(hidden), grads
 
 
 def check(model, *batches, counts=None, **options):
@@ -111,6 +113,24 @@ def test_dropout_is_not_shared():
     model(**batch_of())
     reason = "it has dropout, which would be the same in all rows that share a prefix"
     assert handle.prefixes.calls == {reason: 1, None: 1}
+
+
+@pytest.mark.parametrize("what", ["model", "layer"])
+def test_compiled_models_share_nothing(what):
+    model, batch = make(), batch_of()
+    want = solve(copy.deepcopy(model), batch)[0][:1]
+    handle = nta.patch(model, shared_prefixes=True, logits="padded")
+    if what == "layer":
+        model.model.layers[0].compile(backend="eager", dynamic=True)
+    function = torch.compile(model, backend="eager", dynamic=True) if what == "model" else model
+    torch.testing.assert_close([function(**batch)["loss"]], want, **CLOSE)
+    assert handle.prefixes.calls == {"it or its layers are compiled": 1}
+
+
+def test_lora_without_dropout_shares():
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make(), config)
+    check(model, batch_of())
 
 
 def test_other_positions_are_not_shared():

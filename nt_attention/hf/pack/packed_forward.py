@@ -25,7 +25,7 @@ from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
 from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
-from .shared_prefixes import run_shared
+from .shared_prefixes import IS_COMPILED, run_shared
 from .small_batches import Size, costs_of, may_run_padded
 
 Logits = Literal["padded"] | None
@@ -180,8 +180,10 @@ class PackedCall:
     @inline_only
     def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Run the original forward on a packed row, with the arguments that it takes."""
-        if self.shares:
+        if self.shares and active_compiler() is None:
             return run_shared(self.handle.prefixes, model, original, arguments)
+        if self.shares:
+            self.handle.prefixes.add(IS_COMPILED)
         if self.proof.mask is None:
             if self.family.embed is not None and self.is_base:  # its embeddings would read the mask
                 return original(**{name: x for name, x in arguments.items() if name != "attention_mask"})

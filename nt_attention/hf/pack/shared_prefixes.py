@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...compiler import active_compiler, outside_of_graphs
+from ...compiler import outside_of_graphs
 from ...layouts.known import SequenceLayout
 from ...layouts.reading import owner_of, tensor_of
 from ...layouts.tree import TreeLayout
@@ -29,6 +29,7 @@ from ..route.rope import scales_by_length
 from .outputs import UnknownOutputError
 
 MIN_SHARED = 32  # tokens
+IS_COMPILED = "it or its layers are compiled"
 LEAST_SAVED = 0.05  # of all tokens; with less, finding prefixes and copying keys takes longer
 _KNOWN = {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"}
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -57,9 +58,10 @@ def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., An
         tree = TreeLayout.from_prefixes(row.long() + (positions.long() << 32), layout, MIN_SHARED, sort=True)
         if tree.total > (1 - LEAST_SAVED) * layout.total:
             reason = "its rows share too little"
-    counts.add(reason, *((0, 0) if reason is not None else (layout.total, tree.total)))
     if reason is not None:
+        counts.add(reason)
         return original(**arguments)
+    counts.add(None, layout.total, tree.total)
     shared = {name: tree.collapse(x) for name, x in (("input_ids", row), ("position_ids", positions))}
     handle = tensor_of(tree, row.device)
     out = original(**{
@@ -87,9 +89,8 @@ def _why_not_now(base: nn.Module, arguments: dict[str, Any], layout: Any) -> str
     """Why this call does not share prefixes, or None."""
     if not isinstance(layout, SequenceLayout):
         return "the lengths are not known on the host, as in CUDA graphs, or the batch is divided over a mesh"
-    are_compiled = (has_compiled_call(x) or inside_compiled(x) is not x for x in base.modules())
-    if active_compiler() is not None or any(are_compiled):
-        return "it or its layers are compiled"
+    if any(has_compiled_call(x) or inside_compiled(x) is not x for x in base.modules()):
+        return IS_COMPILED
     for name, x in arguments.items():
         if isinstance(x, Tensor) and name not in _KNOWN:
             return f"it has {name}"
