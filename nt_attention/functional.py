@@ -386,6 +386,8 @@ def _layouts(
         layout = SequenceLayout.require(layout, "layout")
     if is_self:
         return layout, layout
+    if isinstance(key_layout, TreeLayout):
+        raise ValueError("a TreeLayout has queries and keys of its own: pass it as layout, without key_layout.")
     is_known = mode == EAGER and type(key_layout) is SequenceLayout
     if is_known or isinstance(key_layout, PagedLayout):
         return layout, key_layout

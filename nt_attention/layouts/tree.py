@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -172,6 +172,12 @@ class TreeLayout(Layout):
     @property
     def operator_offsets(self) -> Tensor:
         return self.segments.operator_offsets
+
+    def known(self, name: str) -> NoReturn:
+        raise ValueError(f"{name} is not for a TreeLayout: repeat the prefixes with expand, and use its sequences.")
+
+    def extended(self, extra: int) -> NoReturn:
+        self.known("a call that adds keys (add_bias_kv, add_zero_attn)")
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """The segment of each of N rows, and its position from the root."""

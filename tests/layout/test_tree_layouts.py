@@ -129,10 +129,19 @@ def test_explain_and_empty_trees():
     assert varlen_attention(*draw(0), TreeLayout([], []), is_causal=True).shape == (0, H, D)
 
 
+def attend(x, **options):
+    options = {"layout": TREE, "is_causal": True, **options}
+    return nta.VarlenMultiheadAttention(H * D, H, batch_first=True)(x, x, x, **options)
+
+
 ERRORS = [
     (lambda q: varlen_attention(q, q, q, TREE), "needs is_causal=True"),
     (lambda q: varlen_attention(q, q, q, TREE, dropout_p=0.5, is_causal=True), "dropout_p is not supported"),
     (lambda q: varlen_attention(q, q, q, TREE, TREE.sequences, is_causal=True), "key_layout is not supported"),
+    (
+        lambda q: varlen_attention(q, q, q, SequenceLayout.from_lengths([14]), TREE, is_causal=True),
+        "without key_layout",
+    ),
     (lambda q: varlen_attention(q, q, q, TREE, is_causal=True, alibi_slopes=torch.ones(4, H)), "of each sequence"),
     (lambda q: varlen_attention(q, q, q, TREE, is_causal=True, score_mod=lambda *x: x[0]), "score_mod"),
     (lambda q: varlen_attention(q[:5], q[:5], q[:5], TREE, is_causal=True), "14 tokens"),
@@ -143,6 +152,9 @@ ERRORS = [
     (lambda q: TreeLayout.from_prefixes(q, TREE.sequences), r"tokens must be \(T,\) integers"),
     (lambda q: TreeLayout.from_prefixes(torch.ones(21).long(), TREE.sequences, 0), "min_shared"),
     (lambda q: TREE.expand(q[:3]), "14 tokens"),
+    (lambda q: TREE.pad(q), "pad is not for a TreeLayout"),
+    (lambda q: attend(q.flatten(1), need_weights=True), "is not for a TreeLayout"),
+    (lambda q: attend(q.flatten(1), attn_mask=torch.rand(14, 14), is_causal=False), "TreeLayout"),
 ]
 
 
