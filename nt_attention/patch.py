@@ -102,10 +102,10 @@ def patch(
         need_weights: False says that nobody reads the attention weights of an `nn.MultiheadAttention`. In calls that
             leave its own `need_weights` at the default, it then returns None in the place of weights, so that they can
             run packed. Calls with `need_weights=True` return weights. Other modules have no such default.
-        shared_prefixes: compute tokens that neighbouring rows of a batch have in common once, forward and backward, if
-            rows begin with 32 or more equal tokens: prompts with several answers, preference pairs, few-shot prompts.
-            For causal Hugging Face models whose attention runs through transformers' interface. Outputs are as
-            without it. A call with dropout in training, `inputs_embeds`, CUDA graphs or a compiler
+        shared_prefixes: compute tokens that rows of a batch have in common once, forward and backward, if the rows
+            begin with 32 or more equal tokens at equal positions: prompts with several answers, preference pairs,
+            few-shot prompts. For causal Hugging Face models whose attention runs through transformers' interface.
+            Outputs are as without it. A call with dropout in training, `inputs_embeds`, CUDA graphs or a compiler
             shares nothing. `handle.prefixes` counts calls and tokens.
 
     Returns:

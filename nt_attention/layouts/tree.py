@@ -42,6 +42,7 @@ class TreeLayout(Layout):
         segments: the layout of the segments, as sequences of their own.
         paths: the layout of the keys of each segment: the tokens of all segments before it on its path, and its own.
         sequences: the layout of all sequences, R tokens.
+        offsets, cu_seqlens, lengths, sequence_ids: those of the segments.
         parents: the index of the segment that each segment continues; −1 for a root.
         end: (T,) int64. A token at row i sees a token at row j exactly if `j <= i < end[j]`.
 
@@ -118,10 +119,11 @@ class TreeLayout(Layout):
         """
         if not isinstance(layout, SequenceLayout):
             raise TypeError(f"layout must be a SequenceLayout, got {type(layout).__name__}.")
+        _check_tensor(tokens, "tokens")
         if tokens.dim() != 1 or tokens.is_floating_point():
             raise ValueError(f"tokens must be (T,) integers, got shape {tuple(tokens.shape)} and {tokens.dtype}.")
-        if min_shared < 1:
-            raise ValueError(f"min_shared must be at least 1, got {min_shared}.")
+        if not isinstance(min_shared, int) or min_shared < 1:
+            raise ValueError(f"min_shared must be an integer of at least 1, got {min_shared!r}.")
         layout.check_rows(tokens, "tokens")
         check_readable(tokens, "tokens")
         order, shared = _neighbors(tokens[: layout.total], layout, min_shared if sort else 0)
@@ -150,6 +152,7 @@ class TreeLayout(Layout):
             >>> nta.TreeLayout([2, 1, 1], [-1, 0, 0]).expand(torch.tensor([7, 8, 9, 5]))
             tensor([7, 8, 9, 7, 8, 5])
         """
+        _check_tensor(values, "values")
         self.check_rows(values, "values")
         return self._tokens.expand(values)
 
@@ -161,6 +164,7 @@ class TreeLayout(Layout):
             >>> nta.TreeLayout([2, 1, 1], [-1, 0, 0]).collapse(torch.tensor([7, 8, 9, 7, 8, 5]))
             tensor([7, 8, 9, 5])
         """
+        _check_tensor(values, "values")
         self.sequences.check_rows(values, "values")
         return values.index_select(0, self._first)
 
@@ -174,10 +178,16 @@ class TreeLayout(Layout):
         return self.segments.operator_offsets
 
     def known(self, name: str) -> NoReturn:
-        raise ValueError(f"{name} is not for a TreeLayout: repeat the prefixes with expand, and use its sequences.")
+        raise ValueError(
+            f"{name} can't have a TreeLayout: repeat the prefixes with tree.expand, and pass tree.sequences."
+        )
 
     def extended(self, extra: int) -> NoReturn:
         self.known("a call that adds keys (add_bias_kv, add_zero_attn)")
+
+    @property
+    def device_offsets(self) -> Tensor:
+        return self.segments.device_offsets
 
     def locate_rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """The segment of each of N rows, and its position from the root."""
@@ -253,7 +263,14 @@ def _join(pieces: Sequence[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
+def _check_tensor(values: object, name: str) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(values).__name__}.")
+
+
 def _integers(name: str, values: Sequence[int] | Tensor) -> Ints:
+    if isinstance(values, Tensor):
+        check_readable(values, name)
     numbers = on_host(values) if isinstance(values, Tensor) else np.array(values)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise TypeError(f"{name} must be one integer for each segment, got {values!r}.")

@@ -152,8 +152,10 @@ ERRORS = [
     (lambda q: TreeLayout.from_prefixes(q, TREE.sequences), r"tokens must be \(T,\) integers"),
     (lambda q: TreeLayout.from_prefixes(torch.ones(21).long(), TREE.sequences, 0), "min_shared"),
     (lambda q: TREE.expand(q[:3]), "14 tokens"),
-    (lambda q: TREE.pad(q), "pad is not for a TreeLayout"),
-    (lambda q: attend(q.flatten(1), need_weights=True), "is not for a TreeLayout"),
+    (lambda q: TREE.expand([1, 2]), "must be a torch.Tensor"),
+    (lambda q: TreeLayout(torch.ones(2, device="meta"), [-1, 0]), "meta device"),
+    (lambda q: TREE.pad(q), "pad can't have a TreeLayout"),
+    (lambda q: attend(q.flatten(1), need_weights=True), "can't have a TreeLayout"),
     (lambda q: attend(q.flatten(1), attn_mask=torch.rand(14, 14), is_causal=False), "TreeLayout"),
 ]
 

@@ -115,6 +115,54 @@ def test_dropout_is_not_shared():
     assert handle.prefixes.calls == {reason: 1, None: 1}
 
 
+def test_dropout_of_a_part_in_training():
+    model = make(attention_dropout=0.1)
+    handle = nta.patch(model, shared_prefixes=True)
+    model.eval()
+    model.model.layers[0].train()
+    model(**batch_of())
+    assert list(handle.prefixes.calls) == ["it has dropout, which would be the same in all rows that share a prefix"]
+
+
+def test_random_numbers_are_not_shared():
+    """Noise of a hook, of a router, or of an activation. Then the call is as without sharing, and no more are tried."""
+    model, batch = make(), batch_of()
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out + torch.rand_like(out))
+    other = copy.deepcopy(model)
+    nta.patch(other, logits="padded")
+    handle = nta.patch(model, shared_prefixes=True, logits="padded")
+    for _ in range(2):
+        outs = []
+        for each in (model, other):
+            torch.manual_seed(0)
+            outs.append(each(**batch)["logits"])
+        torch.testing.assert_close(*outs)
+    reason = "it draws random numbers, which would be the same in all rows that share a prefix"
+    assert handle.prefixes.calls == {reason: 2}
+
+
+def test_in_function_transforms_nothing_is_shared():
+    model, batch = make().eval(), batch_of()
+    handle = nta.patch(model, shared_prefixes=True, logits="padded")
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, kwargs=batch)["loss"]
+
+    grads = torch.func.grad(loss)(parameters)
+    assert handle.prefixes.calls == {"a function transform runs it": 1}
+    loss(parameters).backward()
+    torch.testing.assert_close(grads, {name: x.grad for name, x in parameters.items()}, **CLOSE)
+
+
+def test_number_of_items_in_the_batch():
+    """Trainer passes it as a tensor."""
+    model = make()
+    handle = nta.patch(model, shared_prefixes=True)
+    model(**batch_of(), num_items_in_batch=torch.tensor(200))
+    assert handle.prefixes.calls == {None: 1}
+
+
 @pytest.mark.parametrize("what", ["model", "layer"])
 def test_compiled_models_share_nothing(what):
     model, batch = make(), batch_of()

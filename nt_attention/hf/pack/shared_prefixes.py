@@ -9,9 +9,11 @@ Dimensions: T tokens of the packed row, R rows of the tree, E the width of hidde
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,7 +22,7 @@ from ...layouts.known import SequenceLayout
 from ...layouts.reading import owner_of, tensor_of
 from ...layouts.tree import TreeLayout
 from ...patching.handle import PrefixCounts
-from ...torch_private import has_compiled_call, inside_compiled
+from ...torch_private import has_compiled_call, inside_compiled, is_transformed
 from .. import families
 from ..proof import Proof
 from ..route.packed_mask import bypass_mask
@@ -30,6 +32,7 @@ from .outputs import UnknownOutputError
 
 MIN_SHARED = 32  # tokens
 IS_COMPILED = "it or its layers are compiled"
+_IS_RANDOM = "it draws random numbers, which would be the same in all rows that share a prefix"
 LEAST_SAVED = 0.05  # of all tokens; with less, finding prefixes and copying keys takes longer
 _KNOWN = {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"}
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -48,25 +51,47 @@ def why_not_shared(model: PreTrainedModel, proof: Proof, attentions: Collection[
     return None
 
 
+# Base models that drew random numbers with shared prefixes → whether a part of them was in training then.
+_random: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
+
+
 @outside_of_graphs
 def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Run the original forward of a base model on a packed row (1, T), with shared prefixes if that is possible."""
-    layout = owner_of(arguments["attention_mask"])
-    reason = _why_not_now(base, arguments, layout)
-    if reason is None:
-        row, positions = arguments["input_ids"][0], arguments["position_ids"][0]
-        tree = TreeLayout.from_prefixes(row.long() + (positions.long() << 32), layout, MIN_SHARED, sort=True)
-        if tree.total > (1 - LEAST_SAVED) * layout.total:
-            reason = "its rows share too little"
-    if reason is not None:
-        counts.add(reason)
-        return original(**arguments)
-    counts.add(None, layout.total, tree.total)
-    shared = {name: tree.collapse(x) for name, x in (("input_ids", row), ("position_ids", positions))}
-    handle = tensor_of(tree, row.device)
+    """Run the original forward of a base model on a packed row (1, T), with shared prefixes if that is possible.
+
+    If it draws random numbers, such as the noise of a router, it runs again without sharing.
+    """
+    tree = None if is_transformed() else _tree_of(base, arguments)
+    if isinstance(tree, TreeLayout):
+        device = arguments["input_ids"].device
+        states = _random_states(device)
+        out = _run_on_tree(tree, original, arguments)
+        if all(map(torch.equal, states, _random_states(device))):
+            counts.add(None, int(arguments["input_ids"].shape[1]), tree.total)
+            return out
+        torch.set_rng_state(states[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], device)
+        _random.setdefault(base, set()).add(_has_training_part(base))
+        tree = _IS_RANDOM
+    counts.add(tree or "a function transform runs it")
+    return original(**arguments)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators, which are on the host."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _has_training_part(base: nn.Module) -> bool:
+    return any(module.training for module in base.modules())
+
+
+def _run_on_tree(tree: TreeLayout, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    handle = tensor_of(tree, tree.device)
     out = original(**{
         **arguments,
-        **{name: x.unsqueeze(0) for name, x in shared.items()},
+        **{name: tree.collapse(arguments[name][0]).unsqueeze(0) for name in ("input_ids", "position_ids")},
         "attention_mask": bypass_mask(tree),
         "cu_seq_lens_q": handle,
         "cu_seq_lens_k": handle,
@@ -85,27 +110,31 @@ def run_shared(counts: PrefixCounts, base: nn.Module, original: Callable[..., An
     return out
 
 
-def _why_not_now(base: nn.Module, arguments: dict[str, Any], layout: Any) -> str | None:
-    """Why this call does not share prefixes, or None."""
+def _tree_of(base: nn.Module, arguments: dict[str, Any]) -> TreeLayout | str:
+    """The tree of a packed row, or why this call does not share prefixes."""
+    layout = owner_of(arguments["attention_mask"])
     if not isinstance(layout, SequenceLayout):
         return "the lengths are not known on the host, as in CUDA graphs, or the batch is divided over a mesh"
     if any(has_compiled_call(x) or inside_compiled(x) is not x for x in base.modules()):
         return IS_COMPILED
     for name, x in arguments.items():
-        if isinstance(x, Tensor) and name not in _KNOWN:
+        if isinstance(x, Tensor) and x.dim() and name not in _KNOWN:
             return f"it has {name}"
     if "input_ids" not in arguments or arguments["position_ids"].dim() != 2:
         return "it has no input_ids, or positions with axes"
-    if base.training and any(map(_drops, base.modules())):
+    if any(map(_drops, base.modules())):
         return "it has dropout, which would be the same in all rows that share a prefix"
-    return None
+    if _has_training_part(base) in _random.get(base, ()):
+        return _IS_RANDOM
+    row, positions = arguments["input_ids"][0], arguments["position_ids"][0]
+    tree = TreeLayout.from_prefixes(row.long() + (positions.long() << 32), layout, MIN_SHARED, sort=True)
+    return "its rows share too little" if tree.total > (1 - LEAST_SAVED) * layout.total else tree
 
 
 def _drops(module: nn.Module) -> bool:
     """Whether a module drops values, or passes a rate to the attention function."""
-    rates = (
-        [module.p]
-        if isinstance(module, _DROPOUT)
-        else [rate for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float)]
-    )
-    return module.training and any(rate > 0 for rate in rates)
+    if not module.training:
+        return False
+    if isinstance(module, _DROPOUT):
+        return module.p > 0
+    return any(rate > 0 for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float))
