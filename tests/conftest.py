@@ -4,6 +4,7 @@ import dataclasses
 import getpass
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 
@@ -118,6 +119,24 @@ def uninitialized_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, with_nan(getattr(owner, name)))
     assert torch.empty(1).isnan()
     assert torch.ones(1).new_empty(1).isnan()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked `fresh_process` in a pytest of its own.
+
+    In a long process, guards of PyTorch 2.13 fail at times that hold when it looks for the reason.
+    """
+    if "fresh_process" not in pyfuncitem.keywords or "NT_ATTENTION_FRESH" in os.environ or torch.cuda.is_available():
+        return None
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    environment = {key: x for key, x in os.environ.items() if not key.startswith("PYTEST")}
+    done = subprocess.run(
+        command, cwd=pyfuncitem.config.rootpath, env=environment | {"NT_ATTENTION_FRESH": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -787,6 +787,7 @@ class TestCompiled:
 
     CASES = (("bert", "model"), ("llama", "in place"), ("modernbert", "layers"))
 
+    @pytest.mark.fresh_process
     @pytest.mark.parametrize(("model_type", "kind"), sweep_except(CASES, ("llama", "in place")))
     def test_batches_of_other_lengths(self, model_type, kind):
         model, handle, other = pair(with_layers(make(model_type, tiny.classes(model_type)[0])).to(DEVICE))

@@ -238,6 +238,7 @@ class TestResults:
             torch.testing.assert_close(losses[0], losses[1], rtol=10 * TOLERANCE, atol=TOLERANCE)
         assert handle.graphs.calls == {None: 6}
 
+    @pytest.mark.fresh_process
     @pytest.mark.filterwarnings("ignore:.*logging.getLogger")
     @pytest.mark.parametrize("model_type", sweep_except(["bert", "llama"], "llama"))
     def test_compiled(self, model_type):
