@@ -115,7 +115,8 @@ def patch(
     Raises:
         ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
             The model is then not changed. Or an option has another value than those above. Or `mesh` has several
-            dimensions, or is passed with `cuda_graphs` or `padding_free=False`.
+            dimensions, or is passed with `cuda_graphs` or `padding_free=False`. Or no model can share prefixes with
+            `shared_prefixes`, which can't be combined with `mesh` and `padding_free=False`.
         TypeError: `model` is not a module, or `mesh` is not a `DeviceMesh`.
 
     Example:

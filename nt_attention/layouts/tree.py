@@ -88,7 +88,7 @@ class TreeLayout(Layout):
         self._tokens = _Copies.of(of_sequences, self.total, device)
         self._first = to_device(np.unique(_join(of_sequences), return_index=True)[1], device)
         positions = np.arange(self.total) + (before + lengths - lengths.cumsum()).repeat(lengths)
-        self._positions, self._end = to_device(positions, device), to_device(ends.repeat(lengths), device)
+        self._positions, self._ends = to_device(positions, device), ends
 
     @classmethod
     def from_prefixes(
@@ -140,7 +140,7 @@ class TreeLayout(Layout):
     @property
     def end(self) -> Tensor:
         """(T,) int64, the row after the last token that sees a token."""
-        return copy_of(self._end)
+        return to_device(self._ends.repeat(self._numbers[0]), self.device)
 
     def expand(self, values: Tensor) -> Tensor:
         """The rows of all sequences: (T, …) → (R, …), as `sequences` has them.
@@ -306,8 +306,8 @@ def _rows_of_paths(lengths: Ints, parents: Ints) -> list[Ints]:
     """The rows of each segment and of all before it on its path."""
     rows: list[Ints] = []
     for parent, length, end in zip(parents, lengths, lengths.cumsum(), strict=True):
-        own = np.arange(end - length, end)
-        rows.append(own if parent < 0 else np.concatenate([rows[parent], own]))
+        last = np.arange(end - length, end)
+        rows.append(last if parent < 0 else np.concatenate([rows[parent], last]))
     return rows
 
 
