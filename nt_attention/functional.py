@@ -133,7 +133,7 @@ def varlen_attention(
     if exchange != "auto":
         raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
     if isinstance(layout, TreeLayout):
-        key, value, layout, key_layout, options = read_tree(key, value, layout, key_layout, alibi_slopes, options)
+        options = check_tree(layout, key_layout, alibi_slopes, options)
     planned = plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
     if sinks is not None:
         check_sinks(sinks, planned.tensors.query)
@@ -180,7 +180,7 @@ def explain(
         ('reference', ('...softcap...',))
     """
     if isinstance(layout, TreeLayout):
-        key, value, layout, key_layout, options = read_tree(key, value, layout, key_layout, alibi_slopes, options)
+        options = check_tree(layout, key_layout, alibi_slopes, options)
     arguments = _read(query, key, value, layout, key_layout, relative)
     spec = _spec(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
@@ -261,7 +261,7 @@ def plan(
 ) -> PlannedCall:
     """Check a call of `varlen_attention` and choose its backend, without running it."""
     if isinstance(layout, TreeLayout):
-        key, value, layout, key_layout, options = read_tree(key, value, layout, key_layout, alibi_slopes, options)
+        options = check_tree(layout, key_layout, alibi_slopes, options)
     return plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
 
 
@@ -351,6 +351,12 @@ def _read(
         mode = call_mode(query, key, value)
     else:
         mode = call_mode(query, key, value)
+        if isinstance(layout, TreeLayout) and mode != EAGER:  # operators have no trees
+            layout.check_keys(key, value)
+            key, value = layout.expand_keys(key, value)
+            relative = relative and relative.map_rows(lambda x: x, layout.keys.expand)
+            tree: Any = layout
+            layout, key_layout = tree.segments, tree.paths
         layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
     if mode == TRACED or is_any_autocast_enabled():
@@ -394,10 +400,8 @@ def _layouts(
     return layout, SequenceLayout.require(key_layout, "key_layout")
 
 
-def read_tree(
-    key: Tensor, value: Tensor, tree: TreeLayout, key_layout: object, slopes: Tensor | None, options: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Layout, Layout, Any]:
-    """A call with a tree, as one of its segments with the keys of their paths. A segment is the end of its path."""
+def check_tree(tree: TreeLayout, key_layout: object, slopes: Tensor | None, options: Mapping[str, Any]) -> Any:
+    """The options of a call with a tree, after checks. A segment is aligned to the end of its path."""
     for name, is_wrong in {
         "key_layout": key_layout is not None and key_layout is not tree,
         "dropout_p": options.get("dropout_p", 0.0) != 0.0,
@@ -411,9 +415,7 @@ def read_tree(
             )
     if not options.get("is_causal"):
         raise ValueError("a TreeLayout needs is_causal=True: a shared token must not depend on what follows it.")
-    tree.check_keys(key, value)
-    aligned = {**options, "causal_alignment": "lower_right"}
-    return *tree.expand_keys(key, value), tree.segments, tree.paths, aligned
+    return {**options, "causal_alignment": "lower_right"}
 
 
 def _unwrap(

@@ -39,7 +39,7 @@ def is_direct(backend: Backend, call: Call, dims: tuple[int, int] | None) -> boo
     spec = call.spec
     return (
         dims == (spec.head_dim, spec.value_dim)
-        and not (spec.paged or (backend.lower_right_only and spec.is_upper_left))
+        and not (spec.paged or spec.tree or (backend.lower_right_only and spec.is_upper_left))
         and (backend.takes_fully_masked_rows or not spec.may_have_fully_masked_rows)
         and min(call.layout.total, call.key_layout.total) > 0
     )

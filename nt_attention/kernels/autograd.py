@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from ..compiler import EAGER, call_mode, is_compiling, is_tracing
 from ..layouts.protocol import Layout
 from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
-from . import adapters, flops, paged
+from . import adapters, flops, paged, tree
 from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
@@ -48,8 +48,10 @@ def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Ca
     """
     needs_grad = call.spec.needs_grad or forward_ad_level() >= 0
     if isinstance(backend, Backend) and backend.differentiable and not call.spec.paged:
+        if call.spec.tree:
+            tensors, call = tree.with_copied_keys(tensors, call)
         out, lse = backend.forward(*tensors, call)[:2]
-    elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not call.spec.paged:
+    elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not (call.spec.paged or call.spec.tree):
         out, lse, _ = adapters.forward(backend, tensors, call)
     elif not needs_grad or call.spec.paged:
         out, lse, *_ = Kernel(backend).forward(tensors, call)
@@ -90,6 +92,8 @@ class Kernel:
             return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
         if call.spec.paged:
             return paged.forward(self.backend, *inputs, call)
+        if call.spec.tree:
+            return tree.forward(self.backend, inputs, call)
         return adapters.forward(self.backend, inputs, call, given)
 
     def backward(
@@ -105,8 +109,13 @@ class Kernel:
         If the backend can write to `dq` (T, H, D), that is the gradient of the query.
         """
         if isinstance(self.backend, Backend):
-            if call_mode(saved.grad, *inputs, *_relative_tensors(call)) == EAGER:
+            is_eager = call_mode(saved.grad, *inputs, *_relative_tensors(call)) == EAGER
+            if is_eager and call.spec.tree:
+                return tree.backward(self.backend, saved, inputs, call)
+            if is_eager:
                 return adapters.backward(self.backend, saved, inputs, call, dq)
+            if call.spec.tree:  # a graph or a dispatch mode sees the backward; operators have no trees
+                return tree.backward_with_copies(lambda *given: self.backward(saved, more, *given), inputs, call)
             more = more or (torch.tensor([number_of(self.backend)], device="cpu"),)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))

@@ -129,6 +129,9 @@ class Backend:
         reads_past_end: Whether the kernel reads rows past the last offset. If so, it is called without these rows.
         takes_outputs: Whether `forward` takes `out=` (T, H, Dv) and `backward` takes `dq=` (T, H, D), and writes its
             result to this tensor, whatever the strides of rows and heads are.
+        takes_parts: Whether `backward` computes the weights from `saved.lse`, and uses `saved.out` as
+            `kernels/adapters.py` says. Then a softmax over several calls, each with a part of the keys, has the sum of
+            their gradients, if each gets the output and the log-sum-exp of all keys (`kernels/tree.py`).
         lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it. This needs
             a backward that computes with `saved.out` and `saved.lse`.
         rng_on_host: Whether `forward` returns the random state on the CPU.
@@ -170,6 +173,7 @@ class Backend:
     takes_fully_masked_rows: bool = True
     reads_past_end: bool = False
     takes_outputs: bool = False
+    takes_parts: bool = False
     lse_gradient: bool = False
     rng_on_host: bool = False
     is_reference: bool = False

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..compiler import is_traced
 from ..layouts.paged import PagedLayout
 from ..layouts.protocol import Layout
+from ..layouts.tree import TreeLayout
 from .masks import Window
 from .relative import RelativeBias
 
@@ -120,6 +121,7 @@ class AttentionSpec:
         keyless: Whether some sequence may have no key.
         bounded: Whether the host only knows bounds of the lengths.
         paged: Whether keys and values are in pools, at the rows of a `PagedLayout`.
+        tree: Whether sequences share prefixes, as those of a `TreeLayout`.
 
     Example:
         >>> import torch
@@ -165,6 +167,7 @@ class AttentionSpec:
     keyless: bool = True
     bounded: bool = False
     paged: bool = False
+    tree: bool = False
 
     @classmethod
     def of(
@@ -230,6 +233,7 @@ class AttentionSpec:
             is_same or isinstance(key_layout, PagedLayout) or is_traced(query)
         ):  # a graph may run with other lengths
             is_same = layout.same_lengths(key_layout)
+        more |= {"tree": isinstance(layout, TreeLayout)}
         more |= {"equal_lengths": is_same, "keyless": key_layout.min_seqlen == 0 or (is_traced(query) and not is_same)}
         return cls.of(query.device, query.dtype, shapes, options, bounded=not known, paged=is_paged, **more)
 
@@ -286,9 +290,9 @@ class AttentionSpec:
             "alibi": self.alibi,
             "relative bias": bool(self.relative),
             "grouped heads": self.num_heads != self.num_kv_heads,
-            "cross": not self.equal_lengths,
+            "cross": not self.equal_lengths or self.tree,  # a segment sees keys before its own
             "upper_left": self.is_upper_left,
-            "no keys": not self.equal_lengths and self.keyless,
+            "no keys": self.tree or (not self.equal_lengths and self.keyless),
             "scale ≤ 0": not self.has_positive_scale,
             "value dim": self.head_dim != self.value_dim,
             "bounds": self.bounded,

@@ -6,8 +6,10 @@ Dimensions: B sequences, T query tokens, S key tokens.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
+from ..layouts.tree import TreeLayout
 from .call import Call
 
 
@@ -30,6 +32,10 @@ class CallSize(NamedTuple):
     def of(cls, call: Call) -> CallSize:
         """The size of `call`. Pairs that take time to count are cached with the layouts."""
         layout, key_layout, _, spec, *_ = call
+        if isinstance(layout, TreeLayout):  # a token sees the keys of its path; keys are not counted again
+            spec = replace(spec, tree=False, equal_lengths=False, causal_alignment="lower_right")
+            paths = cls.of(call._replace(layout=layout.segments, key_layout=layout.paths, spec=spec))
+            return paths._replace(tokens=layout.total)
         tokens, most_queries = (layout.total + key_layout.total) / 2, layout.max_seqlen
         if spec.bounded or spec.paged:  # as if each query saw as many keys as the bounds allow
             pairs = layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1)

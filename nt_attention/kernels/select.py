@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch.nn.attention import current_flash_attention_impl
 
 from .._warnings import warn
 from ..layouts.bounded import LengthsUnknownError
-from . import cost_model, registry, support
+from . import cost_model, registry, support, tree
 from .adapters import is_direct
 from .backend import Backend
 from .call import AttentionSpec, Call
@@ -56,6 +56,7 @@ class Explanation:
         expected_us: The expected device time, in µs, of each backend that can run the call and was measured, or that
             says itself how fast it is.
         about: The description of each backend.
+        prefixes: How the chosen backend runs a call in which sequences share prefixes; empty for other calls.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -79,6 +80,7 @@ class Explanation:
     basis: str = ""
     expected_us: dict[str, float] | None = None
     about: dict[str, str] = field(default_factory=dict, repr=False)
+    prefixes: str = ""
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
@@ -91,12 +93,16 @@ class Explanation:
             if not reasons and name in (self.expected_us or {}):
                 details += f"; expected time {self.expected_us[name]:.0f} µs"  # type: ignore[index]
             lines.append(f"  {name:<{width}}  {state:<10}  {details}")
+        lines += [f"  {self.prefixes}"] if self.prefixes else []
         return "\n".join(lines)
 
 
 def explain_call(call: Call, backend: str) -> Explanation:
     """`explain_spec` for a call with layouts, from which its size follows."""
-    return explain_spec(call.spec, CallSize.of(call), backend)
+    found = explain_spec(call.spec, CallSize.of(call), backend)
+    if call.spec.tree and found.chosen is not None:
+        return replace(found, prefixes=tree.explain_way(registry.backends()[found.chosen], call))
+    return found
 
 
 def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Explanation:

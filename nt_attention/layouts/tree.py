@@ -6,20 +6,22 @@ Dimensions: S segments, T rows of the tree, B sequences, R rows of all sequences
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..compiler import check_readable
+from ..compiler import check_readable, is_compiling
 from .known import SequenceLayout
 from .protocol import Layout
-from .reading import copy_of, on_host, to_device
+from .reading import Cache, copy_of, creating_cached_tensors, on_host, to_device
 
 if TYPE_CHECKING:
     from .reading import Ints
+
+_T = TypeVar("_T")
 
 
 class TreeLayout(Layout):
@@ -83,12 +85,12 @@ class TreeLayout(Layout):
         self.batch_size, self.max_seqlen = self.sequences.batch_size, self.sequences.max_seqlen
         self.min_seqlen, self.sum_of_squares = self.sequences.min_seqlen, self.sequences.sum_of_squares
         rows = _rows_of_paths(lengths, parents)
-        self._keys = _Copies.of(rows, self.total, device)
-        of_sequences = [rows[leaf] for leaf in leaves]
-        self._tokens = _Copies.of(of_sequences, self.total, device)
-        self._first = to_device(np.unique(_join(of_sequences), return_index=True)[1], device)
+        self.keys = Copies.of(rows, self.total, device)
+        self._tokens = Copies.of([rows[leaf] for leaf in leaves], self.total, device)
+        self._first = to_device(_first_copies(lengths, parents, before, leaves), device)
         positions = np.arange(self.total) + (before + lengths - lengths.cumsum()).repeat(lengths)
-        self._positions, self._ends = to_device(positions, device), ends
+        self._positions, self._before, self._ends = to_device(positions, device), before, ends
+        self._cache = Cache(device)
 
     @classmethod
     def from_prefixes(
@@ -170,8 +172,46 @@ class TreeLayout(Layout):
 
     def expand_keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value (T, G, D), as `paths` has them."""
-        expanded = self._keys.expand(key)
-        return expanded, expanded if value is key else self._keys.expand(value)
+        expanded = self.keys.expand(key)
+        return expanded, expanded if value is key else self.keys.expand(value)
+
+    def levels(self) -> list[tuple[SequenceLayout, SequenceLayout]]:
+        """The queries and keys of the calls, without a mask, in which each token sees the segments before its own.
+
+        In call d these are the segments of depth d, from 0. Their rows are the keys of a sequence, and the rows of all
+        that continue them its queries. Other rows are in sequences without keys, or without queries.
+        """
+        return self.cached("levels", self._levels)
+
+    def _levels(self) -> list[tuple[SequenceLayout, SequenceLayout]]:
+        lengths, parents, _ = self._numbers
+        ends = lengths.cumsum()
+        depths = np.zeros_like(lengths)
+        for segment, parent in enumerate(parents):
+            depths[segment] = depths[parent] + 1 if parent >= 0 else 0
+        levels = []
+        is_shared = (lengths > 0) & (self._ends > ends)
+        for depth in np.unique(depths[is_shared]):
+            queries, keys, row, key_row = list[int](), list[int](), 0, 0
+            for segment in (is_shared & (depths == depth)).nonzero()[0]:
+                end = int(ends[segment])
+                begin, last = end - int(lengths[segment]), int(self._ends[segment])
+                queries += [end - row, 0, last - end]
+                keys += [0, begin - key_row, end - begin]
+                row, key_row = last, end
+            queries += [self.total - row, 0]
+            keys += [0, self.total - key_row]
+            kept = np.array([queries, keys])
+            kept = kept[:, kept.any(0)]
+            of_queries, of_keys = (SequenceLayout.from_lengths(x.tolist(), device=self.device) for x in kept)
+            levels.append((of_queries, of_keys))
+        return levels
+
+    def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
+        if is_compiling():
+            return build()
+        value: _T = self._cache.find_or_build(key, build)
+        return value
 
     @property
     def operator_offsets(self) -> Tensor:
@@ -202,7 +242,7 @@ class TreeLayout(Layout):
         return f"TreeLayout({sizes}, {self.segments.batch_size} segments, on {self.device})"
 
 
-class _Copies:
+class Copies:
     """Rows that are repeated: `index` (R,) names the row of T that each is a copy of.
 
     `order` (R,) sorts the copies by their row, and `counts` (T,) is the number of copies of each.
@@ -212,15 +252,23 @@ class _Copies:
         self.index, self.order, self.counts = index, order, counts
 
     @classmethod
-    def of(cls, pieces: Sequence[Ints], total: int, device: torch.device) -> _Copies:
-        index = _join(pieces)
-        order, counts = index.argsort(kind="stable"), np.bincount(index, minlength=total)
-        return cls(*(to_device(numbers, device) for numbers in (index, order, counts)))
+    def of(cls, pieces: Sequence[Ints], total: int, device: torch.device) -> Copies:
+        index = to_device(_join(pieces), device)
+        with creating_cached_tensors():
+            counts = torch.zeros(total, dtype=torch.int64, device=device).index_add_(0, index, torch.ones_like(index))
+            return cls(index, index.argsort(stable=True), counts)
 
     def expand(self, values: Tensor) -> Tensor:
         if not (values.requires_grad and torch.is_grad_enabled()):
             return values.index_select(0, self.index)
         return cast(Tensor, _Expand.apply(values, self.index, self.order, self.counts))
+
+    def add(self, copies: Tensor, rows: int) -> Tensor:
+        """(R, …) → (rows, …), the sum of the copies of each row, and 0 after row T. Always in the same order."""
+        ordered = copies.index_select(0, self.order).flatten(1)
+        exact = ordered.float() if ordered.dtype in (torch.float16, torch.bfloat16) else ordered
+        added = torch.segment_reduce(exact, "sum", lengths=self.counts, axis=0, unsafe=True).to(copies.dtype)
+        return torch.nn.functional.pad(added, (0, 0, 0, rows - len(self.counts))).unflatten(1, copies.shape[1:])
 
 
 class _Expand(torch.autograd.Function):
@@ -243,9 +291,7 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, index: Tensor, order: Tensor, counts: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(index, order, counts)
-        copies = grad.index_select(0, order).flatten(1)
-        added = torch.segment_reduce(copies, "sum", lengths=counts, axis=0, unsafe=True)
-        return torch.nn.functional.pad(added, (0, 0, 0, rows - len(counts))).unflatten(1, grad.shape[1:])
+        return Copies(index, order, counts).add(grad, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -309,6 +355,19 @@ def _rows_of_paths(lengths: Ints, parents: Ints) -> list[Ints]:
         last = np.arange(end - length, end)
         rows.append(last if parent < 0 else np.concatenate([rows[parent], last]))
     return rows
+
+
+def _first_copies(lengths: Ints, parents: Ints, before: Ints, leaves: Ints) -> Ints:
+    """(T,) of each row of the tree, its first copy among the rows of all sequences, which end with `leaves`."""
+    first = np.full(len(lengths), len(leaves))
+    first[leaves] = np.arange(len(leaves))
+    for segment in range(len(parents) - 1, -1, -1):
+        if parents[segment] >= 0:
+            first[parents[segment]] = min(first[parents[segment]], first[segment])
+    of_sequences = (before + lengths)[leaves]
+    starts = of_sequences.cumsum() - of_sequences
+    shift = starts[first] + before - (lengths.cumsum() - lengths) if len(lengths) else first
+    return np.arange(lengths.sum()) + shift.repeat(lengths)
 
 
 def _neighbors(tokens: Tensor, layout: SequenceLayout, sort_by: int) -> tuple[Ints, Ints]:

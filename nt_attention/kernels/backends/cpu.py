@@ -350,4 +350,5 @@ BACKEND = Backend(
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     head_dims=HeadDims(equal=True),
+    takes_parts=True,
 )

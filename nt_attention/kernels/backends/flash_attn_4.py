@@ -94,4 +94,5 @@ BACKEND = Backend(
     reads_past_end=True,
     takes_outputs=True,
     lse_gradient=True,
+    takes_parts=True,
 )

@@ -99,4 +99,5 @@ BACKEND = Backend(
     head_dims=HeadDims(multiple=8),
     takes_fully_masked_rows=False,
     rng_on_host=True,
+    takes_parts=True,
 )

@@ -103,4 +103,5 @@ BACKEND = Backend(
     head_dims=HeadDims(256, multiple=8, equal=True, compiled=(32, 64, 96, 128, 192, 256)),
     refuses=refuses,
     lower_right_only=True,
+    takes_parts=True,
 )

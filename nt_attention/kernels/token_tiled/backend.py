@@ -44,5 +44,6 @@ BACKEND = Backend(
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     head_dims=HeadDims(256),
     refuses=refuses,
+    takes_parts=True,
     lse_gradient=True,
 )
