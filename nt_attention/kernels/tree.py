@@ -128,7 +128,8 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Cal
         return backward_with_copies(lambda *given: adapters.backward(backend, saved, *given), inputs, call)
     grads, *others = [adapters.backward(backend, saved, inputs, part) for part in _parts(backend, call)]
     for more in others:
-        torch._foreach_add_(list(grads), list(more))
+        for grad, x in zip(grads, more, strict=True):
+            grad.add_(x)
     return grads
 
 
