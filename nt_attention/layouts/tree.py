@@ -78,8 +78,9 @@ class TreeLayout(Layout):
         leaves = leaves if order is None else leaves[order.argsort()]
         self._numbers = lengths, parents, order
         self.parents: list[int] = parents.tolist()
-        self.device, self.total = device, int(lengths.sum())
         self.segments = SequenceLayout.from_lengths(torch.from_numpy(lengths), device=device)
+        self.device = device = self.segments.offsets.device  # "cuda" is "cuda:0" now
+        self.total = int(lengths.sum())
         self.paths = SequenceLayout.from_lengths(torch.from_numpy(before + lengths), device=device)
         self.sequences = SequenceLayout.from_lengths(torch.from_numpy((before + lengths)[leaves]), device=device)
         self.batch_size, self.max_seqlen = self.sequences.batch_size, self.sequences.max_seqlen
