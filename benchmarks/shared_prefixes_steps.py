@@ -3,8 +3,8 @@
     python benchmarks/shared_prefixes_steps.py [--rounds 5] [--layers 28] [--save FILE]
 
 In bf16 with random weights and gradient checkpointing. The ways run by turns on the same batches. Times are medians in
-ms, from device sync to device sync; memory is the peak in GB, without the weights. A step is a forward and a backward of
-the loss, without an optimizer.
+ms, from device sync to device sync; memory is the peak in GB, without the weights. A step is a forward and a backward
+of the loss, without an optimizer.
 
     GRPO        4 prompts, lognormal up to 2,048 tokens, padded on the left, 8 answers each, lognormal up to 256; the
                 policy gradient of the answers
