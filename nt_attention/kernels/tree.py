@@ -55,6 +55,8 @@ def _way_of(backend: Backend, call: Call) -> str:
     by_distance = not spec.window.is_causal or spec.has_bias
     if by_distance or spec.batch_invariant or not backend.takes_parts:
         return COPIED
+    if spec.device.type == "cpu":  # was never slower: prefixes are read once for all that continues them
+        return JOINED
     times = {way: _expected_us(backend, call, way) for way in (JOINED, COPIED)}
     return min(times, key=times.__getitem__)
 

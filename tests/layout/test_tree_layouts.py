@@ -1,5 +1,6 @@
 """`TreeLayout`: sequences that share prefixes, against the same sequences with their prefixes repeated."""
 
+import contextlib
 import copy
 import pickle
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
 from nt_attention import SequenceLayout, TreeLayout, varlen_attention
+from nt_attention.kernels import tree as ways
 
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
@@ -47,6 +50,61 @@ def check(tree, **options):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "causal")
 def test_sequences_with_a_shared_prefix(options):
     check(TREE, **options)
+
+
+@pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED])
+@pytest.mark.parametrize("options", [{}, {"sinks": OPTIONS[5]["sinks"]}], ids=["causal", "sinks"])
+def test_both_ways(way, options, monkeypatch):
+    monkeypatch.setattr(ways, "way_of", lambda *_: way)
+    check(TREE, **options)
+
+
+@pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED])
+def test_kernels_on_a_tree(way, monkeypatch):
+    """The kernel that joins results, and gradients by kernels that get the log-sum-exp of all keys."""
+    monkeypatch.setattr(ways, "way_of", lambda *_: way)
+    inputs = [x.detach().float().requires_grad_() for x in draw(TREE.total)]
+    results = [
+        varlen_attention(*inputs, TREE, is_causal=True, return_lse=True, backend=backend)
+        for backend in ("token_tiled", "reference")
+    ]
+    torch.testing.assert_close(*results)
+    weights = [torch.randn_like(x) for x in results[0]]
+    torch.testing.assert_close(*(torch.autograd.grad(each, inputs, weights) for each in results))
+
+
+def test_learned_biases_by_distance():
+    biases = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((H, 3), (14, H, 3), (14, H, 3))
+    ]
+    buckets = torch.tensor([0, 1, 2, 1, 0])
+    q, k, v = draw(TREE.total)
+    got = varlen_attention(q, k, v, TREE, is_causal=True, relative=nta.RelativeBias(buckets, *biases))
+    repeated = [TREE.expand(x) for x in (q, k, v)]
+    relative = nta.RelativeBias(buckets, biases[0], *[TREE.expand(x) for x in biases[1:]])
+    want = varlen_attention(*repeated, TREE.sequences, is_causal=True, relative=relative)
+    torch.testing.assert_close(TREE.expand(got), want, rtol=1e-9, atol=1e-9)
+    weight = torch.randn_like(want)
+    grads = [torch.autograd.grad(x, (q, k, v, *biases), weight) for x in (TREE.expand(got), want)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+class Watcher(TorchDispatchMode):
+    """Sees all operators."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watches", [("forward",), ("backward",), ("forward", "backward")], ids=" ".join)
+def test_dispatch_modes(watches):
+    q, k, v = draw(TREE.total)
+    want = torch.autograd.grad(varlen_attention(q, k, v, TREE, is_causal=True).square().sum(), (q, k, v))
+    with Watcher() if "forward" in watches else contextlib.nullcontext():
+        out = varlen_attention(q, k, v, TREE, is_causal=True)
+    with Watcher() if "backward" in watches else contextlib.nullcontext():
+        got = torch.autograd.grad(out.square().sum(), (q, k, v))
+    torch.testing.assert_close(got, want)
 
 
 @st.composite
@@ -125,7 +183,11 @@ def test_copies_and_pickles():
 
 def test_explain_and_empty_trees():
     q, k, v = draw(TREE.total)
-    assert nta.explain(q, k, v, TREE, is_causal=True).chosen == "cpu"
+    explanation = nta.explain(q, k, v, TREE, is_causal=True)
+    assert explanation.chosen == "cpu"
+    assert "3 calls, joined" in str(explanation)
+    assert "are copied" in nta.explain(q, k, v, TREE, is_causal=True, window_size=(3, 0)).prefixes
+    assert not nta.explain(q, k, v, TREE.segments, is_causal=True).prefixes
     assert varlen_attention(*draw(0), TreeLayout([], []), is_causal=True).shape == (0, H, D)
 
 
