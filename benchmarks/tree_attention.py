@@ -28,7 +28,9 @@ from torch import Tensor
 
 import nt_attention as nta
 from nt_attention.cli.environment import device_name
+from nt_attention.functional import plan
 from nt_attention.kernels import tree as ways
+from nt_attention.kernels.call_size import CallSize
 
 # name → the most tokens of a segment and the number of its continuations at each depth, roots, heads, key heads, D
 SHAPES: dict[str, tuple[list[tuple[int, int]], int, int, int, int]] = {
@@ -141,7 +143,7 @@ def measure(name: str, backends: list[str], rounds: int, both_ways: bool) -> tup
         both[way] = step
         forwards[way] = torch.no_grad()(run)
     forward, both = times_of(forwards, rounds), times_of(both, rounds)
-    spec_pairs = nta.functional.CallSize.of(nta.functional.plan(q, k, v, tree, is_causal=True).call).pairs
+    spec_pairs = CallSize.of(plan(q, k, v, tree, is_causal=True).call).pairs
     flops = 4 * spec_pairs * heads * dim
     bound = flops / 600e9, 3.5 * flops / 500e9
     cells = [name, f"{tree.total} of {tree.sequences.total}", f"{bound[0]:.2f} / {bound[1]:.2f}"]
