@@ -6,7 +6,7 @@ Ways, by turns in one process:
 
     repeat   the prefixes are repeated: sequences of their own, with the backend that is fastest
     gather   the keys of each path are copied with an index, which is how trainers do it, on the first backend
-    tree     `varlen_attention` with a `TreeLayout`, on each backend; "j" if it joins calls, "c" if it copies keys
+    tree     `varlen_attention` with a `TreeLayout`, on each backend and on the one that is chosen
 
 Times are those of the device in ms, without waits for the host: forward / forward and backward. The bound is that of
 all visible pairs at 600 TFLOP/s in the forward and 500 in both. Memory, in brackets, is the peak of both in MB, without
@@ -16,6 +16,7 @@ the inputs. Lengths are lognormal, at most those named; roots have exactly those
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from nt_attention.cli.environment import device_name
 from nt_attention.functional import plan
 from nt_attention.kernels import tree as ways
 from nt_attention.kernels.call_size import CallSize
+from nt_attention.kernels.select import BACKENDS
 
 # name → the most tokens of a segment and the number of its continuations at each depth, roots, heads, key heads, D
 SHAPES: dict[str, tuple[list[tuple[int, int]], int, int, int, int]] = {
@@ -95,10 +97,10 @@ def peak_of(call: Callable[[], Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def forced(way: str, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def forced(way: str, run: Callable[[], Any]) -> Callable[[], Any]:
     """`run` with this way of `kernels/tree.py`."""
 
-    def with_way() -> Tensor:
+    def with_way() -> Any:
         before, ways.way_of = ways.way_of, lambda *_: way
         try:
             return run()
@@ -108,7 +110,7 @@ def forced(way: str, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return with_way
 
 
-def measure(name: str, backends: list[str], rounds: int, both_ways: bool) -> tuple[str, dict[str, tuple[float, float]]]:
+def measure(name: str, backends: list[str], rounds: int, every_way: bool) -> tuple[str, dict[str, tuple[float, float]]]:
     levels, roots, heads, groups, dim = SHAPES[name]
     tree = tree_of(levels, roots)
     inputs = [
@@ -123,25 +125,30 @@ def measure(name: str, backends: list[str], rounds: int, both_ways: bool) -> tup
     def gather() -> Tensor:
         return attend(q, k[rows], v[rows], tree.segments, tree.paths, is_causal=True, backend=backends[0])
 
-    calls: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
-        "repeat": (lambda: attend(*repeated, tree.sequences, is_causal=True), repeated),
-        f"gather {backends[0]}": (gather, inputs),
+    # run, the tensors whose gradients it computes, and the way that is forced
+    calls: dict[str, tuple[Callable[[], Tensor], list[Tensor], str]] = {
+        "repeat": (lambda: attend(*repeated, tree.sequences, is_causal=True), repeated, ""),
+        f"gather {backends[0]}": (gather, inputs, ""),
     }
     for backend in backends:
-        calls[f"tree {backend}"] = (lambda b=backend: attend(q, k, v, tree, is_causal=True, backend=b), inputs)
-        if both_ways:
-            for way in (ways.JOINED, ways.COPIED):
-                calls[f"{way} {backend}"] = (forced(way, calls[f"tree {backend}"][0]), inputs)
+        run = functools.partial(attend, q, k, v, tree, is_causal=True, backend=backend)
+        spec = plan(q, k, v, tree, is_causal=True, backend=backend).call.spec
+        expected = ways.expected_us(BACKENDS[backend], spec, tree)
+        calls[f"tree {backend}"] = (run, inputs, "")
+        for way in expected if every_way else ():
+            calls[f"{way} {backend}"] = (run, inputs, way)
+            print(f"  expected: {way} {backend} {expected[way] / 1e3:.3f} ms", flush=True)
+    calls["tree auto"] = (functools.partial(attend, q, k, v, tree, is_causal=True), inputs, "")
     forwards, both, peaks = {}, {}, {}
-    for way, (run, leaves) in calls.items():
+    for name_of_way, (run, leaves, way) in calls.items():
         grad = torch.randn(leaves[0].shape[0], heads, dim, device="cuda", dtype=torch.bfloat16)
 
         def step(run: Any = run, leaves: Any = leaves, grad: Any = grad) -> Any:
             return torch.autograd.grad(run(), leaves, grad)
 
-        peaks[way] = peak_of(step)
-        both[way] = step
-        forwards[way] = torch.no_grad()(run)
+        both[name_of_way] = forced(way, step) if way else step
+        peaks[name_of_way] = peak_of(both[name_of_way])
+        forwards[name_of_way] = torch.no_grad()(forced(way, run) if way else run)
     forward, both = times_of(forwards, rounds), times_of(both, rounds)
     spec_pairs = CallSize.of(plan(q, k, v, tree, is_causal=True).call).pairs
     flops = 4 * spec_pairs * heads * dim
@@ -156,14 +163,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--backends", default="flash_attn_4,torch_flash,token_tiled")
     parser.add_argument("--shapes", type=int, default=len(SHAPES))
-    parser.add_argument("--both-ways", action="store_true", help="also each way of every backend, to fit its cost")
+    parser.add_argument("--every-way", action="store_true", help="also each way of every backend, to fit its cost")
     parser.add_argument("--save", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.manual_seed(0)
     backends = [name for name in options.backends.split(",") if nta.available_backends()[name] is None]
     lines, ratios = [device_name(torch.device("cuda")) + f", torch {torch.__version__}, bf16", ""], []
     for name in list(SHAPES)[: options.shapes]:
-        line, times = measure(name, backends, options.rounds, options.both_ways)
+        line, times = measure(name, backends, options.rounds, options.every_way)
         if not ratios:
             lines.append(f"| shape | rows | bound | {' | '.join(times)} |")
             lines.append("|---" * (len(times) + 3) + "|")

@@ -21,12 +21,14 @@ class CallSize(NamedTuple):
         tokens: The mean of query tokens and key tokens, (T + S) / 2.
         pairs: The number of visible (query, key) pairs of one head.
         most_queries: The most query tokens of a sequence, or an upper bound.
+        tree: The layout of a call whose sequences share prefixes. Its time depends on the way in which it runs.
     """
 
     sequences: int
     tokens: float
     pairs: float
     most_queries: float = math.inf
+    tree: TreeLayout | None = None
 
     @classmethod
     def of(cls, call: Call) -> CallSize:
@@ -35,7 +37,7 @@ class CallSize(NamedTuple):
         if isinstance(layout, TreeLayout):  # a token sees the keys of its path; keys are not counted again
             spec = replace(spec, tree=False, equal_lengths=False, causal_alignment="lower_right")
             paths = cls.of(call._replace(layout=layout.segments, key_layout=layout.paths, spec=spec))
-            return paths._replace(tokens=layout.total)
+            return paths._replace(tokens=layout.total, tree=layout)
         tokens, most_queries = (layout.total + key_layout.total) / 2, layout.max_seqlen
         if spec.bounded or spec.paged:  # as if each query saw as many keys as the bounds allow
             pairs = layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1)

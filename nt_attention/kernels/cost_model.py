@@ -40,7 +40,7 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
         return {}
     wide = max(spec.head_dim, spec.value_dim)
     measured = min((d for d in by_head_dim if d >= wide), default=max(by_head_dim))
-    sequences, tokens, pairs, _ = size
+    sequences, tokens, pairs, *_ = size
     heads = spec.num_heads / 1000
     return {
         name: max(LAUNCH_US[direction], call + heads * (a * sequences + b * tokens + c * pairs / 1000))

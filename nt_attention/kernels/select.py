@@ -141,6 +141,9 @@ def fastest_first(
 def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Backend]) -> dict[str, float]:
     """Backend → its expected time in µs, by the cost model or by its own `expected_us` if it can run the call."""
     expected = cost_model.expected_us(spec, size)
+    if size.tree is not None and expected:
+        of_ways = {name: tree.expected_us(backends[name], spec, size.tree) for name in expected}
+        expected = {name: min(times.values()) for name, times in of_ways.items()}
     for name, backend in backends.items():
         if backend.expected_us is None or _ignores_requests.get() or not _can_run(backend, spec):
             continue

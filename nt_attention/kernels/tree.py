@@ -1,13 +1,16 @@
 """Run a call whose sequences share prefixes, on any backend. `call.layout` is a `TreeLayout`.
 
-There are two ways:
+There are three ways:
 
+- "masked": one call of a kernel that has the mask of the tree (`Backend.tree_forward`).
 - "joined": no key is copied. One call computes the segments alone. For each depth of the tree, a further call without a
   mask computes what follows a segment on its keys. Outputs are joined by their log-sum-exp. The backward of each call
   computes its weights from the output and the log-sum-exp of all keys, so gradients are sums (FlashAttention-2, Dao
   2023, section 2.3.2, for parts of the keys).
 - "copied": one call, for which the keys of each path are copied. For windows and biases by distance, which a call on
   several sequences at once can't have.
+
+The backward needs the output and the log-sum-exp only, so it may run in another way than the forward.
 
 Dimensions: T rows of the tree, H query heads, D and Dv head dims.
 """
@@ -16,12 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layouts.protocol import Layout
+from ..compiler import EAGER, call_mode
 from ..layouts.tree import TreeLayout
 from . import adapters, cost_model, device
 from .adapters import Tensors
@@ -32,47 +34,57 @@ from .launch import Launch, launch
 from .support import head_dims
 from .triton_support import block_size, interpreted
 
-_BLOCK = 32  # rows of a program of the kernel
-# Expected device time in µs of a GB that is joined, or copied: that of an H100 with a memory of 3.35 TB/s.
-_US_PER_GB = 1e6 / 2800
-JOINED, COPIED = "joined", "copied"
+_BLOCK = 32  # rows of a program of the kernel that joins
+_COLUMNS = 1024  # of a program of the kernel that adds copies
+# µs per GB that is moved to join or to copy, on an H100, whose memory has 3.35 TB/s
+_US_PER_GB = 400.0
+MASKED, JOINED, COPIED = "masked", "joined", "copied"
+_TEXTS = {
+    MASKED: "one call with the mask of the tree",
+    JOINED: "a call for the segments and one for each depth, joined by their log-sum-exp; no keys are copied",
+    COPIED: "one call, the keys of each prefix are copied for what continues it",
+}
+
+
+def expected_us(backend: Backend, spec: AttentionSpec, tree: TreeLayout) -> dict[str, float]:
+    """The ways in which `backend` can run a call → the expected device time in µs. 0 if nothing is measured."""
+    return tree.cached(("ways", backend.name, spec), lambda: _expected_us(backend, spec, tree))
 
 
 def way_of(backend: Backend, call: Call) -> str:
-    """How `backend` runs the call: the way that can run it, and is expected to be faster."""
-    return tree_of(call).cached(("way", backend.name, call.spec), lambda: _way_of(backend, call))
+    """The way that is expected to be the fastest."""
+    times = expected_us(backend, call.spec, tree_of(call))
+    return min(times, key=times.__getitem__)
 
 
 def explain_way(backend: Backend, call: Call) -> str:
     """The way, for people."""
-    if way_of(backend, call) == COPIED:
-        return "shared prefixes: one call, the keys of each prefix are copied for what continues it"
-    return f"shared prefixes: {1 + len(tree_of(call).levels())} calls, joined by their log-sum-exp; no keys are copied"
+    return f"shared prefixes: {_TEXTS[way_of(backend, call)]}"
 
 
-def _way_of(backend: Backend, call: Call) -> str:
-    spec = call.spec
+def _expected_us(backend: Backend, spec: AttentionSpec, tree: TreeLayout) -> dict[str, float]:
+    call = Call(tree, tree, None, replace(spec, relative=()))
     by_distance = not spec.window.is_causal or spec.has_bias
-    if by_distance or spec.batch_invariant or not backend.takes_parts:
-        return COPIED
-    if spec.device.type == "cpu":  # was never slower: prefixes are read once for all that continues them
-        return JOINED
-    times = {way: _expected_us(backend, call, way) for way in (JOINED, COPIED)}
-    return min(times, key=times.__getitem__)
-
-
-def _expected_us(backend: Backend, call: Call, way: str) -> float:
-    """The expected device time of a way; without measured times, the bytes that it moves."""
-    tree, spec = tree_of(call), call.spec
-    parts = [_copied_call(call)] if way == COPIED else _parts(backend, call)
-    us = sum(cost_model.expected_us(part.spec, CallSize.of(part)).get(backend.name, 0.0) for part in parts)
+    if by_distance or spec.batch_invariant or not backend.takes_parts or not tree.total:
+        return {COPIED: _us_of(backend, [_copied_call(call)])}
+    if spec.device.type == "cpu":  # joined was never slower: prefixes are read once for all that continues them
+        return {JOINED: 0.0}
     of_keys = spec.num_kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
     of_rows = spec.num_heads * spec.value_dim * spec.dtype.itemsize
-    if way == COPIED:  # read and write; with gradients, sorted and added as well
-        moved = tree.paths.total * of_keys * (8 if spec.needs_grad else 2)
-    else:  # read both, write one; with gradients, the gradients of queries and keys as well
-        moved = (len(parts) - 1) * tree.total * (3 * of_rows + (3 * (of_rows + of_keys) if spec.needs_grad else 0))
-    return us + moved / 1e9 * _US_PER_GB
+    # Copied: read and written, in the backward read, written, and added. Joined: two are read and one is written, in
+    # the backward for the gradients of query, key and value.
+    copied = tree.paths.total * of_keys * (5 if spec.needs_grad else 2)
+    joined = len(tree.levels()) * tree.total * (3 * of_rows + (3 * (of_rows + of_keys) if spec.needs_grad else 0))
+    times = {
+        JOINED: _us_of(backend, _parts_of(call)) + joined / 1e9 * _US_PER_GB,
+        COPIED: _us_of(backend, [_copied_call(call)]) + copied / 1e9 * _US_PER_GB,
+    }
+    masked = None if backend.tree_forward is None else backend.tree_us(spec, tree)
+    return times if masked is None else {MASKED: masked, **times}
+
+
+def _us_of(backend: Backend, calls: list[Call]) -> float:
+    return sum(cost_model.expected_us(call.spec, CallSize.of(call)).get(backend.name, 0.0) for call in calls)
 
 
 def tree_of(call: Call) -> TreeLayout:
@@ -98,36 +110,54 @@ def _copied_call(call: Call) -> Call:
 
 def _parts(backend: Backend, call: Call) -> list[Call]:
     """The calls of the joined way: that of the segments, and one for each depth."""
-    return tree_of(call).cached(("parts", backend.name, call.spec), lambda: _make_parts(backend, call))
+    return tree_of(call).cached(("parts", backend.name, call.spec), lambda: _ready_parts(backend, call))
 
 
-def _make_parts(backend: Backend, call: Call) -> list[Call]:
+def _ready_parts(backend: Backend, call: Call) -> list[Call]:
+    parts = [part._replace(head_dims=head_dims(backend, part.spec), prepared={}) for part in _parts_of(call)]
+    return [part._replace(is_direct=adapters.is_direct(backend, part, part.head_dims)) for part in parts]
+
+
+def _parts_of(call: Call) -> list[Call]:
     tree = tree_of(call)
-
-    def part(layout: Layout, key_layout: Layout, **changed: Any) -> Call:
-        spec: AttentionSpec = replace(call.spec, tree=False, causal_alignment="lower_right", **changed)
-        made = Call(layout, key_layout, None, spec, head_dims(backend, spec), None, {})
-        return made._replace(is_direct=adapters.is_direct(backend, made, made.head_dims))
-
-    whole: Any = {"is_causal": False, "window_size": (-1, -1), "equal_lengths": False, "keyless": True}
-    return [part(tree.segments, tree.segments), *[part(*level, **whole) for level in tree.levels()]]
+    spec = replace(call.spec, tree=False, causal_alignment="lower_right")
+    whole = replace(spec, is_causal=False, window_size=(-1, -1), equal_lengths=False, keyless=True)
+    segments = Call(tree.segments, tree.segments, None, spec)
+    return [segments, *[Call(layout, key_layout, None, whole) for layout, key_layout in tree.levels()]]
 
 
 def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tensor, None]:
     """out (T, H, Dv), lse (T, H). Rows past the tree's total are 0 and −inf."""
-    if way_of(backend, call) == COPIED:
+    way = way_of(backend, call)
+    if way == MASKED:
+        assert backend.tree_forward is not None
+        out, lse = backend.tree_forward(*adapters.contiguous_in_head_dim(*inputs), call)
+        more = len(inputs.query) - len(out)
+        if more:
+            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, more))
+            lse = torch.nn.functional.pad(lse.T, (0, more), value=-torch.inf).T
+        return out, lse, None
+    if way == COPIED:
         out, lse, _ = adapters.forward(backend, *with_copied_keys(inputs, call))
         return out, lse, None
     (out, lse, _), *others = [adapters.forward(backend, inputs, part) for part in _parts(backend, call)]
-    for more, more_lse, _ in others:
-        out, lse = join(out, lse, more, more_lse)
+    for more_out, more_lse, _ in others:
+        out, lse = join(out, lse, more_out, more_lse)
     return out, lse, None
 
 
 def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call) -> Gradients:
     """The gradients, see `adapters.backward`."""
-    if way_of(backend, call) == COPIED:
+    way = way_of(backend, call)
+    if way == COPIED:
         return backward_with_copies(lambda *given: adapters.backward(backend, saved, *given), inputs, call)
+    if way == MASKED:
+        assert backend.tree_backward is not None
+        grad, out = adapters.contiguous_in_head_dim(saved.grad, saved.out)
+        saved = saved._replace(grad=grad, out=out)
+        inputs = Tensors(*adapters.contiguous_in_head_dim(*inputs))
+        found = backend.tree_backward(saved, *inputs, call)
+        return tuple([adapters.without_padding(x, call.layout.total, y) for x, y in zip(found, inputs, strict=True)])
     grads, *others = [adapters.backward(backend, saved, inputs, part) for part in _parts(backend, call)]
     for more in others:
         for grad, x in zip(grads, more, strict=True):
@@ -137,15 +167,33 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Cal
 
 def backward_with_copies(run: Callable[[Tensors, Call], Gradients], inputs: Tensors, call: Call) -> Gradients:
     """The gradients of the copied way, in which `run` returns those of the call with copied keys."""
-    tree = tree_of(call)
+    rows = len(inputs.key)
     query, key, value, *of_biases = run(*with_copied_keys(inputs, call))
-    grads = (query, tree.keys.add(key, len(inputs.key)), tree.keys.add(value, len(inputs.value)))
+    grads = (query, _add_copies(call, key, rows), _add_copies(call, value, rows))
     if call.relative is not None and of_biases:
         added = call.relative.with_tensors(of_biases).map_rows(
-            lambda grad: grad, lambda grad: tree.keys.add(grad, len(inputs.key))
+            lambda grad: grad, lambda grad: _add_copies(call, grad, rows)
         )
         of_biases = list(added.tensors)
     return (*grads, *of_biases)
+
+
+def _add_copies(call: Call, grad: Tensor, rows: int) -> Tensor:
+    """The sum of the copies of each key, (…, G, D) → (rows, G, D). In a fixed order, in float32 or float64."""
+    tree = tree_of(call)
+    in_kernel = grad.device.type != "cpu" or interpreted()
+    if not in_kernel or grad.dtype == torch.float64 or call_mode(grad) != EAGER or not grad.numel():
+        return tree.keys.add(grad, rows)
+    from . import tree_kernels as kernels
+
+    columns, grad = grad[0].numel(), grad.contiguous()
+    sums = grad.new_empty(rows, *grad.shape[1:])
+    ends = tree.cached("ends of copies", lambda: tree.keys.counts.cumsum(0))
+    grid, constants = (rows, -(-columns // _COLUMNS)), (min(_COLUMNS, block_size(columns)),)
+    with device.current(grad.device):
+        tensors, integers = (grad, tree.keys.order, ends, sums), (columns, tree.total)
+        launch(Launch(kernels.add_kernel, grid, tensors, integers, (), constants, 4, 1))
+    return sums
 
 
 def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +212,7 @@ def _join_in_kernel(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) ->
     rows, heads, dim = out.shape
     if out.numel():
         tensors, integers = (out, lse.T, more, more_lse.T), (rows, out.stride(0), more.stride(0))
-        constants, grid = (dim, block_size(dim), _BLOCK), (-(-rows // _BLOCK), heads)
+        constants, grid = (dim, block_size(dim), _BLOCK), (heads, -(-rows // _BLOCK))
         with device.current(out.device):
             launch(Launch(kernels.join_kernel, grid, tensors, integers, (), constants, 4, 1))
     return out, lse

@@ -1,6 +1,6 @@
-"""The Triton kernel that joins two results of attention over parts of the keys.
+"""Triton kernels for sequences that share prefixes.
 
-Dimensions: T rows, H heads, D head dim of values.
+Dimensions: T rows, H heads, D head dim of values, R copies of rows, C columns of a row.
 """
 
 # No `from __future__ import annotations`: Triton reads annotations when it compiles.
@@ -20,8 +20,8 @@ def join_kernel(
 
     Blocks that see none of the keys of `More` are not read.
     """
-    head = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = head.to(tl.int64) * rows + row
     lse = tl.load(Lse + at, mask=row < rows, other=-INF)
     more_lse = tl.load(MoreLse + at, mask=row < rows, other=-INF)
@@ -35,11 +35,28 @@ def join_kernel(
         columns = tl.arange(0, BLOCK_D)
         valid = (row < rows)[:, None] & (columns < DIM)[None, :]
         far = row.to(tl.int64)[:, None]
-        target = Out + far * out_row + head * DIM + columns[None, :]
-        out = tl.load(target, mask=valid, other=0.0).to(Lse.dtype.element_ty)
-        more = tl.load(More + far * more_row + head * DIM + columns[None, :], mask=valid, other=0.0).to(
-            Lse.dtype.element_ty
-        )
+        column = head * DIM + columns[None, :]
+        target = Out + far * out_row + column
+        out = tl.load(target, mask=valid, other=0.0).to(lse.dtype)
+        more = tl.load(More + far * more_row + column, mask=valid, other=0.0).to(lse.dtype)
         joined = out * (weight / safe)[:, None] + more * (more_weight / safe)[:, None]
         tl.store(target, joined.to(Out.dtype.element_ty), mask=valid)
         tl.store(Lse + at, tl.where(total == 0.0, -INF, finite + tl.log(safe)), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["columns", "rows"])
+def add_kernel(Copies, Order, Ends, Sums, columns, rows, BLOCK: tl.constexpr):
+    """BLOCK columns of one row of `Sums` (T, C): the sum of its copies, in float32, in the order of `Order` (R,).
+
+    Row t of the first `rows` has the copies Order[Ends[t − 1]] … Order[Ends[t] − 1]. Later rows are 0.
+    """
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(Ends + row - 1, mask=(row > 0) & (row < rows), other=0)
+    end = tl.load(Ends + row, mask=row < rows, other=0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(begin, end):
+        copy = tl.load(Order + at).to(tl.int64)
+        total += tl.load(Copies + copy * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    target = Sums + row.to(tl.int64) * columns + column
+    tl.store(target, total.to(Sums.dtype.element_ty), mask=column < columns)

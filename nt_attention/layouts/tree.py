@@ -19,6 +19,8 @@ from .protocol import Layout
 from .reading import Cache, copy_of, creating_cached_tensors, on_host, to_device
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from .reading import Ints
 
 _T = TypeVar("_T")
@@ -207,6 +209,19 @@ class TreeLayout(Layout):
             of_queries, of_keys = (SequenceLayout.from_lengths(x.tolist(), device=self.device) for x in kept)
             levels.append((of_queries, of_keys))
         return levels
+
+    def blocks(self, size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """(M, M) each: the blocks of `size` queries and keys in which some pairs are visible, and in which all are."""
+        return self.cached(("blocks", size), lambda: self._blocks(size))
+
+    def _blocks(self, size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        first = np.arange(0, self.total, size)
+        last = np.minimum(first + size, self.total) - 1
+        ends = self._ends.repeat(self._numbers[0])
+        latest, earliest = np.maximum.reduceat(ends, first), np.minimum.reduceat(ends, first)
+        visible = (first <= last[:, None]) & (latest > first[:, None])
+        full = (last <= first[:, None]) & (earliest > last[:, None])
+        return visible & ~full, full
 
     def cached(self, key: object, build: Callable[[], _T], other: Layout | None = None) -> _T:
         if is_compiling():

@@ -35,9 +35,9 @@ def draw(rows, heads, dim, dtype):
 @pytest.mark.parametrize("shape", [(4, 2, 64), (6, 6, 128), (8, 1, 32)], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED])
+@pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED, ways.MASKED])
 @pytest.mark.parametrize("backend", NAMES)
-def test_both_ways(backend, way, tree, option, shape, monkeypatch):
+def test_each_way(backend, way, tree, option, shape, monkeypatch):
     heads, groups, dim = shape
     tree = nta.TreeLayout(*TREES[tree], device="cuda")
     if BACKENDS[backend].missing() is not None:
@@ -49,11 +49,13 @@ def test_both_ways(backend, way, tree, option, shape, monkeypatch):
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.linspace(0.1, 0.5, heads, device="cuda")
     inputs = [draw(tree.total + 3, h, dim, dtype) for h in (heads, groups, groups)]
+    given = {name: x for name, x in options.items() if name != "sinks"}
     explanation = nta.explain(*inputs, tree, is_causal=True, backend=backend, **options)
     if explanation.chosen is None:
         pytest.skip(str(explanation.reasons[backend]))
-    if way == ways.JOINED and (option in ("window", "alibi") or not BACKENDS[backend].takes_parts):
-        pytest.skip("only with copied keys")
+    spec = nta.functional.plan(*inputs, tree, is_causal=True, backend=backend, **given).call.spec
+    if way not in ways.expected_us(BACKENDS[backend], spec, tree):
+        pytest.skip("can't run in this way")
     monkeypatch.setattr(ways, "way_of", lambda *_: way)
     out, lse = nta.varlen_attention(*inputs, tree, is_causal=True, backend=backend, return_lse=True, **options)
     assert not out[tree.total :].any()

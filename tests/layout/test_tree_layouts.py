@@ -185,7 +185,7 @@ def test_explain_and_empty_trees():
     q, k, v = draw(TREE.total)
     explanation = nta.explain(q, k, v, TREE, is_causal=True)
     assert explanation.chosen == "cpu"
-    assert "3 calls, joined" in str(explanation)
+    assert "joined by their log-sum-exp" in str(explanation)
     assert "are copied" in nta.explain(q, k, v, TREE, is_causal=True, window_size=(3, 0)).prefixes
     assert not nta.explain(q, k, v, TREE.segments, is_causal=True).prefixes
     assert varlen_attention(*draw(0), TreeLayout([], []), is_causal=True).shape == (0, H, D)

@@ -15,13 +15,17 @@ import importlib.util
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...layouts.tree import TreeLayout
 from .. import device
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
-from ..call import Call
+from ..call import AttentionSpec, Call
 from ..device import no_cuda
 from .flash import HALVES
+
+TREE_BLOCK = 128  # rows of the blocks for the mask of a tree, those of the kernels' tiles
 
 
 @functools.cache
@@ -79,6 +83,75 @@ def backward(
     return grads[0], grads[1], grads[2]
 
 
+def tree_us(spec: AttentionSpec, tree: TreeLayout) -> float | None:
+    """The expected time of a call with the mask of a tree, which was verified on Hopper at these head dims.
+
+    It is linear in the blocks that need the mask, and those that do not. Measured on an H100 by
+    `benchmarks/tree_attention.py`.
+    """
+    if spec.head_dim != spec.value_dim or spec.head_dim not in (64, 128) or (spec.deterministic and spec.needs_grad):
+        return None
+    if torch.cuda.get_device_capability(spec.device)[0] != 9:
+        return None
+    masked, full = (int(is_in.sum()) for is_in in tree.blocks(TREE_BLOCK))
+    width, is_narrow = spec.num_heads * spec.head_dim / 1000, spec.head_dim == 64
+    if spec.needs_grad:
+        return 150 + width * (1.28 * masked + 0.353 * full) * (1.25 if is_narrow else 1)
+    return 25 + width * (0.176 * masked + 0.086 * full + 0.0014 * tree.total) * (1.5 if is_narrow else 1)
+
+
+def _tree_options(tree: TreeLayout, spec: AttentionSpec, backward: bool) -> dict[str, Any]:
+    from .flash_attn_4_mask import tree_mask
+
+    return {
+        "softmax_scale": spec.scale,
+        "softcap": spec.softcap,
+        "mask_mod": tree_mask,
+        "aux_tensors": [tree.cached("end in int32", lambda: tree.end.to(torch.int32))],
+        "block_sparse_tensors": tree.cached(("blocks", backward), lambda: _blocks(tree, backward)),
+    }
+
+
+def _blocks(tree: TreeLayout, by_key: bool) -> Any:
+    """The blocks of queries and keys that need the mask, and those that are visible as a whole.
+
+    Their numbers and indices are listed for each block of queries, or of keys.
+    """
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    size = TREE_BLOCK
+    lists: list[Tensor] = []
+    for is_in in tree.blocks(size):
+        each = torch.from_numpy(is_in.T if by_key else is_in).to(tree.device, non_blocking=True)
+        order = each.logical_not().to(torch.int8).argsort(dim=1, stable=True)
+        lists += [each.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]]
+    return BlockSparseTensorsTorch(*lists, block_size=(size, size))
+
+
+def tree_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    tree: Any = call.layout
+    inputs = [x[: tree.total].unsqueeze(0) for x in (query, key, value)]
+    with device.current(query.device):
+        out, lse, *_ = _flash_attn_fwd(*inputs, **_tree_options(tree, call.spec, False), return_lse=True)
+    return out[0], lse[0].transpose(0, 1)
+
+
+def tree_backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    tree: Any = call.layout
+    inputs = [x[: tree.total].unsqueeze(0) for x in (query, key, value, saved.out, saved.grad)]
+    lse, grad_lse = (
+        None if x is None else x[: tree.total].transpose(0, 1).contiguous().unsqueeze(0)
+        for x in (saved.lse, saved.grad_lse)
+    )
+    with device.current(query.device):
+        grads = _flash_attn_bwd(*inputs, lse, **_tree_options(tree, call.spec, True), dlse=grad_lse)
+    return grads[0][0], grads[1][0], grads[2][0]
+
+
 BACKEND = Backend(
     name="flash_attn_4",
     about="FlashAttention-4 of the flash-attn-4 package (Hopper and later, 16-bit)",
@@ -95,4 +168,7 @@ BACKEND = Backend(
     takes_outputs=True,
     lse_gradient=True,
     takes_parts=True,
+    tree_us=tree_us,
+    tree_forward=tree_forward,
+    tree_backward=tree_backward,
 )
