@@ -32,7 +32,7 @@ def draw(rows, heads, dim, dtype):
     return torch.randn(rows, heads, dim, device="cuda", dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 64), (6, 6, 128), (8, 1, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 2, 64), (6, 6, 128), (8, 1, 32), (8, 1, 128)], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED, ways.MASKED])
