@@ -15,9 +15,11 @@ import importlib.util
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...layouts.reading import to_device
 from ...layouts.tree import TreeLayout
 from .. import device
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
@@ -122,7 +124,7 @@ def _blocks(tree: TreeLayout, by_key: bool) -> Any:
     size = TREE_BLOCK
     lists: list[Tensor] = []
     for is_in in tree.blocks(size):
-        each = torch.from_numpy(is_in.T if by_key else is_in).to(tree.device, non_blocking=True)
+        each = to_device(np.ascontiguousarray(is_in.T if by_key else is_in), tree.device)
         order = each.logical_not().to(torch.int8).argsort(dim=1, stable=True)
         lists += [each.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]]
     return BlockSparseTensorsTorch(*lists, block_size=(size, size))
