@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from by_turns import show
 from torch import Tensor
@@ -50,6 +53,17 @@ SHAPES: dict[str, tuple[list[tuple[int, int]], int, int, int, int]] = {
     "agents 1024 + 512 + 512 + 256": ([(1024, 4), (512, 2), (512, 2), (256, 0)], 2, 32, 4, 128),
 }
 
+# More shapes for the fit of costs.
+MORE = {
+    "D 64: 1024 + 512, 4 × 8": ([(1024, 4), (512, 0)], 8, 32, 8, 64),
+    "D 64: 512 + 256, 2 × 32": ([(512, 2), (256, 0)], 32, 16, 4, 64),
+    "D 64: 4096 + 128, 16 × 1": ([(4096, 16), (128, 0)], 1, 16, 8, 64),
+    "D 64: 700 + 60, 64 × 1": ([(700, 64), (60, 0)], 1, 12, 12, 64),
+    "D 64: 1024 + 256 + 128, 4 × 4 × 2": ([(1024, 4), (256, 4), (128, 0)], 2, 32, 8, 64),
+    "1024 + 256, 8 × 4, 16/16": ([(1024, 8), (256, 0)], 4, 16, 16, 128),
+    "nothing shared, 64 × 512": ([(512, 0)], 64, 32, 8, 128),
+    "300 + 40, 8 × 16": ([(300, 8), (40, 0)], 16, 32, 8, 128),
+}
 SLEEP = 8_000_000  # cycles, about 4 ms: longer than the host takes for a call
 
 
@@ -110,8 +124,17 @@ def forced(way: str, run: Callable[[], Any]) -> Callable[[], Any]:
     return with_way
 
 
-def measure(name: str, backends: list[str], rounds: int, every_way: bool) -> tuple[str, dict[str, tuple[float, float]]]:
-    levels, roots, heads, groups, dim = SHAPES[name]
+class Measured(NamedTuple):
+    """A line of the table, the times (forward, both) of each way in ms, and the sizes of each way of a backend."""
+
+    line: str
+    times: dict[str, tuple[float, float]]
+    sizes: dict[tuple[str, str], list[float]]
+    head_dim: int
+
+
+def measure(name: str, backends: list[str], rounds: int, every_way: bool) -> Measured:
+    levels, roots, heads, groups, dim = (SHAPES | MORE)[name]
     tree = tree_of(levels, roots)
     inputs = [
         torch.randn(tree.total, h, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -130,14 +153,15 @@ def measure(name: str, backends: list[str], rounds: int, every_way: bool) -> tup
         "repeat": (lambda: attend(*repeated, tree.sequences, is_causal=True), repeated, ""),
         f"gather {backends[0]}": (gather, inputs, ""),
     }
+    sizes: dict[tuple[str, str], list[float]] = {}
     for backend in backends:
         run = functools.partial(attend, q, k, v, tree, is_causal=True, backend=backend)
         spec = plan(q, k, v, tree, is_causal=True, backend=backend).call.spec
         expected = ways.expected_us(BACKENDS[backend], spec, tree)
         calls[f"tree {backend}"] = (run, inputs, "")
         for way in expected if every_way else ():
+            sizes[backend, way] = ways.sizes(spec, tree, way)
             calls[f"{way} {backend}"] = (run, inputs, way)
-            print(f"  expected: {way} {backend} {expected[way] / 1e3:.3f} ms", flush=True)
     calls["tree auto"] = (functools.partial(attend, q, k, v, tree, is_causal=True), inputs, "")
     forwards, both, peaks = {}, {}, {}
     for name_of_way, (run, leaves, way) in calls.items():
@@ -155,7 +179,33 @@ def measure(name: str, backends: list[str], rounds: int, every_way: bool) -> tup
     bound = flops / 600e9, 3.5 * flops / 500e9
     cells = [name, f"{tree.total} of {tree.sequences.total}", f"{bound[0]:.2f} / {bound[1]:.2f}"]
     cells += [f"{forward[way]:.3f} / {both[way]:.3f} ({peaks[way]:.0f})" for way in calls]
-    return " | ".join(cells), {way: (forward[way], both[way]) for way in calls}
+    return Measured(" | ".join(cells), {way: (forward[way], both[way]) for way in calls}, sizes, dim)
+
+
+def fit(rows: list[tuple[list[float], float]]) -> list[float]:
+    """Costs ≥ 0 of each size, with the least relative squared error: those that would be negative are left out."""
+    sizes, times = np.array([x for x, _ in rows]), 1e3 * np.array([ms for _, ms in rows])
+    used = [at for at in range(sizes.shape[1]) if sizes[:, at].any()]
+    while True:
+        costs = np.linalg.lstsq(sizes[:, used] / times[:, None], np.ones(len(times)), rcond=None)[0]
+        if (costs >= 0).all():
+            break
+        del used[int(costs.argmin())]
+    found = dict(zip(used, costs.tolist(), strict=True))
+    return [float(f"{found.get(at, 0.0):.4g}") for at in range(sizes.shape[1])]
+
+
+def save_costs(found: list[Measured], file: Path) -> None:
+    """Fit the costs of each way and write those of `kernels/measured/trees_sm90.json`."""
+    costs: dict[str, Any] = {}
+    for backend, way in found[0].sizes:
+        for at, direction in enumerate(("forward", "both")):
+            for dim in sorted({one.head_dim for one in found}):
+                some = [one for one in found if one.head_dim == dim]
+                rows = [(one.sizes[backend, way], one.times[f"{way} {backend}"][at]) for one in some]
+                costs.setdefault(backend, {}).setdefault(direction, {}).setdefault(way, {})[dim] = fit(rows)
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    file.write_text(json.dumps({**about, "costs": costs}) + "\n")
 
 
 def main() -> None:
@@ -164,26 +214,28 @@ def main() -> None:
     parser.add_argument("--backends", default="flash_attn_4,torch_flash,token_tiled")
     parser.add_argument("--shapes", type=int, default=len(SHAPES))
     parser.add_argument("--every-way", action="store_true", help="also each way of every backend, to fit its cost")
+    parser.add_argument("--save-costs", type=Path, metavar="FILE", help="with --every-way: the fitted costs")
     parser.add_argument("--save", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.manual_seed(0)
     backends = [name for name in options.backends.split(",") if nta.available_backends()[name] is None]
-    lines, ratios = [device_name(torch.device("cuda")) + f", torch {torch.__version__}, bf16", ""], []
-    for name in list(SHAPES)[: options.shapes]:
-        line, times = measure(name, backends, options.rounds, options.every_way)
-        if not ratios:
-            lines.append(f"| shape | rows | bound | {' | '.join(times)} |")
-            lines.append("|---" * (len(times) + 3) + "|")
-        lines.append(f"| {line} |")
-        base = times[f"gather {backends[0]}"]
-        ratios.append({way: tuple(a / b for a, b in zip(base, each, strict=True)) for way, each in times.items()})
+    lines, found = [device_name(torch.device("cuda")) + f", torch {torch.__version__}, bf16", ""], []
+    for name in [*list(SHAPES)[: options.shapes], *(MORE if options.save_costs else ())]:
+        found.append(measure(name, backends, options.rounds, options.every_way))
+        if len(found) == 1:
+            lines.append(f"| shape | rows | bound | {' | '.join(found[0].times)} |")
+            lines.append("|---" * (len(found[0].times) + 3) + "|")
+        lines.append(f"| {found[-1].line} |")
         print(lines[-1], flush=True)
     lines += ["", f"Speed relative to gather with {backends[0]}: geometric mean and least, forward; both.", ""]
-    for way in ratios[0]:
-        each = [[one[way][at] for one in ratios] for at in (0, 1)]
+    base = f"gather {backends[0]}"
+    for way in found[0].times:
+        each = [[one.times[base][at] / one.times[way][at] for one in found] for at in (0, 1)]
         mean = [math.exp(statistics.fmean(map(math.log, x))) for x in each]
         lines.append(f"- {way}: {mean[0]:.2f} ({min(each[0]):.2f}); {mean[1]:.2f} ({min(each[1]):.2f})")
     show(lines, options.save)
+    if options.save_costs is not None:
+        save_costs(found, options.save_costs)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def _adapted_backward(
     dq = dq if len(inputs.query) == layout.total else None
     query, key, value, *of_biases = _kernel_backward(backend, saved, inputs, call, dq)
     grads = [
-        grad if grad is dq else without_padding(grad, total, x)
+        grad if grad is dq else _without_padding(grad, total, x)
         for grad, total, x in zip((query, key, value), totals, inputs, strict=True)
     ]
     _fill_if_bounded(call, *[x[total:] for x, total in zip(grads, totals, strict=True) if len(x) > total])
@@ -283,7 +283,7 @@ def _pad_saved(saved: BackwardInputs, dims: tuple[int, int]) -> BackwardInputs:
     return saved._replace(grad=_pad(saved.grad, dims[1]), out=_pad(saved.out, dims[1]))
 
 
-def without_padding(grad: Tensor, total: int, like: Tensor) -> Tensor:
+def _without_padding(grad: Tensor, total: int, like: Tensor) -> Tensor:
     """A kernel's gradient without padded columns, and 0 in rows past `total`, which kernels do not write."""
     grad = _with_strides_of(grad if grad.shape[-1] == like.shape[-1] else grad[..., : like.shape[-1]], like)
     if grad.shape[0] > total:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layouts.tree import TreeLayout
 from .call import FEATURES, AttentionSpec, Call
 from .call_size import CallSize
 
@@ -133,8 +132,8 @@ class Backend:
         takes_parts: Whether `backward` computes the weights from `saved.lse`, and uses `saved.out` as
             `kernels/adapters.py` says. Then a softmax over several calls, each with a part of the keys, has the sum of
             their gradients, if each gets the output and the log-sum-exp of all keys (`kernels/tree.py`).
-        tree_us: The expected device time in µs of `tree_forward`, plus `tree_backward` if `spec.needs_grad`. They run a
-            call with a `TreeLayout` at once, with the tree as `call.layout`. None if they can't run it.
+        takes_tree: Whether `tree_forward` and `tree_backward` can run a call with a `TreeLayout`, which is then
+            `call.layout`. They return the rows of the tree.
         lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it. This needs
             a backward that computes with `saved.out` and `saved.lse`.
         rng_on_host: Whether `forward` returns the random state on the CPU.
@@ -177,7 +176,7 @@ class Backend:
     reads_past_end: bool = False
     takes_outputs: bool = False
     takes_parts: bool = False
-    tree_us: Callable[[AttentionSpec, TreeLayout], float | None] = lambda spec, tree: None
+    takes_tree: Callable[[AttentionSpec], bool] | None = None
     tree_forward: Forward | None = None
     tree_backward: Backward | None = None
     lse_gradient: bool = False

@@ -73,6 +73,28 @@ def mask_kind(spec: AttentionSpec) -> str:
     return "window behind" if spec.window.right <= 0 else "window"
 
 
+def tree_costs(backend: str, spec: AttentionSpec, way: str) -> list[float] | None:
+    """The µs of each of `tree.sizes` on a GPU; None if this way was not measured."""
+    by_direction = _tree_costs().get(backend, {}) if spec.device.type != "cpu" else {}
+    by_head_dim = by_direction.get("both" if spec.needs_grad else "forward", {}).get(way, {})
+    wide = max(spec.head_dim, spec.value_dim)
+    nearest = min((dim for dim in by_head_dim if dim >= wide), default=max(by_head_dim, default=None))
+    return None if nearest is None else by_head_dim[nearest]
+
+
+@functools.cache
+def _tree_costs() -> dict[str, dict[str, dict[str, dict[int, list[float]]]]]:
+    """The content of `measured/trees_sm90.json`: backend → "forward" or "both" → way → head dim → costs."""
+    file = resources.files(__package__) / "measured" / "trees_sm90.json"
+    return {
+        backend: {
+            direction: {way: {int(dim): x for dim, x in by_dim.items()} for way, by_dim in by_way.items()}
+            for direction, by_way in by_direction.items()
+        }
+        for backend, by_direction in json.loads(file.read_text())["costs"].items()
+    }
+
+
 @functools.cache
 def costs() -> Costs:
     """The content of `measured/sm90.json`."""

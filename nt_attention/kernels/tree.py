@@ -36,8 +36,7 @@ from .triton_support import block_size, interpreted
 
 _BLOCK = 32  # rows of a program of the kernel that joins
 _COLUMNS = 1024  # of a program of the kernel that adds copies
-# µs per GB that is moved to join or to copy, on an H100, whose memory has 3.35 TB/s
-_US_PER_GB = 400.0
+BLOCK = 128  # rows of the blocks of `sizes` for the mask of a tree
 MASKED, JOINED, COPIED = "masked", "joined", "copied"
 _TEXTS = {
     MASKED: "one call with the mask of the tree",
@@ -63,28 +62,44 @@ def explain_way(backend: Backend, call: Call) -> str:
 
 
 def _expected_us(backend: Backend, spec: AttentionSpec, tree: TreeLayout) -> dict[str, float]:
-    call = Call(tree, tree, None, replace(spec, relative=()))
     by_distance = not spec.window.is_causal or spec.has_bias
     if by_distance or spec.batch_invariant or not backend.takes_parts or not tree.total:
-        return {COPIED: _us_of(backend, [_copied_call(call)])}
-    if spec.device.type == "cpu":  # joined was never slower: prefixes are read once for all that continues them
-        return {JOINED: 0.0}
-    of_keys = spec.num_kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
-    of_rows = spec.num_heads * spec.value_dim * spec.dtype.itemsize
-    # Copied: read and written, in the backward read, written, and added. Joined: two are read and one is written, in
-    # the backward for the gradients of query, key and value.
-    copied = tree.paths.total * of_keys * (5 if spec.needs_grad else 2)
-    joined = len(tree.levels()) * tree.total * (3 * of_rows + (3 * (of_rows + of_keys) if spec.needs_grad else 0))
-    times = {
-        JOINED: _us_of(backend, _parts_of(call)) + joined / 1e9 * _US_PER_GB,
-        COPIED: _us_of(backend, [_copied_call(call)]) + copied / 1e9 * _US_PER_GB,
-    }
-    masked = None if backend.tree_forward is None else backend.tree_us(spec, tree)
-    return times if masked is None else {MASKED: masked, **times}
+        ways = [COPIED]
+    elif spec.device.type == "cpu":  # copied was never faster: joined reads a prefix once for all that continues it
+        ways = [JOINED]
+    else:
+        ways = [JOINED, COPIED]
+        if backend.takes_tree is not None and backend.takes_tree(spec):
+            ways.append(MASKED)
+    return {way: _us_of(backend, spec, tree, way) for way in ways}
 
 
-def _us_of(backend: Backend, calls: list[Call]) -> float:
-    return sum(cost_model.expected_us(call.spec, CallSize.of(call)).get(backend.name, 0.0) for call in calls)
+def _us_of(backend: Backend, spec: AttentionSpec, tree: TreeLayout, way: str) -> float:
+    costs = cost_model.tree_costs(backend.name, spec, way)
+    if costs is not None:
+        return sum(cost * size for cost, size in zip(costs, sizes(spec, tree, way), strict=True))
+    call = Call(tree, tree, None, replace(spec, relative=()))
+    calls = [_copied_call(call)] if way == COPIED else _parts_of(call)
+    return sum(cost_model.expected_us(each.spec, CallSize.of(each)).get(backend.name, 0.0) for each in calls)
+
+
+def sizes(spec: AttentionSpec, tree: TreeLayout, way: str) -> list[float]:
+    """The numbers in which the time of a way is linear.
+
+    These are 1, thousands of rows that are read and written, thousands of copied keys, and thousands of computed pairs:
+    those in segments and those with prefixes, or those in blocks that need the mask and those in full blocks. All are
+    multiplied by the elements of a row.
+    """
+    heads, key_heads = (n * max(spec.head_dim, spec.value_dim) / 1000 for n in (spec.num_heads, spec.num_kv_heads))
+    if way == MASKED:
+        masked, full = (BLOCK * BLOCK * int(is_in.sum()) for is_in in tree.blocks(BLOCK))
+        return [1.0, heads * tree.total, 0.0, heads * masked, heads * full]
+    lengths, keys = tree.segments.host.diff(), tree.paths.host.diff()
+    in_segments = int((lengths * (lengths + 1)).sum()) / 2
+    with_prefixes = int((lengths * (keys - lengths)).sum())
+    calls = 1 if way == COPIED else 1 + len(tree.levels())
+    copies = key_heads * tree.paths.total if way == COPIED else 0.0
+    return [1.0, heads * tree.total * calls, copies, heads * in_segments, heads * with_prefixes]
 
 
 def tree_of(call: Call) -> TreeLayout:
@@ -132,11 +147,8 @@ def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tens
     if way == MASKED:
         assert backend.tree_forward is not None
         out, lse = backend.tree_forward(*adapters.contiguous_in_head_dim(*inputs), call)
-        more = len(inputs.query) - len(out)
-        if more:
-            out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, more))
-            lse = torch.nn.functional.pad(lse.T, (0, more), value=-torch.inf).T
-        return out, lse, None
+        rows = len(inputs.query)
+        return _with_rows(out, rows), torch.nn.functional.pad(lse.T, (0, rows - len(lse)), value=-torch.inf).T, None
     if way == COPIED:
         out, lse, _ = adapters.forward(backend, *with_copied_keys(inputs, call))
         return out, lse, None
@@ -157,12 +169,17 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Cal
         saved = saved._replace(grad=grad, out=out)
         inputs = Tensors(*adapters.contiguous_in_head_dim(*inputs))
         found = backend.tree_backward(saved, *inputs, call)
-        return tuple([adapters.without_padding(x, call.layout.total, y) for x, y in zip(found, inputs, strict=True)])
+        return tuple([_with_rows(x, len(y)) for x, y in zip(found, inputs, strict=True)])
     grads, *others = [adapters.backward(backend, saved, inputs, part) for part in _parts(backend, call)]
     for more in others:
         for grad, x in zip(grads, more, strict=True):
             grad.add_(x)
     return grads
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """`x` with zeros up to row `rows`."""
+    return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - len(x)))
 
 
 def backward_with_copies(run: Callable[[Tensors, Call], Gradients], inputs: Tensors, call: Call) -> Gradients:

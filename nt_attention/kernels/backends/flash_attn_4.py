@@ -85,21 +85,11 @@ def backward(
     return grads[0], grads[1], grads[2]
 
 
-def tree_us(spec: AttentionSpec, tree: TreeLayout) -> float | None:
-    """The expected time of a call with the mask of a tree, which was verified on Hopper at these head dims.
-
-    It is linear in the blocks that need the mask, and those that do not. Measured on an H100 by
-    `benchmarks/tree_attention.py`.
-    """
-    if spec.head_dim != spec.value_dim or spec.head_dim not in (64, 128) or (spec.deterministic and spec.needs_grad):
-        return None
-    if torch.cuda.get_device_capability(spec.device)[0] != 9:
-        return None
-    masked, full = (int(is_in.sum()) for is_in in tree.blocks(TREE_BLOCK))
-    width, is_narrow = spec.num_heads * spec.head_dim / 1000, spec.head_dim == 64
-    if spec.needs_grad:
-        return 150 + width * (1.28 * masked + 0.353 * full) * (1.25 if is_narrow else 1)
-    return 25 + width * (0.176 * masked + 0.086 * full + 0.0014 * tree.total) * (1.5 if is_narrow else 1)
+def takes_tree(spec: AttentionSpec) -> bool:
+    """Whether the kernel can have the mask of a tree. Verified on Hopper for these head dims."""
+    is_verified = spec.head_dim == spec.value_dim and spec.head_dim in (64, 128)
+    in_order = spec.deterministic and spec.needs_grad
+    return is_verified and not in_order and torch.cuda.get_device_capability(spec.device)[0] == 9
 
 
 def _tree_options(tree: TreeLayout, spec: AttentionSpec, backward: bool) -> dict[str, Any]:
@@ -170,7 +160,7 @@ BACKEND = Backend(
     takes_outputs=True,
     lse_gradient=True,
     takes_parts=True,
-    tree_us=tree_us,
+    takes_tree=takes_tree,
     tree_forward=tree_forward,
     tree_backward=tree_backward,
 )
