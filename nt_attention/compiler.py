@@ -18,6 +18,7 @@ from torch.fx import Proxy
 from .torch_private import (
     PRE_DISPATCH,
     FakeTensor,
+    constant_in_graphs,
     count_dispatch_modes,
     frame_callback,
     is_dispatched,
@@ -56,6 +57,13 @@ def is_compiling() -> bool:
     `torch.compiler.is_compiling` and `is_exporting` are true in all threads, while one of them compiles or exports.
     """
     return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_exporting() and _is_in_make_fx())
+
+
+# In a graph, `torch.compiler.is_exporting` of torch 2.11 is always true.
+@constant_in_graphs
+def is_exporting() -> bool:
+    """Whether torch.export is tracing, in any thread."""
+    return torch.compiler.is_exporting()
 
 
 @inline_only

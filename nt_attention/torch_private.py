@@ -91,6 +91,15 @@ def skip_frames(function: Any, *, with_callees: bool) -> Any:
     return function
 
 
+def constant_in_graphs(function: Any) -> Any:
+    """`function`, which torch.compile calls while it traces, and whose result is a constant of the graph.
+
+    It is `torch.compiler.assume_constant_result`, but without importing the compiler.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def graph_break(message: str) -> None:
     """Break the graph of torch.compile here."""
     torch._dynamo.graph_break(msg=message)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..compiler import inline_only, is_compiling, is_in_jit_trace
+from ..compiler import inline_only, is_compiling, is_exporting, is_in_jit_trace
 from ..graphs.cache import CapturedCalls
 from ..torch_private import REPLICATE
 
@@ -132,7 +132,7 @@ def refuse_export() -> None:
     Raises:
         RuntimeError: one of them is tracing.
     """
-    if (is_compiling() and torch.compiler.is_exporting()) or is_in_jit_trace():
+    if (is_compiling() and is_exporting()) or is_in_jit_trace():
         raise RuntimeError(CANNOT_EXPORT)
 
 

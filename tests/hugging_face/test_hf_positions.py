@@ -1,5 +1,7 @@
 """position_ids beside an attention mask: when they show packed rows, and when they do not."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import tiny
 import torch
@@ -152,3 +154,23 @@ def test_positions_are_read_once_for_all_kinds_of_masks(monkeypatch):
     mask = (torch.arange(11) < torch.tensor([[11], [4]])).long()
     model(torch.randint(5, 97, (2, 11)), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     assert len(reads) <= 2  # of full and of sliding layers
+
+
+def test_a_graph_made_without_a_packed_row_is_not_used_for_one(fresh_compiler):
+    """In a new thread, in which there was no row before."""
+    from nt_attention.hf.route.packed_row import PackedRow, current_row, running
+
+    def add_positions(x):
+        row = current_row()
+        return x if row is None else x + row.position_ids
+
+    def compiled_twice():
+        compiled = torch.compile(add_positions, backend="eager", fullgraph=True)
+        before = compiled(torch.zeros(1, 3))
+        with running(row=PackedRow(None, torch.arange(3)[None], 3)):
+            return before, compiled(torch.zeros(1, 3))
+
+    with ThreadPoolExecutor(1) as pool:
+        before, packed = pool.submit(compiled_twice).result()
+    assert before.tolist() == [[0, 0, 0]]
+    assert packed.tolist() == [[0, 1, 2]]

@@ -14,6 +14,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nt_attention as nta
+from nt_attention.compiler import is_exporting
 from nt_attention.hf.pack.packed_forward import PackedCall
 from nt_attention.hf.pack.routes import Packed, Unpatched
 from nt_attention.layouts import reading
@@ -222,6 +223,12 @@ def test_export_raises_an_error(recorder):
                 torch.jit.trace(model, example_kwarg_inputs=batch, strict=False)
             else:
                 torch.export.export(model, (), batch, strict="strict" in recorder)
+
+
+def test_a_compiled_function_is_not_exported():
+    """With `torch.compiler.is_exporting` itself, torch 2.11 would take the call for an export."""
+    compiled = torch.compile(lambda x: x + is_exporting(), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == 0
 
 
 class Embedded(nn.Module):

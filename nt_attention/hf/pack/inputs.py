@@ -27,7 +27,7 @@ def arguments_of(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[s
         if len(args) > len(defaults) or positional.keys() & kwargs.keys():
             return None
         arguments = {**positional, **kwargs}
-    ignored = (families.IGNORED & arguments.keys()) - defaults.keys()
+    ignored = families.IGNORED.intersection(arguments).difference(defaults)
     inputs = families.INPUTS
     return {
         name: x

@@ -40,10 +40,11 @@ class _Thread(threading.local):
             said where sequences begin, or they run a packed row.
     """
 
-    row: PackedRow | None = None
-    unpatched: tuple[Any, ...] = ()
-    rows_of_head: tuple[Any, dict[str, Any]] = (None, {})
-    known: tuple[Any, ...] = ()
+    def __init__(self) -> None:  # runs in each thread; a graph would take defaults of the class for constants
+        self.row: PackedRow | None = None
+        self.unpatched: tuple[Any, ...] = ()
+        self.rows_of_head: tuple[Any, dict[str, Any]] = (None, {})
+        self.known: tuple[Any, ...] = ()
 
 
 _thread = _Thread()

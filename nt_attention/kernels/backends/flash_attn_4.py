@@ -38,6 +38,8 @@ def missing() -> str | None:
     folders = package.submodule_search_locations if package is not None else None
     if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders or ()):
         return "flash-attn-4 is not installed: pip install flash-attn-4."
+    if importlib.util.find_spec("cutlass") is None:
+        return "flash-attn-4 needs nvidia-cutlass-dsl, which is not installed: pip install nvidia-cutlass-dsl."
     return None
 
 
