@@ -75,7 +75,8 @@ def mask_kind(spec: AttentionSpec) -> str:
 
 def tree_costs(backend: str, spec: AttentionSpec, way: str) -> list[float] | None:
     """The µs of each of `tree.sizes` on a GPU; None if this way was not measured."""
-    by_direction = _tree_costs().get(backend, {}) if spec.device.type != "cpu" else {}
+    is_measured = spec.device.type != "cpu" and spec.dtype.itemsize == 2
+    by_direction = _tree_costs().get(backend, {}) if is_measured else {}
     by_head_dim = by_direction.get("both" if spec.needs_grad else "forward", {}).get(way, {})
     wide = max(spec.head_dim, spec.value_dim)
     nearest = min((dim for dim in by_head_dim if dim >= wide), default=max(by_head_dim, default=None))

@@ -32,8 +32,11 @@ def draw(rows, heads, dim, dtype):
     return torch.randn(rows, heads, dim, device="cuda", dtype=dtype, requires_grad=True)
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 64), (6, 6, 128), (8, 1, 32), (8, 1, 128)], ids=str)
-@pytest.mark.parametrize("option", OPTIONS)
+SHAPES = [(4, 2, 64), (6, 6, 128), (8, 1, 32), (8, 1, 128)]  # heads, key heads, head dim
+CASES = [("causal", shape) for shape in SHAPES] + [(option, SHAPES[0]) for option in OPTIONS if option != "causal"]
+
+
+@pytest.mark.parametrize(("option", "shape"), CASES, ids=str)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED, ways.MASKED])
 @pytest.mark.parametrize("backend", NAMES)
