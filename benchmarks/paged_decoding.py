@@ -214,7 +214,7 @@ def prefill(options: argparse.Namespace, device: torch.device) -> list[str]:
 
 # (prompts, answers of each, tokens of a prompt); each answer has 1 to 512 tokens
 ANSWERS = [(1, count, prompt) for prompt in (2048, 8192) for count in (8, 16, 32, 64)]
-ANSWERS += [(8, 8, 2048), (4, 16, 8192)]
+ANSWERS += [(8, 8, 2048), (4, 16, 8192), (8, 32, 2048)]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,9 @@ def main(capability: int, cases: list) -> None:
         constants["PART"] = part
         kernel = compiled(triton_kernels.combine_kernel, constants, *more, launches.COMBINE_WARPS, 1)
         print("combine", kernel.metadata.shared)
-    print("shared_keys", compiled(triton_kernels.shared_keys_kernel, constants, *more, 4, 1).metadata.shared)
+    print(
+        "shared_keys", compiled(triton_kernels.shared_keys_kernel, constants, *more, sharing.WARPS, 1).metadata.shared
+    )
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ def batch(which, queries=1, **options):
     return case
 
 
-def keys_to_read(found):
+def keys_to_read(found, lengths):
     """The number of keys that are read for each key head: of bundles once, and what sequences do not share."""
-    return lambda lengths: int(found.keys.lengths.sum() + (lengths - found.first_keys[: len(lengths)]).sum())
+    return int(found.keys.lengths.sum() + (lengths - found.first_keys[: len(lengths)]).sum())
 
 
 @covering({"which": BATCHES, "form": ["table", "indices"], "queries": [1, 2, 4]})
@@ -196,13 +196,13 @@ def test_shared_pages_are_read_once_for_a_bundle(which, bundles, monkeypatch):
     monkeypatch.setattr(triton_kernels, "_load_keys", recorded)
     case.solve("split_kv")
     lengths, (found,) = case.paged.lengths, bundles
-    assert sum(counted) == 2 * 2 * keys_to_read(found)(lengths)  # keys and values of two heads
+    assert sum(counted) == 2 * 2 * keys_to_read(found, lengths)  # keys and values of two heads
     monkeypatch.setattr(sharing, "LEAST_BYTES", 2**30)
     counted.clear()
     case.solve("split_kv")
     assert sum(counted) == 2 * 2 * int(lengths.sum())
     if which == "all equal":
-        assert keys_to_read(found)(lengths) == 96
+        assert keys_to_read(found, lengths) == 96
 
 
 def test_lengths_and_pages_that_change_between_calls_are_seen(bundles):
@@ -248,6 +248,16 @@ def test_queries_whose_lengths_only_the_device_knows(bundles):
     torch.testing.assert_close(lse[:rows], want_lse)
     assert (out[rows:] == 0).all()
     assert len(bundles) == 2
+
+
+def test_no_queries(bundles):
+    case = batch("one prompt", [0, 1, 0, 1, 0, 0, 2, 0])
+    case.check("split_kv")
+    assert bundles
+    case.layout = nta.SequenceLayout.from_lengths([0] * 8, device=DEVICE)
+    out, lse = case.solve("split_kv")
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
 
 
 def test_more_chunks_than_splits(monkeypatch, bundles):

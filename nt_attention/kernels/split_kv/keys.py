@@ -10,6 +10,8 @@ from ...layouts.paged import PagedLayout
 from ...layouts.protocol import Layout
 from ..bounds import Checked
 
+NO_LIMIT = 2**31 - 1
+
 
 class Keys(NamedTuple):
     """Where keys are stored, as the kernels read it. `page` is 0 if the keys of a sequence are in one piece."""

@@ -20,13 +20,14 @@ from ..call import AttentionSpec, Call
 from ..launch import Launch, launch
 from ..triton_support import block_size, input_precision
 from . import sharing
-from .keys import Keys
-from .sharing import NO_LIMIT, Bundles, window_of
+from .keys import NO_LIMIT, Keys
+from .sharing import Bundles, window_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Chunks of 256 keys for tiles of 16 rows. A part of a large tile takes as long as some hundred keys, so its chunks are
 # larger; with `batch_invariant` they have 512 keys, because the size can't depend on the batch.
 _CHUNK_BITS, _LARGE_CHUNK_BITS, _LARGE_INVARIANT_CHUNK_BITS = 8, 11, 9
+_BUNDLE_CHUNK_BITS = 9  # of bundles
 _SMALL_CHUNK_BITS = 6  # the smallest chunks in small batches
 SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1  # a block of `combine_kernel`, and its warps
 _MOST_SPLITS = 128  # of a sequence, if a tile has 16 rows
@@ -54,15 +55,14 @@ class SplitTile(NamedTuple):
     doublings: int
 
     @classmethod
-    def make(cls, sizes: tuple[int, int, int], rows: int, batch_size: int, keys: int, spec: AttentionSpec) -> SplitTile:
-        """The tiles of a batch, with `sizes` (block_m, least, most) and at most so many rows and keys of a sequence.
+    def make(cls, block_m: int, least: int, most: int, layout: Layout, keys: Keys, spec: AttentionSpec) -> SplitTile:
+        """The tiles of a batch.
 
         With `batch_invariant`, how a sequence is split must not depend on the batch: it is split if it has one tile.
         Otherwise sequences of more tiles are split too, unless they have many. Small batches have smaller chunks, so
         that all multiprocessors have work. Large ones have fewer splits, so that parts have few rows.
         """
-        block_m, least, most = sizes
-        rows = min(most, rows)
+        rows = min(most, layout.max_seqlen * spec.num_heads // spec.num_kv_heads)
         is_small, splits = block_m == 16, _MOST_SPLITS
         if spec.batch_invariant:
             chunk_bits = _CHUNK_BITS if is_small else _LARGE_INVARIANT_CHUNK_BITS
@@ -70,24 +70,30 @@ class SplitTile(NamedTuple):
         else:
             chunk_bits = _CHUNK_BITS if is_small else _LARGE_CHUNK_BITS
             of_a_sequence = spec.num_kv_heads * -(-rows // block_m)
-            tiles, wanted = batch_size * of_a_sequence, programs_at_once(block_m, spec)
+            tiles, wanted = layout.batch_size * of_a_sequence, programs_at_once(block_m, spec)
             if not is_small:  # so many that the longest sequence alone gives work to all multiprocessors
                 splits = min(splits, -(-2 * wanted // of_a_sequence))
                 wanted //= 2  # below that, a further part costs more than idle multiprocessors
-            while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys >> chunk_bits) < wanted:
+            while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < wanted:
                 chunk_bits -= 1
-            while splits > 1 and splits * rows * batch_size * spec.num_kv_heads > _MOST_PART_ROWS:
-                splits //= 2
-        chunks = -(-keys >> chunk_bits)
+            splits = _fewer(splits, rows * layout.batch_size * spec.num_kv_heads)
+        chunks = -(-keys.max_seqlen >> chunk_bits)
         doublings = max(0, -(-chunks // splits) - 1).bit_length()
         return cls(block_m, least, most, rows if splits > 1 else 0, chunk_bits, max(1, min(splits, chunks)), doublings)
 
     @classmethod
-    def of_bundles(cls, bundles: Bundles, rows: int, spec: AttentionSpec) -> SplitTile:
-        """The tiles of bundles, each with at most so many rows. All of them are split, if only into one part."""
-        sizes = min(block_size(rows), tile_rows(spec)[1]), 0, NO_LIMIT
-        tile = cls.make(sizes, rows, bundles.keys.batch_size, bundles.keys.max_seqlen, spec)
-        return tile._replace(split_rows=rows)
+    def of_bundles(cls, keys: Keys, rows: int, spec: AttentionSpec) -> SplitTile:
+        """The tiles of bundles, which have at most so many rows each. All of them have parts, if only one."""
+        block_m, chunk_bits = min(block_size(rows), tile_rows(spec)[1]), _BUNDLE_CHUNK_BITS
+        tiles = keys.batch_size * spec.num_kv_heads * -(-rows // block_m)
+        while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < _fewest_items(spec):
+            chunk_bits -= 1
+        chunks, splits = (
+            -(-keys.max_seqlen >> chunk_bits),
+            _fewer(_MOST_SPLITS, rows * keys.batch_size * spec.num_kv_heads),
+        )
+        doublings = max(0, -(-chunks // splits) - 1).bit_length()
+        return cls(block_m, 0, NO_LIMIT, rows, chunk_bits, min(splits, chunks), doublings)
 
     @property
     def splitting(self) -> tuple[int, int, int, int]:
@@ -106,14 +112,20 @@ class SplitTile(NamedTuple):
         return max(1, fitting // 4 * 4)  # so that slices of offsets stay aligned to 16 bytes
 
 
+def _fewer(splits: int, rows: int) -> int:
+    """So many splits that parts have few rows, if each split has `rows`."""
+    while splits > 1 and splits * rows > _MOST_PART_ROWS:
+        splits //= 2
+    return splits
+
+
 def _tiles(layout: Layout, keys: Keys, spec: AttentionSpec) -> list[SplitTile]:
     """The kinds of tiles of a batch: small ones for few rows, large ones for more."""
     group = spec.num_heads // spec.num_kv_heads
     small, large = tile_rows(spec)
     kinds = [(small, 0, small), (large, small, NO_LIMIT)]
     fewest, most = layout.min_seqlen * group, layout.max_seqlen * group
-    sizes = most, layout.batch_size, keys.max_seqlen
-    return [SplitTile.make(kind, *sizes, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
+    return [SplitTile.make(*kind, layout, keys, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
 
 
 def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -198,9 +210,10 @@ class SplitWork:
         """The work of the keys that bundles share, and that of all other keys, in one tensor of parts."""
         spec, bundles, rows = call.spec, sharing.find(call, keys, offsets), sharing.rows_of(call)
         tile = tile._replace(split_rows=rows)  # a sequence that shares keys has parts, if only one
-        bundle_tile = SplitTile.of_bundles(bundles, sharing.BUNDLE * rows, spec)
+        bundle_tile = SplitTile.of_bundles(bundles.keys, sharing.BUNDLE * rows, spec)
         at = keys.batch_size * tile.part_rows(spec)
-        lse = torch.empty(at + bundles.keys.batch_size * bundle_tile.part_rows(spec), device=spec.device)
+        rows = at + bundles.keys.batch_size * bundle_tile.part_rows(spec)
+        lse = torch.empty(rows, dtype=torch.float32, device=spec.device)
         parts = lse.new_empty(len(lse), spec.value_dim)
         shared = cls(bundle_tile, call, bundles.keys, bundles.offsets, None, parts[at:], lse[at:], "shared")
         return [shared, cls(tile, call, keys, offsets, None, parts, lse, "other", bundles, bundle_tile)]
@@ -218,6 +231,14 @@ class SplitWork:
     def group(self) -> int:
         """The number of query heads of a key head."""
         return self.call.spec.num_heads // self.call.spec.num_kv_heads
+
+    @property
+    def warps(self) -> int:
+        """The warps of a program. If bundles have few items, each has twice as many, so that it ends earlier."""
+        tile, spec = self.tile, self.call.spec
+        warps = warps_of(tile.block_m, spec)
+        items = self.batch_size * spec.num_kv_heads * tile.splits * -(-tile.split_rows // tile.block_m)
+        return min(8, 2 * warps) if self.part == "shared" and items < 2 * _fewest_items(spec) else warps
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -249,7 +270,7 @@ class SplitWork:
             *(max(key.stride(-3), value.stride(-3)) * _most_rows(keys.page, block_n) >= 2**31, self.part),
         )
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
-        tensors, sizes = (self.offsets, keys.lengths), (warps_of(tile.block_m, spec), stages_of(tile.block_m, spec))
+        tensors, sizes = (self.offsets, keys.lengths), (self.warps, stages_of(tile.block_m, spec))
         first = None if self.bundles is None else self.bundles.first_keys
         launch(
             Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, *sizes),
@@ -326,6 +347,11 @@ def _most_rows(page: int, block_n: int) -> int:
 def programs_at_once(block_m: int, spec: AttentionSpec) -> int:
     """How many programs of `attention_kernel` run at the same time."""
     return _multiprocessors(spec.device) * max(2, 8 // warps_of(block_m, spec))
+
+
+def _fewest_items(spec: AttentionSpec) -> int:
+    """So many items of bundles give work to all multiprocessors: nearly two for each, as two run there at once."""
+    return 7 * _multiprocessors(spec.device) // 4
 
 
 @functools.cache
