@@ -149,6 +149,7 @@ def test_batch_invariant_calls_do_not_share(bundles):
 def test_without_sharing_by_numbers_that_the_host_knows(bundles, monkeypatch):
     batch("one prompt", 9).check("split_kv")  # 18 rows of a sequence and key head
     batch("nothing shared", form="slots").check("split_kv")
+    make([1], [100], **FEW_HEADS).check("split_kv")
     monkeypatch.setattr(sharing, "LEAST_BYTES", 2**20)
     batch("one prompt").check("split_kv")
     assert not bundles

@@ -20,7 +20,7 @@ from .keys import NO_LIMIT, Keys
 BUNDLE = 8
 LEAST_SAVED = 1024  # the fewest reads of keys that a bundle saves
 # If the keys and values of a batch may have fewer bytes, each sequence reads its own. Two more launches take 9 µs on an
-# H100. From here on that is at most a twentieth of the call, if nothing is shared.
+# H100. From here on that is about a twentieth of the call or less, if nothing is shared.
 LEAST_BYTES = 2**29
 _MOST_ROWS = 16  # of a sequence and a key head: with more, its tiles are full without other sequences
 PAGES_AT_ONCE, WARPS = 256, 8  # of `shared_keys_kernel`
@@ -61,6 +61,7 @@ def can_win(call: Call, keys: Keys) -> bool:
     bytes_of_a_key = spec.num_kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
     return (
         keys.page > 0
+        and keys.batch_size > 1
         and 0 < rows_of(call) <= _MOST_ROWS
         and keys.batch_size * keys.max_seqlen * bytes_of_a_key >= LEAST_BYTES
         and before >= keys.max_seqlen
