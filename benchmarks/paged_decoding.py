@@ -1,6 +1,7 @@
 """The device time of attention to stored keys, by backend and by where keys are stored.
 
-    python benchmarks/paged_decoding.py [--parts workloads grid prefill] [--rounds N] [--scale 1.0] [--save FILE]
+    python benchmarks/paged_decoding.py [--parts workloads grid prefill answers] [--rounds N] [--scale 1.0]
+        [--save FILE]
 
 In the part `workloads` each sequence has one query. Times are in µs: a CUDA graph has calls on several copies of the
 inputs, which together do not fit in the L2 cache. It is replayed, by turns with those of the other ways, and a time is
@@ -11,6 +12,10 @@ installed; its plan, which is made on the host, is not timed.
 The part `grid` needs a GPU. It has 108 batches of packed keys with 1 to 16 queries a sequence, whose causal attention
 `split_kv` runs with its smallest tiles. It prints the time of each backend over that of the fastest one. The part
 `prefill` needs a GPU, too. Its sequences have 16 to 2,048 queries, as in chunked prefill.
+
+The part `answers` decodes several answers of each prompt, in pages of 16 rows. The answers of a prompt share its pages.
+`each` reads the keys of each sequence by itself, `shared` reads pages that a bundle of sequences shares once. In the
+rows "nothing shared" the pages are copies.
 
 Without a GPU, the ways are only compared, with `TRITON_INTERPRET=1` and a small `--scale` of the lengths.
 """
@@ -30,6 +35,7 @@ from torch import Tensor
 
 import nt_attention as nta
 from nt_attention.kernels import support
+from nt_attention.kernels.split_kv import sharing
 
 L2_BYTES = 2**28  # five times the L2 cache of an H200
 Call = Callable[[], Tensor]
@@ -206,6 +212,89 @@ def prefill(options: argparse.Namespace, device: torch.device) -> list[str]:
     return lines
 
 
+# (prompts, answers of each, tokens of a prompt); each answer has 1 to 512 tokens
+ANSWERS = [(1, count, prompt) for prompt in (2048, 8192) for count in (8, 16, 32, 64)]
+ANSWERS += [(8, 8, 2048), (4, 16, 8192), (8, 32, 2048)]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One copy of the inputs: a query for each answer, and pools (pages, 16, G, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    paged: nta.PagedLayout
+    layout: nta.SequenceLayout
+
+    @classmethod
+    def random(cls, case: tuple[int, int, int], scale: float, device: torch.device, is_shared: bool) -> Answers:
+        prompts, count, tokens = case
+        batch, page = prompts * count, 16
+        prompt_pages = max(1, int(scale * tokens) // page)
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(1, max(2, int(scale * 512)), (batch,), generator=generator) + prompt_pages * page
+        pages = -(-int(lengths.max()) // page)
+        table = torch.randperm(batch * pages, generator=generator).view(prompts, count, pages).int()
+        if is_shared:
+            table[:, :, :prompt_pages] = table[:, :1, :prompt_pages]
+        paged = nta.PagedLayout(table.flatten(0, 1).to(device), lengths.int().to(device), page)
+        options = {"device": device, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
+        pools = torch.randn(2, batch * pages, page, 8, 128, **options)  # type: ignore[arg-type]
+        query = torch.randn(batch, 32, 128, **options)  # type: ignore[arg-type]
+        return cls(query, pools[0], pools[1], paged, nta.SequenceLayout.from_lengths([1] * batch, device=device))
+
+    def attend(self, backend: str = "split_kv") -> Tensor:
+        return nta.varlen_attention(self.query, self.key, self.value, self.layout, self.paged, backend=backend)  # type: ignore[return-value]
+
+    @property
+    def bytes_once(self) -> int:
+        """The size of all keys and values that are read, each page once."""
+        used = torch.arange(self.paged.table.shape[1], device=self.key.device) < -(-self.paged.lengths // 16)[:, None]
+        return len(self.paged.table[used].unique()) * 16 * 8 * 128 * 4
+
+
+def answers(options: argparse.Namespace, device: torch.device) -> list[str]:
+    """A row for each number of answers and length of the prompt."""
+    lines = ["", "µs of answers of prompts, 32/8 heads × 128", ""]
+    lines += ["| prompts × answers, tokens of a prompt | pages | floor | each | shared | each / shared |"]
+    lines += ["|---" * 6 + "|"]
+    for case in ANSWERS:
+        for is_shared in (True, False):
+            row = answers_row(case, is_shared, options, device)
+            prompts, count, tokens = case
+            pages = "shared" if is_shared else "nothing shared"
+            lines.append(f"| {prompts} × {count}, {tokens} | {pages} | {' | '.join(row)} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
+def answers_row(
+    case: tuple[int, int, int], is_shared: bool, options: argparse.Namespace, device: torch.device
+) -> list[str]:
+    torch.manual_seed(0)
+    first = Answers.random(case, options.scale, device, is_shared)
+    copies = max(2, -(-L2_BYTES // first.bytes_once)) if device.type == "cuda" else 1
+    inputs = [first, *(Answers.random(case, options.scale, device, is_shared) for _ in range(copies - 1))]
+    least, outs, graphs = sharing.LEAST_BYTES, [], {}
+    for name, bytes_from in (("each", 2**62), ("shared", options.least_bytes)):
+        sharing.LEAST_BYTES = least if bytes_from is None else bytes_from
+        outs.append(first.attend())
+        if device.type == "cuda":
+            graphs[name] = captured([x.attend for x in inputs])
+    sharing.LEAST_BYTES = least
+    want = first.attend("reference")
+    for out in outs:
+        torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    times: dict[str, list[float]] = {name: [] for name in ("each", "shared")}
+    for _ in range(options.rounds if graphs else 0):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(graph, copies))
+    each, shared = (statistics.median(x or [float("nan")]) for x in times.values())
+    floor = first.bytes_once / options.bandwidth / 1e6
+    return [f"{floor:.1f}", f"{each:.1f}", f"{shared:.1f}", f"{each / shared:.2f}"]
+
+
 def ways(device: torch.device) -> dict[str, Callable[[Inputs], Call]]:
     found = {"split_kv, packed": packed("split_kv")}
     found |= {f"split_kv, pages of {page}": paged("split_kv", page) for page in (16, 256)}
@@ -266,10 +355,13 @@ def run(case: Workload, device: torch.device, rounds: int) -> dict[str, tuple[fl
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=["workloads", "grid", "prefill"], default=["workloads"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=["workloads", "grid", "prefill", "answers"], default=["workloads"]
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--bandwidth", type=float, default=4.3)
+    parser.add_argument("--least-bytes", type=int, help="keys and values from which `answers` looks for shared pages")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -282,6 +374,8 @@ def main() -> None:
             lines += grid(device)
         if "prefill" in options.parts:
             lines += prefill(options, device)
+        if "answers" in options.parts:
+            lines += answers(options, device)
     show(lines, options.save)
 
 

@@ -40,6 +40,22 @@ class Pools:
     pools: tuple[Tensor, Tensor]
     paged: nta.PagedLayout
 
+    def share(self, first: int, last: int, pages: int) -> None:
+        """Let the sequences `first` to `last` begin with the same pages, as far as they have some."""
+        offsets, table = self.paged.table_offsets, self.paged.table
+        for b in range(first, last + 1):
+            if offsets is None:
+                table[b, :pages] = table[first, :pages]
+            else:
+                at, of_first = int(offsets[b]), int(offsets[first])
+                count = min(pages, int(offsets[b + 1]) - at)
+                table[at : at + count] = table[of_first : of_first + count]
+        self.repack()
+
+    def repack(self) -> None:
+        """Read the packed keys and values from the pools, after a change of pages or lengths."""
+        self.key_layout, (self.keys, self.values) = self.paged.gather(*self.pools)
+
     def exact(self, **options: Any) -> tuple[Tensor, Tensor]:
         """out and lse in float64, of packed keys."""
         tensors = [x.double() for x in (self.query, self.keys, self.values)]

@@ -12,9 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from nt_attention.kernels.call import AttentionSpec
-from nt_attention.kernels.split_kv import launches, triton_kernels
+from nt_attention.kernels.split_kv import launches, sharing, triton_kernels
+from nt_attention.kernels.triton_support import block_size
 
 INTEGERS = ("Table", "TableOffsets", "Offsets", "Lengths")
+LONG_INTEGERS = ("FirstKeys", "BundleOffsets", "SharedKeys", "Entries")
 FLOATS = ("Lse", "Parts", "PartLse", "Slopes")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -27,6 +29,7 @@ def compiled(function, constants: dict, capability: int, dtype: torch.dtype, war
             signature[name], given[(i,)] = "constexpr", constants[name]
         elif name[0].isupper():
             kind = "i32" if name in INTEGERS else "fp32" if name in FLOATS else NAMES[dtype]
+            kind = "i64" if name in LONG_INTEGERS else kind
             signature[name], aligned[(i,)] = f"*{kind}", [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
@@ -41,7 +44,11 @@ def attention(dims: tuple[int, int], dtype: torch.dtype, group: int, page: int, 
     """The kernels for small and for large tiles, with all options if keys are in pages of one row."""
     (head_dim, value_dim), every = dims, page == 1
     spec = AttentionSpec(torch.device("cpu"), dtype, group, 1, head_dim, value_dim, 0.125)
-    for tile in launches.tile_rows(spec):
+    small, large = launches.tile_rows(spec)
+    tiles = [("all", small), ("all", large)]
+    if page and group <= 16:
+        tiles += [("other", small), ("shared", min(large, block_size(sharing.BUNDLE * group)))]
+    for part, tile in tiles:
         constants = {"GROUP": group, "PAGE": page, "BLOCK": launches.BLOCKS[1], "EXACT": dtype == torch.float32}
         constants |= dict.fromkeys(("RAGGED", "UPPER_LEFT", "WIDE", "SOFTCAP", "ALIBI"), every)
         constants |= dict.fromkeys(("DIM", "BLOCK_D"), head_dim) | dict.fromkeys(("VALUE_DIM", "BLOCK_V"), value_dim)
@@ -50,6 +57,7 @@ def attention(dims: tuple[int, int], dtype: torch.dtype, group: int, page: int, 
             "BLOCK_M": tile,
             "BLOCK_N": launches.block_of_keys(tile, spec),
             "PRECISION": "tf32x3",
+            "PART": part,
         }
         warps, stages = launches.warps_of(tile, spec), launches.stages_of(tile, spec)
         yield tile, compiled(triton_kernels.attention_kernel, constants, capability, dtype, warps, stages)
@@ -68,8 +76,15 @@ def main(capability: int, cases: list) -> None:
             print("attention", *dims, NAMES[dtype], group, page, tile, wide, kernel.metadata.shared)
     constants = {"GROUP": 4, "BLOCK_M": 16, "UPPER_LEFT": False, "VALUE_DIM": 128}
     constants |= {"BLOCK_S": launches.SPLITS_AT_ONCE, "COLUMNS": launches.COLUMNS}
-    kernel = compiled(triton_kernels.combine_kernel, constants, capability, torch.bfloat16, launches.COMBINE_WARPS, 1)
-    print("combine", kernel.metadata.shared)
+    constants |= {"BUNDLE": sharing.BUNDLE, "PAGE": 16, "RAGGED": True, "BLOCK": sharing.PAGES_AT_ONCE}
+    more = (capability, torch.bfloat16)
+    for part in ("all", "other"):
+        constants["PART"] = part
+        kernel = compiled(triton_kernels.combine_kernel, constants, *more, launches.COMBINE_WARPS, 1)
+        print("combine", kernel.metadata.shared)
+    print(
+        "shared_keys", compiled(triton_kernels.shared_keys_kernel, constants, *more, sharing.WARPS, 1).metadata.shared
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 
 from nt_attention import SequenceLayout
 from nt_attention.kernels.call import AttentionSpec
-from nt_attention.kernels.split_kv import launches
+from nt_attention.kernels.split_kv import launches, sharing
 
 HEADS, KV_HEADS = 32, 8
 GROUP = HEADS // KV_HEADS
@@ -68,3 +68,18 @@ def test_batch_invariant_splits_depend_on_the_sequence_alone(queries, block_m):
     }
     assert len(found) == 1
     assert found.pop()[:2] == (queries * GROUP <= block_m, 8 if block_m == 16 else 9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "splits"), [(8, 8192, 32), (16, 8192, 16), (64, 8192, 16), (64, 2048, 4), (4096, 8192, 2)]
+)
+def test_bundles_of_sequences_are_split_until_all_multiprocessors_have_work(batch, keys, splits):
+    """Chunks have 512 keys, or less if there are few bundles. Parts of large batches have few rows."""
+    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, HEADS, KV_HEADS, 128, 128, 0.1)
+    bundles = batch // sharing.BUNDLE
+    lengths = torch.full((bundles,), keys)
+    where = launches.Keys(torch.zeros(bundles, keys // 16), torch.arange(bundles), lengths, 16, keys)
+    tile = launches.SplitTile.of_bundles(where, sharing.BUNDLE * GROUP, spec)
+    assert (tile.block_m, tile.split_rows, tile.splits) == (32, 32, splits)
+    assert -(-keys >> tile.chunk_bits) >> tile.doublings == tile.splits
+    assert bundles * tile.part_rows(spec) <= 2**18

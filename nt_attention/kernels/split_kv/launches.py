@@ -6,26 +6,29 @@ Dimensions: B sequences, T query tokens, H query heads, G key heads, D and V hea
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...layouts.paged import PagedLayout
 from ...layouts.protocol import Layout
 from .. import bounds, device
 from ..bounds import Checked
 from ..call import AttentionSpec, Call
 from ..launch import Launch, launch
 from ..triton_support import block_size, input_precision
+from . import sharing
+from .keys import NO_LIMIT, Keys
+from .sharing import Bundles, window_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Chunks of 256 keys for tiles of 16 rows. A part of a large tile takes as long as some hundred keys, so its chunks are
 # larger; with `batch_invariant` they have 512 keys, because the size can't depend on the batch.
 _CHUNK_BITS, _LARGE_CHUNK_BITS, _LARGE_INVARIANT_CHUNK_BITS = 8, 11, 9
+_BUNDLE_CHUNK_BITS = 9  # of bundles
 _SMALL_CHUNK_BITS = 6  # the smallest chunks in small batches
-_NO_LIMIT = 2**31 - 1
 SPLITS_AT_ONCE, COLUMNS, COMBINE_WARPS = 32, 64, 1  # a block of `combine_kernel`, and its warps
 _MOST_SPLITS = 128  # of a sequence, if a tile has 16 rows
 _MOST_PART_ROWS = 2**18  # of all sequences and key heads of a launch
@@ -73,54 +76,54 @@ class SplitTile(NamedTuple):
                 wanted //= 2  # below that, a further part costs more than idle multiprocessors
             while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < wanted:
                 chunk_bits -= 1
-            while splits > 1 and splits * rows * layout.batch_size * spec.num_kv_heads > _MOST_PART_ROWS:
-                splits //= 2
+            splits = _fewer(splits, rows * layout.batch_size * spec.num_kv_heads)
         chunks = -(-keys.max_seqlen >> chunk_bits)
         doublings = max(0, -(-chunks // splits) - 1).bit_length()
         return cls(block_m, least, most, rows if splits > 1 else 0, chunk_bits, max(1, min(splits, chunks)), doublings)
 
+    @classmethod
+    def of_bundles(cls, keys: Keys, rows: int, spec: AttentionSpec) -> SplitTile:
+        """The tiles of bundles, which have at most so many rows each. All of them have parts, if only one."""
+        block_m, chunk_bits = min(block_size(rows), tile_rows(spec)[1]), _BUNDLE_CHUNK_BITS
+        tiles = keys.batch_size * spec.num_kv_heads * -(-rows // block_m)
+        while chunk_bits > _SMALL_CHUNK_BITS and tiles * -(-keys.max_seqlen >> chunk_bits) < _fewest_items(spec):
+            chunk_bits -= 1
+        chunks, splits = (
+            -(-keys.max_seqlen >> chunk_bits),
+            _fewer(_MOST_SPLITS, rows * keys.batch_size * spec.num_kv_heads),
+        )
+        doublings = max(0, -(-chunks // splits) - 1).bit_length()
+        return cls(block_m, 0, NO_LIMIT, rows, chunk_bits, min(splits, chunks), doublings)
+
+    @property
+    def splitting(self) -> tuple[int, int, int, int]:
+        """The arguments of the kernels that say how sequences are split."""
+        return self.split_rows, self.chunk_bits, self.splits, self.doublings
+
+    def part_rows(self, spec: AttentionSpec) -> int:
+        """The number of rows of the parts of a sequence."""
+        return self.splits * spec.num_kv_heads * self.split_rows
+
     def sequences_at_once(self, spec: AttentionSpec) -> int:
         """The number of sequences of a launch. With `batch_invariant` it bounds the size of parts."""
         if self.splits == 1 or not spec.batch_invariant:
-            return _NO_LIMIT
-        fitting = _MOST_PART_ROWS // (self.splits * spec.num_kv_heads * self.split_rows)
+            return NO_LIMIT
+        fitting = _MOST_PART_ROWS // self.part_rows(spec)
         return max(1, fitting // 4 * 4)  # so that slices of offsets stay aligned to 16 bytes
 
 
-class Keys(NamedTuple):
-    """Where keys are stored, as the kernels read it. `page` is 0 if the keys of a sequence are in one piece."""
-
-    table: Tensor
-    table_offsets: Tensor | None
-    lengths: Tensor
-    page: int
-    max_seqlen: int
-
-    def select(self, first: int, last: int) -> Keys:
-        """Those of the sequences from `first` to before `last`."""
-        if self.table_offsets is None:
-            return self._replace(table=self.table[first:last], lengths=self.lengths[first:last])
-        return self._replace(table_offsets=self.table_offsets[first : last + 1], lengths=self.lengths[first:last])
-
-    @classmethod
-    def in_pool(cls, paged: PagedLayout) -> Keys:
-        table = paged.table if paged.table.stride(-1) == 1 else paged.table.contiguous()
-        page = 0 if paged.has_slots else paged.page_size
-        offsets = None if paged.table_offsets is None else paged.table_offsets.contiguous()
-        return cls(table, offsets, paged.checked_lengths.contiguous(), page, paged.max_seqlen)
-
-    @classmethod
-    def packed(cls, layout: Layout, checked: Checked | None) -> Keys:
-        offsets = layout.device_offsets if checked is None else checked.key_cu_seqlens
-        lengths = layout.cached_lengths if checked is None else offsets.diff()
-        return cls(offsets[:-1].unsqueeze(1), None, lengths, 0, layout.max_seqlen)
+def _fewer(splits: int, rows: int) -> int:
+    """So many splits that parts have few rows, if each split has `rows`."""
+    while splits > 1 and splits * rows > _MOST_PART_ROWS:
+        splits //= 2
+    return splits
 
 
 def _tiles(layout: Layout, keys: Keys, spec: AttentionSpec) -> list[SplitTile]:
     """The kinds of tiles of a batch: small ones for few rows, large ones for more."""
     group = spec.num_heads // spec.num_kv_heads
     small, large = tile_rows(spec)
-    kinds = [(small, 0, small), (large, small, _NO_LIMIT)]
+    kinds = [(small, 0, small), (large, small, NO_LIMIT)]
     fewest, most = layout.min_seqlen * group, layout.max_seqlen * group
     return [SplitTile.make(*kind, layout, keys, spec) for kind in kinds if kind[1] < most and fewest <= kind[2]]
 
@@ -145,17 +148,26 @@ def _forward(
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
     offsets = layout.device_offsets if checked is None else checked.cu_seqlens
     with device.current(query.device):
-        for tile in _tiles(layout, keys, call.spec):
-            at_once = tile.sequences_at_once(call.spec)
-            for first in range(0, layout.batch_size, at_once):
-                work = SplitWork.make(tile, call, keys, offsets, first, min(first + at_once, layout.batch_size))
-                work.attend(query, key, value, out, lse)
-                if tile.splits > 1:
-                    work.combine(out, lse)
+        for work in _all_work(call, keys, offsets):
+            work.attend(query, key, value, out, lse)
+            if work.is_combined:
+                work.combine(out, lse)
     if checked is not None:
         out = bounds.fill_past_end(out, checked.queries)
         lse = bounds.lse_past_end(lse.T, checked.queries).T
     return out, lse
+
+
+def _all_work(call: Call, keys: Keys, offsets: Tensor) -> Iterator[SplitWork]:
+    """What is launched for a call."""
+    batch_size, tiles = call.layout.batch_size, _tiles(call.layout, keys, call.spec)
+    if sharing.can_win(call, keys):
+        yield from SplitWork.of_bundles(tiles[0], call, keys, offsets)
+        return
+    for tile in tiles:
+        at_once = tile.sequences_at_once(call.spec)
+        for first in range(0, batch_size, at_once):
+            yield SplitWork.make(tile, call, keys, offsets, first, min(first + at_once, batch_size))
 
 
 @dataclass(frozen=True)
@@ -167,6 +179,8 @@ class SplitWork:
         offsets: (B+1,) int32, of the queries.
         slopes: (H,) or (B, H) float32, or None.
         parts, part_lse: (B, S, G, R, V) and (B, S, G, R) float32, the results of splits.
+        part: "all", or "shared" if the sequences are bundles, or "other" for the keys that no bundle shares.
+        bundles, bundle_tile: of "other", the bundles and their tiles. Their parts follow in `parts`.
     """
 
     tile: SplitTile
@@ -176,6 +190,9 @@ class SplitWork:
     slopes: Tensor | None
     parts: Tensor
     part_lse: Tensor
+    part: str = "all"
+    bundles: Bundles | None = None
+    bundle_tile: SplitTile | None = None
 
     @classmethod
     def make(cls, tile: SplitTile, call: Call, keys: Keys, offsets: Tensor, first: int, last: int) -> SplitWork:
@@ -188,9 +205,27 @@ class SplitWork:
         offsets = offsets[first : last + 1]
         return cls(tile, call, keys.select(first, last), offsets, slopes, parts, parts.new_empty(shape))
 
+    @classmethod
+    def of_bundles(cls, tile: SplitTile, call: Call, keys: Keys, offsets: Tensor) -> list[SplitWork]:
+        """The work of the keys that bundles share, and that of all other keys, in one tensor of parts."""
+        spec, bundles, rows = call.spec, sharing.find(call, keys, offsets), sharing.rows_of(call)
+        tile = tile._replace(split_rows=rows)  # a sequence that shares keys has parts, if only one
+        bundle_tile = SplitTile.of_bundles(bundles.keys, sharing.BUNDLE * rows, spec)
+        at = keys.batch_size * tile.part_rows(spec)
+        rows = at + bundles.keys.batch_size * bundle_tile.part_rows(spec)
+        lse = torch.empty(rows, dtype=torch.float32, device=spec.device)
+        parts = lse.new_empty(len(lse), spec.value_dim)
+        shared = cls(bundle_tile, call, bundles.keys, bundles.offsets, None, parts[at:], lse[at:], "shared")
+        return [shared, cls(tile, call, keys, offsets, None, parts, lse, "other", bundles, bundle_tile)]
+
     @property
     def batch_size(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether its parts are added up when it has run."""
+        return self.part == "other" or (self.part == "all" and self.tile.splits > 1)
 
     @property
     def group(self) -> int:
@@ -198,11 +233,20 @@ class SplitWork:
         return self.call.spec.num_heads // self.call.spec.num_kv_heads
 
     @property
+    def warps(self) -> int:
+        """The warps of a program. If bundles have few items, each has twice as many, so that it ends earlier."""
+        tile, spec = self.tile, self.call.spec
+        warps = warps_of(tile.block_m, spec)
+        items = self.batch_size * spec.num_kv_heads * tile.splits * -(-tile.split_rows // tile.block_m)
+        return min(8, 2 * warps) if self.part == "shared" and items < 2 * _fewest_items(spec) else warps
+
+    @property
     def limits(self) -> tuple[int, ...]:
         """The last integers of both kernels, from `max_seqlen` on."""
-        tile, window = self.tile, [int(min(side, _NO_LIMIT)) for side in self.call.spec.window]
-        splitting = (tile.split_rows, tile.chunk_bits, tile.splits, tile.doublings)
-        return (self.keys.max_seqlen, *window, tile.least, tile.most, *splitting)
+        tile, window = self.tile, (NO_LIMIT, NO_LIMIT)
+        if self.part != "shared":  # all queries see the shared keys
+            window = window_of(self.call.spec)
+        return (self.keys.max_seqlen, *window, tile.least, tile.most, *tile.splitting)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
         """Run the items: write `out` and `lse`, or parts of them."""
@@ -223,13 +267,14 @@ class SplitWork:
             *(not spec.lower_right, spec.has_positive_scale and not spec.softcap and not spec.alibi, spec.softcap != 0),
             *(spec.alibi, spec.dtype == torch.float32, input_precision()),
             *(BLOCKS[self.batch_size > BLOCKS[0]], tile.block_m, block_n),
-            max(key.stride(-3), value.stride(-3)) * _most_rows(keys.page, block_n) >= 2**31,
+            *(max(key.stride(-3), value.stride(-3)) * _most_rows(keys.page, block_n) >= 2**31, self.part),
         )
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
-        tensors, sizes = (self.offsets, keys.lengths), (warps_of(tile.block_m, spec), stages_of(tile.block_m, spec))
+        tensors, sizes = (self.offsets, keys.lengths), (self.warps, stages_of(tile.block_m, spec))
+        first = None if self.bundles is None else self.bundles.first_keys
         launch(
             Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, *sizes),
-            (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets),
+            (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets, first),
         )
 
     def combine(self, out: Tensor, lse: Tensor) -> None:
@@ -239,10 +284,20 @@ class SplitWork:
         spec, tile = self.call.spec, self.tile
         programs_per_row = -(-spec.value_dim // COLUMNS)
         grid = (self.batch_size * tile.split_rows * programs_per_row, spec.num_kv_heads)
-        tensors = (out, lse, self.parts, self.part_lse, self.offsets, self.keys.lengths)
-        integers = (*out.stride()[:2], lse.stride(1), *self.limits)
+        bundles: tuple[Tensor | None, ...] = (None, None, None)
+        splitting: tuple[int, ...] = (0, 0, 0, 0, 0)
+        if self.bundles is not None and self.bundle_tile is not None:
+            bundles = (self.bundles.first_keys, self.bundles.offsets, self.bundles.keys.lengths)
+            splitting = (*self.bundle_tile.splitting, self.batch_size * tile.part_rows(spec))
+        tensors, integers = (self.offsets, self.keys.lengths), (*out.stride()[:2], lse.stride(1), *self.limits)
         constants = (self.group, spec.value_dim, not spec.lower_right, tile.block_m, SPLITS_AT_ONCE, COLUMNS)
-        launch(Launch(kernels.combine_kernel, grid, tensors, integers, (), constants, COMBINE_WARPS, 1))
+        launch(
+            Launch(
+                *(kernels.combine_kernel, grid, tensors, (*integers, *splitting), ()),
+                *((*constants, self.part, sharing.BUNDLE), COMBINE_WARPS, 1),
+            ),
+            (out, lse, self.parts, self.part_lse, *bundles),
+        )
 
 
 def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
@@ -292,6 +347,11 @@ def _most_rows(page: int, block_n: int) -> int:
 def programs_at_once(block_m: int, spec: AttentionSpec) -> int:
     """How many programs of `attention_kernel` run at the same time."""
     return _multiprocessors(spec.device) * max(2, 8 // warps_of(block_m, spec))
+
+
+def _fewest_items(spec: AttentionSpec) -> int:
+    """So many items of bundles give work to all multiprocessors: nearly two for each, as two run there at once."""
+    return 7 * _multiprocessors(spec.device) // 4
 
 
 @functools.cache

@@ -10,6 +10,10 @@ with all chunks. For given arguments, all boundaries depend on the sequence alon
 
 Each program counts the items of all sequences, so the host needs no lengths, and programs share the items.
 
+Neighbouring sequences of a bundle may have their first pages in common. `shared_keys_kernel` finds these keys. Then
+`attention_kernel` runs twice: with bundles in place of sequences, for the shared keys, and with the other keys of each
+sequence. `combine_kernel` adds up both. This is the cascade of Hydragen (Juravsky et al. 2024) and FlashInfer.
+
 The softmax is that of FlashAttention-2 (Dao 2023), in base 2. Splitting and combining follow Flash-Decoding (Dao et al.
 2023).
 
@@ -26,6 +30,8 @@ from ..triton_functions import INF, LOG2E, score_factor_of, tanh
 # Arguments for whose divisibility no kernels of their own are compiled.
 UNSPECIALIZED = ["num_sequences", "max_seqlen", "before", "after", "least_rows", "most_rows"]
 UNSPECIALIZED += ["split_rows", "chunk_bits", "most_splits", "doublings"]
+UNSPECIALIZED += [f"shared_{name}" for name in ("rows", "bits", "splits", "doublings", "at")]
+UNSPECIALIZED += ["least_saved"]
 
 
 @triton.jit
@@ -51,10 +57,10 @@ def _visible(first, last, shift, keys, before, after):
 
 @triton.jit
 def _work(
-    queries, keys, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
+    queries, begin_key, keys, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UPPER_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """(tiles, splits of each tile, first chunk, chunks of a split) of a sequence.
+    """(tiles, splits of each tile, first chunk, chunks of a split) of a sequence, for its keys from `begin_key` on.
 
     A sequence has no tiles if it has at most `least_rows` rows or more than `most_rows`.
     """
@@ -64,7 +70,7 @@ def _work(
     if UPPER_LEFT:
         shift = 0 * shift
     lo, hi = _visible(0, queries - 1, shift, keys, before, after)
-    first_chunk = lo >> chunk_bits
+    first_chunk = tl.maximum(lo, begin_key) >> chunk_bits
     last_chunk = tl.maximum((hi - 1) >> chunk_bits, first_chunk)
     doubled = 0 * keys
     for _ in range(doublings):
@@ -74,17 +80,30 @@ def _work(
 
 
 @triton.jit
+def _begin_key(FirstKeys, sequences, valid, keys, PART: tl.constexpr):
+    """The key at which the work of a sequence begins, int64: after those that it shares, if PART is "other"."""
+    first = 0 * keys
+    if PART == "other":
+        first += tl.load(FirstKeys + sequences, mask=valid, other=0)
+    return first
+
+
+@triton.jit
 def _count_items(
-    Offsets, Lengths, sequences, num_sequences, max_seqlen,
+    FirstKeys, Offsets, Lengths, sequences, num_sequences, max_seqlen,
     before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UPPER_LEFT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UPPER_LEFT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The number of items of each sequence, int32."""
-    _, queries, keys, _ = _sequence(Offsets, Lengths, sequences, sequences < num_sequences, max_seqlen)
+    is_valid = sequences < num_sequences
+    _, queries, keys, _ = _sequence(Offsets, Lengths, sequences, is_valid, max_seqlen)
+    begin_key = _begin_key(FirstKeys, sequences, is_valid, keys, PART)
     tiles, splits, _, _ = _work(
-        queries, keys, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
+        queries, begin_key, keys, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
         GROUP, BLOCK_M, UPPER_LEFT,
     )  # fmt: skip
+    if PART == "shared":  # most bundles share nothing
+        tiles = tl.where(keys > 0, tiles, 0)
     return (tiles * splits).to(tl.int32)
 
 
@@ -146,19 +165,20 @@ def _load_keys(Base, start, more, is_inside, DIM: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_kernel(
-    Query, Key, Value, Out, Lse, Parts, PartLse, Slopes, Table, TableOffsets, Offsets, Lengths,
+    Query, Key, Value, Out, Lse, Parts, PartLse, Slopes, Table, TableOffsets, FirstKeys, Offsets, Lengths,
     query_row, query_head, key_page, key_row, key_head, value_page, value_row, value_head, out_row, out_head, lse_head,
     slopes_row, table_row, total_rows, num_sequences,
     max_seqlen, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings, scale, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, UPPER_LEFT: tl.constexpr, LINEAR: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """out and lse of the items of this program, or their parts, for one key head.
 
     `Parts` (B, S, G, R, V) and `PartLse` (B, S, G, R) are float32, with S = `most_splits` and R = `split_rows`. `WIDE`
-    is whether the offsets of a block's rows need 64 bits.
+    is whether the offsets of a block's rows need 64 bits. `PART` says for which keys: "all", "shared" (the sequences
+    are bundles) or "other" (the sequences begin at `FirstKeys`).
     """
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
     key_head_index = tl.program_id(1)
@@ -169,9 +189,9 @@ def attention_kernel(
     for at_sequence in range(0, num_sequences, BLOCK):
         sequences = at_sequence + tl.arange(0, BLOCK)
         items = _count_items(
-            Offsets, Lengths, sequences, num_sequences, max_seqlen,
+            FirstKeys, Offsets, Lengths, sequences, num_sequences, max_seqlen,
             before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
-            GROUP, BLOCK_M, UPPER_LEFT,
+            GROUP, BLOCK_M, UPPER_LEFT, PART,
         )  # fmt: skip
         begin = end
         ends = begin + tl.cumsum(items)
@@ -181,9 +201,10 @@ def attention_kernel(
             sequence = at_sequence + tl.sum(is_before.to(tl.int32))
             index = item - tl.max(tl.where(is_before, ends, begin))
             first, queries, keys, is_wrong = _sequence(Offsets, Lengths, sequence, True, max_seqlen)
+            begin_key = _begin_key(FirstKeys, sequence, True, keys, PART)
             _, splits, first_chunk, per_split = _work(
-                queries, keys, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
-                GROUP, BLOCK_M, UPPER_LEFT,
+                queries, begin_key, keys, before, after, least_rows, most_rows, split_rows, chunk_bits,
+                most_splits, doublings, GROUP, BLOCK_M, UPPER_LEFT,
             )  # fmt: skip
             shift = keys - queries
             if UPPER_LEFT:
@@ -198,6 +219,8 @@ def attention_kernel(
             first_query = tile * BLOCK_M // GROUP
             last_query = tl.minimum(queries - 1, (tile * BLOCK_M + BLOCK_M - 1) // GROUP)
             lo, hi = _visible(first_query, last_query, shift, keys, before, after)
+            if PART == "other":
+                lo = tl.maximum(lo, begin_key)
             if splits > 1:
                 lo = tl.maximum(lo, (first_chunk + split * per_split) << chunk_bits)
                 hi = tl.minimum(hi, (first_chunk + (split + 1) * per_split) << chunk_bits)
@@ -264,7 +287,12 @@ def attention_kernel(
             lse = tl.where(masked, -INF, (row_max + tl.log2(tl.where(masked, 1.0, row_sum))) / LOG2E) + wrong
             columns = tl.arange(0, BLOCK_V)
             is_stored = is_row[:, None] & (columns < VALUE_DIM)[None, :]
-            if splits > 1:
+            is_part = splits > 1
+            if PART == "shared":
+                is_part = splits > 0
+            if PART == "other":
+                is_part = (splits > 1) | (begin_key > 0)
+            if is_part:
                 part = sequence.to(tl.int64) * most_splits + split
                 at_row = (part * tl.num_programs(1) + key_head_index) * split_rows + row
                 tl.store(PartLse + at_row, lse, mask=is_row)
@@ -279,15 +307,17 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_kernel(
-    Out, Lse, Parts, PartLse, Offsets, Lengths,
+    Out, Lse, Parts, PartLse, FirstKeys, BundleOffsets, SharedKeys, Offsets, Lengths,
     out_row, out_head, lse_head,
     max_seqlen, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
+    shared_rows, shared_bits, shared_splits, shared_doublings, shared_at,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, UPPER_LEFT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, BUNDLE: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one row of a tile, for one key head: their mean, weighted by the exponential of lse.
 
-    A program has COLUMNS of the V columns of `Parts`.
+    A program has COLUMNS of the V columns of `Parts`. If `PART` is "other", the parts of bundles follow in `Parts`,
+    from row `shared_at` on. The numbers `shared_…` are those with which `attention_kernel` made them.
     """
     programs_per_row: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     column = tl.program_id(0) % programs_per_row * COLUMNS + tl.arange(0, COLUMNS)
@@ -295,21 +325,39 @@ def combine_kernel(
     sequence = tl.program_id(0) // programs_per_row // split_rows
     key_head_index = tl.program_id(1)
     begin, queries, keys, _ = _sequence(Offsets, Lengths, sequence, True, max_seqlen)
+    begin_key = _begin_key(FirstKeys, sequence, True, keys, PART)
     tiles, splits, _, _ = _work(
-        queries, keys, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
+        queries, begin_key, keys, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings,
         GROUP, BLOCK_M, UPPER_LEFT,
     )  # fmt: skip
-    if (tiles > 0) & (splits > 1) & (row < queries * GROUP):
+    all_splits = splits
+    if PART == "other":
+        if begin_key > 0:
+            bundle = sequence // BUNDLE
+            in_bundle, bundle_queries, bundle_keys, _ = _sequence(BundleOffsets, SharedKeys, bundle, True, max_seqlen)
+            _, more_splits, _, _ = _work(
+                bundle_queries, 0 * keys, bundle_keys, max_seqlen, max_seqlen, 0, shared_rows, shared_rows,
+                shared_bits, shared_splits, shared_doublings, GROUP, BLOCK_M, False,
+            )  # fmt: skip
+            all_splits += more_splits
+            first_shared = bundle.to(tl.int64) * shared_splits * tl.num_programs(1) + key_head_index
+            first_shared = shared_at + first_shared * shared_rows + row + (begin - in_bundle) * GROUP
+        else:
+            first_shared = 0 * keys
+    if (tiles > 0) & (all_splits > 1) & (row < queries * GROUP):
         step = tl.num_programs(1).to(tl.int64) * split_rows
         first_row = (sequence.to(tl.int64) * most_splits * tl.num_programs(1) + key_head_index) * split_rows + row
         # each of the BLOCK_S lanes adds up every BLOCK_S-th split
         sums = tl.zeros([BLOCK_S, COLUMNS], tl.float32)
         totals = tl.zeros([BLOCK_S], tl.float32)
         most = tl.full([BLOCK_S], -INF, tl.float32)
-        for at in range(0, splits, BLOCK_S):
+        for at in range(0, all_splits, BLOCK_S):
             split = at + tl.arange(0, BLOCK_S)
-            is_split = split < splits
+            is_split = split < all_splits
             rows = first_row + split * step
+            if PART == "other":
+                of_bundle = first_shared + (split - splits) * (tl.num_programs(1).to(tl.int64) * shared_rows)
+                rows = tl.where(split < splits, rows, of_bundle)
             lse = tl.load(PartLse + rows, mask=is_split, other=-INF)
             mask = is_split[:, None] & (column < VALUE_DIM)[None, :]
             parts = tl.load(Parts + rows[:, None] * VALUE_DIM + column[None, :], mask=mask, other=0.0)
@@ -331,3 +379,60 @@ def combine_kernel(
         tl.store(Lse + head * lse_head + query, tl.where(masked, -INF, overall + tl.log(total)))
         pointers = Out + query * out_row + head * out_head + column
         tl.store(pointers, out.to(Out.dtype.element_ty), mask=column < VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def shared_keys_kernel(
+    FirstKeys, BundleOffsets, SharedKeys, Entries, Table, TableOffsets, Offsets, Lengths,
+    table_row, num_sequences, max_seqlen, after, least_saved,
+    PAGE: tl.constexpr, RAGGED: tl.constexpr, BUNDLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the keys that sequences of one bundle share: full pages that are equal from the first one on.
+
+    The pages of each sequence are compared with those of the one in the middle. If a bundle has sequences of two
+    groups, that is one of the larger group. Among the lengths of common prefixes, the kernel takes the one that saves
+    most reads of keys. Only keys that all queries of a sequence see are shared. Writes, all int64:
+
+        FirstKeys: (B,), the number of shared keys of a sequence, or 0.
+        BundleOffsets: (C+1,), where the queries of the C bundles begin.
+        SharedKeys: (C,), the number of keys that a bundle shares. 0 if this saves less than `least_saved` keys.
+        Entries: (C,), the entry of the table at which the pages of a bundle begin.
+    """
+    bundle = tl.program_id(0)
+    first = bundle * BUNDLE
+    last = tl.minimum(first + BUNDLE, num_sequences)
+    sequences = first + tl.arange(0, BUNDLE)
+    is_valid = sequences < last
+    is_leader = sequences == (first + last) // 2
+    _, queries, keys, _ = _sequence(Offsets, Lengths, sequences, is_valid, max_seqlen)
+    _, visible = _visible(0, 0, keys - queries, keys, 0, after)
+    pages = tl.where(is_valid & (queries > 0), visible // PAGE, 0)
+    entries = sequences.to(tl.int64) * table_row
+    if RAGGED:
+        entries = tl.load(TableOffsets + sequences, mask=is_valid, other=0).to(tl.int64)
+    entry = tl.sum(tl.where(is_leader, entries, 0))
+    pages_of_leader = tl.sum(tl.where(is_leader, pages, 0))
+
+    equal = tl.where(is_leader, 0, tl.minimum(pages, pages_of_leader))
+    at = 0
+    end = tl.max(equal)
+    while at < end:
+        page = at + tl.arange(0, BLOCK)
+        is_page = page[None, :] < equal[:, None]
+        its = tl.load(Table + entry + page, mask=page < pages_of_leader, other=0)
+        others = tl.load(Table + entries[:, None] + page[None, :], mask=is_page, other=0)
+        differs = is_page & (others != its[None, :])
+        equal = tl.minimum(equal, tl.min(tl.where(differs, page[None, :], 2**31 - 1), 1).to(tl.int64))
+        at += BLOCK
+        end = tl.max(equal)
+
+    saved = equal * tl.sum((equal[None, :] >= equal[:, None]).to(tl.int64), 1)
+    most = tl.max(saved)
+    shared = tl.max(tl.where(saved == most, equal, 0))
+    shared = tl.where((shared > 0) & (most * PAGE >= least_saved), shared, 0)
+    is_sharing = is_leader | (equal >= shared)
+    tl.store(FirstKeys + sequences, tl.where(is_sharing, shared * PAGE, 0), mask=is_valid)
+    tl.store(SharedKeys + bundle, shared * PAGE)
+    tl.store(Entries + bundle, entry)
+    tl.store(BundleOffsets + bundle, tl.load(Offsets + first).to(tl.int64))
+    tl.store(BundleOffsets + bundle + 1, tl.load(Offsets + last).to(tl.int64))
