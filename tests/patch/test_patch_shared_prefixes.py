@@ -6,7 +6,9 @@ import peft
 import pytest
 import tiny
 import torch
+from cuda_graphs import DEVICE, cuda_graphs  # noqa: F401
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import nt_attention as nta
 from nt_attention.layouts.tree import TreeLayout
@@ -84,15 +86,45 @@ def test_rows_without_padding():
     check(make(), {"input_ids": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
 
 
+def test_heads_with_labels():
+    batch, count = batch_of(labels=False), 7
+    of_tokens = torch.randint(3, batch["input_ids"].shape).masked_fill(batch["attention_mask"] == 0, -100)
+    labels = {
+        "LlamaForSequenceClassification": {"labels": torch.arange(count) % 3},
+        "LlamaForTokenClassification": {"labels": of_tokens},
+        "LlamaForQuestionAnswering": {"start_positions": torch.full((count,), 2), "end_positions": torch.arange(9, 16)},
+    }
+    for name, values in labels.items():
+        check(make("llama", name), batch | values)
+
+
 def test_heads_without_labels_and_base_models():
     check(make("llama", "LlamaForSequenceClassification"), batch_of(labels=False))
     check(make("llama", "LlamaModel"), batch_of(labels=False))
 
 
-def test_gradient_checkpointing():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant):
     model = make()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     check(model, batch_of())
+
+
+@pytest.mark.usefixtures("cuda_graphs")
+def test_cuda_graphs_share_nothing():
+    """Calls without gradients run as graphs, which do not know what rows share; calls with gradients share."""
+    model, batch = make().eval().to(DEVICE), {name: x.to(DEVICE) for name, x in batch_of().items()}
+    other = copy.deepcopy(model)
+    nta.patch(other, packing="always")
+    handle = nta.patch(model, packing="always", shared_prefixes=True, cuda_graphs=True)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch)["loss"], other(**batch)["loss"], **CLOSE)
+    assert handle.graphs.calls[None] == 2
+    reason = "the lengths are not known on the host, as in CUDA graphs, or the batch is divided over a mesh"
+    assert list(handle.prefixes.calls) == [reason]
+    torch.testing.assert_close(solve(model, batch), solve(other, batch), **CLOSE)
+    assert handle.prefixes.calls[None] == 1
 
 
 def test_batches_that_share_nothing():
@@ -103,6 +135,19 @@ def test_batches_that_share_nothing():
         {"inputs_embeds": torch.randn(2, 50, 48), "attention_mask": torch.ones(2, 50).tril(30).long()},
         counts={"its rows share too little": 1, "it has inputs_embeds": 1},
     )
+
+
+def test_rows_without_padding_that_share_nothing():
+    """They run unpatched, as without sharing, and as rows that are too short to share."""
+    model = make()
+    handle = nta.patch(model, shared_prefixes=True, on_fallback="raise")
+    for length in (40, 20):
+        model(input_ids=torch.randint(4, tiny.VOCABULARY, (3, length)))
+    model(input_ids=torch.full((3, 31), 5))
+    model(inputs_embeds=torch.randn(2, 40, 48))
+    reasons = {"its rows share too little": 3, "it has no input_ids, or positions with axes": 1}
+    assert handle.prefixes.calls == reasons
+    assert handle.calls == {"there is no padding to skip": 4}
 
 
 def test_dropout_is_not_shared():
@@ -179,6 +224,37 @@ def test_lora_without_dropout_shares():
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(make(), config)
     check(model, batch_of())
+
+
+def test_lora_with_dropout_shares_nothing():
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False)
+    model = peft.get_peft_model(make(), config).train()
+    handle = nta.patch(model, shared_prefixes=True)
+    model(**batch_of())
+    assert list(handle.prefixes.calls) == ["it has dropout, which would be the same in all rows that share a prefix"]
+
+
+def test_prompt_tuning_shares_nothing():
+    """It passes embeddings."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(make(), config)
+    handle = nta.patch(model, shared_prefixes=True)
+    model(**batch_of())
+    assert list(handle.prefixes.calls) == ["it has inputs_embeds"]
+
+
+def test_a_mesh_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="leave out mesh"):
+            nta.patch(make(), shared_prefixes=True, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_padding_free_is_needed():
+    with pytest.raises(ValueError, match="padding_free=False"):
+        nta.patch(make(), shared_prefixes=True, padding_free=False)
 
 
 def test_other_positions_are_not_shared():

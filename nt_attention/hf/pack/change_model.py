@@ -148,7 +148,7 @@ def make_padding_free(
         is_base = families.base_model(entry) is entry
         first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
         size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
-        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares and is_base)
+        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares)
         return PackedCall(handle, proof, family, head, *how)
 
     if families.is_encoder_decoder(model):

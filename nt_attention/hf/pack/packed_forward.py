@@ -87,7 +87,7 @@ class PackedCall:
         needs_row: whether modules of the model read `current_row`.
         is_causal: whether its attention is causal.
         size: the size of the model, by which a small batch runs padded; None if every batch is packed.
-        shares: whether this is a base model that shares prefixes.
+        shares: whether the base model shares prefixes.
     """
 
     handle: Handle
@@ -180,9 +180,9 @@ class PackedCall:
     @inline_only
     def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Run the original forward on a packed row, with the arguments that it takes."""
-        if self.shares and active_compiler() is None:
-            return run_shared(self.handle.prefixes, model, original, arguments)
-        if self.shares:
+        if self.shares and self.is_base:
+            if active_compiler() is None:
+                return run_shared(self.handle.prefixes, model, original, arguments)
             self.handle.prefixes.add(IS_COMPILED)
         if self.proof.mask is None:
             if self.family.embed is not None and self.is_base:  # its embeddings would read the mask

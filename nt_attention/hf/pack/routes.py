@@ -75,8 +75,7 @@ class ModelCall:
     @functools.cached_property
     def packing(self) -> Packing | None:
         """The packing of the batch, or None; see `read_packing`. Syncs with the device once."""
-        handle = self.entry.handle
-        return read_packing(self.arguments, handle.mesh is not None or handle.prefixes is not None)
+        return read_packing(self.arguments, self.entry.handle.mesh is not None or self.entry.shares)
 
     @functools.cached_property
     def sharded(self) -> ShardedPacking:

@@ -28,6 +28,7 @@ from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .inputs import has_axes, padding_id, points_at_padding
 from .routes import FallsBack, HeadFallsBack, ModelCall, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
+from .shared_prefixes import may_share
 from .tensor_parallel import divides_tokens
 
 Rule = tuple[Callable[[Any], str | None], type[Unpatched]]
@@ -113,10 +114,11 @@ def has_holes(call: ModelCall) -> str | None:
 
 def has_no_padding(call: ModelCall) -> str | None:
     """Packing saves nothing. With a mesh, each rank has fewer tokens than the batch; and rows may share prefixes."""
-    packing, handle = call.packing, call.entry.handle
+    packing, entry = call.packing, call.entry
     if packing is not None and packing.layout.total > 0:
-        may_share = handle.prefixes is not None and packing.rows > 1
-        if handle.mesh is not None or may_share or not packing.saves_nothing:
+        if entry.handle.mesh is not None or not packing.saves_nothing:
+            return None
+        if entry.shares and may_share(entry.handle.prefixes, call.arguments, packing.rows):
             return None
     return "there is no padding to skip"
 

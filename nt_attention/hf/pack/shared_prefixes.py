@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...compiler import outside_of_graphs
+from ...compiler import can_be_read, outside_of_graphs
 from ...layouts.known import SequenceLayout
-from ...layouts.reading import owner_of, tensor_of
+from ...layouts.reading import on_host, owner_of, tensor_of, to_device
 from ...layouts.tree import TreeLayout
 from ...patching.handle import PrefixCounts
 from ...torch_private import has_compiled_call, inside_compiled, is_transformed
@@ -34,6 +35,8 @@ MIN_SHARED = 32  # tokens
 IS_COMPILED = "it or its layers are compiled"
 _IS_RANDOM = "it draws random numbers, which would be the same in all rows that share a prefix"
 LEAST_SAVED = 0.05  # of all tokens; with less, finding prefixes and copying keys takes longer
+_SHARE_LITTLE = "its rows share too little"
+_NO_IDS = "it has no input_ids, or positions with axes"
 _KNOWN = {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"}
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _OUTPUTS = {"last_hidden_state", "hidden_states"}
@@ -49,6 +52,22 @@ def why_not_shared(model: PreTrainedModel, proof: Proof, attentions: Collection[
     if proof.extra is not None or families.family_of(model).embed is not None or needs_row:
         return "its embeddings, positions or states depend on the other tokens of a sequence"
     return None
+
+
+@outside_of_graphs
+def may_share(counts: PrefixCounts, arguments: dict[str, Any], rows: int) -> bool:
+    """Whether rows without padding may share prefixes. If not, the call is counted. Syncs with the device once."""
+    ids = arguments.get("input_ids")
+    if rows > 1 and ids is not None and (not can_be_read(ids) or _begin_alike(ids[:, :MIN_SHARED])):
+        return True
+    counts.add(_SHARE_LITTLE if ids is not None else _NO_IDS)
+    return False
+
+
+def _begin_alike(first: Tensor) -> bool:
+    """Whether two rows of `first` (B, N) are equal, and as long as a shared prefix must be. Syncs once."""
+    rows = on_host(first)
+    return rows.shape[1] >= MIN_SHARED and len({row.tobytes() for row in rows}) < len(rows)
 
 
 # Base models that drew random numbers with shared prefixes → whether a part of them was in training then.
@@ -115,20 +134,30 @@ def _tree_of(base: nn.Module, arguments: dict[str, Any]) -> TreeLayout | str:
     layout = owner_of(arguments["attention_mask"])
     if not isinstance(layout, SequenceLayout):
         return "the lengths are not known on the host, as in CUDA graphs, or the batch is divided over a mesh"
+    if "input_ids" in arguments and not _begin_alike(_first_tokens(arguments["input_ids"][0], layout)):
+        return _SHARE_LITTLE  # before anything that takes longer
     if any(has_compiled_call(x) or inside_compiled(x) is not x for x in base.modules()):
         return IS_COMPILED
     for name, x in arguments.items():
         if isinstance(x, Tensor) and x.dim() and name not in _KNOWN:
             return f"it has {name}"
     if "input_ids" not in arguments or arguments["position_ids"].dim() != 2:
-        return "it has no input_ids, or positions with axes"
+        return _NO_IDS
     if any(map(_drops, base.modules())):
         return "it has dropout, which would be the same in all rows that share a prefix"
     if _has_training_part(base) in _random.get(base, ()):
         return _IS_RANDOM
     row, positions = arguments["input_ids"][0], arguments["position_ids"][0]
     tree = TreeLayout.from_prefixes(row.long() + (positions.long() << 32), layout, MIN_SHARED, sort=True)
-    return "its rows share too little" if tree.total > (1 - LEAST_SAVED) * layout.total else tree
+    return _SHARE_LITTLE if tree.total > (1 - LEAST_SAVED) * layout.total else tree
+
+
+def _first_tokens(row: Tensor, layout: SequenceLayout) -> Tensor:
+    """(B, N), the first N = `MIN_SHARED` tokens of the sequences of a packed row (T,) that have as many."""
+    offsets = on_host(layout.host)
+    starts = offsets[:-1][np.diff(offsets) >= MIN_SHARED]
+    index = to_device((starts[:, None] + np.arange(MIN_SHARED)).ravel(), row.device)
+    return row.index_select(0, index).view(-1, MIN_SHARED)
 
 
 def _drops(module: nn.Module) -> bool:
