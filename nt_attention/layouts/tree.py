@@ -99,13 +99,13 @@ class TreeLayout(Layout):
     def from_prefixes(
         cls, tokens: Tensor, layout: SequenceLayout, min_shared: int = 32, *, sort: bool = False
     ) -> TreeLayout:
-        """Find the prefixes that sequences share with their neighbors. Syncs once.
+        """Find the prefixes that sequences share with their neighbors. Copies the tokens to the host, which syncs once.
 
         Args:
             tokens: (T,) integers, packed. Sequences share a prefix if these are equal.
             layout: the sequences.
             min_shared: shorter prefixes are not shared.
-            sort: first bring sequences with the same first `min_shared` tokens together.
+            sort: first sort the sequences by their tokens. Else only neighbors share prefixes.
 
         Returns:
             The tree. Its `sequences` have the lengths of `layout`, in the same order. `collapse(tokens)` has the tokens
@@ -131,7 +131,7 @@ class TreeLayout(Layout):
             raise ValueError(f"min_shared must be an integer of at least 1, got {min_shared!r}.")
         layout.check_rows(tokens, "tokens")
         check_readable(tokens, "tokens")
-        order, shared = _neighbors(tokens[: layout.total], layout, min_shared if sort else 0)
+        order, shared = _neighbors(tokens[: layout.total], layout, sort)
         lengths = np.diff(on_host(layout.host))[order]
         tree = cls.__new__(cls)
         tree._set(*_segments_of(lengths, np.where(shared < min_shared, 0, shared)), layout.device, order)
@@ -386,27 +386,25 @@ def _first_copies(lengths: Ints, parents: Ints, before: Ints, leaves: Ints) -> I
     return np.arange(lengths.sum()) + shift.repeat(lengths)
 
 
-def _neighbors(tokens: Tensor, layout: SequenceLayout, sort_by: int) -> tuple[Ints, Ints]:
+def _neighbors(tokens: Tensor, layout: SequenceLayout, sort: bool) -> tuple[Ints, Ints]:
     """(B,) the sequences in an order, and (B − 1,) how many first tokens each shares with the one after it. Syncs once.
 
-    With `sort_by`, sequences whose first tokens up to this number are equal are neighbors in this order.
+    If sorted, each sequence is next to one with which it shares as much as with any other.
     """
-    sequence, position = layout.locate_rows(layout.total)
-    lengths, offsets = layout.cached_lengths, layout.safe_offsets
-    order = torch.arange(layout.batch_size, device=layout.device)
-    if sort_by:
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.randint(2**62, (sort_by + 1,), generator=generator)  # other hashes for most other tokens
-        weights[-1] = 0
-        products = (tokens.long() + 1) * weights.to(layout.device)[position.clamp(max=sort_by)]
-        order = torch.zeros_like(lengths).index_add_(0, sequence, products).argsort(stable=True)
-    before = torch.empty_like(order).index_copy_(0, order, order.roll(1))[sequence]
-    differs = position >= lengths[before]
-    differs |= tokens != tokens[torch.where(differs, 0, offsets[before] + position)]
-    first = torch.where(differs, position, lengths[sequence])
-    shared = lengths.clone().scatter_reduce_(0, sequence, first, "amin")
-    numbers = on_host(torch.stack([order, shared[order]]))
-    return numbers[0], numbers[1, 1:]
+    numbers, offsets = on_host(tokens), on_host(layout.host)
+    rows = [numbers[a:b] for a, b in itertools.pairwise(offsets.tolist())]
+    order = np.arange(len(rows))
+    if sort:  # by the bytes of the tokens: any order does in which the first token that differs decides
+        order = np.array(sorted(order, key=[row.tobytes() for row in rows].__getitem__), np.int64)
+    shared = [_common(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
+    return order, np.array(shared, np.int64)
+
+
+def _common(row: Ints, other: Ints) -> int:
+    """How many first tokens two sequences share."""
+    length = min(len(row), len(other))
+    differs = row[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def _segments_of(lengths: Ints, shared: Ints) -> tuple[Ints, Ints]:

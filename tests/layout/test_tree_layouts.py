@@ -226,3 +226,17 @@ ERRORS = [
 def test_errors(function, message):
     with pytest.raises((ValueError, TypeError), match=message):
         function(torch.randn(TREE.total, H, D))
+
+
+def test_prefixes_of_prefixes_in_any_order():
+    """Chosen answers and then rejected ones, with a system prompt before all prompts."""
+    system, prompts = [1] * 40, [[number] * 10 for number in (7, 5, 6)]
+    rows = [system + prompt + answer for answer in ([2, 3], [3, 2, 2]) for prompt in prompts]
+    tokens, layout = (
+        torch.tensor([x for row in rows for x in row]),
+        nta.SequenceLayout.from_lengths([len(row) for row in rows]),
+    )
+    tree = nta.TreeLayout.from_prefixes(tokens, layout, sort=True)
+    assert tree.total == 40 + 3 * (10 + 2 + 3)
+    assert tree.sequences.lengths.tolist() == [len(row) for row in rows]
+    assert tree.expand(tree.collapse(tokens)).tolist() == tokens.tolist()

@@ -81,7 +81,7 @@ def random_fields(draw: random.Random, model_type: str) -> dict[str, Any]:
 
 
 def random_rows(draw: random.Random) -> list[list[int]]:
-    """Rows that are paths of a random tree, in any order of its groups."""
+    """Rows that are paths of a random tree, in any order."""
     form = draw.choice(["tree"] * 7 + ["one row", "nothing", "equal rows"])
     if form == "one row":
         return [_tokens(draw, draw.randint(1, 60))]
@@ -89,35 +89,23 @@ def random_rows(draw: random.Random) -> list[list[int]]:
         return [_tokens(draw, draw.randint(1, 60)) for _ in range(draw.randint(2, 5))]
     if form == "equal rows":
         return [_tokens(draw, draw.randint(MIN_SHARED, 60))] * draw.randint(2, 5)
-    depth = draw.randint(1, 3)
     prompts = [_tokens(draw, draw.randint(MIN_SHARED, 50)) for _ in range(draw.randint(1, 2))]
-    groups = [_grown(draw, prompt, depth, set()) for prompt in prompts]
-    groups += [[_tokens(draw, draw.randint(1, 45))] for _ in range(draw.randint(0, 2))]
-    if depth == 1 and draw.random() < 0.5:  # rows that share need not be neighbors
-        groups = [[row] for group in groups for row in group]
-    draw.shuffle(groups)
-    return [row for group in groups for row in group]
+    rows = [row for prompt in prompts for row in _grown(draw, prompt, draw.randint(1, 3))]
+    rows += [_tokens(draw, draw.randint(1, 45)) for _ in range(draw.randint(0, 2))]
+    draw.shuffle(rows)
+    return rows
 
 
 def _tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randint(4, tiny.VOCABULARY - 1) for _ in range(count)]
 
 
-def _grown(draw: random.Random, prefix: list[int], depth: int, used: set[tuple[int, int]]) -> list[list[int]]:
-    """Rows that begin with a prefix; some may end with it.
-
-    `used` are the positions and tokens with which they go on. So rows that are no neighbors share no more by chance.
-    """
+def _grown(draw: random.Random, prefix: list[int], depth: int) -> list[list[int]]:
+    """Rows that begin with a prefix; some may end with it."""
     if depth == 0:
         return [prefix]
-    rows = []
-    for _ in range(draw.randint(1, 4)):
-        more = _tokens(draw, draw.choice([0, 1, 3, 9]))
-        if more:
-            more[0] = draw.choice([x for x in range(4, tiny.VOCABULARY) if (len(prefix), x) not in used])
-            used.add((len(prefix), more[0]))
-        rows += _grown(draw, prefix + more, draw.randint(0, depth - 1), used)
-    return rows
+    lengths = [draw.choice([0, 1, 3, 9]) for _ in range(draw.randint(1, 4))]
+    return [row for n in lengths for row in _grown(draw, prefix + _tokens(draw, n), draw.randint(0, depth - 1))]
 
 
 def tokens_computed(rows: list[list[int]]) -> int:
