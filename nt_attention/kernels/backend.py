@@ -133,7 +133,7 @@ class Backend:
             `kernels/adapters.py` says. Then a softmax over several calls, each with a part of the keys, has the sum of
             their gradients, if each gets the output and the log-sum-exp of all keys (`kernels/tree.py`).
         takes_tree: Whether `tree_forward` and `tree_backward` can run a call with a `TreeLayout`, which is then
-            `call.layout`. They return the rows of the tree.
+            `call.layout`. They return the rows of the tree. `tree_backward` gets no gradient of lse.
         lse_gradient: Whether `backward` supports the gradient of lse. If not, `kernels/adapters.py` adds it. This needs
             a backward that computes with `saved.out` and `saved.lse`.
         rng_on_host: Whether `forward` returns the random state on the CPU.

@@ -47,7 +47,7 @@ _TEXTS = {
 
 def expected_us(backend: Backend, spec: AttentionSpec, tree: TreeLayout) -> dict[str, float]:
     """The ways in which `backend` can run a call → the expected device time in µs. 0 if nothing is measured."""
-    return tree.cached(("ways", backend.name, spec), lambda: _expected_us(backend, spec, tree))
+    return tree.cached(("ways", backend, spec), lambda: _expected_us(backend, spec, tree))
 
 
 def way_of(backend: Backend, call: Call) -> str:
@@ -125,7 +125,7 @@ def _copied_call(call: Call) -> Call:
 
 def _parts(backend: Backend, call: Call) -> list[Call]:
     """The calls of the joined way: that of the segments, and one for each depth."""
-    return tree_of(call).cached(("parts", backend.name, call.spec), lambda: _ready_parts(backend, call))
+    return tree_of(call).cached(("parts", backend, call.spec), lambda: _ready_parts(backend, call))
 
 
 def _ready_parts(backend: Backend, call: Call) -> list[Call]:
@@ -161,6 +161,8 @@ def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tens
 def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Call) -> Gradients:
     """The gradients, see `adapters.backward`."""
     way = way_of(backend, call)
+    if way == MASKED and saved.grad_lse is not None:
+        way = JOINED
     if way == COPIED:
         return backward_with_copies(lambda *given: adapters.backward(backend, saved, *given), inputs, call)
     if way == MASKED:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nt_attention as nta
 from nt_attention import SequenceLayout, TreeLayout, varlen_attention
 from nt_attention.kernels import tree as ways
+from nt_attention.kernels.select import BACKENDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 
@@ -57,6 +59,32 @@ def test_sequences_with_a_shared_prefix(options):
 def test_both_ways(way, options, monkeypatch):
     monkeypatch.setattr(ways, "way_of", lambda *_: way)
     check(TREE, **options)
+
+
+def whole_forward(query, key, value, call):
+    rows = call.layout.total
+    return tuple(x[:rows] for x in ways.forward(CPU, ways.Tensors(query, key, value), call)[:2])
+
+
+def whole_backward(saved, query, key, value, call):
+    assert saved.grad_lse is None
+    return tuple(x[: call.layout.total] for x in ways.backward(CPU, saved, ways.Tensors(query, key, value), call))
+
+
+CPU = BACKENDS["cpu"]
+WHOLE = dataclasses.replace(
+    CPU, name="whole", takes_tree=lambda spec: True, tree_forward=whole_forward, tree_backward=whole_backward
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": OPTIONS[5]["sinks"]}], ids=["causal", "sinks"])
+def test_a_kernel_with_the_mask_of_the_tree(options, monkeypatch):
+    way_of = ways.way_of
+    monkeypatch.setattr(
+        ways, "way_of", lambda backend, call: ways.MASKED if backend is WHOLE else way_of(backend, call)
+    )
+    with nta.register_backend(WHOLE):
+        check(TREE, backend="whole", **options)
 
 
 @pytest.mark.parametrize("way", [ways.JOINED, ways.COPIED])

@@ -89,7 +89,7 @@ def backward(
 
 def takes_tree(spec: AttentionSpec) -> bool:
     """Whether the kernel can have the mask of a tree. Verified on Hopper for these head dims."""
-    is_verified = spec.head_dim == spec.value_dim and spec.head_dim in (64, 128)
+    is_verified = spec.head_dim == spec.value_dim and spec.head_dim in (64, 128) and not spec.softcap
     in_order = spec.deterministic and spec.needs_grad
     return is_verified and not in_order and torch.cuda.get_device_capability(spec.device)[0] == 9
 
@@ -99,7 +99,6 @@ def _tree_options(tree: TreeLayout, spec: AttentionSpec, backward: bool) -> dict
 
     return {
         "softmax_scale": spec.scale,
-        "softcap": spec.softcap,
         "mask_mod": tree_mask,
         "aux_tensors": [tree.cached("end in int32", lambda: tree.end.to(torch.int32))],
         "block_sparse_tensors": tree.cached(("blocks", backward), lambda: _blocks(tree, backward)),
@@ -137,12 +136,9 @@ def tree_backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tens
 
     tree: Any = call.layout
     inputs = [x[: tree.total].unsqueeze(0) for x in (query, key, value, saved.out, saved.grad)]
-    lse, grad_lse = (
-        None if x is None else x[: tree.total].transpose(0, 1).contiguous().unsqueeze(0)
-        for x in (saved.lse, saved.grad_lse)
-    )
+    lse = saved.lse[: tree.total].transpose(0, 1).contiguous().unsqueeze(0)
     with device.current(query.device):
-        grads = _flash_attn_bwd(*inputs, lse, **_tree_options(tree, call.spec, True), dlse=grad_lse)
+        grads = _flash_attn_bwd(*inputs, lse, **_tree_options(tree, call.spec, True))
     return grads[0][0], grads[1][0], grads[2][0]
 
 
