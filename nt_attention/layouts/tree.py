@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import check_readable, is_compiling
+from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
 from .known import SequenceLayout
 from .protocol import Layout
 from .reading import Cache, copy_of, creating_cached_tensors, on_host, to_device
@@ -79,7 +80,6 @@ class TreeLayout(Layout):
         leaves = np.setdiff1d(np.arange(len(lengths)), parents)
         leaves = leaves if order is None else leaves[order.argsort()]
         self._numbers = lengths, parents, order
-        self.parents: list[int] = parents.tolist()
         self.segments = SequenceLayout.from_lengths(torch.from_numpy(lengths), device=device)
         self.device = device = self.segments.offsets.device  # "cuda" is "cuda:0" now
         self.total = int(lengths.sum())
@@ -136,6 +136,12 @@ class TreeLayout(Layout):
         tree = cls.__new__(cls)
         tree._set(*_segments_of(lengths, np.where(shared < min_shared, 0, shared)), layout.device, order)
         return tree
+
+    @property
+    def parents(self) -> list[int]:
+        """The index of the segment that each segment continues; −1 for a root."""
+        numbers: list[int] = self._numbers[1].tolist()
+        return numbers
 
     @property
     def position_ids(self) -> Tensor:
@@ -275,12 +281,15 @@ class Copies:
             return cls(index, index.argsort(stable=True), counts)
 
     def expand(self, values: Tensor) -> Tensor:
-        if not (values.requires_grad and torch.is_grad_enabled()):
+        plain = not (values.requires_grad and torch.is_grad_enabled())
+        if plain or is_transformed() or forward_ad_level() >= 0:  # `_Expand` has neither vmap nor jvp
             return values.index_select(0, self.index)
         return cast(Tensor, _Expand.apply(values, self.index, self.order, self.counts))
 
     def add(self, copies: Tensor, rows: int) -> Tensor:
         """(R, …) → (rows, …), the sum of the copies of each row, and 0 after row T. Always in the same order."""
+        if not is_compiling() and is_legacy_mapped(copies):  # a batch of gradients, for which the operators below have no rule
+            return copies.new_zeros(rows, *copies.shape[1:]).index_add(0, self.index, copies)
         ordered = copies.index_select(0, self.order).flatten(1)
         exact = ordered.float() if ordered.dtype in (torch.float16, torch.bfloat16) else ordered
         added = torch.segment_reduce(exact, "sum", lengths=self.counts, axis=0, unsafe=True).to(copies.dtype)

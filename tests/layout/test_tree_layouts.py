@@ -178,6 +178,27 @@ def test_expand_and_collapse_with_second_derivatives():
     assert torch.autograd.gradcheck(tree.collapse, y)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_function_transforms(backend):
+    q, k, v = (x.detach() for x in draw(TREE.total))
+
+    def attend(key):
+        return varlen_attention(q, key, v, TREE, is_causal=True, backend=backend)
+
+    leaf = k.clone().requires_grad_()
+    (want,) = torch.autograd.grad(attend(leaf).sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda key: attend(key).sum())(k), want)
+    torch.testing.assert_close(torch.func.vjp(attend, k)[1](torch.ones_like(q))[0], want)
+    ones = torch.func.grad(lambda x: TREE.expand(x).sum())(k)
+    torch.testing.assert_close(ones, torch.autograd.grad(TREE.expand(leaf).sum(), leaf)[0])
+    if backend == "reference":  # kernels have first derivatives of one call only
+        torch.testing.assert_close(torch.func.jacrev(attend)(k).sum((0, 1, 2)), want)
+        rows = torch.autograd.functional.jacobian(attend, k, vectorize=True)
+        torch.testing.assert_close(rows.sum((0, 1, 2)), want)
+        dual = torch.func.jvp(attend, (k,), (v,))[1]
+        torch.testing.assert_close(dual.sum(), (want * v).sum())
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_one_graph_for_a_tree(backend):
     torch._dynamo.reset()

@@ -264,6 +264,17 @@ def test_other_positions_are_not_shared():
     check(model, batch, counts={"its rows share too little": 1})
 
 
+def test_attention_that_is_not_causal_any_more():
+    model = make()
+    handle = nta.patch(model, shared_prefixes=True)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    ids = torch.cat([torch.arange(1, 41), torch.tensor([7])]).expand(2, -1).contiguous()
+    ids[1, -1] = 8
+    model(input_ids=ids)
+    assert handle.prefixes.calls["its attention is not causal any more"] == 1
+
+
 def test_sharing_is_tried_on_a_twin(monkeypatch):
     monkeypatch.setattr(TreeLayout, "levels", lambda self: [])
     with pytest.raises(ValueError, match="with a shared prefix"):

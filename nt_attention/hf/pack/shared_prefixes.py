@@ -45,7 +45,7 @@ _OUTPUTS = {"last_hidden_state", "hidden_states"}
 def why_not_shared(model: PreTrainedModel, proof: Proof, attentions: Collection[nn.Module]) -> str | None:
     """Why no batch of a model can share prefixes, or None. `attentions`: its attention modules."""
     if not attentions or not all(getattr(module, "is_causal", False) is True for module in attentions):
-        return "its attention is not causal, so shared tokens depend on what follows them"
+        return "its attention modules are not causal, or have no is_causal that says so"
     if proof.mask is not None or not families.routes_attention(model):
         return "its attention does not run through transformers' interface"
     needs_row = any(counts_positions(x) or scales_by_length(x) for x in model.modules())
@@ -143,6 +143,8 @@ def _tree_of(base: nn.Module, arguments: dict[str, Any]) -> TreeLayout | str:
             return f"it has {name}"
     if "input_ids" not in arguments or arguments["position_ids"].dim() != 2:
         return _NO_IDS
+    if any(getattr(x, "is_causal", True) is False for x in base.modules()):
+        return "its attention is not causal any more"
     if any(map(_drops, base.modules())):
         return "it has dropout, which would be the same in all rows that share a prefix"
     if _has_training_part(base) in _random.get(base, ()):
