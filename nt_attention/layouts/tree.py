@@ -288,7 +288,7 @@ class Copies:
 
     def add(self, copies: Tensor, rows: int) -> Tensor:
         """(R, …) → (rows, …), the sum of the copies of each row, and 0 after row T. Always in the same order."""
-        if not is_compiling() and is_legacy_mapped(copies):  # a batch of gradients, for which the operators below have no rule
+        if not is_compiling() and is_legacy_mapped(copies):  # a batch, for which what follows has no rule
             return copies.new_zeros(rows, *copies.shape[1:]).index_add(0, self.index, copies)
         ordered = copies.index_select(0, self.order).flatten(1)
         exact = ordered.float() if ordered.dtype in (torch.float16, torch.bfloat16) else ordered
