@@ -8,6 +8,7 @@ Dimensions: T query tokens, H query heads, Dv head dim of values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ class Kernel:
             if is_eager:
                 return adapters.backward(self.backend, saved, inputs, call, dq)
             if call.spec.tree:  # a graph or a dispatch mode sees the backward; operators have no trees
-                return tree.backward_with_copies(lambda *given: self.backward(saved, more, *given), inputs, call)
+                return tree.backward_with_copies(functools.partial(self.backward, saved, more), inputs, call)
             more = more or (torch.tensor([number_of(self.backend)], device="cpu"),)
         if saved.rng_state is None:
             saved = saved._replace(rng_state=saved.out.new_empty(0, dtype=torch.int64))

@@ -99,10 +99,11 @@ class Explanation:
 
 def explain_call(call: Call, backend: str) -> Explanation:
     """`explain_spec` for a call with layouts, from which its size follows."""
-    found = explain_spec(call.spec, CallSize.of(call), backend)
-    if call.spec.tree and found.chosen is not None:
-        return replace(found, prefixes=tree.explain_way(registry.backends()[found.chosen], call))
-    return found
+    explanation = explain_spec(call.spec, CallSize.of(call), backend)
+    if call.spec.tree and explanation.chosen is not None:
+        chosen = registry.backends()[explanation.chosen]
+        return replace(explanation, prefixes=tree.explain_way(chosen, call))
+    return explanation
 
 
 def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> Explanation:

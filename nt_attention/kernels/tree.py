@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import EAGER, call_mode
-from ..layouts.tree import TreeLayout
+from ..layouts.tree import BLOCK, TreeLayout
 from . import adapters, cost_model, device
 from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
@@ -36,7 +36,6 @@ from .triton_support import block_size, interpreted
 
 _BLOCK = 32  # rows of a program of the kernel that joins
 _COLUMNS = 1024  # of a program of the kernel that adds copies
-BLOCK = 128  # rows of the blocks of `sizes` for the mask of a tree
 MASKED, JOINED, COPIED = "masked", "joined", "copied"
 _TEXTS = {
     MASKED: "one call with the mask of the tree",
@@ -78,9 +77,8 @@ def _us_of(backend: Backend, spec: AttentionSpec, tree: TreeLayout, way: str) ->
     costs = cost_model.tree_costs(backend.name, spec, way)
     if costs is not None:
         return sum(cost * size for cost, size in zip(costs, sizes(spec, tree, way), strict=True))
-    call = Call(tree, tree, None, replace(spec, relative=()))
-    calls = [_copied_call(call)] if way == COPIED else _parts_of(call)
-    return sum(cost_model.expected_us(each.spec, CallSize.of(each)).get(backend.name, 0.0) for each in calls)
+    calls = _calls(tree, spec, way)
+    return sum(cost_model.expected_us(call.spec, CallSize.of(call)).get(backend.name, 0.0) for call in calls)
 
 
 def sizes(spec: AttentionSpec, tree: TreeLayout, way: str) -> list[float]:
@@ -92,7 +90,7 @@ def sizes(spec: AttentionSpec, tree: TreeLayout, way: str) -> list[float]:
     """
     heads, key_heads = (n * max(spec.head_dim, spec.value_dim) / 1000 for n in (spec.num_heads, spec.num_kv_heads))
     if way == MASKED:
-        masked, full = (BLOCK * BLOCK * int(is_in.sum()) for is_in in tree.blocks(BLOCK))
+        masked, full = (BLOCK * BLOCK * int(is_in.sum()) for is_in in tree.blocks())
         return [1.0, heads * tree.total, 0.0, heads * masked, heads * full]
     lengths, keys = tree.segments.host.diff(), tree.paths.host.diff()
     in_segments = int((lengths * (lengths + 1)).sum()) / 2
@@ -108,37 +106,41 @@ def tree_of(call: Call) -> TreeLayout:
     return call.layout
 
 
-def with_copied_keys(tensors: Tensors, call: Call) -> tuple[Tensors, Call]:
-    """The call with a copy of the keys of each path, and its tensors. Differentiable."""
-    tree = tree_of(call)
-    keys = tree.expand_keys(tensors.key, tensors.value)
-    return Tensors(tensors.query, *keys), _copied_call(call)
-
-
-def _copied_call(call: Call) -> Call:
-    tree, spec = tree_of(call), call.spec
-    keyless = tree.paths.min_seqlen == 0
-    spec = replace(spec, tree=False, equal_lengths=False, keyless=keyless, causal_alignment="lower_right")
-    relative = None if call.relative is None else call.relative.map_rows(lambda x: x, tree.keys.expand)
-    return Call(tree.segments, tree.paths, call.alibi_slopes, spec, None, relative)
-
-
-def _parts(backend: Backend, call: Call) -> list[Call]:
-    """The calls of the joined way: that of the segments, and one for each depth."""
-    return tree_of(call).cached(("parts", backend, call.spec), lambda: _ready_parts(backend, call))
-
-
-def _ready_parts(backend: Backend, call: Call) -> list[Call]:
-    parts = [part._replace(head_dims=head_dims(backend, part.spec), prepared={}) for part in _parts_of(call)]
-    return [part._replace(is_direct=adapters.is_direct(backend, part, part.head_dims)) for part in parts]
-
-
-def _parts_of(call: Call) -> list[Call]:
-    tree = tree_of(call)
-    spec = replace(call.spec, tree=False, causal_alignment="lower_right")
+def _calls(tree: TreeLayout, spec: AttentionSpec, way: str) -> list[Call]:
+    """The calls of a way: one with copied keys, or that of the segments and one for each depth."""
+    spec = replace(spec, tree=False, causal_alignment="lower_right")
+    if way == COPIED:
+        spec = replace(spec, equal_lengths=False, keyless=tree.paths.min_seqlen == 0)
+        return [Call(tree.segments, tree.paths, None, spec)]
     whole = replace(spec, is_causal=False, window_size=(-1, -1), equal_lengths=False, keyless=True)
     segments = Call(tree.segments, tree.segments, None, spec)
     return [segments, *[Call(layout, key_layout, None, whole) for layout, key_layout in tree.levels()]]
+
+
+def _ready_calls(backend: Backend, call: Call, way: str) -> list[Call]:
+    """The same for a backend, kept for all layers of a model."""
+
+    def make() -> list[Call]:
+        calls = [
+            each._replace(head_dims=head_dims(backend, each.spec), prepared={})
+            for each in _calls(tree_of(call), call.spec, way)
+        ]
+        return [each._replace(is_direct=adapters.is_direct(backend, each, each.head_dims)) for each in calls]
+
+    return tree_of(call).cached((way, backend, call.spec), make)
+
+
+def with_copied_keys(tensors: Tensors, call: Call, backend: Backend | None = None) -> tuple[Tensors, Call]:
+    """The call with a copy of the keys of each path, for a backend if there is one, and its tensors. Differentiable."""
+    tree = tree_of(call)
+    if backend is None:
+        (copied,) = _calls(tree, call.spec, COPIED)
+    else:
+        (copied,) = _ready_calls(backend, call, COPIED)
+    if call.alibi_slopes is not None or call.relative is not None:
+        relative = None if call.relative is None else call.relative.map_rows(lambda x: x, tree.keys.expand)
+        copied = copied._replace(alibi_slopes=call.alibi_slopes, relative=relative, prepared=None)
+    return Tensors(tensors.query, *tree.expand_keys(tensors.key, tensors.value)), copied
 
 
 def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tensor, None]:
@@ -150,9 +152,9 @@ def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tens
         rows = len(inputs.query)
         return _with_rows(out, rows), torch.nn.functional.pad(lse.T, (0, rows - len(lse)), value=-torch.inf).T, None
     if way == COPIED:
-        out, lse, _ = adapters.forward(backend, *with_copied_keys(inputs, call))
+        out, lse, _ = adapters.forward(backend, *with_copied_keys(inputs, call, backend))
         return out, lse, None
-    (out, lse, _), *others = [adapters.forward(backend, inputs, part) for part in _parts(backend, call)]
+    (out, lse, _), *others = [adapters.forward(backend, inputs, part) for part in _ready_calls(backend, call, way)]
     for more_out, more_lse, _ in others:
         out, lse = join(out, lse, more_out, more_lse)
     return out, lse, None
@@ -164,15 +166,17 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Cal
     if way == MASKED and saved.grad_lse is not None:
         way = JOINED
     if way == COPIED:
-        return backward_with_copies(lambda *given: adapters.backward(backend, saved, *given), inputs, call)
+        return backward_with_copies(
+            lambda x, copied: adapters.backward(backend, saved, x, copied), inputs, call, backend
+        )
     if way == MASKED:
         assert backend.tree_backward is not None
         grad, out = adapters.contiguous_in_head_dim(saved.grad, saved.out)
         saved = saved._replace(grad=grad, out=out)
         inputs = Tensors(*adapters.contiguous_in_head_dim(*inputs))
-        found = backend.tree_backward(saved, *inputs, call)
-        return tuple([_with_rows(x, len(y)) for x, y in zip(found, inputs, strict=True)])
-    grads, *others = [adapters.backward(backend, saved, inputs, part) for part in _parts(backend, call)]
+        grads = backend.tree_backward(saved, *inputs, call)
+        return tuple([_with_rows(grad, len(x)) for grad, x in zip(grads, inputs, strict=True)])
+    grads, *others = [adapters.backward(backend, saved, inputs, part) for part in _ready_calls(backend, call, way)]
     for more in others:
         for grad, x in zip(grads, more, strict=True):
             grad.add_(x)
@@ -184,10 +188,12 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - len(x)))
 
 
-def backward_with_copies(run: Callable[[Tensors, Call], Gradients], inputs: Tensors, call: Call) -> Gradients:
+def backward_with_copies(
+    run: Callable[[Tensors, Call], Gradients], inputs: Tensors, call: Call, backend: Backend | None = None
+) -> Gradients:
     """The gradients of the copied way, in which `run` returns those of the call with copied keys."""
     rows = len(inputs.key)
-    query, key, value, *of_biases = run(*with_copied_keys(inputs, call))
+    query, key, value, *of_biases = run(*with_copied_keys(inputs, call, backend))
     grads = (query, _add_copies(call, key, rows), _add_copies(call, value, rows))
     if call.relative is not None and of_biases:
         added = call.relative.with_tensors(of_biases).map_rows(

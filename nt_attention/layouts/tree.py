@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .reading import Ints
 
 _T = TypeVar("_T")
+BLOCK = 128  # rows of the blocks in which kernels apply the mask of a tree: those of the tiles of FlashAttention-4
 
 
 class TreeLayout(Layout):
@@ -92,7 +93,7 @@ class TreeLayout(Layout):
         self._tokens = Copies.of([rows[leaf] for leaf in leaves], self.total, device)
         self._first = to_device(_first_copies(lengths, parents, before, leaves), device)
         positions = np.arange(self.total) + (before + lengths - lengths.cumsum()).repeat(lengths)
-        self._positions, self._before, self._ends = to_device(positions, device), before, ends
+        self._positions, self._ends = to_device(positions, device), ends
         self._cache = Cache(device)
 
     @classmethod
@@ -216,13 +217,16 @@ class TreeLayout(Layout):
             levels.append((of_queries, of_keys))
         return levels
 
-    def blocks(self, size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """(M, M) each: the blocks of `size` queries and keys in which some pairs are visible, and in which all are."""
-        return self.cached(("blocks", size), lambda: self._blocks(size))
+    def blocks(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """(M, M) each: the blocks of `BLOCK` queries and keys in which some pairs are visible, and in which all are.
 
-    def _blocks(self, size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        first = np.arange(0, self.total, size)
-        last = np.minimum(first + size, self.total) - 1
+        The first has no blocks of the second.
+        """
+        return self.cached("blocks", self._blocks)
+
+    def _blocks(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        first = np.arange(0, self.total, BLOCK)
+        last = np.minimum(first + BLOCK, self.total) - 1
         ends = self._ends.repeat(self._numbers[0])
         latest, earliest = np.maximum.reduceat(ends, first), np.minimum.reduceat(ends, first)
         visible = (first <= last[:, None]) & (latest > first[:, None])

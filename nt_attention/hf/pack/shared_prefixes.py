@@ -34,7 +34,7 @@ from .outputs import UnknownOutputError
 MIN_SHARED = 32  # tokens
 IS_COMPILED = "it or its layers are compiled"
 _IS_RANDOM = "it draws random numbers, which would be the same in all rows that share a prefix"
-LEAST_SAVED = 0.05  # of all tokens; with less, finding prefixes and copying keys takes longer
+LEAST_SAVED = 0.05  # of all tokens; with less, finding prefixes and repeating rows takes longer
 _SHARE_LITTLE = "its rows share too little"
 _NO_IDS = "it has no input_ids, or positions with axes"
 _KNOWN = {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -136,16 +136,17 @@ def _tree_of(base: nn.Module, arguments: dict[str, Any]) -> TreeLayout | str:
         return "the lengths are not known on the host, as in CUDA graphs, or the batch is divided over a mesh"
     if "input_ids" in arguments and not _begin_alike(_first_tokens(arguments["input_ids"][0], layout)):
         return _SHARE_LITTLE  # before anything that takes longer
-    if any(has_compiled_call(x) or inside_compiled(x) is not x for x in base.modules()):
+    modules = list(base.modules())
+    if any(has_compiled_call(x) or inside_compiled(x) is not x for x in modules):
         return IS_COMPILED
     for name, x in arguments.items():
         if isinstance(x, Tensor) and x.dim() and name not in _KNOWN:
             return f"it has {name}"
     if "input_ids" not in arguments or arguments["position_ids"].dim() != 2:
         return _NO_IDS
-    if any(getattr(x, "is_causal", True) is False for x in base.modules()):
+    if any(getattr(x, "is_causal", True) is False for x in modules):
         return "its attention is not causal any more"
-    if any(map(_drops, base.modules())):
+    if any(map(_drops, modules)):
         return "it has dropout, which would be the same in all rows that share a prefix"
     if _has_training_part(base) in _random.get(base, ()):
         return _IS_RANDOM

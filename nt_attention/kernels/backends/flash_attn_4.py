@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 
 from ...layouts.reading import to_device
-from ...layouts.tree import TreeLayout
+from ...layouts.tree import BLOCK, TreeLayout
 from .. import device
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..device import no_cuda
 from .flash import HALVES
-
-TREE_BLOCK = 128  # rows of the blocks for the mask of a tree, those of the kernels' tiles
 
 
 @functools.cache
@@ -112,13 +110,12 @@ def _blocks(tree: TreeLayout, by_key: bool) -> Any:
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    size = TREE_BLOCK
     lists: list[Tensor] = []
-    for is_in in tree.blocks(size):
+    for is_in in tree.blocks():
         each = to_device(np.ascontiguousarray(is_in.T if by_key else is_in), tree.device)
         order = each.logical_not().to(torch.int8).argsort(dim=1, stable=True)
         lists += [each.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]]
-    return BlockSparseTensorsTorch(*lists, block_size=(size, size))
+    return BlockSparseTensorsTorch(*lists, block_size=(BLOCK, BLOCK))
 
 
 def tree_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:

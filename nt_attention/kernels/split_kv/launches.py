@@ -212,8 +212,8 @@ class SplitWork:
         tile = tile._replace(split_rows=rows)  # a sequence that shares keys has parts, if only one
         bundle_tile = SplitTile.of_bundles(bundles.keys, sharing.BUNDLE * rows, spec)
         at = keys.batch_size * tile.part_rows(spec)
-        rows = at + bundles.keys.batch_size * bundle_tile.part_rows(spec)
-        lse = torch.empty(rows, dtype=torch.float32, device=spec.device)
+        all_rows = at + bundles.keys.batch_size * bundle_tile.part_rows(spec)
+        lse = torch.empty(all_rows, dtype=torch.float32, device=spec.device)
         parts = lse.new_empty(len(lse), spec.value_dim)
         shared = cls(bundle_tile, call, bundles.keys, bundles.offsets, None, parts[at:], lse[at:], "shared")
         return [shared, cls(tile, call, keys, offsets, None, parts, lse, "other", bundles, bundle_tile)]

@@ -1,6 +1,6 @@
-"""Keys that neighbouring sequences have in common, such as those of a prompt with several answers.
+"""Keys that neighboring sequences have in common, such as those of a prompt with several answers.
 
-Sequences are taken in bundles of `BUNDLE` neighbours. The device finds which pages the sequences of a bundle share, so
+Sequences are taken in bundles of `BUNDLE` neighbors. The device finds which pages the sequences of a bundle share, so
 the host needs neither lengths nor tables.
 
 Dimensions: B sequences, C bundles.

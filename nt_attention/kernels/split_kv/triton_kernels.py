@@ -10,7 +10,7 @@ with all chunks. For given arguments, all boundaries depend on the sequence alon
 
 Each program counts the items of all sequences, so the host needs no lengths, and programs share the items.
 
-Neighbouring sequences of a bundle may have their first pages in common. `shared_keys_kernel` finds these keys. Then
+Neighboring sequences of a bundle may have their first pages in common. `shared_keys_kernel` finds these keys. Then
 `attention_kernel` runs twice: with bundles in place of sequences, for the shared keys, and with the other keys of each
 sequence. `combine_kernel` adds up both. This is the cascade of Hydragen (Juravsky et al. 2024) and FlashInfer.
 
