@@ -64,9 +64,9 @@ def scores(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def grpo(model: Any, batch: dict[str, Any]) -> None:
-    found = scores(model, batch)
-    weight = torch.linspace(-1, 1, len(found), device="cuda")[:, None]
-    (-(weight * (found - found.detach()).exp()).mean()).backward()
+    scored = scores(model, batch)
+    weight = torch.linspace(-1, 1, len(scored), device="cuda")[:, None]
+    (-(weight * (scored - scored.detach()).exp()).mean()).backward()
     model.zero_grad(set_to_none=True)
 
 

@@ -88,7 +88,7 @@ def tree_of(levels: list[tuple[int, int]], roots: int) -> nta.TreeLayout:
 
 def times_of(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
     """The device time of each call in ms: medians, by turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for at in range(rounds + 3):
         for name, call in calls.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -98,8 +98,8 @@ def times_of(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, flo
             end.record()
             end.synchronize()
             if at >= 3:
-                found[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(each) for name, each in found.items()}
+                times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def peak_of(call: Callable[[], Any]) -> float:
@@ -190,17 +190,17 @@ def fit(rows: list[tuple[list[float], float]]) -> list[float]:
         if (costs >= 0).all():
             break
         del used[int(costs.argmin())]
-    found = dict(zip(used, costs.tolist(), strict=True))
-    return [float(f"{found.get(at, 0.0):.4g}") for at in range(sizes.shape[1])]
+    by_size = dict(zip(used, costs.tolist(), strict=True))
+    return [float(f"{by_size.get(at, 0.0):.4g}") for at in range(sizes.shape[1])]
 
 
-def save_costs(found: list[Measured], file: Path) -> None:
+def save_costs(measured: list[Measured], file: Path) -> None:
     """Fit the costs of each way and write those of `kernels/measured/trees_sm90.json`."""
     costs: dict[str, Any] = {}
-    for backend, way in found[0].sizes:
+    for backend, way in measured[0].sizes:
         for at, direction in enumerate(("forward", "both")):
-            for dim in sorted({one.head_dim for one in found}):
-                some = [one for one in found if one.head_dim == dim]
+            for dim in sorted({one.head_dim for one in measured}):
+                some = [one for one in measured if one.head_dim == dim]
                 rows = [(one.sizes[backend, way], one.times[f"{way} {backend}"][at]) for one in some]
                 costs.setdefault(backend, {}).setdefault(direction, {}).setdefault(way, {})[dim] = fit(rows)
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv)}
@@ -218,23 +218,23 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     backends = [name for name in options.backends.split(",") if nta.available_backends()[name] is None]
-    lines, found = [device_name(torch.device("cuda")) + f", torch {torch.__version__}, bf16", ""], []
+    lines, measured = [device_name(torch.device("cuda")) + f", torch {torch.__version__}, bf16", ""], []
     for name in [*list(SHAPES)[: options.shapes], *(MORE if options.save_costs else ())]:
-        found.append(measure(name, backends, options.rounds, options.every_way))
-        if len(found) == 1:
-            lines.append(f"| shape | rows | bound | {' | '.join(found[0].times)} |")
-            lines.append("|---" * (len(found[0].times) + 3) + "|")
-        lines.append(f"| {found[-1].line} |")
+        measured.append(measure(name, backends, options.rounds, options.every_way))
+        if len(measured) == 1:
+            lines.append(f"| shape | rows | bound | {' | '.join(measured[0].times)} |")
+            lines.append("|---" * (len(measured[0].times) + 3) + "|")
+        lines.append(f"| {measured[-1].line} |")
         print(lines[-1], flush=True)
     lines += ["", f"Speed relative to gather with {backends[0]}: geometric mean and least, forward; both.", ""]
     base = f"gather {backends[0]}"
-    for way in found[0].times:
-        each = [[one.times[base][at] / one.times[way][at] for one in found] for at in (0, 1)]
+    for way in measured[0].times:
+        each = [[one.times[base][at] / one.times[way][at] for one in measured] for at in (0, 1)]
         mean = [math.exp(statistics.fmean(map(math.log, x))) for x in each]
         lines.append(f"- {way}: {mean[0]:.2f} ({min(each[0]):.2f}); {mean[1]:.2f} ({min(each[1]):.2f})")
     show(lines, options.save)
     if options.save_costs is not None:
-        save_costs(found, options.save_costs)
+        save_costs(measured, options.save_costs)
 
 
 if __name__ == "__main__":

@@ -52,11 +52,11 @@ def test_each_way(backend, way, tree, option, shape, monkeypatch):
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.linspace(0.1, 0.5, heads, device="cuda")
     inputs = [draw(tree.total + 3, h, dim, dtype) for h in (heads, groups, groups)]
-    given = {name: x for name, x in options.items() if name != "sinks"}
+    without_sinks = {name: x for name, x in options.items() if name != "sinks"}
     explanation = nta.explain(*inputs, tree, is_causal=True, backend=backend, **options)
     if explanation.chosen is None:
         pytest.skip(str(explanation.reasons[backend]))
-    spec = nta.functional.plan(*inputs, tree, is_causal=True, backend=backend, **given).call.spec
+    spec = nta.functional.plan(*inputs, tree, is_causal=True, backend=backend, **without_sinks).call.spec
     if way not in ways.expected_us(BACKENDS[backend], spec, tree):
         pytest.skip("can't run in this way")
     monkeypatch.setattr(ways, "way_of", lambda *_: way)
