@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, disable_progress_bars
 from shared_data import llama_config, paragraphs, tokenizer
 from transformers import LlamaForCausalLM, set_seed
 
 import nt_attention as nta
 
 lm_eval = pytest.importorskip("lm_eval")  # 25 packages, which `make test` does not install
+from datasets import Dataset, DatasetDict, disable_progress_bars  # noqa: E402
 from lm_eval.api.task import ConfigurableTask  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
