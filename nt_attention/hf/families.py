@@ -76,12 +76,15 @@ class Family:
 FAMILIES = {
     "albert": Family(pool=_pool_albert),
     "big_bird": Family(pool=_pool_big_bird, needs_token_types=True),
+    "convbert": Family(needs_token_types=True),
     "esm": Family(embed=_embed_esm),
 }
 
 # config.model_type → why the model is not packed, though its attention can be replaced.
 NOT_PACKED = {
     "clip": "its images have equal lengths, and its text is pooled at a position of the padded row",
+    "cpmant": "it takes no attention_mask, and adds the tokens of a prompt to each row",
+    "rwkv": "its head passes no attention_mask to its base model",
     "siglip": "its rows have equal lengths",
     "vit": "its images have equal lengths",
 }

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -21,6 +21,8 @@ from ..patching.forwards import Handle, override_forward, replacement_of
 from ..torch_private import inside_compiled
 from . import families
 from .pack.change_model import attention_modules, make_padding_free, set_attention
+from .pack.encoder_layers import pack_layers, why_no_layers
+from .pack.islands import paths_of_islands, share_of_weights
 from .pack.packed_forward import Logits, PackingMode
 from .pack.sharded_packing import why_not_sharded
 from .pack.shared_prefixes import why_not_shared
@@ -45,17 +47,8 @@ def patch_model(
         if padding_free and hasattr(type(model), "query_expansion"):  # of sentence-transformers
             override_forward(model, functools.partial(_run_expanded, handle), handle)
         return False
-    not_routed = families.why_not_routed(model)
-    proof, not_packed = Proof(), families.why_not_packed(model) if padding_free else None
-    reason = _not_provable(model) if padding_free else not_routed
-    if not_routed is not None and not_packed is not None:
-        reason = f"can't be packed: {not_packed}. It {not_routed}. {_REWRITE}"
-    if reason is None and padding_free and not_packed is None:
-        proof, where = proof_of(model)
-        if proof.reason is not None:
-            reason = f"can't be packed: {proof.reason} (proof {where})"
-            alone = _ALONE if attention_modules(model) else _WITHOUT_ATTENTION
-            reason += f". {alone}" if not_routed is None else f". It {not_routed}. {_REWRITE}"
+    plan = _plan(model, padding_free)
+    proof, reason, not_packed, packs_layers = plan.proof, plan.reason, plan.not_packed, bool(plan.proof.layers)
     if reason is None and handle.mesh is not None:
         reason = _why_not_sharded(model, proof, not_packed)
     if reason is not None:
@@ -64,23 +57,33 @@ def patch_model(
     how = "supports rows that you pack, with cu_seq_lens or position_ids"
     if not_packed is not None:
         how = f"not packed, because {not_packed}"
+    elif packs_layers:
+        how = f"each {' and '.join(proof.layers)} packed"
+        how += f"{'' if proof.trains else ', but not in training or with labels'}; proof {plan.where}"
     elif padding_free:
         how = "packed at the entry, padded at the exit"
         if logits is None and proof.head in ("token", "next token"):
             how += "; in training with labels its logits stay packed"
-        how += f"; proof {where}"
-    if not_routed is None:
+        if proof.islands:
+            share = share_of_weights(model, proof.islands)
+            how += f"; modules with {share:.0%} of its weights (no embeddings) run padded, in groups of like lengths"
+        how += f"; proof {plan.where}"
+    if families.routes_attention(model):
         how += f"; attn_implementation was {set_attention(model, handle)!r}"
     if not_packed is not None:
         for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
             names = tuple(inspect.signature(part.forward).parameters)
             if any(name.endswith("attention_mask") for name in names):
                 override_forward(part, functools.partial(_run_padded, handle, not_packed, names), handle)
+    elif packs_layers:
+        if handle.prefixes is not None:
+            handle.prefixes.add_model(model, "its layers pack by themselves")
+        pack_layers(model, proof, handle)
     elif padding_free:
         shares = handle.prefixes is not None and handle.prefixes.add_model(model, _why_not_shared(model, proof))
         make_padding_free(model, proof, families.family_of(model), handle, logits, packing, shares)
     handle.change(name, f"{type(model).__name__}, {how}")
-    handle.change_layers(name, _attention_layers(model))
+    handle.change_layers(name, {**_attention_layers(model), **_padded_modules(model, proof.islands)})
     for path, module in model.named_modules():
         if _takes_packed_images(module):
             # only this module's copy of the config gets the special name
@@ -91,8 +94,39 @@ def patch_model(
     return True
 
 
+class _Plan(NamedTuple):
+    """How a model is patched: what was proven, and where the proof is from; or why it is not patched or not packed."""
+
+    proof: Proof
+    where: str
+    reason: str | None
+    not_packed: str | None
+
+
+def _plan(model: PreTrainedModel, padding_free: bool) -> _Plan:
+    not_routed = families.why_not_routed(model)
+    if not padding_free:
+        return _Plan(Proof(), "", not_routed, None)
+    proof, where, reason, not_packed = Proof(), "", _not_provable(model), families.why_not_packed(model)
+    if not_packed is not None:
+        if reason is None and why_no_layers(model) is None:
+            proof, where = proof_of(model)
+            not_packed = proof.reason
+        if not_routed is not None and not_packed is not None:
+            reason = f"can't be packed: {not_packed}. It {not_routed}. {_REWRITE}"
+    elif reason is None:
+        proof, where = proof_of(model)
+        if proof.reason is not None:
+            reason = f"can't be packed: {proof.reason} (proof {where})"
+            alone = _ALONE if attention_modules(model) else _WITHOUT_ATTENTION
+            reason += f". {alone}" if not_routed is None else f". It {not_routed}. {_REWRITE}"
+    return _Plan(proof, where, reason, not_packed)
+
+
 def _why_not_sharded(model: PreTrainedModel, proof: Proof, not_packed: str | None) -> str | None:
     """Why the tokens of a model can't be divided over ranks, or None."""
+    if proof.layers:
+        return "can't be divided over the ranks of a mesh: its layers pack by themselves"
     reason = not_packed or ("it has an encoder and a decoder" if families.is_encoder_decoder(model) else None)
     if reason is None:
         needs_row = any(counts_positions(x) or scales_by_length(x) for x in model.modules())
@@ -199,6 +233,11 @@ def _attention_layers(model: nn.Module) -> dict[str, str]:
         path: type(module).__name__ + (f", window {windows[path]}" if isinstance(windows[path], int) else "")
         for path, module in layers.items()
     }
+
+
+def _padded_modules(model: nn.Module, classes: tuple[str, ...]) -> dict[str, str]:
+    """The modules that run padded, by name."""
+    return {path: f"{type(model.get_submodule(path)).__name__}, padded" for path in paths_of_islands(model, classes)}
 
 
 def _takes_packed_images(module: nn.Module) -> bool:

@@ -41,6 +41,13 @@ class Proof:
         holes: whether rows with padding between tokens can be packed.
         embeds: whether `inputs_embeds` can be packed.
         token_types: whether `token_type_ids` can be packed.
+        islands: classes of modules that run on padded rows (`pack/islands.py`).
+        equal_lengths: whether an island runs only sequences of equal lengths together, so that it needs no padding.
+        reads_padding: whether unpatched values of some padded batches depend on the padding. Packed, they are those of
+            each sequence alone.
+        layers: classes of layers that pack by themselves (`pack/encoder_layers.py`). The other fields but `holes` and
+            `islands` are then not used.
+        trains: whether such layers pack in training, and in calls with labels.
         tried: False if no small model could be built and run, which may be different next time.
     """
 
@@ -54,4 +61,9 @@ class Proof:
     holes: bool = True
     embeds: bool = True
     token_types: bool = True
+    islands: tuple[str, ...] = ()
+    equal_lengths: bool = False
+    reads_padding: bool = False
+    layers: tuple[str, ...] = ()
+    trains: bool = True
     tried: bool = True

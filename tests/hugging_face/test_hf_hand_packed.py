@@ -45,7 +45,7 @@ CASES = {
     ("bart", "BartForCausalLM"): ("right", "refused"),
     ("t5", "T5Model"): ("refused", "right"),
     ("git", "GitModel"): ("refused", "refused"),
-    ("jamba", "JambaModel"): ("refused", "refused"),
+    ("jamba", "JambaModel"): ("right", "refused"),
 }
 
 

@@ -13,12 +13,13 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from ...compiler import outside_of_graphs
 from ...kernels.alibi import alibi_slopes
@@ -400,6 +401,118 @@ def _disentangled(
     return _merged(out), None
 
 
+def _wavlm(
+    module: Any,
+    mask: PackedMask,
+    /,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_bias: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, None, Tensor]:
+    """A gate for each query scales the biases, which the first layer passes on as `position_bias` (H·N,)."""
+    heads, x = module.num_heads, hidden_states
+    if position_bias is None:
+        embedding = module.rel_attn_embed
+        position_bias = embedding(torch.arange(module.num_buckets, device=x.device)).T.flatten()
+    gates = module.gru_rel_pos_linear(x[0].unflatten(-1, (heads, -1))).unflatten(-1, (2, 4)).sum(-1).sigmoid()
+    first, second = gates.chunk(2, dim=-1)  # (T, H, 1)
+    gate = first * (second * module.gru_rel_pos_const.view(-1, 1) - 1.0) + 2.0
+    relative = RelativeBias(_wavlm_buckets(module, x.device), query_bias=gate * position_bias.view(heads, -1))
+    # as in the module, which reads weights: adapters on its projections have no effect
+    projections = module.q_proj, module.k_proj, module.v_proj
+    query, key, value = (_heads(F.linear(x, each.weight, each.bias), heads) for each in projections)
+    out = mask.attend(query, key, value, relative=relative, dropout_p=module.dropout if module.training else 0.0)
+    return F.linear(_merged(out), module.out_proj.weight, module.out_proj.bias), None, position_bias
+
+
+def _wavlm_buckets(module: Any, device: torch.device) -> Tensor:
+    """They are those of T5 with both sides."""
+    sizes = True, module.num_buckets, module.max_distance
+    return _buckets((T5Attention, *sizes), functools.partial(_t5_bucket, T5Attention, sizes), sizes[2], device)
+
+
+def _parakeet(
+    module: Any,
+    mask: PackedMask,
+    /,
+    hidden_states: Tensor,
+    position_embeddings: Tensor,
+    attention_mask: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    states = (hidden_states,) * 3
+    query, key, value = _projected(states, (module.q_proj, module.k_proj, module.v_proj), module.head_dim)
+    positions = module.relative_k_proj(position_embeddings).unflatten(-1, (-1, module.head_dim))
+    biases, dropout = (module.bias_u, module.bias_v), module.attention_dropout if module.training else 0.0
+    out = _transformer_xl(mask, (query, key, value), positions, biases, module.scaling, dropout)
+    return module.o_proj(out), None
+
+
+def _wav2vec2_conformer(
+    module: Any,
+    mask: PackedMask,
+    /,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    relative_position_embeddings: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, None]:
+    states, size, kind = (hidden_states,) * 3, module.head_size, module.position_embeddings_type
+    query, key, value = _projected(states, (module.linear_q, module.linear_k, module.linear_v), size)
+    scale, dropout = size**-0.5, _rate(module.dropout)
+    if kind == "relative" and relative_position_embeddings is not None:
+        positions = module.linear_pos(relative_position_embeddings).unflatten(-1, (-1, size))
+        biases = module.pos_bias_u, module.pos_bias_v
+        return module.linear_out(_transformer_xl(mask, (query, key, value), positions, biases, scale, dropout)), None
+    if kind not in (None, "relative_key"):
+        raise NotImplementedError(f"its position_embeddings_type is {kind!r}")
+    relative = None
+    if kind is not None:
+        before, after = module.left_max_position_embeddings, module.right_max_position_embeddings
+        radius = max(before, after)
+        buckets = torch.arange(-radius, radius + 1, device=query.device).clamp(-before, after) + before
+        table = module.distance_embedding.weight.to(query.dtype)
+        relative = RelativeBias(buckets, query_bias=scale * torch.einsum("htd,nd->thn", query[0], table))
+    out = mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout)
+    return module.linear_out(_merged(out)), None
+
+
+def _projected(states: Iterable[Tensor], projections: Iterable[Callable[..., Tensor]], size: int) -> list[Tensor]:
+    """Queries, keys and values (1, H, T, D), for heads of this size."""
+    pairs = zip(states, projections, strict=True)
+    return [project(x).unflatten(-1, (-1, size)).transpose(1, 2) for x, project in pairs]
+
+
+def _transformer_xl(
+    mask: PackedMask,
+    states: tuple[Tensor, Tensor, Tensor],
+    positions: Tensor,
+    biases: tuple[Tensor, Tensor],
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
+    """The attention of Transformer-XL (Dai et al. 2019), (1, T, H·D).
+
+    Args:
+        mask: the mask of the row.
+        states: query, key and value (1, H, T, D).
+        positions: (1, 2L − 1, H, D), the keys of the distances L − 1 to −(L − 1), from the query to the key.
+        biases: (H, D) each, which are added to queries that meet keys, and to those that meet positions.
+        scale: of the scores.
+        dropout_p: of the weights.
+    """
+    query, key, value = states
+    radius, longest = positions.shape[1] // 2, mask.query_layout.max_seqlen - 1
+    near = positions[0, radius - longest : radius + longest + 1]
+    of_positions = torch.einsum("htd,nhd->thn", (query[0] + biases[1][:, None]) * scale, near)
+    relative = RelativeBias(torch.arange(len(near), device=query.device), query_bias=of_positions)
+    query = query + biases[0][None, :, None]
+    return _merged(mask.attend(query, key, value, scale=scale, relative=relative, dropout_p=dropout_p))
+
+
 def _buckets(
     key: tuple[Any, ...], bucket_of: Callable[[Tensor], Tensor], radius: int | None, device: torch.device
 ) -> Tensor:
@@ -452,6 +565,10 @@ _ADAPTERS = {
     "mt5.modeling_mt5.MT5Attention": _T5,
     "switch_transformers.modeling_switch_transformers.SwitchTransformersAttention": _T5,
     "umt5.modeling_umt5.UMT5Attention": Adapter(_umt5, _t5_buckets),
+    "wavlm.modeling_wavlm.WavLMAttention": Adapter(_wavlm, _wavlm_buckets),
+    "parakeet.modeling_parakeet.ParakeetEncoderAttention": Adapter(_parakeet),
+    "wav2vec2_bert.modeling_wav2vec2_bert.Wav2Vec2BertSelfAttention": Adapter(_wav2vec2_conformer),
+    "wav2vec2_conformer.modeling_wav2vec2_conformer.Wav2Vec2ConformerSelfAttention": Adapter(_wav2vec2_conformer),
     "deberta.modeling_deberta.DisentangledSelfAttention": Adapter(_deberta, _deberta_buckets),
     "deberta_v2.modeling_deberta_v2.DisentangledSelfAttention": Adapter(_deberta_v2, _deberta_v2_buckets),
 }

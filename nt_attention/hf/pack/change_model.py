@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
@@ -22,6 +23,7 @@ from ..transformers_private import ATTENTION, attention_attributes, attention_of
 from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
+from .islands import add_islands, group_by_length
 from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
 from .small_batches import Size
 
@@ -127,20 +129,26 @@ def make_padding_free(
     logits: Logits,
     packing: PackingMode,
     shares: bool = False,
+    grouping: Callable[..., Any] = group_by_length,
 ) -> None:
-    """Make the model pack, and also its base model, because callers may call it directly. `shares`: share prefixes."""
+    """Make the model pack, and also its base model, because callers may call it directly.
+
+    `shares`: share prefixes. `grouping`: which sequences islands run together.
+    """
     base, head = families.base_model(model), proof.head
     needs_row = _override_positions(base, handle) or proof.mask is not None
+    needs_row |= add_islands(base, proof, handle, grouping)
     is_routed = families.routes_attention(model)
     override_methods(base, handle)
     attentions = attention_modules(base).values()
     is_causal = any(getattr(module, "is_causal", False) is True for module in attentions)
     for module in attentions:
-        override_attention(module, is_routed, handle)
+        if type(module).__name__ not in proof.islands:
+            override_attention(module, is_routed, handle)
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
     # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
-    differs = family.embed is not None or any(map(scales_by_length, base.modules()))
+    differs = proof.reads_padding or family.embed is not None or any(map(scales_by_length, base.modules()))
     may_run_padded = packing == "auto" and handle.mesh is None and not differs
 
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:

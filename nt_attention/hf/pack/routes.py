@@ -300,6 +300,8 @@ class AsGraph:
         assert graphs is not None
         is_compiled, holes = call.compiler is not None, call.entry.proof.holes
         try:
+            if call.entry.proof.islands:
+                raise NotCapturedError("modules that run padded need the lengths on the host")
             out = run_as_graph(
                 graphs, call.model, call.arguments, is_compiled, holes, self._returns_cache, self._run_packed
             )
@@ -359,13 +361,13 @@ def _pack_inputs(entry: Any, base: Any, packing: Packing, arguments: dict[str, A
         for key in {"labels", "shift_labels"} & arguments.keys():
             arguments[key] = layout.fill_past_end(arguments[key].squeeze(0), -100).unsqueeze(0)
     arguments |= {"use_cache": False, "return_dict": True}
+    if proof.extra == "sliding_window":
+        arguments["sliding_window"] = base.config.sliding_window
     if proof.mask is not None:
         mask = PackedMask.of(layout, form=proof.mask, is_causal=proof.is_causal, packing=packing)
         return arguments | {"attention_mask": mask}
     if proof.extra == "seq_idx":
         arguments["seq_idx"] = layout.sequence_ids.int().unsqueeze(0)
-    elif proof.extra == "sliding_window":
-        arguments["sliding_window"] = base.config.sliding_window
     return arguments | {
         "attention_mask": bypass_mask(layout),
         "cu_seq_lens_q": layout.operator_offsets,

@@ -2,6 +2,7 @@
 
 Everything in a proven base model but its attention computes each token by itself, and its attention takes a
 `TreeLayout`. So the packed row of the base model becomes the rows of the tree, and its outputs are expanded again.
+Modules that keep a state along the row run all tokens (`islands.py`).
 Heads and losses get what they get without sharing.
 
 Dimensions: T tokens of the packed row, R rows of the tree, E the width of hidden states.
@@ -27,7 +28,7 @@ from ...torch_private import has_compiled_call, inside_compiled, is_transformed
 from .. import families
 from ..proof import Proof
 from ..route.packed_mask import bypass_mask
-from ..route.packed_row import counts_positions
+from ..route.packed_row import PackedRow, counts_positions, running
 from ..route.rope import scales_by_length
 from .outputs import UnknownOutputError
 
@@ -108,15 +109,17 @@ def _has_training_part(base: nn.Module) -> bool:
 
 def _run_on_tree(tree: TreeLayout, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     handle = tensor_of(tree, tree.device)
-    out = original(**{
-        **arguments,
-        **{name: tree.collapse(arguments[name][0]).unsqueeze(0) for name in ("input_ids", "position_ids")},
-        "attention_mask": bypass_mask(tree),
-        "cu_seq_lens_q": handle,
-        "cu_seq_lens_k": handle,
-        "max_length_q": tree.max_seqlen,
-        "max_length_k": tree.max_seqlen,
-    })  # fmt: skip
+    tokens = {name: tree.collapse(arguments[name][0]).unsqueeze(0) for name in ("input_ids", "position_ids")}
+    with running(row=PackedRow(tree, tokens["position_ids"], tree.max_seqlen)):
+        out = original(**{
+            **arguments,
+            **tokens,
+            "attention_mask": bypass_mask(tree),
+            "cu_seq_lens_q": handle,
+            "cu_seq_lens_k": handle,
+            "max_length_q": tree.max_seqlen,
+            "max_length_k": tree.max_seqlen,
+        })  # fmt: skip
 
     def expand(values: Any) -> Any:
         return tree.expand(values[0]).unsqueeze(0) if isinstance(values, Tensor) else tuple(map(expand, values))

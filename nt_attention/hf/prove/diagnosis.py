@@ -36,16 +36,23 @@ class _Cause(NamedTuple):
     kind: str
     changed: list[bool]  # for each token of the sequence
 
+    @property
+    def part(self) -> str | None:
+        """The class of the module, or None if it is the base model."""
+        return self.kind if self.name else None
 
-def diagnose(base: Any) -> str | None:
-    """Why the packed run of a patched base model is wrong, or None if this finds nothing.
+
+def diagnose(base: Any) -> tuple[str, str | None] | None:
+    """Why the packed run of a patched base model is wrong, and the class of the module. None if this finds nothing.
+
+    The class is None if the module is the base model.
 
     Args:
         base: the patched base model of a twin. Its call packs.
     """
     generator = torch.Generator().manual_seed(3)
     first, second, third, other = (
-        torch.randint(6, vocabulary_of(base), (n,), generator=generator) for n in (11, 9, 12, 12)
+        torch.randint(6, vocabulary_of(base), (n,), generator=generator) for n in (11, 9, 13, 13)
     )
     row = [first, second, third]
     before = _changed(base, row, [other[:11], second, third])
@@ -54,36 +61,42 @@ def diagnose(base: Any) -> str | None:
         but_first = _changed(base, row, [torch.cat([first[:1], other[:10]]), second, other])
         depends = f"tokens of sequence 2 depend on sequence {1 if before else 3}: {_describe(cause)}"
         if but_first is None:
-            return f"{depends} uses the first token of the row for all tokens"
+            return f"{depends} uses the first token of the row for all tokens", cause.part
         if "Attention" in cause.kind:
-            return f"{depends} does not keep the sequences of a packed row apart"
+            return f"{depends} does not keep the sequences of a packed row apart", cause.part
         if before and after:
-            return f"{depends} mixes {'all' if all(cause.changed) else 'neighboring'} tokens of the row"
+            return f"{depends} mixes {'all' if all(cause.changed) else 'neighboring'} tokens of the row", cause.part
         if not before:
-            return f"{depends} uses later tokens of the row, such as its last one"
+            return f"{depends} uses later tokens of the row, such as its last one", cause.part
         reach = max(place for place, changed in enumerate(cause.changed) if changed) + 1
         if reach <= _WIDEST:
-            return f"{depends} has a convolution along the row, which reaches {reach} tokens into the next sequence"
-        return f"{depends} keeps a state along the row"
+            return (
+                f"{depends} has a convolution along the row, which reaches {reach} tokens into the next sequence",
+                cause.part,
+            )
+        return f"{depends} keeps a state along the row", cause.part
     before = _changed(base, row, [first[:6], second, third])
     after = _changed(base, row, [first, second, torch.cat([third, other])])
     if (cause := after or before) is not None:
         depends = f"values of sequence 2 depend on the lengths of other sequences: {_describe(cause)}"
         if after is None:
-            return f"{depends} counts positions along the row"
-        return f"{depends} uses the length of the row, or of its longest sequence"
+            return f"{depends} counts positions along the row", cause.part
+        return f"{depends} uses the length of the row, or of its longest sequence", cause.part
     cause = _first_change(_run(base, row, 2), _run(base, [third], 0))
     if cause is None:
         return None
     if "Attention" in cause.kind:
-        return f"{_describe(cause)} has a window, chunks, or another restriction that only the attention mask contains"
-    return f"{_describe(cause)} gives other values in a packed row than for each sequence alone"
+        return (
+            f"{_describe(cause)} has a window, chunks, or another restriction that only the attention mask contains",
+            cause.part,
+        )
+    return f"{_describe(cause)} gives other values in a packed row than for each sequence alone", cause.part
 
 
-def raised_in(base: nn.Module, error: Exception) -> str:
-    """The name of the innermost module that raised an error, from the traceback."""
-    names = {id(module): f"{name} ({type(module).__name__})" for name, module in base.named_modules() if name}
-    found = f"the forward of {type(base).__name__}"
+def raised_in(base: nn.Module, error: Exception) -> tuple[str, str | None]:
+    """The name of the innermost module that raised an error, from the traceback, and its class if it is a part."""
+    names = {id(x): (f"{name} ({type(x).__name__})", type(x).__name__) for name, x in base.named_modules() if name}
+    found: tuple[str, str | None] = f"the forward of {type(base).__name__}", None
     traceback = error.__traceback__
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self", traceback.tb_frame.f_locals.get("module"))
@@ -154,7 +167,7 @@ def _run(base: Any, row: list[Tensor], which: int) -> list[_Seen]:
     ids = torch.full(mask.shape, padding_of(base)).masked_scatter(mask, torch.cat(row))
     try:
         with torch.no_grad():
-            out = base(input_ids=ids, attention_mask=mask.long())
+            out = base(input_ids=ids.to(base.device), attention_mask=mask.long().to(base.device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from .. import families
 from ..families import Family
+from ..pack.encoder_layers import why_no_layers
 from ..proof import Proof
 from ..transformers_private import attention_of
+from .layer_trial import prove_layers
 from .trial import UNPATCHED_IS_WRONG, Trial
 from .trial_runs import NotProven, first_line
 from .twin import CannotBuild, build_twin, isolated
@@ -35,6 +37,9 @@ def prove(model: PreTrainedModel, family: Family) -> Proof:
         model: the model. It does not run.
         family: what is known about its family.
     """
+    if families.why_not_packed(model) is not None and why_no_layers(model) is None:
+        with isolated():
+            return prove_layers(model)
     code = user_code_of(model)
     fields = whole_fields(families.config_of(model), code)
     of_config = {x for x in leaves_of(fields) if _is_integer(x)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from ..families import class_of
 from ..proof import Proof
 from .parts import marks_of, name_of, parts_of
 from .prover import prove
-from .twin import new_model
+from .twin import has_packages, may_need_gpu, new_model
 from .twin_config import twin_config
 from .user_code import classes_of, has_other_code
 
@@ -115,16 +114,10 @@ def key_of(model: PreTrainedModel) -> str | None:
         "marks": sorted(marks_of(model)),
         "family": [family.positions, *([x.__module__, x.__qualname__] for x in quirks)],
         "sources": sorted({_digest(file) for each in classes_of(model) if (file := _file_of(each))}),
-        "versions": [transformers.__version__, _kernels()],
+        "versions": [transformers.__version__, has_packages(), *(["cuda"] if may_need_gpu() else [])],
         **{"attention": None, "replaced": [], "own code": []},  # they were other values in models with other code
     }
     return hashlib.sha256(_canonical(fields).encode()).hexdigest()[:24]
-
-
-@functools.cache
-def _kernels() -> list[bool]:
-    """Whether packages are there that let some models of transformers keep packed sequences apart."""
-    return [importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d", "mamba_ssm")]
 
 
 def _canonical(value: Any) -> str:
@@ -182,7 +175,8 @@ def _write(file: Path, proof: Proof) -> bool:
 
 def as_fields(proof: Proof) -> dict[str, Any]:
     """The fields of a proof that differ from their defaults."""
-    return {name: x for name, x in dataclasses.asdict(proof).items() if x != getattr(Proof(), name)}
+    fields = {name: x for name, x in dataclasses.asdict(proof).items() if x != getattr(Proof(), name)}
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}  # as JSON has them
 
 
 def _file_of(kind: type) -> str | None:

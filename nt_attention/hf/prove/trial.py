@@ -73,7 +73,7 @@ class Trial(Runs):
         """
         batch = Batch("right", self.vocabulary, padding_of(self.twin), (), WITH_PREFIX)
         batch.ids[:-1, : WITH_PREFIX[0]] = batch.ids[0, : WITH_PREFIX[0]]
-        alone = batch.values_alone([self.base(**row) for row in batch.rows()], batch.rows())
+        alone = batch.values_alone([self._forward(self.base, row) for row in batch.rows()], batch.rows())
         weights = {name: torch.randn_like(value) for name, value in alone.items()}
         want = self._gradients(alone, weights)
         with self._patched(proof, shared_prefixes=True) as handle:
@@ -87,15 +87,37 @@ class Trial(Runs):
             raise NotProven(reasons[0])
 
     def find_way(self) -> Proof:
-        """Find how the model gets the layout and how positions are counted, on the base model in evaluation."""
+        """Find how the model gets the layout and how positions are counted, on the base model in evaluation.
+
+        A module that mixes the tokens of the row is tried as a padded island; if it reads padding, with rows of equal
+        lengths.
+        """
+        islands: tuple[str, ...] = ()
+        equal_lengths = False
+        first: NotProven | None = None
+        while True:
+            try:
+                return self._find_way(islands, equal_lengths)
+            except NotProven as failure:
+                first = first or failure
+                mixer = None if failure.mixer in islands else failure.mixer
+                if self.known is not None or self.pairs or len(islands) == 4:
+                    raise first from None
+                if mixer is None and (not islands or equal_lengths or self.has_user_code):
+                    raise first from None
+                islands += () if mixer is None else (mixer,)
+                equal_lengths |= mixer is None
+
+    def _find_way(self, islands: tuple[str, ...], equal_lengths: bool) -> Proof:
         batch = self._batch("right")
         alone = self._alone(self.base, batch)
         pools = getattr(self.base, "pooler", None) is not None and "pooler_output" in alone
         failures: list[tuple[Proof, NotProven | str]] = []
-        for proof in self._ways(pools and self.family.pool is None):
+        for way in self._ways(pools and self.family.pool is None):
+            proof = way if self.known else replace(way, islands=islands, equal_lengths=equal_lengths)
             try:
                 if (wrong := self._wrong(proof, batch, alone)) is None:
-                    return proof
+                    return replace(proof, reads_padding=bool(self.no_reference) and not self.scaled_by_length)
                 failures.append((proof, wrong))
             except NeedsPackage:
                 raise
@@ -111,19 +133,30 @@ class Trial(Runs):
         if (wrong := self._different(batch.values(self._packed(self.base, batch.inputs, proof)), alone)) is not None:
             return wrong
         unpatched = batch.values(self._run(self.base, batch.inputs))
-        wrong = None if self.scaled_by_length else self._different(unpatched, of_tokens(alone))
-        if wrong is not None:
+        wrong = None if "right" in self.no_reference else self._different(unpatched, of_tokens(alone))
+        if wrong is not None and (not proof.islands or self.has_user_code):
             raise NotProven(f"{UNPATCHED_IS_WRONG}, its {wrong} of a padded batch is not that of each sequence alone")
         if self.pairs:
             inputs = {**batch.inputs, "encoder_outputs": self.base.get_encoder()(**batch.source_inputs)}
             del inputs["input_ids"]
-            wrong = self._different(batch.values(self._packed(self.base, inputs, proof)), alone)
-            if wrong is not None:
-                return f"{wrong} with encoder_outputs given"
+            wrong_output = self._different(batch.values(self._packed(self.base, inputs, proof)), alone)
+            if wrong_output is not None:
+                return f"{wrong_output} with encoder_outputs given"
         left = self._batch("left")
-        padded = alone if self.scaled_by_length else left.values(self._run(self.base, left.inputs))
-        wrong = self._different(left.values(self._packed(self.base, left.inputs, proof)), of_tokens(padded))
-        return wrong and f"{wrong} with padding on the left"
+        got = left.values(self._packed(self.base, left.inputs, proof))
+        sides = {"right"} if wrong is not None else set()
+        if "left" not in self.no_reference:
+            wrong = self._different(got, of_tokens(left.values(self._run(self.base, left.inputs))))
+            sides |= {"left"} if wrong is not None else set()
+        may_read_padding = proof.islands and proof.positions != "ids" and not self.has_user_code
+        if "left" in self.no_reference or (wrong is not None and may_read_padding):
+            # Unpatched, states read padding. Users may mean that. Positions that count ids must be the unpatched
+            # ones: for one padding id, a constant offset gives the same.
+            wrong = self._different(got, of_tokens(alone))
+        if wrong is not None:
+            return f"{wrong} with padding on the left"
+        self.no_reference |= sides
+        return None
 
     def _ways(self, pool: bool) -> Iterator[Proof]:
         """The ways to pack the model that are tried, the usual ones first."""
@@ -135,14 +168,16 @@ class Trial(Runs):
             yield from (Proof(positions=each, mask="pairs") for each in positions)
             return
         forms = get_args(Form)
+        windows: list[Extra | None] = []
         if families.routes_attention(self.twin) and not has_adapter(self.twin):
             extras: list[Extra | None] = [None]
             if takes_any(self.base):
-                extras += ["seq_idx", "sliding_window"] if _has_window(self.base) else ["seq_idx"]
+                windows = ["sliding_window"] if _has_window(self.base) else []
+                extras += ["seq_idx", *windows]
             yield from (Proof(positions=each, pool=pool, extra=extra) for extra in extras for each in positions)
             forms = ("pairs",)
-        for form, is_causal, each in itertools.product(forms, (False, True), positions):
-            yield Proof(positions=each, pool=pool, mask=form, is_causal=is_causal)
+        for extra, form, is_causal, each in itertools.product([None, *windows], forms, (False, True), positions):
+            yield Proof(positions=each, pool=pool, mask=form, is_causal=is_causal, extra=extra)
 
     def _refusal(self, proof: Proof, output: str) -> NotProven:
         """Why an output differs from that of each sequence alone."""
@@ -150,7 +185,9 @@ class Trial(Runs):
             return NotProven(f"its {output} differs between packed rows and each pair of sequences alone")
         with self._patched(replace(proof, head=None)):
             reason = diagnosis.diagnose(self.base)
-        return NotProven(reason or f"its {output} differs between a packed row and each sequence alone")
+        if reason is None:
+            return NotProven(f"its {output} differs between a packed row and each sequence alone")
+        return NotProven(*reason)
 
     def _heads(self) -> list[Head]:
         """How the head of the model may run. Empty if it has none."""
@@ -213,12 +250,12 @@ class Trial(Runs):
     def _known_values(self, proof: Proof, batch: Batch, unpatched: Any) -> dict[str, Tensor]:
         """The values of a padded batch, if it is known from another twin that they are those of each sequence alone."""
         is_known = self.known is not None and proof.head != "sequence" and proof.head != "span"
-        return of_tokens(batch.values(unpatched)) if is_known and not self.scaled_by_length else {}
+        return of_tokens(batch.values(unpatched)) if is_known and batch.side not in self.no_reference else {}
 
     def _alone_in_training(self, proof: Proof, batch: Batch) -> dict[str, Tensor]:
         rows = batch.rows()
         try:
-            want = batch.values_alone([self.twin(**self._form(self.twin, row)) for row in rows], rows)
+            want = batch.values_alone([self._forward(self.twin, row) for row in rows], rows)
         except Exception as error:
             raise self._refusal(proof, f"output ({first_line(error)})") from error
         if self._different(self._alone(self.twin, batch), want) is not None:
@@ -253,7 +290,7 @@ class Trial(Runs):
             gradients = self._gradients({"loss": got}, one)
         try:
             # Question answering counts the logits of padding in the loss of a padded batch.
-            alone = self._loss_alone(batch, labels, head) if head == "span" or self.scaled_by_length else None
+            alone = self._loss_alone(batch, labels, head) if head == "span" or batch.side in self.no_reference else None
             padded = self._padded(inputs)
             want = padded.loss if alone is None else alone
         except Exception as error:
@@ -266,7 +303,7 @@ class Trial(Runs):
 
     def _check_draws(self, proof: Proof, batch: Batch) -> None:
         """Compare values in training for low and high random numbers, if there are any: code may branch on them."""
-        if self.draws is None or not self.draws.any or self.scaled_by_length:
+        if self.draws is None or not self.draws.any or "right" in self.no_reference:
             return
         for level in (0.001, 0.999):
             self.draws.level = level
@@ -317,7 +354,7 @@ class Trial(Runs):
             else:
                 own, counted = {name: x[n : n + 1].clone() for name, x in labels.items()}, 1
             if counted:
-                total = total + counted * self.twin(**row, **own).loss
+                total = total + counted * self._forward(self.twin, {**row, **own}).loss
                 count += counted
         return total / max(count, 1)
 
@@ -419,11 +456,18 @@ class Trial(Runs):
         for several in (types, torch.zeros_like(types)):  # it may have a single type
             inputs = {**batch.inputs, "token_type_ids": several}
             try:
-                want = batch.values(self._run(self.base, inputs))
+                want = self._expected(batch, inputs)
             except Exception:  # unpatched, it takes other ones
                 continue
             return self._gives(proof, batch, inputs, want)
         return False
+
+    def _expected(self, batch: Batch, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values of the unpatched base model: of a padded batch or, if it reads padding, of each sequence alone."""
+        if batch.side not in self.no_reference:
+            return batch.values(self._run(self.base, inputs))
+        rows = [{name: x[n][batch.mask[n]][None] for name, x in inputs.items()} for n in range(len(batch.mask))]
+        return batch.values_alone([self._run(self.base, row) for row in rows], rows)
 
     def _holes(self, proof: Proof) -> bool:
         """Whether rows with padding between tokens give the same packed and padded."""
@@ -439,7 +483,8 @@ class Trial(Runs):
         inputs = batch.inputs
         by_ids = batch.values(self._run(self.base, inputs))
         packed_by_ids = batch.values(self._packed(self.base, inputs, proof))
-        inputs["inputs_embeds"] = self.base.get_input_embeddings()(inputs.pop("input_ids")).detach()
+        ids = inputs.pop("input_ids").to(self.base.device)
+        inputs["inputs_embeds"] = self.base.get_input_embeddings()(ids).detach()
         try:
             want = batch.values(self._run(self.base, inputs))
         except Exception:  # unpatched, it does not take them either, or not of this form

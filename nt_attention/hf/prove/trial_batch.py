@@ -53,7 +53,7 @@ class Batch:
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.lengths = lengths
+        self.side, self.lengths = side, lengths
         self.mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
         if side == "left":
             self.mask = self.mask.flip(1)

@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...patching.handle import PatchHandle
+from ...torch_private import pytree
 from .. import families
 from ..families import Family
 from ..pack.change_model import make_padding_free, set_attention
 from ..pack.deferred_scores import CannotDeferError
+from ..pack.islands import one_group
 from ..proof import Proof
 from ..route.packed_mask import CannotMaskError, MixesSequencesError
 from ..route.rope import scales_by_length
@@ -34,14 +36,18 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.1, torc
 
 
 class NotProven(Exception):
-    """The packed run of a twin is wrong. The message says why."""
+    """The packed run of a twin is wrong. The message says why. `mixer` is the class of a module that mixes tokens."""
+
+    def __init__(self, reason: str, mixer: str | None = None) -> None:
+        super().__init__(reason)
+        self.mixer = mixer
 
 
 class NeedsPackage(NotProven):
     """A layer can keep packed sequences apart only with a package that is not installed."""
 
 
-class _Handle(PatchHandle):
+class TwinHandle(PatchHandle):
     """The handle of a patched twin: a call that does not run packed is an error."""
 
     def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
@@ -76,8 +82,10 @@ class Runs:
         self.vocabulary = vocabulary_of(twin, None if proof else VOCABULARY)
         self.draws = Draws(self.twin, self.base) if has_user_code else None
         self.tolerance = TOLERANCE[next(iter(twin.parameters())).dtype]
-        # Unpatched, such RoPE is scaled for the longest row of a batch, so a padded batch is no reference.
+        # The sides on which an unpatched run with padding is no reference. RoPE that is scaled by length is scaled for
+        # the longest row of a batch.
         self.scaled_by_length = any(scales_by_length(module) for module in twin.modules())
+        self.no_reference = {"right", "left"} if self.scaled_by_length else set()
         self.names = set(inspect.signature(twin.forward).parameters)
         if takes_any(twin):
             self.names |= {"labels", "start_positions", "end_positions"}
@@ -94,7 +102,16 @@ class Runs:
 
     @torch.no_grad()
     def _run(self, model: Any, inputs: dict[str, Tensor]) -> Any:
-        return model(**self._form(model, inputs))
+        return self._forward(model, inputs)
+
+    def _forward(self, model: Any, inputs: dict[str, Tensor]) -> Any:
+        """Run a model. Its inputs and outputs are on the CPU, as all values that are compared."""
+        inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        out = model(**self._form(model, inputs))
+        if model.device.type != "cpu":
+            for name, value in out.items():
+                out[name] = pytree.tree_map_only(Tensor, Tensor.cpu, value)
+        return out
 
     def _form(self, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inputs in the form that the model takes."""
@@ -105,10 +122,10 @@ class Runs:
 
     @contextmanager
     def _patched(self, proof: Proof, shared_prefixes: bool = False) -> Iterator[PatchHandle]:
-        with _Handle(type(self.twin).__name__, shared_prefixes=shared_prefixes) as handle:
+        with TwinHandle(type(self.twin).__name__, shared_prefixes=shared_prefixes) as handle:
             if families.routes_attention(self.twin):
                 set_attention(self.twin, handle)
-            make_padding_free(self.twin, proof, self.family, handle, "padded", "always", shared_prefixes)
+            make_padding_free(self.twin, proof, self.family, handle, "padded", "always", shared_prefixes, one_group)
             yield handle
 
     def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof) -> Any:
@@ -117,24 +134,24 @@ class Runs:
 
     def _call(self, model: Any, inputs: dict[str, Tensor]) -> Any:
         try:
-            return model(**self._form(model, inputs))
+            return self._forward(model, inputs)
         except NotProven:
             raise
         except Exception as error:
-            where = diagnosis.raised_in(model, error)
+            where, mixer = diagnosis.raised_in(model, error)
             if isinstance(error, CannotDeferError | CannotMaskError):
-                raise NotProven(f"{where} {error}") from error
+                raise NotProven(f"{where} {error}", mixer) from error
             if isinstance(error, MixesSequencesError):
-                raise NotProven(f"{where} computes attention over the whole row") from error
+                raise NotProven(f"{where} computes attention over the whole row", mixer) from error
             if "packed sequences apart without" in str(error):  # from transformers' functions that use such packages
-                raise NeedsPackage(f"in {where}, {str(error).splitlines()[0]}") from error
+                raise NeedsPackage(f"in {where}, {str(error).splitlines()[0]}", mixer) from error
             mask = "(0)" in str(error)  # the mask of a packed row has no elements
             why = "uses the attention mask, which a packed row does not have, or does not pass on its cu_seq_lens"
-            raise NotProven(f"{where} {why if mask else f'raises {first_line(error)}'}") from error
+            raise NotProven(f"{where} {why if mask else f'raises {first_line(error)}'}", mixer) from error
 
     def _padded(self, inputs: dict[str, Tensor]) -> Any:
         copies = {name: x.clone() for name, x in inputs.items()}  # some losses change positions in place
-        return self.twin(**self._form(self.twin, copies))
+        return self._forward(self.twin, copies)
 
     def _alone(self, model: Any, batch: Batch, inputs: list[dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """The values of each sequence without padding. `inputs`: `batch.rows()`, by default, or `batch.groups()`."""

@@ -7,11 +7,13 @@ All other fields of the config stay as they are, so two models with the same twi
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.util
 import math
 import random
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
@@ -26,7 +28,7 @@ from ...kernels.select import automatic_choice
 from ..families import base_model, class_of, config_of, is_encoder_decoder, is_of_transformers
 from ..transformers_private import attention_of
 from .parts import marks_of, parts_of
-from .twin_config import HEADS, KEY_HEADS, NEEDED, PADDING, SIZES, VOCABULARY, is_int, twin_config
+from .twin_config import HEADS, KEY_HEADS, NEEDED, PADDING, SIZES, VOCABULARY, is_int, shrink_lists, twin_config
 
 LARGEST = 2_000_000  # parameters
 
@@ -36,7 +38,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """A context for a twin: on the CPU, with gradients, and without an effect on the caller's random state."""
+    """A context for a twin: with gradients, new tensors on the CPU, and no effect on the caller's random state."""
     with _lock:  # because the default dtype, warnings and Python's random state belong to all threads
         yield from _isolate()
 
@@ -50,6 +52,7 @@ def _isolate() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
         warnings.catch_warnings(),
         automatic_choice(),  # the backend that the caller asked for may not run on a CPU, or in float64
     ):
@@ -106,15 +109,49 @@ def flags_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def build_twin(original: PreTrainedModel) -> PreTrainedModel:
-    """A small model of the class of a model, with random weights, in evaluation mode, on the CPU.
+    """A small model of the class of a model, with random weights, in evaluation mode.
 
-    It is in float64, or in float32 if the class can't run in float64.
+    It is on the CPU, or on the GPU if its layers need packages that only run there. It is in float64, or in float32 if
+    the class can't run in float64.
 
     Raises:
         CannotBuild: no small config gives a model that has all kinds of modules of the original and runs.
     """
+    try:
+        return _build_small(original, "cpu")
+    except CannotBuild:
+        if not may_need_gpu():
+            raise
+    return _build_small(original, "cuda")
+
+
+def _build_small(original: PreTrainedModel, device: str) -> PreTrainedModel:
     attempts = _attempts(class_of(original), config_of(original))
-    return build(original, attempts, (torch.float64, torch.float32), LARGEST, LARGEST)
+    return build(original, attempts, (torch.float64, torch.float32), LARGEST, LARGEST, device=device)
+
+
+@functools.cache
+def has_packages() -> list[bool]:
+    """Whether packages are there with which some layers of transformers keep packed sequences apart, on a GPU."""
+    return [importlib.util.find_spec(name) is not None for name in ("fla", "causal_conv1d", "mamba_ssm")]
+
+
+def may_need_gpu() -> bool:
+    """Whether a twin that does not run on the CPU may run on the GPU, because of these packages."""
+    return any(has_packages()) and torch.cuda.is_available()
+
+
+def build_layers_twin(original: PreTrainedModel, try_: Callable[[PreTrainedModel], Any]) -> PreTrainedModel:
+    """As `build_twin`, for a model whose input is not tokens. `try_` runs it.
+
+    Raises:
+        CannotBuild: as in `build_twin`.
+    """
+    kind, config = class_of(original), config_of(original)
+    lists = {name: x for name, x in config.to_dict().items() if name.startswith(("conv_", "tdnn_"))}
+    lists = {name: x for name, x in lists.items() if isinstance(x, list | tuple)}  # they are not those of layers
+    attempts = [shrink_lists(twin_config(kind, config, unknown) | lists) for unknown in (None, False)]
+    return build(original, attempts, (torch.float64, torch.float32), LARGEST, LARGEST, try_=try_)
 
 
 def build(
@@ -124,9 +161,12 @@ def build(
     largest: int,
     largest_tables: int,
     keep_dropout: bool = False,
+    device: str = "cpu",
+    try_: Callable[[PreTrainedModel], Any] | None = None,
 ) -> PreTrainedModel:
     kind, config, parts, marks = class_of(original), config_of(original), parts_of(original), marks_of(original)
     error: BaseException | None = None
+    other_heads = False
     for fields in attempts:
         for dtype in dtypes:
             try:
@@ -141,8 +181,6 @@ def build(
                 model = kind(type(config)(**fields))
                 if missing := parts - parts_of(model):
                     raise CannotBuild(f"it has no {', '.join(sorted(missing))}")
-                if _shares_keys(model.config) != _shares_keys(config):
-                    raise CannotBuild("it runs only with another number of key heads")
                 kept = marks_of(model)
                 flags = (mark for mark in marks if mark[2] not in ("None", "a number"))
                 if lost := next((mark for mark in flags if mark not in kept), None):
@@ -151,17 +189,21 @@ def build(
                 for path, buffer in flags_of(original).items():
                     if (flag := flags_of(model).get(path)) is not None and flag.shape == buffer.shape:
                         flag.copy_(buffer)
-                model.to(dtype).eval()
+                model.to(device, dtype).eval()
                 model.config.use_cache = False
                 if is_encoder_decoder(model) and getattr(model.config, "decoder_start_token_id", None) is None:
                     model.config.decoder_start_token_id = padding_of(model)
                 if not is_of_transformers(kind) and attention_of(config) == "eager":
                     model.set_attn_implementation("eager")
-                _try(model)
+                (try_ or _try)(model)
+                if _shares_keys(model.config) != _shares_keys(config):
+                    other_heads = True
+                    raise CannotBuild("it runs only with another number of key heads")
                 return model
             except (Exception, SystemExit) as failure:  # any class, any config
                 error = error or failure
-    raise CannotBuild(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    raise CannotBuild(f"a batch with padding needs another num_key_value_heads: {reason}" if other_heads else reason)
 
 
 def _shares_keys(config: Any) -> bool | None:
@@ -206,6 +248,7 @@ def _try(model: Any) -> None:
     inputs = {"input_ids": ids.masked_fill(~mask, padding_of(model)), "attention_mask": mask.long()}
     if is_encoder_decoder(model):
         inputs["decoder_input_ids"] = ids
+    inputs = {name: x.to(model.device) for name, x in inputs.items()}
     if not type(model).__name__.endswith("ForMultipleChoice"):  # it takes rows of choices
         model(**inputs)
     for value in base_model(model)(**inputs).values():

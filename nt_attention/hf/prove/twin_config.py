@@ -28,7 +28,9 @@ SWITCHES = set(_FIELDS["switches of a call"])  # and what a twin sets itself
 # Fields that do not change what `forward` computes for a batch without labels.
 _WITHOUT_EFFECT = NAMES | SWITCHES | set(_FIELDS["others without effect on a call"])
 _OLD = set(_FIELDS["written by older versions"])  # for all models. They matter where they are in a default config.
-KEY_HEADS, LAYER_NUMBERS, _PERIOD, _RATE, _CONSTANT, _NO_WIDTH = map(re.compile, _FIELDS["patterns"].values())
+KEY_HEADS, LAYER_NUMBERS, _PERIOD, _RATE, _CONSTANT, _NO_WIDTH, _NOT_BY_LAYER = map(
+    re.compile, _FIELDS["patterns"].values()
+)
 WIDTHS = {name for name in SIZES if not _NO_WIDTH.search(name)}
 
 
@@ -125,6 +127,19 @@ def shrink(
     return fields
 
 
+def shrink_lists(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config, with small widths in lists of widths, and few patches of an image."""
+    small: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            small[name] = shrink_lists(value)
+        elif isinstance(value, list | tuple) and value and all(is_int(x) and x > 32 for x in value):
+            small[name] = [32] * len(value)
+        else:
+            small[name] = 16 if name == "num_patches" and is_int(value) else value
+    return small
+
+
 def _shrink_integer(
     name: str, value: int, layers: int, heads: int | None, by_value: dict[int, int], unknown: bool
 ) -> int:
@@ -148,7 +163,7 @@ def _shrink_integer(
 def _choose_layers(fields: dict[str, Any], layers: int, most: int) -> list[int]:
     """The indices of the model's layers of which the twin has copies: two of each kind."""
     kinds: list[tuple[Any, ...]] = []
-    lists = [value for name, value in fields.items() if _is_by_layer(value, layers)]
+    lists = [value for name, value in fields.items() if _is_by_layer(name, value, layers)]
     indices = [value for name, value in fields.items() if _is_of_indices(name, value, layers)]
     periods = [v for k, v in fields.items() if _PERIOD.search(k) and is_int(v) and 1 < v <= 8]
     shared = _shared_layers(fields)
@@ -169,8 +184,9 @@ def _shared_layers(fields: dict[str, Any]) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _is_by_layer(value: Any, layers: int) -> bool:
-    return isinstance(value, list | tuple) and len(value) == layers > 1 and list(value) != list(range(layers))
+def _is_by_layer(name: str, value: Any, layers: int) -> bool:
+    is_list = isinstance(value, list | tuple) and not _NOT_BY_LAYER.search(name)
+    return is_list and len(value) == layers > 1 and list(value) != list(range(layers))
 
 
 def is_by_index(value: Any) -> bool:
@@ -190,11 +206,11 @@ def _is_of_indices(name: str, value: Any, layers: int) -> bool:
     """Whether a field lists layers by their indices."""
     if not isinstance(value, list | tuple) or not 0 < len(value) <= layers or not re.search("layer|idx|index", name):
         return False
-    return not _is_by_layer(value, layers) and all(is_int(v) and 0 <= v < layers for v in value)
+    return not _is_by_layer(name, value, layers) and all(is_int(v) and 0 <= v < layers for v in value)
 
 
 def _shrink_list(name: str, value: Any, layers: int, chosen: list[int]) -> Any:
-    if _is_by_layer(value, layers) or (len(value) == layers == 1 and name.startswith("layer")):
+    if _is_by_layer(name, value, layers) or (len(value) == layers == 1 and name.startswith("layer")):
         kept = [value[layer] for layer in chosen]
         window = re.search("window|span|chunk|local", name)
         return [v if not is_int(v) or v <= 16 else WINDOW if window else min(v, HIDDEN) for v in kept]

@@ -33,7 +33,8 @@ from ...patching.forwards import is_context_parallel
 from ..transformers_private import supports_sdpa
 from . import masks, positions
 from .dropout import rate_of
-from .packed_mask import PackedMask, is_bypass_mask
+from .packed_mask import CannotMaskError, PackedMask, is_bypass_mask
+from .packed_row import current_row
 
 Layouts = tuple[Layout, Layout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -163,12 +164,17 @@ def attention(
         The output (B, T, H, Dv), and the weights that the underlying implementation returns, or None.
 
     Raises:
-        ValueError: the offsets do not cover all queries or keys, or `cache` is given.
+        ValueError: the offsets do not cover all queries or keys, `cache` is given, or `indices` leave out keys.
     """
     if cache is not None:
         raise ValueError(
             "continuous batching (generate_batch) uses a paged cache, which nt_attention does not support: call "
             "generate, or call set_attn_implementation('sdpa'), after remove() if the model is patched."
+        )
+    if (chosen := options.get("indices")) is not None and chosen.shape[-1] < key.shape[2]:
+        raise ValueError(
+            f"{type(module).__name__} passes the keys that each query sees as indices, which nt_attention does "
+            f"not support: call set_attn_implementation({over!r}), after remove() if the model is patched."
         )
     for name, x in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
         if x is not None:
@@ -176,6 +182,9 @@ def attention(
     call = _AttentionCall(over, module, query, key, value, is_causal, sliding_window, options)
     layouts, mask = None, attention_mask
     if isinstance(mask, PackedMask):  # such a mask has no causality of its own
+        row = current_row()
+        if position_bias is not None and row is not None and row.of_layer:  # which would take T · T numbers
+            raise CannotMaskError("adds a bias to each pair of tokens")
         call = call.with_defaults(mask.is_causal)
         layouts, mask = (mask.query_layout, mask.key_layout), None
     elif cu_seq_lens_q is not None and (cu_seq_lens_q.dim() == 0 or is_bypass_mask(mask)):  # the model is patched

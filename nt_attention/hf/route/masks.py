@@ -82,7 +82,9 @@ def mask(*, over: str, **arguments: Any) -> Tensor | None:
         arguments = _kept_apart(arguments, layout)
     made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[over](**arguments)
     if whole and isinstance(made, Tensor):
-        source = Source(token_mask, may_be_packed=call is None or call.names_sequences)
+        function = arguments.get("mask_function", stock.causal_mask_function)
+        sees_all = function is stock.bidirectional_mask_function and not arguments.get("use_vmap") and layout is None
+        source = Source(token_mask, call is None or call.names_sequences, sees_all)
         setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, source)
     return made
 
@@ -152,10 +154,12 @@ class Source(NamedTuple):
     """What a mask was made from: the token mask (B, L), or None without padding.
 
     `may_be_packed`: whether rows may have several sequences. If not, the model has made its `position_ids` itself.
+    `sees_all`: whether each query sees all tokens of its row.
     """
 
     token_mask: Tensor | None = None
     may_be_packed: bool = True
+    sees_all: bool = False
 
 
 # The attribute that stores the Source of a mask. It is set on the mask's storage, because checkpointing detaches masks.

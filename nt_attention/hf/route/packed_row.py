@@ -21,11 +21,42 @@ from ...layouts.protocol import Layout
 
 
 class PackedRow(NamedTuple):
-    """A packed row: its sequences, the positions of its tokens, (1, T) or (axes, 1, T), and L of the padded batch."""
+    """A packed row: its sequences, the positions of its tokens, (1, T) or (axes, 1, T), and L of the padded batch.
+
+    `of_layer`: whether it is that of one layer, whose model runs padded (`pack/encoder_layers.py`).
+    """
 
     layout: Layout
     position_ids: Tensor
     length: int
+    of_layer: bool = False
+
+
+class LayerCalls:
+    """The layers of a call of a model whose layers pack.
+
+    Args:
+        fall_back: called once with the reason why layers run padded.
+
+    Attributes:
+        packed: whether a layer ran packed.
+        reason: why layers ran padded, or None.
+        token: stands for this call.
+        last: what the last layer gave, for the next one.
+    """
+
+    def __init__(self, fall_back: Callable[[str], None]) -> None:
+        self._fall_back = fall_back
+        self.packed = False
+        self.reason: str | None = None
+        self.token = object()
+        self.last: Any = None
+
+    def fall_back(self, reason: str) -> None:
+        """Count and warn, once."""
+        if self.reason is None:
+            self.reason = reason
+            self._fall_back(reason)
 
 
 class _Thread(threading.local):
@@ -38,6 +69,8 @@ class _Thread(threading.local):
             rows have, which many heads do not pass on.
         known: patched models whose rows need no search for sequences that the caller has packed: their caller has not
             said where sequences begin, or they run a packed row.
+        layers: the layers of the model that runs, if they pack; None in other models, and if a checkpoint runs a layer
+            again.
     """
 
     def __init__(self) -> None:  # runs in each thread; a graph would take defaults of the class for constants
@@ -45,6 +78,7 @@ class _Thread(threading.local):
         self.unpatched: tuple[Any, ...] = ()
         self.rows_of_head: tuple[Any, dict[str, Any]] = (None, {})
         self.known: tuple[Any, ...] = ()
+        self.layers: LayerCalls | None = None
 
 
 _thread = _Thread()
@@ -53,6 +87,11 @@ _thread = _Thread()
 def current_row() -> PackedRow | None:
     """The packed row that runs now in this thread, or None."""
     return _thread.row
+
+
+def current_layers() -> LayerCalls | None:
+    """The layers of the model that runs now in this thread, if they pack."""
+    return _thread.layers
 
 
 def is_unpatched(model: Any) -> bool:

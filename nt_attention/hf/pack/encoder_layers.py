@@ -1,0 +1,367 @@
+"""Packs the layers of encoders whose input is not tokens, such as those of audio and images.
+
+What is before the layers (feature extractors, embeddings, convolutions) and after them (heads, losses) runs on padded
+rows, as without the patch. A layer takes the tokens of its padded hidden states, runs on one packed row, and pads what
+it gives. So whatever reads hidden states between layers gets them in their usual form. The next layer takes the packed
+row itself, if nothing has changed the padded hidden states meanwhile.
+
+Dimensions: B rows of a padded batch, L positions in a row, T tokens, E the width of hidden states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...compiler import active_compiler, can_be_read, inline_only, is_compiling, outside_of_graphs
+from ...patching.forwards import (
+    CONTEXT_PARALLEL,
+    GRADIENTS_PER_SAMPLE,
+    Handle,
+    has_gradients_per_sample,
+    is_context_parallel,
+    override_forward,
+    refuse_export,
+    replacement_of,
+)
+from ...torch_private import (
+    backward_hooks_of_tensor,
+    forward_hooks_of,
+    has_compiled_call,
+    has_hooks_of_all_modules,
+    inside_compiled,
+    pytree,
+    version_of,
+)
+from .. import families
+from ..proof import Proof
+from ..route.attention import NAMES
+from ..route.masks import source_of
+from ..route.packed_mask import PackedMask
+from ..route.packed_row import LayerCalls, PackedRow, current_layers, is_unpatched, running
+from ..transformers_private import attention_of
+from .attention_code import override_attention
+from .change_model import attention_modules
+from .islands import add_islands, group_by_length
+from .packing import Packing
+
+MASK = "attention_mask"
+_NO_PADDING = "there is no padding to skip"
+_ROWS = "_nt_attention_rows_of_layers"
+
+
+def encoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that may pack, by name: items of a list that attend, and get hidden states and an `attention_mask`."""
+    layers: dict[str, nn.Module] = {}
+    for path, items in model.named_modules():
+        if not isinstance(items, nn.ModuleList) or any(path.startswith(f"{layer}.") for layer in layers):
+            continue
+        layers |= {f"{path}.{name}": layer for name, layer in items.named_children() if _is_layer(layer)}
+    return layers
+
+
+def _is_layer(module: nn.Module) -> bool:
+    names = inspect.signature(type(module).forward).parameters
+    takes_mask = MASK in names and "encoder_hidden_states" not in names
+    return takes_mask and any("Attention" in type(part).__name__ for part in module.modules() if part is not module)
+
+
+def why_no_layers(model: Any) -> str | None:
+    """Why no layers of a model can pack, or None."""
+    if model.main_input_name == "input_ids" or families.kind(model) in families.NOT_PACKED:
+        return families.why_not_packed(model) or "its input is input_ids"
+    kind: Any = families.class_of(model)
+    names = inspect.signature(kind.forward).parameters
+    if not any(name in names for name in (MASK, f"pixel_{MASK}")):
+        return "its call takes no mask of padding"
+    return None if encoder_layers(model) else "its layers take no mask of padding"
+
+
+def pack_layers(model: PreTrainedModel, proof: Proof, handle: Handle) -> None:
+    """Make the layers of a model pack, and count the calls of the model and of the models in it."""
+    is_routed = families.routes_attention(model)
+    for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
+        names = tuple(inspect.signature(part.forward).parameters)
+        if any(name.endswith(MASK) for name in names):
+            override_forward(part, EncoderCall(handle, proof, names, is_routed), handle)
+    for layer in encoder_layers(model).values():
+        if type(layer).__name__ not in proof.layers:
+            continue
+        names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
+        override_forward(layer, LayerCall(handle, proof, names), handle)
+        add_islands(layer, proof, handle, group_by_length)
+        for module in attention_modules(layer).values():
+            override_attention(module, is_routed, handle)
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderCall:
+    """The `forward` of a model whose layers pack: counts the call, or lets the layers run padded.
+
+    Attributes:
+        handle: the handle of the patch. It counts calls and warns.
+        proof: how the layers are packed.
+        names: the names of the model's arguments.
+        is_routed: whether attention runs through transformers' interface.
+    """
+
+    handle: Handle
+    proof: Proof
+    names: tuple[str, ...]
+    is_routed: bool
+
+    @inline_only
+    def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse_export()
+        if is_unpatched(model) or current_layers() is not None:  # the model around it counts the call
+            return original(*args, **kwargs)
+        layers = self._begin(model, args, kwargs, active_compiler())
+        if layers is None:
+            with running(unpatched=_parts(model)):
+                return original(*args, **kwargs)
+        with running(layers=layers):
+            out = original(*args, **kwargs)
+        if layers.reason is None or layers.packed:
+            self.handle.count(None if layers.packed else _NO_PADDING)
+        return out
+
+    @outside_of_graphs
+    def _begin(self, model: Any, args: Any, kwargs: Any, compiler: Any) -> LayerCalls | None:
+        """What counts the layers of this call, or None if they run padded."""
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        masks = [x for name, x in arguments.items() if name.endswith(MASK) and isinstance(x, Tensor)]
+        if not masks:
+            return LayerCalls(self.handle.fall_back)
+        reason = self._why_padded(model, arguments)
+        if reason is None and compiler is not None:
+            reason = "torch.compile runs it: compile the parts of its layers instead"
+        if reason is None and not all(map(can_be_read, masks)):
+            reason = "the host can't read its mask"
+        if reason is None:
+            return LayerCalls(self.handle.fall_back)
+        self.handle.fall_back(reason)
+        return None
+
+    def _why_padded(self, model: Any, arguments: dict[str, Any]) -> str | None:
+        """Why the layers of a call run padded, or None."""
+        layers = _items(model)
+        if is_context_parallel():
+            return CONTEXT_PARALLEL
+        if has_gradients_per_sample(model):
+            return GRADIENTS_PER_SAMPLE
+        if arguments.get("output_attentions") or getattr(model.config, "output_attentions", False):
+            return "it asks for attention weights"
+        if self.is_routed and (name := attention_of(model.config)) not in NAMES:
+            return f"its attention was set to {name!r} after the patch"
+        if any(has_compiled_call(layer) or inside_compiled(layer) is not layer for layer in layers):
+            return "its layers are compiled: compile their parts instead"
+        if self.proof.islands and any(vars(x).get("gradient_checkpointing") and x.training for x in layers):
+            return "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
+        if self.proof.trains:
+            return None
+        if any(layer.training for layer in layers):
+            return "in training, its layers compute with all positions of the batch, with padding"
+        return "its loss reads values at padding" if arguments.get("labels") is not None else None
+
+
+def _items(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, also those that have taken the place of its layers."""
+    if model not in _lists:
+        paths = {path.rpartition(".")[0] for path in encoder_layers(model)}
+        _lists[model] = [model.get_submodule(path) for path in paths]
+    return [layer for items in _lists[model] for layer in items.children()]
+
+
+@outside_of_graphs
+def _parts(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The patched models and layers in a model."""
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return (*models, *map(inside_compiled, _items(model)))
+
+
+# Models → the lists of their layers.
+_lists: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+class _Rows(NamedTuple):
+    """How the layers of a call pack: the packing, the row for modules that need it, and masks by shape and dtype."""
+
+    packing: Packing
+    row: PackedRow
+    masks: dict[Any, PackedMask]
+
+    @classmethod
+    def of(cls, packing: Packing) -> _Rows:
+        positions = packing.layout.position_ids.unsqueeze(0)
+        return cls(packing, PackedRow(packing.layout, positions, packing.length, of_layer=True), {})
+
+    def mask_like(self, mask: Tensor) -> PackedMask:
+        """The mask of the packed row, in the form of a mask (B, L), (B, L, L) or (B, 1, L, L)."""
+        key = mask.dim(), mask.dtype
+        if key not in self.masks:
+            form: Any = "row" if mask.dim() == 2 else "pairs"
+            packed, total = PackedMask.of(self.packing.layout, form=form, packing=self.packing), self.row.layout.total
+            visible = 0.0 if mask.is_floating_point() and mask.dim() > 2 else 1
+            shape = (1, *[1] * (mask.dim() - 3), *[total] * min(2, mask.dim() - 1))
+            self.masks[key] = packed.filled(visible, shape, mask.dtype)
+        return self.masks[key]
+
+    def pack(self, x: Any, mask: Tensor) -> Any:
+        """An argument of a layer for the packed row: masks, values for each position, or tuples of them."""
+        if isinstance(x, tuple | list):
+            return type(x)(self.pack(each, mask) for each in x)
+        if not isinstance(x, Tensor):
+            return x
+        if x is mask:
+            return self.mask_like(x)
+        rows, length = self.packing.rows, self.packing.length
+        return self.packing.pack(x) if x.dim() > 1 and x.shape[:2] in ((rows, length), (1, length)) else x
+
+    def pad(self, x: Tensor) -> Tensor:
+        """A result of a layer: (1, T, …) → (B, L, …), 0 at padding. Others stay as they are."""
+        return self.packing.pad(x) if x.shape[:2] == self.packing.token_shape else x
+
+
+class _Decision(NamedTuple):
+    """What was decided for a mask: its `_Rows`, or None if layers run padded; in which call; the mask's version."""
+
+    rows: _Rows | None
+    call: object
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """The `forward` of a layer that packs.
+
+    Attributes:
+        handle, proof: as in `EncoderCall`.
+        names: the names of the layer's arguments. The first are the hidden states (B, L, E).
+    """
+
+    handle: Handle
+    proof: Proof
+    names: tuple[str, ...]
+
+    @inline_only
+    def __call__(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        return self._run(module, original, args, kwargs)
+
+    @outside_of_graphs
+    def _run(self, module: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        hidden, mask = arguments.pop(self.names[0]), arguments.get(MASK)
+        rows = self._rows(module, original, hidden, mask) if isinstance(mask, Tensor) else None
+        if rows is None:
+            return original(*args, **kwargs)
+        call = None if any(forward_hooks_of(module)) or has_hooks_of_all_modules() else current_layers()
+        values = None if call is None else _packed_before(hidden, call)
+        values = rows.packing.pack(hidden) if values is None else values
+        with running(row=rows.row):
+            out = original(values, **{name: rows.pack(x, mask) for name, x in arguments.items()})
+        packed = next((x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)), None)
+        out = pytree.tree_map_only(Tensor, rows.pad, out)
+        if call is not None and packed is not None:
+            padded = next(x for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
+            call.last = None if padded.is_inference() else _Last(weakref.ref(padded), packed, version_of(padded))
+        return out
+
+    def _rows(self, module: Any, original: Callable[..., Any], hidden: Any, mask: Tensor) -> _Rows | None:
+        """How this call packs. It is decided once for each mask of a call of the model.
+
+        The decision is kept on the storage of the mask, where a checkpoint that runs the layer again finds it.
+        """
+        layers, storage = current_layers(), mask.untyped_storage()
+        version = -1 if mask.is_inference() else version_of(mask)
+        kept: _Decision | None = getattr(storage, _ROWS, None)
+        if is_unpatched(module):
+            kept = _Decision(None, None, version)
+        elif kept is None or kept.version != version or (layers is not None and kept.call is not layers.token):
+            rows = self._decide(module, original, hidden, mask, layers)
+            kept = _Decision(rows, None if layers is None else layers.token, version)
+        setattr(storage, _ROWS, kept)
+        return kept.rows
+
+    def _decide(
+        self, module: Any, original: Callable[..., Any], hidden: Any, mask: Tensor, layers: LayerCalls | None
+    ) -> _Rows | None:
+        """How a call packs, or None if it runs padded, which is counted. Syncs with the device, once or twice."""
+        tokens, reason = None, replacement_of(original, type(module))
+        if reason is None and not (isinstance(hidden, Tensor) and hidden.dim() == 3):
+            reason = "its hidden states are not (batch, length, width)"
+        if reason is None:
+            tokens, reason = tokens_of(mask, *hidden.shape[:2])
+        if tokens is not None:
+            packing = Packing.of(tokens, None, *tokens.shape)
+            if packing.saves_nothing:
+                return None
+            if not packing.has_holes or self.proof.holes:
+                if layers is not None:
+                    layers.packed = True
+                return _Rows.of(packing)
+            reason = "its rows have padding between tokens"
+        if reason is not None and layers is not None:
+            layers.fall_back(reason)
+        return None
+
+
+def tokens_of(mask: Tensor, rows: int, length: int) -> tuple[Tensor | None, str | None]:
+    """Which positions are tokens (B, L), from the mask that a layer gets; None without padding. Or why that is unknown.
+
+    Args:
+        mask: (B, L), not 0 at tokens; or (B, 1, 1 or L, L), true or 0 where a query sees a key. Syncs for the second.
+        rows, length: B and L.
+    """
+    if mask.shape == (rows, length):
+        return mask != 0, None
+    source = source_of(mask)
+    if source is not None:
+        if source.sees_all:
+            return (None if source.token_mask is None else source.token_mask != 0), None
+        return None, "its mask is not only of padding"
+    if mask.dim() != 4 or mask.shape[0] != rows or mask.shape[1] != 1 or mask.shape[3] != length:
+        return None, f"the mask of its layers is {tuple(mask.shape)}, which is not of padding"
+    pairs = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+    keys = pairs.any(1)
+    hides = pairs.expand(rows, length, length) != keys[:, None]
+    is_plain = ~(hides & keys[:, :, None]).any()  # queries at padding may see anything
+    if mask.is_floating_point():
+        is_plain &= ((mask == 0) | (mask < -1e4)).all()
+    return (keys, None) if bool(is_plain) else (None, "its mask is not only of padding")
+
+
+class _Last(NamedTuple):
+    """The hidden states that the last layer gave, padded and packed, and the version of the padded ones."""
+
+    padded: weakref.ref[Tensor]
+    packed: Tensor
+    version: int
+
+
+def _packed_before(hidden: Tensor, call: LayerCalls) -> Tensor | None:
+    """The packed row of these hidden states, if the last layer gave them, and nothing has changed them."""
+    last: _Last | None = call.last
+    if last is None or last.padded() is not hidden or last.version != version_of(hidden):
+        return None
+    # Reentrant checkpoints run layers without gradients, and hooks on the gradient of the padded tensor must run.
+    is_watched = hidden.retains_grad or backward_hooks_of_tensor(hidden) is not None
+    return None if is_watched or last.packed.requires_grad != hidden.requires_grad else last.packed
+
+
+def packing_of(arguments: Any) -> Packing | None:
+    """The packing of a layer that has run packed, from its arguments, or None."""
+    for x in arguments:
+        decision = getattr(x.untyped_storage(), _ROWS, None) if isinstance(x, Tensor) else None
+        if decision is not None and decision.rows is not None:
+            packing: Packing = decision.rows.packing
+            return packing
+    return None

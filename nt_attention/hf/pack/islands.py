@@ -1,0 +1,296 @@
+"""Padded islands: modules that mix the tokens of a row, such as states and convolutions, run on padded rows.
+
+Everything else of the model stays packed. A module that only looks back along the row gives the same for each sequence
+in a row that is padded at its end.
+
+Dimensions: T tokens of the packed row, E the width of hidden states, B sequences, L positions of a padded row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...compiler import is_compiling, outside_of_graphs
+from ...layouts.protocol import Layout
+from ...layouts.reading import on_host, to_device
+from ...layouts.tree import TreeLayout
+from ...patching.forwards import Handle, override_forward
+from ...torch_private import backward_id, pytree
+from ..proof import Proof
+from ..route.packed_mask import PackedMask
+from ..route.packed_row import PackedRow, current_row, running
+
+if TYPE_CHECKING:
+    from ...layouts.reading import Ints
+
+    # lengths (B,), the number of groups that pays → for each group the indices of its sequences
+    Grouping = Callable[[Ints, int], list[Ints]]
+
+MOST_PADDED = 1.15  # positions that are computed for each token
+# Tokens for each group on a GPU. With fewer, it waits for the host: a Qwen3.5 with 8,192 tokens and PyTorch's code for
+# states took 241 ms with 3 groups, 345 with 5, and 466 with one (H100).
+LEAST_TOKENS = 2700
+_LEVEL = 1.04
+# Arguments that describe the packed row. A padded row is read from its beginning, so it needs none.
+_OF_ROW = ("attention_mask", "mask", "padding_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+
+
+class Groups(NamedTuple):
+    """The sequences of a packed row, as padded rows. Those of similar lengths are a group, and run together.
+
+    Attributes:
+        padded: for each group (n, L) int64, the token at each position; T for padding.
+        packed: (T,) int64, where each token is among the positions of all groups.
+    """
+
+    padded: list[Tensor]
+    packed: Tensor
+
+    @classmethod
+    def of(cls, layout: Layout, grouping: Grouping) -> Groups:
+        """The groups of a layout, cached with it."""
+        return layout.cached(("islands", grouping), lambda: _groups_of(layout, grouping))
+
+
+def _groups_of(layout: Layout, grouping: Grouping) -> Groups:
+    offsets = on_host(layout.host)
+    lengths, total = np.diff(offsets), int(offsets[-1])
+    padded, packed, begin = [], np.empty(total, np.int64), 0
+    most = max(1, total // LEAST_TOKENS) if layout.device.type == "cuda" else len(lengths)
+    for members in grouping(lengths, most):
+        positions = np.arange(lengths[members].max())
+        tokens = offsets[:-1][members, None] + positions
+        is_token = positions < lengths[members, None]
+        packed[tokens[is_token]] = begin + np.flatnonzero(is_token)
+        begin += tokens.size
+        padded.append(to_device(np.where(is_token, tokens, total), layout.device))
+    return Groups(padded, to_device(packed, layout.device))
+
+
+def group_by_length(lengths: Ints, most: int) -> list[Ints]:
+    """The fewest groups of sequences that have at most `MOST_PADDED` positions for each token, without empty ones.
+
+    If that takes more than `most` groups, the `most` groups with the fewest positions.
+    """
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+    if not len(order):
+        return []
+    lengths = lengths[order]
+    # Groups begin at one of these places only: where the length has fallen by a share.
+    level = np.floor(np.log(lengths) / np.log(_LEVEL))
+    begins = np.flatnonzero(np.diff(level, prepend=level[0] + 1))
+    ends = np.append(begins, len(order))
+    # computed[i]: the fewest positions of the sequences before begins[i], in as many groups as there were rounds.
+    computed = np.append(0, np.full(len(begins), np.inf))
+    padded = np.where(ends > begins[:, None], (ends - begins[:, None]) * lengths[begins, None], np.inf)
+    choices: list[Ints] = []
+    while not choices or (computed[-1] > MOST_PADDED * lengths.sum() and len(choices) < most):
+        totals = computed[:-1, None] + padded
+        choices.append(totals.argmin(0))
+        computed = totals.min(0)
+    groups, at = [], len(begins)
+    for choice in reversed(choices):
+        groups.append(order[begins[choice[at]] : ends[at]])
+        at = int(choice[at])
+    return groups[::-1]
+
+
+def equal_lengths(lengths: Ints, most: int = 0) -> list[Ints]:
+    """The sequences in groups of equal lengths, without empty ones."""
+    return [np.flatnonzero(lengths == length) for length in np.unique(lengths[lengths > 0])]
+
+
+def one_group(lengths: Ints, most: int = 1) -> list[Ints]:
+    """All sequences but empty ones as one group, with as much padding as there can be: for proofs."""
+    return [np.flatnonzero(lengths)] if lengths.any() else []
+
+
+def add_islands(base: nn.Module, proof: Proof, handle: Handle, grouping: Grouping) -> bool:
+    """Let the modules run padded that the proof names. Returns whether there are any.
+
+    `grouping` says which sequences run together, unless the proof says `equal_lengths`.
+    """
+    classes, grouping = proof.islands, equal_lengths if proof.equal_lengths else grouping
+    paths = paths_of_islands(base, classes)
+    for path in paths:
+        override_forward(base.get_submodule(path), functools.partial(run_island, grouping), handle)
+    for path in {_layer_of(base, path) for path in paths} - {"", *paths}:
+        layer = base.get_submodule(path)
+        for module in (layer, *layer.children()):
+            if type(module).__name__ not in classes:
+                override_forward(module, run_layer, handle)
+    return bool(paths)
+
+
+def paths_of_islands(base: nn.Module, classes: tuple[str, ...]) -> list[str]:
+    """The paths of the modules that run padded."""
+    return [path for path, module in base.named_modules() if type(module).__name__ in classes]
+
+
+def share_of_weights(base: nn.Module, classes: tuple[str, ...]) -> float:
+    """Which share of the weights, but for embeddings, the modules have that run padded."""
+    embeddings = {id(x) for part in base.modules() if isinstance(part, nn.Embedding) for x in part.parameters()}
+    padded = {id(x) for path in paths_of_islands(base, classes) for x in base.get_submodule(path).parameters()}
+    sizes = {id(x): x.numel() for x in base.parameters() if id(x) not in embeddings}
+    return sum(sizes[x] for x in padded & sizes.keys()) / max(1, sum(sizes.values()))
+
+
+def _layer_of(base: nn.Module, path: str) -> str:
+    """The path of the layer that a module is in: the first item of a list; "" if it is in none."""
+    parts = path.split(".")
+    for at in range(1, len(parts)):
+        if isinstance(base.get_submodule(".".join(parts[:at])), nn.ModuleList):
+            return ".".join(parts[: at + 1])
+    return ""
+
+
+# Gradient checkpointing computes a layer again in the backward, when no row is set. So the storage of hidden states
+# keeps the row, or None for padded rows. A checkpoint of transformers runs the class's forward, so children look too.
+
+
+def run_layer(module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a layer with islands, or of another module in it."""
+    hidden, row = _first_tensor((*args, *kwargs.values())), current_row()
+    if hidden is None or is_compiling():
+        return original(*args, **kwargs)
+    kept = _kept_row(hidden)
+    if row is None and backward_id() != -1:
+        if kept is _UNKNOWN:
+            return original(*args, **kwargs)
+        with running(row=kept):
+            out = original(*args, **kwargs)
+        if (first := _first_tensor(out if isinstance(out, tuple) else (out,))) is not None:
+            _storage(first).row = kept
+        return out
+    if kept is not _UNKNOWN and kept is not row:  # an earlier call may compute it again: it keeps its storage
+        copied = hidden.clone()
+        args = tuple(copied if x is hidden else x for x in args)
+        kwargs = {name: copied if x is hidden else x for name, x in kwargs.items()}
+        hidden = copied
+    _storage(hidden).row = row
+    return original(*args, **kwargs)
+
+
+def _first_tensor(values: tuple[Any, ...]) -> Tensor | None:
+    return next((x for x in values if isinstance(x, Tensor)), None)
+
+
+def _storage(x: Tensor) -> Any:
+    return x.untyped_storage()
+
+
+_UNKNOWN: Any = object()
+
+
+def _kept_row(hidden: Tensor) -> PackedRow | None:
+    """The row that the storage of hidden states keeps; `_UNKNOWN` if it keeps none."""
+    return getattr(_storage(hidden), "row", _UNKNOWN)
+
+
+def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
+    """The row that an island runs in. None if the batch is padded.
+
+    Raises:
+        RuntimeError: it is computed again in the backward, and nothing says which sequences the row has.
+    """
+    row = current_row()
+    if row is not None or hidden is None or backward_id() == -1:
+        return row
+    row = _kept_row(hidden)
+    if row is _UNKNOWN and hidden.shape[0] > 1:  # a packed row is one
+        return None
+    if row is _UNKNOWN:
+        raise RuntimeError(
+            f"{type(module).__name__} is computed again in the backward, where the lengths of its sequences are not "
+            "known: use the model's gradient_checkpointing_enable, without saved-tensor hooks such as save_on_cpu, "
+            "which copy its inputs, and without torch.compile."
+        )
+    return row
+
+
+@outside_of_graphs
+def run_island(
+    grouping: Grouping, module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The `forward` of a module that runs padded, in a packed row."""
+    row = _row_of(module, _first_tensor((*args, *kwargs.values())))
+    arguments = _by_name(module, args, kwargs)
+    layout = None if row is None else row.layout
+    if layout is None or not any(_is_row(x, layout.total) for x in pytree.tree_leaves(arguments)):
+        return original(*args, **kwargs)
+    tree = layout if isinstance(layout, TreeLayout) else None  # a module with a state runs whole sequences
+    groups = Groups.of(layout if tree is None else tree.sequences, grouping)
+    names, window = set(inspect.signature(type(module).forward).parameters), arguments.get("sliding_window")
+    arguments = {
+        name: None if name in _OF_ROW and not isinstance(x, PackedMask) else x
+        for name, x in arguments.items()
+        if name not in _OF_ROW or name in names
+    }
+    values, structure = pytree.tree_flatten(arguments)
+    values = [_rows_of(x, tree) if _is_row(x, layout.total) else x for x in values]
+    with running(row=None):
+        results = [
+            original(**pytree.tree_unflatten([_of_group(x, padded, window) for x in values], structure))
+            for padded in groups.padded
+        ]
+    return _packed(results, groups, tree)
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _is_row(x: object, total: int) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, PackedMask) and x.dim() >= 2 and x.shape[:2] == (1, total)
+
+
+class _Rows(NamedTuple):
+    """The values (T + 1, …) of the tokens of all sequences. The last one is padding."""
+
+    values: Tensor
+
+
+def _rows_of(x: Tensor, tree: TreeLayout | None) -> _Rows:
+    rows = x[0] if tree is None else tree.expand(x[0])
+    return _Rows(torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]))
+
+
+def _of_group(x: Any, padded: Tensor, window: int | None) -> Any:
+    """The argument of an island for a group of sequences."""
+    if isinstance(x, _Rows):
+        return x.values[padded]
+    return _mask_of_group(x, padded, window) if isinstance(x, PackedMask) else x
+
+
+def _mask_of_group(mask: PackedMask, padded: Tensor, window: int | None) -> Tensor:
+    """The mask of padded rows in the form of that of the packed row: (n, L), (n, …, 1, L) or, if causal, (n, …, L, L).
+
+    Its value is that of `mask` where a token is visible. Elsewhere it is 0 or, if that is the value, the lowest one.
+    """
+    visible = (padded < mask.key_layout.total).view(len(padded), *[1] * (mask.dim() - 2), padded.shape[1])
+    if mask.dim() > 2 and mask.is_causal:
+        pairs = visible.expand(*visible.shape[:-2], padded.shape[1], -1)
+        visible = pairs.tril() if window is None else pairs.tril().triu(1 - window)
+    hidden = 0 if mask.value else torch.finfo(mask.dtype).min
+    return torch.where(visible, mask.value, hidden).to(mask.dtype)
+
+
+def _packed(results: list[Any], groups: Groups, tree: TreeLayout | None) -> Any:
+    """The packed row of the results of all groups: tensors (n, L, …), or tuples of them."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        if any(x.shape[:2] != padded.shape for x, padded in zip(results, groups.padded, strict=True)):
+            return first
+        row = torch.cat([x.flatten(0, 1) for x in results]).index_select(0, groups.packed)
+        return (row if tree is None else tree.collapse(row)).unsqueeze(0)
+    if isinstance(first, tuple):
+        return tuple(_packed(list(each), groups, tree) for each in zip(*results, strict=True))
+    return first

@@ -1,0 +1,189 @@
+"""Models whose layers keep a state or have a convolution along the row: those modules run on padded rows."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import nt_attention as nta
+from nt_attention.hf.pack.islands import MOST_PADDED, group_by_length
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA2 = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8,
+    "n_groups": 2, "chunk_size": 8, "pad_token_id": 0,
+}  # fmt: skip
+NEMOTRON = {
+    "hybrid_override_pattern": "M*M-", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+    "chunk_size": 8,
+}  # fmt: skip
+MODELS = {
+    "qwen3_5_text": {**SMALL, **DELTA},
+    "lfm2": {**SMALL, "full_attn_idxs": [1, 3], "conv_L_cache": 3},
+    "nemotron_h": {**{name: x for name, x in SMALL.items() if name != "num_hidden_layers"}, **NEMOTRON},
+    "mamba2": MAMBA2,
+}
+LENGTHS = (7, 1, 23, 12)
+
+
+def new(name):
+    torch.manual_seed(0)
+    fields = MODELS[name]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields)).double().train()
+
+
+def batch_of(lengths=LENGTHS, begin=0):
+    """Rows of random ids, padded on the right. The first `begin` tokens of all rows are equal."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(3, 97, mask.shape, generator=generator)
+    ids[:, :begin] = ids[0, :begin]
+    ids *= mask
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
+def alone(model, batch, lengths=LENGTHS):
+    """The mean loss, and the logits of each sequence, without padding."""
+    losses, logits, count = [], [], 0
+    for row, n in enumerate(lengths):
+        ids = batch["input_ids"][row : row + 1, :n]
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        logits.append(out.logits[0])
+        losses += [out.loss * (n - 1)] if n > 1 else []
+        count += n - 1
+    return sum(losses) / count, logits
+
+
+def check_same(patched, model, batch, lengths=LENGTHS):
+    got = patched(**batch)
+    got.loss.backward()
+    loss, logits = alone(model, batch, lengths)
+    loss.backward()
+    torch.testing.assert_close(got.loss, loss, rtol=0, atol=1e-6)  # transformers computes losses in float32
+    for row, want in enumerate(logits):
+        torch.testing.assert_close(got.logits[row, : len(want)], want, rtol=0, atol=1e-5)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for name, p in patched.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_as_each_sequence_alone(name, reentrant):
+    model = new(name)
+    patched = copy.deepcopy(model)
+    if reentrant is not None:
+        patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    handle = nta.patch(patched, packing="always", logits="padded", on_fallback="raise")
+    check_same(patched, model, batch_of())
+    assert handle.calls == {None: 1}
+    assert "padded" in str(handle.layers), "the handle names the modules that run padded"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_shared_prefixes_run_whole_sequences_in_modules_with_a_state(name):
+    model, lengths = new(name), (50, 41, 60, 45)
+    patched = copy.deepcopy(model)
+    handle = nta.patch(patched, packing="always", logits="padded", shared_prefixes=True)
+    check_same(patched, model, batch_of(lengths, begin=40), lengths)
+    assert handle.prefixes.calls == {None: 1}
+    assert handle.prefixes.computed == sum(lengths) - 3 * 40
+
+
+def test_only_the_modules_with_a_state_see_padding():
+    model = new("lfm2")
+    shapes = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, args, path=path: shapes.setdefault(path, []).append(args[0].shape)
+            )
+    nta.patch(model, packing="always")
+    lengths = (23, 22, 21, 3, 3, 2)
+    model(**batch_of(lengths))
+    rows = {path: sum(shape[:2].numel() for shape in seen) for path, seen in shapes.items()}
+    assert {n for path, n in rows.items() if ".conv." not in path} == {sum(lengths)}
+    assert all(sum(lengths) < n <= MOST_PADDED * sum(lengths) for path, n in rows.items() if ".conv." in path)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=60), st.integers(1, 12))
+def test_groups(lengths, most):
+    lengths = np.array(lengths, np.int64)
+    groups = group_by_length(lengths, most)
+    assert sorted(np.concatenate(groups)) == np.flatnonzero(lengths).tolist() if groups else not lengths.any()
+    positions = sum(len(group) * int(lengths[group].max()) for group in groups)
+    assert len(groups) <= most
+    assert len(groups) == most or positions <= MOST_PADDED * lengths.sum()
+
+
+def test_a_copy_of_the_input_of_a_checkpoint_is_an_error():
+    model = new("lfm2")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    nta.patch(model, packing="always")
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        loss = model(**batch_of()).loss
+        with pytest.raises(RuntimeError, match="lengths of its sequences are not known"):
+            loss.backward()
+
+
+class Mixer(nn.Module):
+    """Adds to each token what `mix` makes of the row."""
+
+    def __init__(self, mlp, mix):
+        super().__init__()
+        self.mlp, self.mix = mlp, mix
+        self.register_buffer("state", torch.zeros(()))
+
+    def forward(self, hidden):
+        return self.mlp(hidden) + self.mix(self, hidden)
+
+
+def from_before(_, x):
+    return nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+def from_next(_, x):
+    return nn.functional.pad(x[:, 1:], (0, 0, 0, 1))
+
+
+def from_last_call(module, x):
+    before = module.state.clone()
+    module.state.copy_(x.detach().sum())
+    return before + from_before(module, x)
+
+
+def by_length(_, x):
+    return from_before(_, x) * x.shape[1]
+
+
+def by_batch(_, x):
+    return x - x.mean((0, 1))
+
+
+def with_mixer(mix):
+    class PlantedForCausalLM(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[0].mlp = Mixer(self.model.layers[0].mlp, mix)
+
+    return PlantedForCausalLM(LlamaConfig(**SMALL)).double().eval()
+
+
+@pytest.mark.parametrize("mix", [from_before, from_next, from_last_call, by_length, by_batch])
+def test_a_mixer_of_a_user_is_refused_with_its_name(mix):
+    """Unpatched, also one that only looks back reads the padding of rows that are padded on the left."""
+    with pytest.raises(ValueError, match=r"can't be packed: .*layers\.0\.mlp"):
+        nta.patch(with_mixer(mix), packing="always")
