@@ -42,7 +42,13 @@ UNPATCHED_IS_WRONG = "without the patch"  # the reason begins with it if padded 
 
 
 class Trial(Runs):
-    """The proof of one twin."""
+    """The proof of one twin.
+
+    Attributes:
+        mixes: why it can't be packed without islands, or None.
+    """
+
+    mixes: NotProven | None = None
 
     def prove(self) -> Proof:
         """Find how the twin is packed.
@@ -56,9 +62,12 @@ class Trial(Runs):
     def _prove(self) -> Proof:
         proof = self.find_way()
         heads = self._heads()
-        proof = self._find_head(proof, heads) if heads else self._check_modes(proof)
-        self._check_long(proof)
-        self._check_counters()
+        try:
+            proof = self._find_head(proof, heads) if heads else self._check_modes(proof)
+            self._check_long(proof)
+            self._check_counters()
+        except NotProven as failure:
+            raise (self.mixes if proof.equal_lengths and self.mixes else failure) from None
         if self.pairs:
             return replace(proof, holes=False)
         return replace(
@@ -94,17 +103,16 @@ class Trial(Runs):
         """
         islands: tuple[str, ...] = ()
         equal_lengths = False
-        first: NotProven | None = None
         while True:
             try:
                 return self._find_way(islands, equal_lengths)
             except NotProven as failure:
-                first = first or failure
+                self.mixes = self.mixes or failure
                 mixer = None if failure.mixer in islands else failure.mixer
                 if self.known is not None or self.pairs or len(islands) == 4:
-                    raise first from None
+                    raise self.mixes from None
                 if mixer is None and (not islands or equal_lengths or self.has_user_code):
-                    raise first from None
+                    raise self.mixes from None
                 islands += () if mixer is None else (mixer,)
                 equal_lengths |= mixer is None
 
