@@ -1,15 +1,16 @@
-"""A training step of wav2vec2-base (CTC, frozen feature encoder) and of SigLIP2-NaFlex base: packed layers and padded.
+"""Training steps of wav2vec2-base (CTC, frozen feature encoder) and of SigLIP2-NaFlex: packed layers and padded.
 
     python benchmarks/encoder_layers.py [--tiny] [--rounds 10] [--batch 32] [--save FILE]
 
-Both run by turns on the same batch with sdpa: bf16 on a GPU, float32 on a CPU. Lengths are lognormal. ``--tiny`` takes
-small models, to try the program on a CPU. Weights are random.
+They run by turns on the same batch with sdpa: bf16 on a GPU, float32 on a CPU. Lengths are lognormal. ``--tiny`` takes
+small models, to try the program on a CPU. Weights are random. SigLIP2 has the sizes of its base and so400m models.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import nt_attention as nta
 
+SO400M = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 Case = tuple[Any, dict[str, Tensor], float]  # model, inputs, positions for each token
 
@@ -48,9 +50,9 @@ def wav2vec2(rows: int, tiny: bool) -> Case:
     return model, {**inputs, "labels": torch.randint(1, 32, (rows, 2))}, rows * longest / int(lengths.sum())
 
 
-def siglip2(rows: int, tiny: bool) -> Case:
+def siglip2(rows: int, tiny: bool, **sizes: int) -> Case:
     """Images of up to 1024 patches (64 if `tiny`), with labels."""
-    fields: dict[str, Any] = {**TINY, "num_patches": 64} if tiny else {}
+    fields: dict[str, Any] = {**TINY, "num_patches": 64} if tiny else sizes
     vision = transformers.Siglip2VisionConfig(**fields, attn_implementation="sdpa")
     config = transformers.Siglip2Config(vision_config=vision.to_dict(), num_labels=10, attn_implementation="sdpa")
     model = transformers.Siglip2ForImageClassification(config)
@@ -76,7 +78,9 @@ def main() -> None:
     reserve_memory()
     lines = [f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {args.batch} rows", ""]
     lines += ["| step | pad ratio | padded | packed layers | ratio |", "|---|---|---|---|---|"]
-    for title, case in (("wav2vec2, CTC", wav2vec2), ("SigLIP2-NaFlex", siglip2)):
+    so400m = functools.partial(siglip2, **SO400M)
+    cases = {"wav2vec2, CTC": wav2vec2, "SigLIP2-NaFlex base": siglip2, "SigLIP2-NaFlex so400m": so400m}
+    for title, case in cases.items():
         torch.manual_seed(0)
         padded, inputs, pad_ratio = case(args.batch, args.tiny)
         padded = padded.to(device).train()

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.t5.modeling_t5 import T5Attention
 
 from ...compiler import outside_of_graphs
 from ...kernels.alibi import alibi_slopes
@@ -429,6 +428,8 @@ def _wavlm(
 
 def _wavlm_buckets(module: Any, device: torch.device) -> Tensor:
     """They are those of T5 with both sides."""
+    from transformers.models.t5.modeling_t5 import T5Attention  # only models that need it wait for its import
+
     sizes = True, module.num_buckets, module.max_distance
     return _buckets((T5Attention, *sizes), functools.partial(_t5_bucket, T5Attention, sizes), sizes[2], device)
 

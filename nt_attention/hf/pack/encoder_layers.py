@@ -84,8 +84,13 @@ def why_no_layers(model: Any) -> str | None:
     return None if encoder_layers(model) else "its layers take no mask of padding"
 
 
-def pack_layers(model: PreTrainedModel, proof: Proof, handle: Handle) -> None:
-    """Make the layers of a model pack, and count the calls of the model and of the models in it."""
+def pack_layers(
+    model: PreTrainedModel, proof: Proof, handle: Handle, grouping: Callable[..., Any] = group_by_length
+) -> None:
+    """Make the layers of a model pack, and count the calls of the model and of the models in it.
+
+    `grouping`: which sequences islands run together.
+    """
     is_routed = families.routes_attention(model)
     for part in [x for x in model.modules() if isinstance(x, PreTrainedModel)]:
         names = tuple(inspect.signature(part.forward).parameters)
@@ -96,7 +101,7 @@ def pack_layers(model: PreTrainedModel, proof: Proof, handle: Handle) -> None:
             continue
         names = tuple(inspect.signature(type(layer).forward).parameters)[1:]
         override_forward(layer, LayerCall(handle, proof, names), handle)
-        add_islands(layer, proof, handle, group_by_length)
+        add_islands(layer, proof, handle, grouping)
         for module in attention_modules(layer).values():
             override_attention(module, is_routed, handle)
 

@@ -112,6 +112,15 @@ def one_group(lengths: Ints, most: int = 1) -> list[Ints]:
     return [np.flatnonzero(lengths)] if lengths.any() else []
 
 
+def two_groups(lengths: Ints, most: int = 2) -> list[Ints]:
+    """The sequences in two groups of different padded lengths, as far as there are any: for proofs of encoders.
+
+    Both have padding. A module that depends on the padded length gives something else in one of them.
+    """
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+    return [group for group in (order[: len(order) // 2], order[len(order) // 2 :]) if len(group)]
+
+
 def add_islands(base: nn.Module, proof: Proof, handle: Handle, grouping: Grouping) -> bool:
     """Let the modules run padded that the proof names. Returns whether there are any.
 

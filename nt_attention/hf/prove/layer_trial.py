@@ -25,13 +25,11 @@ from transformers import PreTrainedModel
 from ...torch_private import pytree
 from .. import families
 from ..pack.change_model import set_attention
-from ..pack.deferred_scores import CannotDeferError
 from ..pack.encoder_layers import encoder_layers, pack_layers, packing_of
+from ..pack.islands import two_groups
 from ..proof import Proof
-from ..route.packed_mask import CannotMaskError, MixesSequencesError
-from . import diagnosis
 from .parts import is_of_layers
-from .trial_runs import TOLERANCE, NotProven, TwinHandle, first_line
+from .trial_runs import TOLERANCE, NotProven, TwinHandle, first_line, relative_error, why_raised
 from .twin import CannotBuild, build_layers_twin
 from .user_code import has_other_code
 
@@ -246,7 +244,7 @@ class LayerTrial:
         with TwinHandle(type(self.twin).__name__) as handle:
             if families.routes_attention(self.twin):
                 set_attention(self.twin, handle)
-            pack_layers(self.twin, proof, handle)
+            pack_layers(self.twin, proof, handle, two_groups)
             yield
 
     def _run(self, inputs: dict[str, Tensor], training: bool, proof: Proof | None = None) -> _Run:
@@ -266,18 +264,13 @@ class LayerTrial:
         except NotProven:
             raise
         except Exception as error:
-            where, mixer = diagnosis.raised_in(self.twin, error)
-            if isinstance(error, CannotDeferError | CannotMaskError):
-                raise NotProven(f"{where} {error}", mixer) from error
-            if isinstance(error, MixesSequencesError):
-                raise NotProven(f"{where} computes attention over the whole row", mixer) from error
-            raise NotProven(f"{where} raises {first_line(error)}", mixer) from error
+            raise why_raised(self.twin, error) from error
         finally:
             self.twin.eval()
-            run.buffers = copy.deepcopy(dict(self.twin.named_buffers()))
-            for name, buffer in self.twin.named_buffers():
-                if not torch.equal(buffer, before[name]):  # a write would end the backward of what has read it
-                    buffer.copy_(before[name])
+            run.buffers = dict(self.twin.named_buffers())
+            for name, buffer in before.items():  # a backward may read those of the run, so they are not written
+                module, _, of_module = name.rpartition(".")
+                setattr(self.twin.get_submodule(module), of_module, buffer)
         run.out = {
             f"{name}{n or ''}": x if x.is_floating_point() else x.double()
             for name, value in out.items()
@@ -307,10 +300,7 @@ class LayerTrial:
     def _differ(self, got: Tensor | None, want: Tensor, least: float = 1e-6) -> bool:
         if got is None or got.shape != want.shape:
             return True
-        if not want.numel():
-            return False
-        error = (got.double() - want.double()).detach().abs().max() / want.detach().abs().max().clamp(min=least)
-        return bool(error.nan_to_num(float("inf")) > self.tolerance)
+        return relative_error(got, want, least) > self.tolerance
 
 
 def _at_tokens(x: Tensor, mask: Tensor) -> Tensor:

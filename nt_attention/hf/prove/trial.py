@@ -35,7 +35,7 @@ from .trial_batch import (
     Batch,
     special_ids,
 )  # fmt: skip
-from .trial_runs import NeedsPackage, NotProven, Runs, first_line, of_tokens, takes_any
+from .trial_runs import NeedsPackage, NotProven, Runs, first_line, of_tokens, relative_error, takes_any
 from .twin import padding_of
 
 UNPATCHED_IS_WRONG = "without the patch"  # the reason begins with it if padded batches are wrong even then
@@ -303,7 +303,7 @@ class Trial(Runs):
             want = padded.loss if alone is None else alone
         except Exception as error:
             raise NotProven(f"unpatched, it takes no labels of this form: {first_line(error)}") from error
-        if self._error(got, want) > self.tolerance:
+        if relative_error(got, want) > self.tolerance:
             raise NotProven("its loss of a packed row differs from that of a padded batch")
         self._compare_gradients(gradients, self._gradients({"loss": want}, one))
         if alone is None:
@@ -346,7 +346,7 @@ class Trial(Runs):
         with self._patched(proof), torch.no_grad():
             self._call(self.twin, batch.inputs)
         for name, buffer in self.twin.named_buffers():
-            if self._error(buffer.double(), want[name].double()) > self.tolerance:
+            if relative_error(buffer.double(), want[name].double()) > self.tolerance:
                 raise NotProven(f"training updates its buffer {name} from all positions, with padding")
 
     def _loss_alone(self, batch: Batch, labels: dict[str, Tensor], head: Head) -> Tensor | None:

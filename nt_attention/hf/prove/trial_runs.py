@@ -138,16 +138,7 @@ class Runs:
         except NotProven:
             raise
         except Exception as error:
-            where, mixer = diagnosis.raised_in(model, error)
-            if isinstance(error, CannotDeferError | CannotMaskError):
-                raise NotProven(f"{where} {error}", mixer) from error
-            if isinstance(error, MixesSequencesError):
-                raise NotProven(f"{where} computes attention over the whole row", mixer) from error
-            if "packed sequences apart without" in str(error):  # from transformers' functions that use such packages
-                raise NeedsPackage(f"in {where}, {str(error).splitlines()[0]}", mixer) from error
-            mask = "(0)" in str(error)  # the mask of a packed row has no elements
-            why = "uses the attention mask, which a packed row does not have, or does not pass on its cu_seq_lens"
-            raise NotProven(f"{where} {why if mask else f'raises {first_line(error)}'}", mixer) from error
+            raise why_raised(model, error) from error
 
     def _padded(self, inputs: dict[str, Tensor]) -> Any:
         copies = {name: x.clone() for name, x in inputs.items()}  # some losses change positions in place
@@ -163,7 +154,7 @@ class Runs:
     def _compare_numbers(self, out: Any, unpatched: Any) -> None:
         for name, value in unpatched.items():
             is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
-            if is_number and self._error(torch.as_tensor(out[name]), torch.as_tensor(value)) > self.tolerance:
+            if is_number and relative_error(torch.as_tensor(out[name]), torch.as_tensor(value)) > self.tolerance:
                 raise NotProven(f"its {name} is a number of all positions of the batch, with padding")
 
     def _gradients(self, values: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -176,22 +167,37 @@ class Runs:
     def _compare_gradients(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         largest = max((float(gradient.abs().max()) for gradient in want.values() if gradient.numel()), default=0.0)
         for name, gradient in want.items():
-            if self._error(got[name], gradient, 1e-2 * largest) > self.tolerance:
+            if relative_error(got[name], gradient, 1e-2 * largest) > self.tolerance:
                 raise NotProven(f"the gradient of {name} differs between packed rows and each sequence alone")
 
     def _different(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> str | None:
         """The name of an output that differs, or None."""
         for name, value in want.items():
-            if name not in got or got[name].shape != value.shape or self._error(got[name], value) > self.tolerance:
+            if name not in got or got[name].shape != value.shape or relative_error(got[name], value) > self.tolerance:
                 return name
         return None
 
-    def _error(self, got: Tensor, want: Tensor, least: float = 1e-6) -> float:
-        """The largest error, relative to the largest value. NaN and infinity count as an error."""
-        if not want.numel():
-            return 0.0
-        error = (got - want).detach().abs().max() / want.detach().abs().max().clamp(min=least)
-        return float(error.nan_to_num(float("inf")))
+
+def why_raised(model: Any, error: Exception) -> NotProven:
+    """Why a patched model that raises an error is not proven."""
+    where, mixer = diagnosis.raised_in(model, error)
+    if isinstance(error, CannotDeferError | CannotMaskError):
+        return NotProven(f"{where} {error}", mixer)
+    if isinstance(error, MixesSequencesError):
+        return NotProven(f"{where} computes attention over the whole row", mixer)
+    if "packed sequences apart without" in str(error):  # from transformers' functions that use such packages
+        return NeedsPackage(f"in {where}, {str(error).splitlines()[0]}", mixer)
+    mask = "(0)" in str(error)  # the mask of a packed row has no elements
+    why = "uses the attention mask, which a packed row does not have, or does not pass on its cu_seq_lens"
+    return NotProven(f"{where} {why if mask else f'raises {first_line(error)}'}", mixer)
+
+
+def relative_error(got: Tensor, want: Tensor, least: float = 1e-6) -> float:
+    """The largest error, relative to the largest value. NaN and infinity count as an error."""
+    if not want.numel():
+        return 0.0
+    error = (got - want).detach().abs().max() / want.detach().abs().max().clamp(min=least)
+    return float(error.nan_to_num(float("inf")))
 
 
 def of_tokens(values: dict[str, Tensor]) -> dict[str, Tensor]:
