@@ -209,6 +209,12 @@ def active_handles(model: nn.Module) -> Iterator[Handle]:
                 yield link.handle
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether an active patch has changed this module, also under wrappers around the patched forward."""
+    forward = module.__dict__.get("forward")
+    return any(isinstance(link, PatchedForward) and link.handle.active for link in _links(forward))
+
+
 # Packages whose wrappers around a `forward` keep shapes: they cast, move, compile, or call hooks.
 _WRAPPERS = {"accelerate", "nt_attention", "torch", "transformers"}
 

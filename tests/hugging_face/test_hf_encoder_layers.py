@@ -381,6 +381,40 @@ def test_planted_errors_are_refused_or_run_padded(error, monkeypatch):
     assert "(Planted) gives other values in a packed row than in padded rows" in reason
 
 
+@pytest.mark.parametrize("name", ["wav2vec2", "siglip2"])
+def test_gradients_by_torch_func_are_those_of_the_padded_run(name):
+    model = make(name)
+    inputs, parameters = inputs_of(model), dict(model.named_parameters())
+    mask = token_mask(model, inputs)
+
+    def gradients_of_tokens():
+        def loss(x):
+            return torch.func.functional_call(model, x, (), inputs)[0][mask].pow(2).sum()
+
+        return torch.func.grad(loss)(parameters)
+
+    want = gradients_of_tokens()
+    with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="the host can't read its mask"):
+        got = gradients_of_tokens()
+    assert set(handle.calls) == {"the host can't read its mask"}
+    for key, x in want.items():
+        torch.testing.assert_close(got[key], x)
+
+
+def test_a_convolution_that_was_put_in_after_the_patch_is_noticed():
+    model = make("wav2vec2-bert")
+    inputs, convolution = inputs_of(model), copy.deepcopy(model.wav2vec2_bert.encoder.layers[1].conv_module)
+    mask = token_mask(model, inputs)
+    with torch.no_grad():
+        want = model(**inputs)
+        with nta.patch(model) as handle, pytest.warns(NotPackedWarning, match="conv_module was replaced"):
+            check(model(**inputs), want, mask)
+            model.wav2vec2_bert.encoder.layers[1].conv_module = convolution
+            check(model(**inputs), want, mask)
+    assert handle.calls[None] == 1
+    assert len(handle.calls) == 2
+
+
 def test_code_of_users_is_refused():
     class Mine(transformers.Wav2Vec2ForCTC):
         pass

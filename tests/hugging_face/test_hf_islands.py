@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
@@ -137,6 +138,90 @@ def test_a_copy_of_the_input_of_a_checkpoint_is_an_error():
         loss = model(**batch_of()).loss
         with pytest.raises(RuntimeError, match="lengths of its sequences are not known"):
             loss.backward()
+
+
+@pytest.mark.parametrize("path", ["model.layers.0.conv", "model.layers.0", "model.layers.1.self_attn.out_proj"])
+def test_a_module_that_mixes_tokens_and_was_put_in_after_the_patch_is_noticed(path):
+    model, batch = new("lfm2").eval(), batch_of()
+    other, unpatched = copy.deepcopy(model.get_submodule(path)), copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_parameter(next(name for name, _ in other.named_parameters())).mul_(0.5)
+        with nta.patch(model, logits="padded") as handle:
+            model(**batch)
+            for each in (model, unpatched):
+                each.set_submodule(path, copy.deepcopy(other))
+            got = model(**batch).logits
+    for row, want in enumerate(alone(unpatched, batch)[1]):
+        torch.testing.assert_close(got[row, : len(want)], want, rtol=0, atol=1e-6)
+    assert handle.calls[None] == (2 if "self_attn" in path else 1)
+    assert ("self_attn" in path) != any(str(reason).startswith("layers.0.conv was replaced") for reason in handle.calls)
+
+
+def test_a_copy_and_a_wrapped_module_stay_packed():
+    model, batch = new("lfm2").eval(), batch_of()
+    with nta.patch(model, on_fallback="raise") as handle, torch.no_grad():
+        want = model(**batch).loss
+        layers = model.model.layers
+        layers[0] = nn.ModuleDict({"inner": layers[0]})  # as wrappers of other packages do
+        layers[0].forward = layers[0]["inner"].__call__
+        torch.testing.assert_close(model(**batch).loss, want)
+        torch.testing.assert_close(copy.deepcopy(model)(**batch).loss, want)
+    assert handle.calls == {None: 3}
+
+
+def test_gradients_by_torch_func():
+    model, batch = new("lfm2"), batch_of()
+    unpatched, parameters = copy.deepcopy(model), dict(model.named_parameters())
+    unpatched(**batch).loss.backward()
+    with nta.patch(model, on_fallback="raise"):
+        got = torch.func.grad(lambda x: torch.func.functional_call(model, x, (), batch).loss)(parameters)
+    for name, parameter in unpatched.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("lengths", [(7,), (7, 4)])
+def test_a_checkpoint_of_the_whole_model(lengths, reentrant):
+    """In the backward, a call of one row without padding is known to be padded."""
+    model, batch = new("lfm2"), batch_of(lengths)
+    unpatched, one = copy.deepcopy(model), torch.ones(1, requires_grad=True)
+    alone(unpatched, batch, lengths)[0].backward()
+    with nta.patch(model):
+        checkpoint(lambda x: model(**batch).loss * x.sum(), one, use_reentrant=reentrant).backward()
+    for (name, parameter), theirs in zip(model.named_parameters(), unpatched.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, theirs.grad, rtol=0, atol=1e-6, msg=name)
+
+
+def test_heads_that_pass_no_lengths_compute_the_loss_of_each_sequence():
+    """With padding on the left and a label on the first token, this token is not predicted."""
+    model, batch = new("mamba2"), batch_of()
+    unpatched = copy.deepcopy(model)
+    want = alone(unpatched, batch)[0]
+    left = {name: torch.full_like(x, -100 if name == "labels" else 0) for name, x in batch.items()}
+    for row, n in enumerate(LENGTHS):
+        for name, x in left.items():
+            x[row, -n:] = batch[name][row, :n]
+    with nta.patch(model, on_fallback="raise"):
+        torch.testing.assert_close(model(**left).loss, want, rtol=0, atol=1e-6)
+
+
+def test_the_cache_of_mamba_is_named():
+    model, batch = new("mamba2").eval(), batch_of((9, 4))
+    with nta.patch(model) as handle, torch.no_grad():
+        cache = model(batch["input_ids"][:, :4], use_cache=True).cache_params
+        model(batch["input_ids"][:, 4:5], cache_params=cache)
+    assert set(handle.calls) == {"it asks for a cache", "it continues from a cache"}
+
+
+@pytest.mark.parametrize("how", ["patch", "register"])
+def test_rows_packed_by_hand_are_refused_beside_convolutions(how):
+    model = new("lfm2").eval()
+    if how == "patch":
+        nta.patch(model, padding_free=False)
+    else:
+        model.set_attn_implementation(nta.hf.register())
+    with pytest.raises(ValueError, match="layers that do not know where sequences begin"):
+        model(torch.arange(3, 12)[None], position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
 
 
 class Mixer(nn.Module):

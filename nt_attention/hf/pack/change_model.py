@@ -25,6 +25,7 @@ from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
 from .islands import add_islands, group_by_length
 from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
+from .replaced_modules import classes_to_watch
 from .small_batches import Size
 
 # Config → a weak reference to the handle of the last patch that has set our name in it.
@@ -145,6 +146,7 @@ def make_padding_free(
     for module in attentions:
         if type(module).__name__ not in proof.islands:
             override_attention(module, is_routed, handle)
+    watched = classes_to_watch(base, {*proof.islands, *(type(module).__name__ for module in attentions)})
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
     # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
@@ -156,7 +158,7 @@ def make_padding_free(
         is_base = families.base_model(entry) is entry
         first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
         size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
-        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares)
+        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares, watched)
         return PackedCall(handle, proof, family, head, *how)
 
     if families.is_encoder_decoder(model):

@@ -27,6 +27,7 @@ from ...patching.forwards import (
     Handle,
     has_gradients_per_sample,
     is_context_parallel,
+    is_patched,
     override_forward,
     refuse_export,
     replacement_of,
@@ -37,6 +38,7 @@ from ...torch_private import (
     has_compiled_call,
     has_hooks_of_all_modules,
     inside_compiled,
+    is_transformed,
     pytree,
     version_of,
 )
@@ -51,6 +53,7 @@ from .attention_code import override_attention
 from .change_model import attention_modules
 from .islands import add_islands, group_by_length
 from .packing import Packing
+from .replaced_modules import why_replaced
 
 MASK = "attention_mask"
 _NO_PADDING = "there is no padding to skip"
@@ -167,7 +170,10 @@ class EncoderCall:
             return f"its attention was set to {name!r} after the patch"
         if any(has_compiled_call(layer) or inside_compiled(layer) is not layer for layer in layers):
             return "its layers are compiled: compile their parts instead"
-        if self.proof.islands and any(vars(x).get("gradient_checkpointing") and x.training for x in layers):
+        islands = frozenset(self.proof.islands)
+        if reason := next(filter(None, (why_replaced(x, islands) for x in layers if is_patched(x))), None):
+            return reason
+        if islands and any(vars(x).get("gradient_checkpointing") and x.training for x in layers):
             return "gradient checkpoints would run its convolutions again, which is not supported for packed layers"
         if self.proof.trains:
             return None
@@ -285,6 +291,8 @@ class LayerCall:
 
         The decision is kept on the storage of the mask, where a checkpoint that runs the layer again finds it.
         """
+        if is_transformed():  # tensors have no storage; `EncoderCall` has counted why it runs padded
+            return None
         layers, storage = current_layers(), mask.untyped_storage()
         version = -1 if mask.is_inference() else version_of(mask)
         kept: _Decision | None = getattr(storage, _ROWS, None)

@@ -22,10 +22,10 @@ from ...layouts.protocol import Layout
 from ...layouts.reading import on_host, to_device
 from ...layouts.tree import TreeLayout
 from ...patching.forwards import Handle, override_forward
-from ...torch_private import backward_id, pytree
+from ...torch_private import backward_id, is_transformed, pytree
 from ..proof import Proof
 from ..route.packed_mask import PackedMask
-from ..route.packed_row import PackedRow, current_row, running
+from ..route.packed_row import PackedRow, current_row, running, runs_padded
 
 if TYPE_CHECKING:
     from ...layouts.reading import Ints
@@ -167,13 +167,13 @@ def _layer_of(base: nn.Module, path: str) -> str:
 def run_layer(module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The `forward` of a layer with islands, or of another module in it."""
     hidden, row = _first_tensor((*args, *kwargs.values())), current_row()
-    if hidden is None or is_compiling():
+    if hidden is None or is_compiling() or is_transformed():  # in torch.func, tensors have no storage
         return original(*args, **kwargs)
     kept = _kept_row(hidden)
-    if row is None and backward_id() != -1:
+    if row is None and backward_id() != -1 and not runs_padded():
         if kept is _UNKNOWN:
             return original(*args, **kwargs)
-        with running(row=kept):
+        with running(row=kept, padded=kept is None):
             out = original(*args, **kwargs)
         if (first := _first_tensor(out if isinstance(out, tuple) else (out,))) is not None:
             _storage(first).row = kept
@@ -200,7 +200,7 @@ _UNKNOWN: Any = object()
 
 def _kept_row(hidden: Tensor) -> PackedRow | None:
     """The row that the storage of hidden states keeps; `_UNKNOWN` if it keeps none."""
-    return getattr(_storage(hidden), "row", _UNKNOWN)
+    return _UNKNOWN if is_transformed() else getattr(_storage(hidden), "row", _UNKNOWN)
 
 
 def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
@@ -210,7 +210,7 @@ def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
         RuntimeError: it is computed again in the backward, and nothing says which sequences the row has.
     """
     row = current_row()
-    if row is not None or hidden is None or backward_id() == -1:
+    if row is not None or hidden is None or backward_id() == -1 or runs_padded():
         return row
     row = _kept_row(hidden)
     if row is _UNKNOWN and hidden.shape[0] > 1:  # a packed row is one
@@ -244,7 +244,7 @@ def run_island(
     }
     values, structure = pytree.tree_flatten(arguments)
     values = [_rows_of(x, tree) if _is_row(x, layout.total) else x for x in values]
-    with running(row=None):
+    with running(row=None, padded=True):
         results = [
             original(**pytree.tree_unflatten([_of_group(x, padded, window) for x in values], structure))
             for padded in groups.padded

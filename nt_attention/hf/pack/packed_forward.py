@@ -88,6 +88,7 @@ class PackedCall:
         is_causal: whether its attention is causal.
         size: the size of the model, by which a small batch runs padded; None if every batch is packed.
         shares: whether the base model shares prefixes.
+        watched: the classes of modules that the patch has changed. One that is put in later is not patched.
     """
 
     handle: Handle
@@ -103,6 +104,7 @@ class PackedCall:
     is_causal: bool
     size: Size | None
     shares: bool = False
+    watched: frozenset[str] = frozenset()
 
     @property
     def pool(self) -> families.Pool | None:
@@ -120,7 +122,8 @@ class PackedCall:
         if arguments is None:
             return original(*args, **kwargs)  # this raises an error
         mask = arguments.get("attention_mask")
-        if isinstance(mask, PackedMask) or ("cu_seq_lens_q" in arguments and is_bypass_mask(mask)):
+        has_row = "cu_seq_lens_q" in arguments or current_row() is not None  # heads of Mamba do not pass lengths on
+        if isinstance(mask, PackedMask) or (has_row and is_bypass_mask(mask)):
             return self.run_row(model, original, arguments)  # the head has packed the batch
         call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
         route = self._first_route(call)

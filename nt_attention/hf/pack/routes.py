@@ -112,7 +112,7 @@ class Unpatched:
             known = {"known": ()}
         elif call.inner and not call.is_inner:  # else the model around it may know more
             known = {"known": (call.model, *call.inner)}
-        with running(row=None, unpatched=call.inner, **known):
+        with running(row=None, padded=True, unpatched=call.inner, **known):
             return call.original(*call.args, **call.kwargs)
 
 

@@ -26,6 +26,7 @@ from .. import families
 from ..route.attention import NAMES
 from ..transformers_private import ATTENTION, attention_of, has_other_loss
 from .inputs import has_axes, padding_id, points_at_padding
+from .replaced_modules import why_replaced
 from .routes import FallsBack, HeadFallsBack, ModelCall, SmallBatch, Unpatched
 from .sharded_packing import why_call_not_sharded
 from .shared_prefixes import may_share
@@ -61,6 +62,11 @@ def was_replaced(call: ModelCall) -> str | None:
 def base_was_replaced(call: ModelCall) -> str | None:
     """The base model, which would get the packed row of the head, has another forward."""
     return None if call.base is call.model else replacement_of(call.base.forward, type(call.base))
+
+
+def modules_were_replaced(call: ModelCall) -> str | None:
+    """A module that the patch has changed has gone, and another one of its class, which is not patched, has come."""
+    return why_replaced(call.base, call.entry.watched)
 
 
 def has_other_arguments(call: ModelCall) -> str | None:
@@ -146,6 +152,7 @@ BEFORE_GRAPH: tuple[Rule, ...] = (
     (needs_samples, FallsBack),
     (was_replaced, HeadFallsBack),
     (base_was_replaced, FallsBack),
+    (modules_were_replaced, FallsBack),
     (has_other_arguments, FallsBack),
     (has_unproven_inputs, FallsBack),
     (head_needs_rows, HeadFallsBack),
@@ -161,6 +168,7 @@ AFTER_GRAPH: tuple[Rule, ...] = (
 # Argument → why a call with it falls back to the padded forward.
 _NOT_PACKED = {
     "past_key_values": CONTINUES_FROM_CACHE,
+    "cache_params": CONTINUES_FROM_CACHE,
     "use_cache": "it asks for a cache",
     "output_attentions": "it asks for attention weights",
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ...compiler import can_be_read, is_captured, is_in_jit_trace, is_traced, is_tracing
 from ...layouts.protocol import Layout
 from ...layouts.reading import new_forward_token
+from ...torch_private import is_transformed
 from .running_call import RunningCall, has_scaled_rope, running_call
 
 MaskFunction = Callable[..., Any]
@@ -85,7 +86,7 @@ def mask(*, over: str, **arguments: Any) -> Tensor | None:
         function = arguments.get("mask_function", stock.causal_mask_function)
         sees_all = function is stock.bidirectional_mask_function and not arguments.get("use_vmap") and layout is None
         source = Source(token_mask, call is None or call.names_sequences, sees_all)
-        setattr(made if is_traced(made) else made.untyped_storage(), _SOURCE, source)
+        setattr(_keeper(made), _SOURCE, source)
     return made
 
 
@@ -113,14 +114,14 @@ def layout_beside(over: str, made: Tensor, rows: int, length: int) -> Layout | N
     Raises:
         ValueError: the model can't keep them apart.
     """
-    storage = made.untyped_storage()
-    if not hasattr(storage, _ROWS):  # all layers get the same mask
+    keeper = _keeper(made)
+    if not hasattr(keeper, _ROWS):  # all layers get the same mask
         call, layout = running_call(), None
         if call is not None and not call.has_own_mask:
             call.check(over)
             layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
-        setattr(storage, _ROWS, layout)
-    of_rows: Layout | None = getattr(storage, _ROWS)
+        setattr(keeper, _ROWS, layout)
+    of_rows: Layout | None = getattr(keeper, _ROWS)
     return of_rows
 
 
@@ -163,15 +164,20 @@ class Source(NamedTuple):
 
 
 # The attribute that stores the Source of a mask. It is set on the mask's storage, because checkpointing detaches masks.
-# It is freed with the storage, and no two threads share it. In a graph it is set on the mask.
+# It is freed with the storage, and no two threads share it. In a graph, and in torch.func, it is set on the mask.
 _SOURCE = "_nt_attention_source"
+
+
+def _keeper(mask: Tensor) -> Any:
+    """The object on which attributes of a mask are set."""
+    return mask if is_traced(mask) or is_transformed() else mask.untyped_storage()
 
 
 def source_of(attention_mask: Tensor | None) -> Source | None:
     """What a mask of this file was made from. None for a mask of the caller."""
     if attention_mask is None:
         return Source()
-    return getattr(attention_mask if is_traced(attention_mask) else attention_mask.untyped_storage(), _SOURCE, None)
+    return getattr(_keeper(attention_mask), _SOURCE, None)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:

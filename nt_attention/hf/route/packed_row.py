@@ -64,6 +64,7 @@ class _Thread(threading.local):
 
     Attributes:
         row: the packed row that runs now. None if the rows of the batch are not packed.
+        padded: whether a call runs whose rows are not packed. If not, and there is no row, nothing is known.
         unpatched: models that run their original forward and count nothing, because the model around them runs so.
         rows_of_head: the base model of the head that runs, and the arguments of the head that say which sequences its
             rows have, which many heads do not pass on.
@@ -75,6 +76,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:  # runs in each thread; a graph would take defaults of the class for constants
         self.row: PackedRow | None = None
+        self.padded = False
         self.unpatched: tuple[Any, ...] = ()
         self.rows_of_head: tuple[Any, dict[str, Any]] = (None, {})
         self.known: tuple[Any, ...] = ()
@@ -87,6 +89,11 @@ _thread = _Thread()
 def current_row() -> PackedRow | None:
     """The packed row that runs now in this thread, or None."""
     return _thread.row
+
+
+def runs_padded() -> bool:
+    """Whether a call runs in this thread whose rows are known to be not packed."""
+    return _thread.row is None and _thread.padded
 
 
 def current_layers() -> LayerCalls | None:

@@ -134,7 +134,8 @@ class RunningCall(NamedTuple):
         """Why the model mixes sequences, whatever its attention does, or None."""
         model = self.model
         model_type = getattr(model.config, "model_type", None)
-        if model_type in MIX_ROWS and not self.has_seq_idx:
+        mixes = model_type in MIX_ROWS or "conv" in (getattr(model.config, "layer_types", None) or ())
+        if mixes and not self.has_seq_idx:
             return "it has layers that do not know where sequences begin: pass a padded batch"
         if model_type in NEED_LENGTHS and not self.lengths:
             return "its layers need cu_seq_lens_q and cu_seq_lens_k"
