@@ -83,7 +83,7 @@ def patch_model(
         shares = handle.prefixes is not None and handle.prefixes.add_model(model, _why_not_shared(model, proof))
         make_padding_free(model, proof, families.family_of(model), handle, logits, packing, shares)
     handle.change(name, f"{type(model).__name__}, {how}")
-    handle.change_layers(name, {**_attention_layers(model), **_padded_modules(model, proof.islands)})
+    handle.change_layers(name, {**_attention_layers(model), **_row_modules(model, proof)})
     for path, module in model.named_modules():
         if _takes_packed_images(module):
             # only this module's copy of the config gets the special name
@@ -235,9 +235,11 @@ def _attention_layers(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _padded_modules(model: nn.Module, classes: tuple[str, ...]) -> dict[str, str]:
-    """The modules that run padded, by name."""
-    return {path: f"{type(model.get_submodule(path)).__name__}, padded" for path in paths_of_islands(model, classes)}
+def _row_modules(model: nn.Module, proof: Proof) -> dict[str, str]:
+    """The modules that mix the tokens of a row, by name, and how each sequence stays apart."""
+    how = {name: f"{name}, padded" for name in proof.islands}
+    how |= {name: f"{name}, zeros between sequences" for name in proof.convolutions}
+    return {path: how[type(model.get_submodule(path)).__name__] for path in paths_of_islands(model, tuple(how))}
 
 
 def _takes_packed_images(module: nn.Module) -> bool:

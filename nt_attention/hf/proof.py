@@ -43,6 +43,8 @@ class Proof:
         token_types: whether `token_type_ids` can be packed.
         islands: classes of modules that run on padded rows (`pack/islands.py`).
         equal_lengths: whether an island runs only sequences of equal lengths together, so that it needs no padding.
+        convolutions: classes of modules whose causal convolutions run with zeros between sequences
+            (`pack/convolutions.py`).
         reads_padding: whether unpatched values of some padded batches depend on the padding. Packed, they are those of
             each sequence alone.
         layers: classes of layers that pack by themselves (`pack/encoder_layers.py`). The other fields but `holes` and
@@ -63,7 +65,13 @@ class Proof:
     token_types: bool = True
     islands: tuple[str, ...] = ()
     equal_lengths: bool = False
+    convolutions: tuple[str, ...] = ()
     reads_padding: bool = False
     layers: tuple[str, ...] = ()
     trains: bool = True
     tried: bool = True
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The classes of modules that mix the tokens of a row, and keep sequences apart in one of the two ways."""
+        return (*self.islands, *self.convolutions)

@@ -91,7 +91,8 @@ def test_as_each_sequence_alone(name, reentrant):
     handle = nta.patch(patched, packing="always", logits="padded", on_fallback="raise")
     check_same(patched, model, batch_of())
     assert handle.calls == {None: 1}
-    assert "padded" in str(handle.layers), "the handle names the modules that run padded"
+    how = "zeros between sequences" if name == "lfm2" else "padded"
+    assert how in str(handle.layers), "the handle names the modules that mix the tokens of a row"
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
@@ -104,8 +105,9 @@ def test_shared_prefixes_run_whole_sequences_in_modules_with_a_state(name):
     assert handle.prefixes.computed == sum(lengths) - 3 * 40
 
 
-def test_only_the_modules_with_a_state_see_padding():
-    model = new("lfm2")
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+def test_only_the_modules_with_a_state_see_padding(name):
+    model = new(name)
     shapes = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -116,8 +118,24 @@ def test_only_the_modules_with_a_state_see_padding():
     lengths = (23, 22, 21, 3, 3, 2)
     model(**batch_of(lengths))
     rows = {path: sum(shape[:2].numel() for shape in seen) for path, seen in shapes.items()}
-    assert {n for path, n in rows.items() if ".conv." not in path} == {sum(lengths)}
-    assert all(sum(lengths) < n <= MOST_PADDED * sum(lengths) for path, n in rows.items() if ".conv." in path)
+    assert {n for path, n in rows.items() if ".linear_attn." not in path} == {sum(lengths)}
+    states = [n for path, n in rows.items() if ".linear_attn." in path]
+    assert bool(states) == (name != "lfm2"), "convolutions need no padded rows"
+    assert all(sum(lengths) < n <= MOST_PADDED * sum(lengths) for n in states)
+
+
+def test_convolutions_of_other_models_stay_as_they_are():
+    model = new("lfm2")
+    stock, batch = copy.deepcopy(model), batch_of()
+    want = stock(**batch).logits
+    model.requires_grad_(False)
+    nta.patch(model, packing="always", logits="padded")
+    assert torch.equal(stock(**batch).logits, want)
+    alone = {name: x[:1] for name, x in batch.items()}
+    seen = []
+    stock.register_forward_hook(lambda *_: seen.append(model(**batch).logits))  # a patched model runs in between
+    assert torch.equal(stock(**alone).logits, stock(**alone).logits)
+    assert seen
 
 
 @given(st.lists(st.integers(0, 3000), max_size=60), st.integers(1, 12))

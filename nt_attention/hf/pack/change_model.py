@@ -146,7 +146,7 @@ def make_padding_free(
     for module in attentions:
         if type(module).__name__ not in proof.islands:
             override_attention(module, is_routed, handle)
-    watched = classes_to_watch(base, {*proof.islands, *(type(module).__name__ for module in attentions)})
+    watched = classes_to_watch(base, {*proof.mixers, *(type(module).__name__ for module in attentions)})
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
     # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.

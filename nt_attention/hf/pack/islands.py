@@ -26,6 +26,7 @@ from ...torch_private import backward_id, is_transformed, pytree
 from ..proof import Proof
 from ..route.packed_mask import PackedMask
 from ..route.packed_row import PackedRow, current_row, running, runs_padded
+from .convolutions import keep_apart
 
 if TYPE_CHECKING:
     from ...layouts.reading import Ints
@@ -122,18 +123,26 @@ def two_groups(lengths: Ints, most: int = 2) -> list[Ints]:
 
 
 def add_islands(base: nn.Module, proof: Proof, handle: Handle, grouping: Grouping) -> bool:
-    """Let the modules run padded that the proof names. Returns whether there are any.
+    """Let the modules run padded, and convolutions with zeros between sequences, that the proof names.
 
     `grouping` says which sequences run together, unless the proof says `equal_lengths`.
+
+    Returns:
+        Whether there are any.
     """
-    classes, grouping = proof.islands, equal_lengths if proof.equal_lengths else grouping
-    paths = paths_of_islands(base, classes)
+    grouping = equal_lengths if proof.equal_lengths else grouping
+    paths = paths_of_islands(base, proof.mixers)
     for path in paths:
-        override_forward(base.get_submodule(path), functools.partial(run_island, grouping), handle)
+        module = base.get_submodule(path)
+        if type(module).__name__ in proof.islands:
+            override_forward(module, functools.partial(run_island, grouping), handle)
+        else:
+            keep_apart(module)
+            override_forward(module, run_convolution, handle)
     for path in {_layer_of(base, path) for path in paths} - {"", *paths}:
         layer = base.get_submodule(path)
         for module in (layer, *layer.children()):
-            if type(module).__name__ not in classes:
+            if type(module).__name__ not in proof.mixers:
                 override_forward(module, run_layer, handle)
     return bool(paths)
 
@@ -250,6 +259,16 @@ def run_island(
             for padded in groups.padded
         ]
     return _packed(results, groups, tree)
+
+
+@outside_of_graphs
+def run_convolution(module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a module with a causal convolution that runs in a packed row (`convolutions.py`)."""
+    row = _row_of(module, _first_tensor((*args, *kwargs.values())))
+    if row is current_row():
+        return original(*args, **kwargs)
+    with running(row=row):  # it is computed again in the backward
+        return original(*args, **kwargs)
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

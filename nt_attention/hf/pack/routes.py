@@ -302,6 +302,8 @@ class AsGraph:
         try:
             if call.entry.proof.islands:
                 raise NotCapturedError("modules that run padded need the lengths on the host")
+            if call.entry.proof.convolutions:
+                raise NotCapturedError("its convolutions along the row are not supported there")
             out = run_as_graph(
                 graphs, call.model, call.arguments, is_compiled, holes, self._returns_cache, self._run_packed
             )

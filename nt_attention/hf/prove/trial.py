@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from .. import families
 from ..pack.attention_code import has_adapter
+from ..pack.convolutions import classes_with_convolutions
 from ..proof import Extra, Form, Head, Positions, Proof
 from . import diagnosis
 from .trial_batch import (
@@ -120,9 +121,13 @@ class Trial(Runs):
         batch = self._batch("right")
         alone = self._alone(self.base, batch)
         pools = getattr(self.base, "pooler", None) is not None and "pooler_output" in alone
+        convolutions = classes_with_convolutions(self.base)
         failures: list[tuple[Proof, NotProven | str]] = []
         for way in self._ways(pools and self.family.pool is None):
-            proof = way if self.known else replace(way, islands=islands, equal_lengths=equal_lengths)
+            proof = way
+            if not self.known:
+                apart = tuple(name for name in convolutions if name not in islands)
+                proof = replace(way, islands=islands, equal_lengths=equal_lengths, convolutions=apart)
             try:
                 if (wrong := self._wrong(proof, batch, alone)) is None:
                     return replace(proof, reads_padding=bool(self.no_reference) and not self.scaled_by_length)
@@ -142,7 +147,7 @@ class Trial(Runs):
             return wrong
         unpatched = batch.values(self._run(self.base, batch.inputs))
         wrong = None if "right" in self.no_reference else self._different(unpatched, of_tokens(alone))
-        if wrong is not None and (not proof.islands or self.has_user_code):
+        if wrong is not None and (not proof.mixers or self.has_user_code):
             raise NotProven(f"{UNPATCHED_IS_WRONG}, its {wrong} of a padded batch is not that of each sequence alone")
         if self.pairs:
             inputs = {**batch.inputs, "encoder_outputs": self.base.get_encoder()(**batch.source_inputs)}
@@ -156,7 +161,7 @@ class Trial(Runs):
         if "left" not in self.no_reference:
             wrong = self._different(got, of_tokens(left.values(self._run(self.base, left.inputs))))
             sides |= {"left"} if wrong is not None else set()
-        may_read_padding = proof.islands and proof.positions != "ids" and not self.has_user_code
+        may_read_padding = proof.mixers and proof.positions != "ids" and not self.has_user_code
         if "left" in self.no_reference or (wrong is not None and may_read_padding):
             # Unpatched, states read padding. Users may mean that. Positions that count ids must be the unpatched
             # ones: for one padding id, a constant offset gives the same.

@@ -1,0 +1,94 @@
+"""Causal convolutions of packed rows: zeros between sequences keep them apart.
+
+Without the package causal-conv1d, transformers' `causal_conv1d_fn` is PyTorch's code, which knows no sequences. A
+convolution of width K sees K - 1 tokens before its own. With K - 1 zeros between them, sequences do not see each other,
+and each begins with zeros, as it would alone.
+
+Dimensions: T tokens of the packed row, B sequences, C channels, K the width.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...compiler import is_compiling
+from ...layouts.protocol import Layout
+from ...layouts.tree import TreeLayout
+from ..route.packed_row import current_row
+
+_FUNCTION = "causal_conv1d_fn"
+
+
+def classes_with_convolutions(base: nn.Module) -> tuple[str, ...]:
+    """The classes of modules whose forward calls transformers' `causal_conv1d_fn`, if that is PyTorch's code."""
+    if importlib.util.find_spec("causal_conv1d") is not None:
+        return ()
+    return tuple(sorted({type(module).__name__ for module in base.modules() if _calls_it(module)}))
+
+
+def _calls_it(module: nn.Module) -> bool:
+    forward: Any = inspect.unwrap(type(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return _FUNCTION in names and _FUNCTION in getattr(forward, "__globals__", ())
+
+
+def keep_apart(module: nn.Module) -> None:
+    """Let the `causal_conv1d_fn` that a module calls keep the sequences of the packed row apart that runs.
+
+    Other calls of it, such as those of models that are not patched, stay as they are.
+    """
+    file = sys.modules[inspect.unwrap(type(module).forward).__module__]
+    original = getattr(file, _FUNCTION)
+    if hasattr(original, "keeps_sequences_apart"):
+        return
+
+    @functools.wraps(original)
+    def function(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layout = None if is_compiling() else _layout_of(hidden_states)  # packed rows run outside of graphs
+        if layout is None:
+            return cast(Tensor, original(hidden_states, weight, *args, **kwargs))
+        kwargs.pop("seq_idx", None)
+        return _convolve(layout, functools.partial(original, **kwargs), hidden_states, weight, *args)
+
+    vars(function)["keeps_sequences_apart"] = True
+    setattr(file, _FUNCTION, function)
+
+
+def _layout_of(hidden_states: Tensor) -> Layout | None:
+    """The sequences of hidden states (1, C, T), if they are the packed row that runs."""
+    row = current_row()
+    return row.layout if row is not None and hidden_states.shape[::2] == (1, row.layout.total) else None
+
+
+def _convolve(
+    layout: Layout, convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args: Any
+) -> Tensor:
+    """A convolution with weights (C, K) of a packed row (1, C, T)."""
+    tree = layout if isinstance(layout, TreeLayout) else None
+    tokens = hidden_states[0].transpose(0, 1)
+    if tree is not None:  # a segment sees the tokens before it on its path
+        layout, tokens = tree.sequences, tree.expand(tokens)
+    places, total = _with_gaps(layout, weight.shape[-1] - 1)
+    spread = tokens.new_zeros(total, tokens.shape[1]).index_copy(0, places, tokens)
+    out = convolution(spread.transpose(0, 1).unsqueeze(0), weight, *args)
+    tokens = out[0].transpose(0, 1).index_select(0, places)
+    tokens = tokens if tree is None else tree.collapse(tokens)
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+def _with_gaps(layout: Layout, gap: int) -> tuple[Tensor, int]:
+    """Where each token is in a row with gaps between the sequences (T,), and the length of that row."""
+
+    def make() -> tuple[Tensor, int]:
+        places = torch.arange(layout.total, device=layout.device)
+        return places + gap * layout.sequence_ids, layout.total + gap * (layout.batch_size - 1)
+
+    return layout.cached(("gaps", gap), make)
