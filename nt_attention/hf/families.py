@@ -84,7 +84,6 @@ FAMILIES = {
 NOT_PACKED = {
     "clip": "its images have equal lengths, and its text is pooled at a position of the padded row",
     "cpmant": "it takes no attention_mask, and adds the tokens of a prompt to each row",
-    "rwkv": "its head passes no attention_mask to its base model",
     "siglip": "its rows have equal lengths",
     "vit": "its images have equal lengths",
 }

@@ -1,11 +1,14 @@
 """Runs every text class of transformers on padded batches and on rows packed by hand, patched and registered.
 
-    python tests/hugging_face/rows_matrix.py [TYPE ...] [--jobs N] [--write FILE]
+    python tests/hugging_face/rows_matrix.py [TYPE ...] [--encoders] [--jobs N] [--write FILE]
 
 Each class runs as a small model (`hf/prove/twin.py`) on the CPU, in float64 if it can. Each run is compared with each
 sequence alone, run by the class without nt_attention. The outcomes are "right", "refused: REASON", "takes none: ERROR"
 (Python or transformers refuses the argument), and "WRONG: OUTPUT". They are kept in `rows_outcomes.json`, from which
 `tools/supported_models.py` makes tables for docs/reference/hugging_face.md.
+
+With `--encoders`, it runs the classes for audio, images and time series that take a mask of padding, on padded batches,
+and compares their outputs at tokens with those of the unpatched class.
 
 Dimensions: B rows, L positions in a row, T tokens of a packed row.
 """
@@ -29,11 +32,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
+from transformers.models.auto import modeling_auto
 
 import nt_attention as nta
 from nt_attention.hf import families, patch_model
 from nt_attention.hf.pack import inputs
+from nt_attention.hf.pack.encoder_layers import encoder_layers, tokens_of, why_no_layers
 from nt_attention.hf.prove import store, twin
+from nt_attention.hf.prove.layer_trial import inputs_of as encoder_inputs
 from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 
 OUTCOMES = Path(__file__).with_name("rows_outcomes.json")
@@ -205,6 +212,8 @@ def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     try:
+        if head == ENCODER:
+            return encoder_outcome(entry)
         try:
             original = on_meta_device(model_type, class_name)
             with twin.isolated():
@@ -231,12 +240,91 @@ def outcome_of(row: tuple[str, str, str]) -> dict[str, Any]:
     return entry
 
 
+ENCODER = "encoder"
+
+
+def encoder_classes() -> list[tuple[str, str, str]]:
+    """Model type, class name and `ENCODER` of each class whose input is not tokens but has a mask of padding."""
+    rows = set()
+    for name, mapping in vars(modeling_auto).items():
+        for model_type, names in mapping.items() if name.endswith("_MAPPING_NAMES") else ():
+            for class_name in [names] if isinstance(names, str) else names:
+                kind = getattr(transformers, class_name, None)
+                try:
+                    takes = inspect.signature(kind.forward).parameters
+                    if kind.main_input_name != "input_ids" and MASKS & takes.keys():
+                        rows.add((model_type, class_name, ENCODER))
+                except (AttributeError, ImportError):  # it needs a package that is not installed
+                    continue
+    return sorted(rows)
+
+
+MASKS = {"attention_mask", "pixel_attention_mask", "pixel_mask", "past_observed_mask"}
+
+
+def encoder_outcome(entry: dict[str, Any]) -> dict[str, Any]:
+    """The outcome of a class of `encoder_classes`, on a padded batch."""
+    try:
+        original = on_meta_device(entry["type"], entry["class"])
+    except Exception as error:  # whatever a class raises
+        return {**entry, "not built": " ".join(f"{type(error).__name__}: {error}".split())[:200]}
+    proof = None if (reason := why_no_layers(original)) else store.make(original)
+    if proof is None or proof.reason is not None:
+        return {**entry, "patch": {"padded": f"refused: {reason if proof is None else proof.reason}"}}
+    with twin.isolated(), torch.no_grad():
+        model = twin.build_layers_twin(original, encoder_inputs)
+        # rows in another order than those that the proof has tried
+        inputs = {name: x.roll(1, 0) for name, x in encoder_inputs(model).items()}
+        mask = layer_tokens(model, inputs)
+        want = model(**inputs, return_dict=True)
+        try:
+            with nta.patch(model) as handle:
+                got = model(**inputs, return_dict=True)
+        except Exception as error:
+            return {**entry, "patch": {"padded": refusal(error)}}
+    names = tensors_of(want)
+    errors = {name: tokens_error(tensors_of(got)[name], x, mask) for name, x in names.items()}
+    wrong = next((name for name, error in errors.items() if not error <= TOLERANCE[model.dtype]), None)
+    right = "right" if proof.trains else "right in inference"
+    outcome = right if wrong is None else f"WRONG: {wrong} differs by {errors[wrong]:.1e}"
+    reasons = [reason for reason in handle.calls if reason is not None]
+    return {**entry, "patch": {"padded": outcome + (f" (padded: {'; '.join(reasons)})" if reasons else "")}}
+
+
+def layer_tokens(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens (B, L) of the mask that the first layer gets."""
+    seen: list[torch.Tensor] = []
+
+    def record(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(zip(inspect.signature(layer.forward).parameters, args, strict=False)) | kwargs
+        hidden = next(iter(named.values()))
+        tokens, _ = tokens_of(named["attention_mask"], *hidden.shape[:2])
+        seen.append(tokens)
+
+    hook = next(iter(encoder_layers(model).values())).register_forward_pre_hook(record, with_kwargs=True)
+    model(**inputs)
+    hook.remove()
+    return seen[0]
+
+
+def tokens_error(got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor) -> float:
+    """The largest error at tokens, or of all values if there are none for each token, relative to the largest value."""
+    if want.shape[:2] == mask.shape:
+        got, want = got[mask], want[mask]
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-6))
+
+
 def count(entries: list[dict[str, Any]]) -> str:
     lines = []
     for way in WAYS:
         for form in FORMS:
-            counts = Counter(entry[way][form].partition(":")[0].partition(" (")[0] for entry in entries if way in entry)
-            lines.append(f"{way:10}{form:16}{', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
+            outcomes = [entry[way][form] for entry in entries if form in entry.get(way, ())]
+            counts = Counter(outcome.partition(":")[0].partition(" (")[0] for outcome in outcomes)
+            lines += (
+                []
+                if not counts
+                else [f"{way:10}{form:16}{', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}"]
+            )
     return "\n".join([*lines, f"{sum(1 for entry in entries if 'not built' in entry)} not built"])
 
 
@@ -256,17 +344,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
     parser.add_argument("--heads", nargs="+", metavar="HEAD", help="heads, such as base; by default all")
+    parser.add_argument("--encoders", action="store_true", help="classes for audio and images, not for text")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes (default: 1)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="by default rows_outcomes.json, if all types run")
     options = parser.parse_args(argv)
-    rows = [row for row in text_classes() if not options.types or row[0] in options.types]
+    classes = encoder_classes() if options.encoders else text_classes()
+    rows = [row for row in classes if not options.types or row[0] in options.types]
     rows = [row for row in rows if not options.heads or row[2] in options.heads]
     entries = []
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), initializer=begin) as pool:
         for entry in pool.map(outcome_of, rows):
             entries.append(entry)
             print(json.dumps(entry), flush=True)
-    file = options.write or (None if options.types or options.heads else OUTCOMES)
+    file = options.write or (None if options.types or options.heads or options.encoders else OUTCOMES)
     if file is not None:
         write(file, entries)
     print(count(entries))

@@ -9,6 +9,7 @@ import io
 
 import numpy as np
 import pytest
+import rows_matrix
 import torch
 import transformers
 from torch import nn
@@ -413,6 +414,19 @@ def test_a_convolution_that_was_put_in_after_the_patch_is_noticed():
             check(model(**inputs), want, mask)
     assert handle.calls[None] == 1
     assert len(handle.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "outcome"),
+    [
+        (("siglip2_vision_model", "Siglip2VisionModel"), "right"),
+        (("lasr_ctc", "LasrForCTC"), "right in inference"),
+        (("whisper", "WhisperModel"), "refused: its layers get no mask of padding"),
+    ],
+)
+def test_the_matrix_of_encoders(row, outcome):
+    assert (*row, rows_matrix.ENCODER) in rows_matrix.encoder_classes()
+    assert rows_matrix.outcome_of((*row, rows_matrix.ENCODER))["patch"] == {"padded": outcome}
 
 
 def test_code_of_users_is_refused():

@@ -20,6 +20,7 @@ MODELS = {
     "falcon_h1": "FalconH1ForCausalLM",
     "mobilebert": "MobileBertForMaskedLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
+    "rwkv": "RwkvForCausalLM",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -272,6 +273,10 @@ def by_length(_, x):
     return from_before(_, x) * x.shape[1]
 
 
+def by_longest(_, x):
+    return from_before(_, x) * x.any(-1).sum(1).max()
+
+
 def by_batch(_, x):
     return x - x.mean((0, 1))
 
@@ -285,8 +290,21 @@ def with_mixer(mix):
     return PlantedForCausalLM(LlamaConfig(**SMALL)).double().eval()
 
 
-@pytest.mark.parametrize("mix", [from_before, from_next, from_last_call, by_length, by_batch])
+MIXER = r"layers\.0\.mlp \(Mixer\)"
+LENGTH = rf"values of sequence 2 depend on the lengths of other sequences: {MIXER} uses the length of the row"
+PLANTED = {
+    from_before: "1 tokens into the next sequence; on padded rows, without the patch, it reads padding on the left",
+    from_next: "uses later tokens of the row, .*; on padded rows, without the patch, its last_hidden_state of a padded",
+    from_last_call: "gives other values when the same row runs again: it keeps a state between calls",
+    by_length: f"; on padded rows, {LENGTH}",
+    by_longest: f"; on padded rows, {LENGTH}",
+    by_batch: f"; on padded rows, tokens of sequence 2 .* {MIXER} computes with all rows of a batch",
+}
+
+
+@pytest.mark.parametrize("mix", PLANTED)
 def test_a_mixer_of_a_user_is_refused_with_its_name(mix):
     """Unpatched, also one that only looks back reads the padding of rows that are padded on the left."""
-    with pytest.raises(ValueError, match=r"can't be packed: .*layers\.0\.mlp"):
+    with pytest.raises(ValueError, match=rf"can't be packed: .*{MIXER}") as refusal:
         nta.patch(with_mixer(mix), packing="always")
+    assert re.search(PLANTED[mix], str(refusal.value)), refusal.value

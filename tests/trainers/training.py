@@ -25,12 +25,14 @@ def outcome_of(handle: PatchHandle) -> str:
 
 @dataclass
 class Ran:
-    """What a trainer logged, step by step, and the handle of the patch, if there was one."""
+    """What a trainer logged, step by step, the handle of the patch, if there was one, and what training added to each
+    parameter."""
 
     losses: list[float]
     norms: list[float]
     handle: PatchHandle | None
     more: dict[str, float]
+    changes: dict[str, torch.Tensor]
 
 
 def run(make_model, make_trainer, when: str | None, **options) -> Ran:
@@ -44,13 +46,19 @@ def run(make_model, make_trainer, when: str | None, **options) -> Ran:
     trainer = make_trainer(model)
     if when == "after":
         handle = nta.patch(trainer.model, packing="always", **options)
+    before = _trained(trainer.model)
     set_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPackedWarning)
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     last = {key: value for entry in trainer.state.log_history if "loss" not in entry for key, value in entry.items()}
-    return Ran([s["loss"] for s in steps], [s["grad_norm"] for s in steps], handle, last)
+    changes = {name: x - before[name] for name, x in _trained(trainer.model).items()}
+    return Ran([s["loss"] for s in steps], [s["grad_norm"] for s in steps], handle, last, changes)
+
+
+def _trained(model) -> dict[str, torch.Tensor]:
+    return {name: x.detach().clone() for name, x in model.named_parameters() if x.requires_grad}
 
 
 def assert_same(got: Ran, want: Ran, tolerance: float = 1e-4) -> None:

@@ -20,7 +20,7 @@ from ..proof import Head, Proof
 from ..route.attention import NAME_OVER, NAMES, register
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, is_bypass_mask
-from ..route.packed_row import current_row, rows_of_head
+from ..route.packed_row import current_row, has_known_rows, rows_of_head
 from ..transformers_private import attention_of
 from .inputs import arguments_of
 from .routes import AsGraph, ModelCall, Packed, Unpatched, passing_rows, run_route
@@ -122,9 +122,8 @@ class PackedCall:
         if arguments is None:
             return original(*args, **kwargs)  # this raises an error
         mask = arguments.get("attention_mask")
-        has_row = "cu_seq_lens_q" in arguments or current_row() is not None  # heads of Mamba do not pass lengths on
-        if isinstance(mask, PackedMask) or (has_row and is_bypass_mask(mask)):
-            return self.run_row(model, original, arguments)  # the head has packed the batch
+        if isinstance(mask, PackedMask) or is_bypass_mask(mask) or (mask is None and self._is_packed_by_head(model)):
+            return self.run_row(model, original, arguments)
         call = ModelCall(self, model, original, args, kwargs, arguments, active_compiler())
         route = self._first_route(call)
         if isinstance(route, AsGraph):
@@ -133,6 +132,11 @@ class PackedCall:
             except NotCapturedError:
                 route = self._packed_route(call)
         return run_route(route)
+
+    @inline_only
+    def _is_packed_by_head(self, model: PreTrainedModel) -> bool:
+        """Whether the head has packed the batch, though it passes no mask to its base model."""
+        return self.is_base and self.needs_row and current_row() is not None and has_known_rows(model)
 
     # Not compiled, because the host reads the lengths, and graphs support neither locks nor context variables.
     @outside_of_graphs

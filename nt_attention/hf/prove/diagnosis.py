@@ -42,24 +42,33 @@ class _Cause(NamedTuple):
         return self.kind if self.name else None
 
 
-def diagnose(base: Any) -> tuple[str, str | None] | None:
+def diagnose(base: Any, islands: tuple[str, ...] = ()) -> tuple[str, str | None] | None:
     """Why the packed run of a patched base model is wrong, and the class of the module. None if this finds nothing.
 
     The class is None if the module is the base model.
 
     Args:
         base: the patched base model of a twin. Its call packs.
+        islands: the classes of modules that run on padded rows.
     """
     generator = torch.Generator().manual_seed(3)
     first, second, third, other = (
         torch.randint(6, vocabulary_of(base), (n,), generator=generator) for n in (11, 9, 13, 13)
     )
     row = [first, second, third]
+    if (cause := _changed(base, row, row)) is not None:
+        return (
+            f"{_describe(cause)} gives other values when the same row runs again: it keeps a state between calls, or "
+            "is random",
+            cause.part,
+        )
     before = _changed(base, row, [other[:11], second, third])
     after = _changed(base, row, [first, second, other])
     if (cause := before or after) is not None:
         but_first = _changed(base, row, [torch.cat([first[:1], other[:10]]), second, other])
         depends = f"tokens of sequence 2 depend on sequence {1 if before else 3}: {_describe(cause)}"
+        if cause.part in islands:
+            return f"{depends} computes with all rows of a batch", cause.part
         if but_first is None:
             return f"{depends} uses the first token of the row for all tokens", cause.part
         if "Attention" in cause.kind:

@@ -75,5 +75,5 @@ def marks_of(model: nn.Module) -> dict[tuple[str, str, str], str]:
 # Attributes that callers change, and that do not change what a token depends on.
 _STATES = {
     "training", "gradient_checkpointing", "name_or_path", "warnings_issued", "use_cache", "padding_idx", "pad_token_id",
-    "loss_type", "attn_implementation", "_attn_implementation",
+    "loss_type", "attn_implementation", "_attn_implementation", "layers_are_rescaled",
 }  # fmt: skip

@@ -10,6 +10,7 @@ Dimensions: B rows of a padded batch, L positions in a row.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from .. import families
 from ..pack.attention_code import has_adapter
 from ..pack.convolutions import classes_with_convolutions
+from ..pack.islands import group_by_length
 from ..proof import Extra, Form, Head, Positions, Proof
 from . import diagnosis
 from .trial_batch import (
@@ -91,7 +93,7 @@ class Trial(Runs):
             got = self._gradients(values, weights)
         if (wrong := self._different(values, alone)) is not None:
             raise NotProven(f"its {wrong} differs between rows with a shared prefix and each row alone")
-        self._compare_gradients(got, want)
+        self._compare_gradients(proof, got, want)
         assert handle.prefixes is not None
         if reasons := [reason for reason in handle.prefixes.calls if reason is not None]:
             raise NotProven(reasons[0])
@@ -103,7 +105,7 @@ class Trial(Runs):
         lengths.
         """
         islands: tuple[str, ...] = ()
-        equal_lengths = False
+        equal_lengths, as_island = False, None
         while True:
             try:
                 return self._find_way(islands, equal_lengths)
@@ -112,8 +114,10 @@ class Trial(Runs):
                 mixer = None if failure.mixer in islands else failure.mixer
                 if self.known is not None or self.pairs or len(islands) == 4:
                     raise self.mixes from None
-                if mixer is None and (not islands or equal_lengths or self.has_user_code):
-                    raise self.mixes from None
+                if mixer is None:
+                    as_island = as_island or failure
+                    if not islands or equal_lengths or self.has_user_code:
+                        raise _first_and(self.mixes, as_island) from None
                 islands += () if mixer is None else (mixer,)
                 equal_lengths |= mixer is None
 
@@ -161,11 +165,13 @@ class Trial(Runs):
         if "left" not in self.no_reference:
             wrong = self._different(got, of_tokens(left.values(self._run(self.base, left.inputs))))
             sides |= {"left"} if wrong is not None else set()
-        may_read_padding = proof.mixers and proof.positions != "ids" and not self.has_user_code
-        if "left" in self.no_reference or (wrong is not None and may_read_padding):
+        differs = wrong is not None and proof.mixers and proof.positions != "ids"
+        if "left" in self.no_reference or differs:
             # Unpatched, states read padding. Users may mean that. Positions that count ids must be the unpatched
             # ones: for one padding id, a constant offset gives the same.
             wrong = self._different(got, of_tokens(alone))
+            if wrong is None and differs and self.has_user_code:
+                raise NotProven(f"{UNPATCHED_IS_WRONG}, it reads padding on the left, which may be meant")
         if wrong is not None:
             return f"{wrong} with padding on the left"
         self.no_reference |= sides
@@ -197,7 +203,7 @@ class Trial(Runs):
         if self.pairs:
             return NotProven(f"its {output} differs between packed rows and each pair of sequences alone")
         with self._patched(replace(proof, head=None)):
-            reason = diagnosis.diagnose(self.base)
+            reason = diagnosis.diagnose(self.base, proof.islands)
         if reason is None:
             return NotProven(f"its {output} differs between a packed row and each sequence alone")
         return NotProven(*reason)
@@ -257,7 +263,7 @@ class Trial(Runs):
             gradients = self._gradients(got, weights) if training and not wrong else {}
         if wrong:
             raise self._refusal(proof, f"{wrong} in {'training' if training else 'evaluation'}")
-        self._compare_gradients(gradients, want_gradients)
+        self._compare_gradients(proof, gradients, want_gradients)
         self._compare_numbers(out, unpatched)
 
     def _known_values(self, proof: Proof, batch: Batch, unpatched: Any) -> dict[str, Tensor]:
@@ -310,7 +316,7 @@ class Trial(Runs):
             raise NotProven(f"unpatched, it takes no labels of this form: {first_line(error)}") from error
         if relative_error(got, want) > self.tolerance:
             raise NotProven("its loss of a packed row differs from that of a padded batch")
-        self._compare_gradients(gradients, self._gradients({"loss": want}, one))
+        self._compare_gradients(proof, gradients, self._gradients({"loss": want}, one))
         if alone is None:
             self._compare_numbers(out, padded)
 
@@ -410,14 +416,16 @@ class Trial(Runs):
             self.has_user_code and is_per_token and batch.ids.numel() * self.vocabulary < 3e7
         )
         model = self.twin if with_head else self.base
+        # Other batches have tested islands with much padding, which takes long here.
+        packed = functools.partial(self._packed, model, batch.inputs, proof, group_by_length)
         alone = self._alone(model, batch, batch.groups())
-        if (wrong := self._different(batch.values(self._packed(model, batch.inputs, proof)), alone)) is not None:
+        if (wrong := self._different(batch.values(packed()), alone)) is not None:
             raise self._refusal(proof, f"{wrong} of long sequences, or with special ids,")
         if self.known is None:
             return
         self.twin.train()
         try:
-            got = batch.values(self._packed(model, batch.inputs, proof))
+            got = batch.values(packed())
             # most models give the same as in evaluation, because there is no dropout
             wrong = self._different(got, alone) and self._different(got, self._alone(model, batch, batch.groups()))
         finally:
@@ -512,6 +520,13 @@ class Trial(Runs):
         except NotProven:
             return False
         return self._different(got, of_tokens(want)) is None
+
+
+def _first_and(mixes: NotProven, as_island: NotProven) -> NotProven:
+    """Why a packed row is wrong, and why padded rows in its modules don't help."""
+    if str(as_island) == str(mixes):
+        return mixes
+    return NotProven(f"{mixes}; on padded rows, {as_island}", mixes.mixer)
 
 
 def _numbers_of(model: PreTrainedModel) -> dict[str, float]:

@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .trial_batch import LENGTHS, TARGETS, Batch, special_ids
 from .trial_draws import Draws
 from .twin import padding_of, vocabulary_of
 from .twin_config import VOCABULARY
+
+if TYPE_CHECKING:
+    from ..pack.islands import Grouping
 
 # The largest error, relative to the largest value. Many models compute norms in float32 even if they are in float64.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -121,15 +124,17 @@ class Runs:
         return {name: x if name == "labels" else x.unflatten(0, (-1, choices)) for name, x in inputs.items()}
 
     @contextmanager
-    def _patched(self, proof: Proof, shared_prefixes: bool = False) -> Iterator[PatchHandle]:
+    def _patched(
+        self, proof: Proof, shared_prefixes: bool = False, grouping: Grouping = one_group
+    ) -> Iterator[PatchHandle]:
         with TwinHandle(type(self.twin).__name__, shared_prefixes=shared_prefixes) as handle:
             if families.routes_attention(self.twin):
                 set_attention(self.twin, handle)
-            make_padding_free(self.twin, proof, self.family, handle, "padded", "always", shared_prefixes, one_group)
+            make_padding_free(self.twin, proof, self.family, handle, "padded", "always", shared_prefixes, grouping)
             yield handle
 
-    def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof) -> Any:
-        with self._patched(proof), torch.no_grad():
+    def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof, grouping: Grouping = one_group) -> Any:
+        with self._patched(proof, grouping=grouping), torch.no_grad():
             return self._call(model, inputs)
 
     def _call(self, model: Any, inputs: dict[str, Tensor]) -> Any:
@@ -164,10 +169,12 @@ class Runs:
         found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(parameters, found, strict=True))
 
-    def _compare_gradients(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    def _compare_gradients(self, proof: Proof, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+        # Modules with a state compute in float32, and the first layers get its rounding many times.
+        tolerance = (10 if proof.islands else 1) * self.tolerance
         largest = max((float(gradient.abs().max()) for gradient in want.values() if gradient.numel()), default=0.0)
         for name, gradient in want.items():
-            if relative_error(got[name], gradient, 1e-2 * largest) > self.tolerance:
+            if relative_error(got[name], gradient, 1e-2 * largest) > tolerance:
                 raise NotProven(f"the gradient of {name} differs between packed rows and each sequence alone")
 
     def _different(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> str | None:
