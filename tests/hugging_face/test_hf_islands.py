@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -123,6 +125,30 @@ def test_only_the_modules_with_a_state_see_padding(name):
     states = [n for path, n in rows.items() if ".linear_attn." in path]
     assert bool(states) == (name != "lfm2"), "convolutions need no padded rows"
     assert all(sum(lengths) < n <= MOST_PADDED * sum(lengths) for n in states)
+
+
+def test_with_a_kernel_for_states_that_knows_sequences_nothing_is_padded(monkeypatch):
+    """As with flash-linear-attention, whose kernel takes `cu_seqlens`. The convolution is PyTorch's."""
+    module = transformers.models.qwen3_5.modeling_qwen3_5
+    stock = module.torch_chunk_gated_delta_rule
+
+    def by_sequence(query, key, value, g, beta, cu_seqlens=None, **options):
+        ends = [query.shape[1]] if cu_seqlens is None else cu_seqlens[1:].tolist()
+        cuts = [slice(begin, end) for begin, end in itertools.pairwise([0, *ends])]
+        outs = [
+            stock(*(x[:, cut] for x in (query, key, value)), g=g[:, cut], beta=beta[:, cut], **options)[0]
+            for cut in cuts
+        ]
+        return torch.cat(outs, 1), None
+
+    by_sequence.__module__ = module.__name__
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", by_sequence)
+    model = new("qwen3_5_text")
+    patched = copy.deepcopy(model)
+    handle = nta.patch(patched, packing="always", logits="padded", on_fallback="raise")
+    assert "GatedDeltaNet, zeros between sequences" in str(handle.layers)
+    assert "padded" not in str(handle.layers)
+    check_same(patched, model, batch_of())
 
 
 def test_convolutions_of_other_models_stay_as_they_are():
