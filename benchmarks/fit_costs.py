@@ -21,7 +21,7 @@ import torch
 from scipy.optimize import nnls
 
 from nt_attention.cli.environment import versions
-from nt_attention.cli.implementations import Inputs, NotSupportedError, backend
+from nt_attention.cli.implementations import CaseInputs, NotSupportedError, backend
 from nt_attention.cli.timing import device_ms
 from nt_attention.cli.workloads import Workload, draw_lengths
 from nt_attention.functional import plan
@@ -37,7 +37,7 @@ MASKS = {
     "window": {"window_size": (128, 128)},
     "window behind": {"is_causal": True, "window_size": (600, 0)},
 }
-HEADS = {32: 16, 64: 16, 96: 8, 128: 8, 192: 4, 256: 4}
+HEADS = {32: 16, 64: 16, 96: 8, 128: 8, 192: 4, 256: 4, 384: 4, 512: 4}
 BACKENDS = {
     torch.bfloat16: ("token_tiled", "flash_attn_4", "torch_flash"),
     torch.float32: ("token_tiled", "torch_efficient"),
@@ -59,7 +59,7 @@ def measure(dtype: torch.dtype, head_dim: int, kinds: list[str]) -> dict[tuple[s
     """(direction, mask, backend) → rows of µs, 1, and thousands of a head's sequences, tokens and 1000 pairs."""
     rows = defaultdict(list)
     for workload in workloads(head_dim, kinds):
-        inputs = Inputs.random(workload, torch.device("cuda"), dtype)
+        inputs = CaseInputs.random(workload, torch.device("cuda"), dtype)
         call = plan(*inputs.qkv, inputs.layout, **inputs.options).call
         for name in BACKENDS[dtype]:
             try:

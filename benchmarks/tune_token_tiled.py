@@ -25,8 +25,10 @@ from nt_attention import RelativeBias, SequenceLayout
 from nt_attention.cli.timing import device_ms
 from nt_attention.cli.workloads import WORKLOADS, Workload
 from nt_attention.functional import plan
+from nt_attention.kernels import support
 from nt_attention.kernels.token_tiled import ops
 from nt_attention.kernels.token_tiled.configs import Tile
+from nt_attention.kernels.token_tiled.plan import Tiles
 
 KERNELS = ("forward", "query", "key", "fused")
 # "bias": one bias for each of 32 buckets, as in T5. "rows": one for each token and each of 512 buckets, as in DeBERTa.
@@ -69,9 +71,10 @@ class Bench:
         self.q, self.grad = random(workload.heads), random(workload.heads)
         self.k, self.v = random(workload.kv_heads), random(workload.kv_heads)
         self.relative = make_relative(relative, total, workload.heads, dtype)
-        call = plan(
-            self.q, self.k, self.v, self.layout, backend="token_tiled", relative=self.relative, **workload.options
-        ).call
+        with support.by_documentation():
+            call = plan(
+                self.q, self.k, self.v, self.layout, backend="token_tiled", relative=self.relative, **workload.options
+            ).call
         self.window = call.spec.window
         self.forward = ops.Launcher.make(self.q, self.k, self.v, call)
         self.backward = ops.Launcher.make(self.q, self.k, self.v, call, self.relative is not None)
@@ -122,7 +125,7 @@ class Bench:
                 *(kernels.fused_kernel, tile, tiles, self.kv_heads, plan.keys, tensors, None, strided, strides),
                 False,
             )
-        call.launch(*work)
+        call.launch(*work[:2], Tiles.of(work[2]), *work[3:])
 
     def compute_expected(self) -> None:
         """Set the results of the forward and delta, and the expected result of each kernel, from float64."""

@@ -1,4 +1,8 @@
-"""Functions and constants that several Triton kernels use."""
+"""Functions and constants that several Triton kernels use.
+
+A tensor of head dim D is in two parts: BLOCK_D columns, and REST_D columns after them. Both are powers of 2, or
+REST_D is 0 and there is one part (`triton_support.column_parts`). So a head dim of 320 is 256 + 64, not 512.
+"""
 
 # No `from __future__ import annotations`: Triton reads annotations when it compiles.
 
@@ -28,3 +32,40 @@ def score_factor_of(scale, LINEAR: tl.constexpr):
     if LINEAR:
         score_factor = scale * LOG2E
     return score_factor
+
+
+@triton.jit
+def filled(value, ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Both parts of ROWS rows of one float32 value."""
+    rest = 0.0
+    if REST:
+        rest = tl.zeros([ROWS, REST], tl.float32) + value
+    return tl.zeros([ROWS, BLOCK], tl.float32) + value, rest
+
+
+@triton.jit
+def times(x, factor, REST: tl.constexpr):
+    """Both parts of x · factor."""
+    rest = x[1]
+    if REST:
+        rest = rest * factor
+    return x[0] * factor, rest
+
+
+@triton.jit
+def row_products(x, y, REST: tl.constexpr, PRECISION: tl.constexpr):
+    """x · yᵀ: the products of the rows of `x` and `y`."""
+    products = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
+    if REST:
+        products = tl.dot(x[1], tl.trans(y[1]), products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def add_product(x, y, total, REST: tl.constexpr, PRECISION: tl.constexpr):
+    """total + x · y, in the two parts of `y`. `x` is rounded to the dtype of `y`."""
+    x = x.to(y[0].dtype)
+    rest = total[1]
+    if REST:
+        rest = tl.dot(x, y[1], rest, input_precision=PRECISION)
+    return tl.dot(x, y[0], total[0], input_precision=PRECISION), rest

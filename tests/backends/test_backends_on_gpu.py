@@ -50,6 +50,7 @@ CASES = {
     "wide-values": {"head_dim": 40, "value_dim": 128},
     "scale": {"scale": 0.3},
     "dims-192-128": {"head_dim": 192, "value_dim": 128, "is_causal": True},
+    "dims-576-512": {"head_dim": 576, "value_dim": 512, "is_causal": True},
     "deterministic": {"deterministic": True, "is_causal": True},
     "all-1-grouped": {"short": True, "heads": 4, "kv_heads": 2},
     "negative-scale": {"scale": -0.3, "is_causal": True},
@@ -63,7 +64,9 @@ CASES = {
     "batch-invariant-cross-gqa": {"batch_invariant": True, "cross": True, "heads": 6, "kv_heads": 2, "head_dim": 128},
 }
 
-CASES |= {f"head-dim-{dim}": {"head_dim": dim, "is_causal": True} for dim in (16, 20, 32, 80, 96, 128, 192, 256)}
+CASES |= {
+    f"head-dim-{dim}": {"head_dim": dim, "is_causal": True} for dim in (16, 20, 32, 80, 96, 128, 192, 256, 320, 512)
+}
 
 CASES |= {f"head-dim-{dim}-full": {"head_dim": dim} for dim in (16, 128, 256)}
 

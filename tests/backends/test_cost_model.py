@@ -206,7 +206,7 @@ class TestMeasurements:
             assert by_head_dim, (dtype, direction, mask)
             for head_dim, rows in by_head_dim.items():
                 at = (dtype, direction, mask, head_dim)
-                assert 0 < head_dim <= 256, at
+                assert 0 < head_dim <= 512, at
                 assert rows.keys() <= set(BACKENDS) - {"cpu", "reference"}, at
                 for name, row in rows.items():
                     assert len(row) == 4, (*at, name)

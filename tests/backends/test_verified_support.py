@@ -347,10 +347,19 @@ def test_verified_gpu_has_a_kernel_for_every_plain_call(file, fake_gpu, monkeypa
     capability = file.stem.removeprefix("sm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (int(capability[:-1]), int(capability[-1])))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for head_dim in (3, 32, 64, 80, 128, 256):
+        for head_dim in (3, 32, 64, 80, 128, 256, 300, 512, 576):
             for options in ({}, {"is_causal": True}, {"num_kv_heads": 2}, {"is_causal": True, **CROSS}):
                 spec = call(head_dim, dtype=dtype, needs_grad=True, **options)
                 assert choose(spec, SIZE).backward is not None, explain_spec(spec, SIZE)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize(("head_dim", "window"), [(256, (511, 0)), (512, (-1, -1))], ids=["sliding", "global"])
+def test_both_kinds_of_layers_of_gemma_4_run_on_fast_kernels(head_dim, window, needs_grad, fake_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    spec = call(head_dim, num_heads=16, num_kv_heads=2, is_causal=True, window_size=window, needs_grad=needs_grad)
+    fast = ("token_tiled",) if head_dim == 512 else ("token_tiled", "flash_attn_4", "torch_flash")
+    assert explain_spec(spec, CallSize(30, 16_384, 4_000_000)).chosen in fast
 
 
 def test_every_feature_of_every_backend_is_known():

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource, compile
 
 from nt_attention.kernels.call import AttentionSpec
 from nt_attention.kernels.split_kv import launches, sharing, triton_kernels
-from nt_attention.kernels.triton_support import block_size
+from nt_attention.kernels.triton_support import block_size, column_parts
 
 INTEGERS = ("Table", "TableOffsets", "Offsets", "Lengths")
 LONG_INTEGERS = ("FirstKeys", "BundleOffsets", "SharedKeys", "Entries")
@@ -51,7 +51,9 @@ def attention(dims: tuple[int, int], dtype: torch.dtype, group: int, page: int, 
     for part, tile in tiles:
         constants = {"GROUP": group, "PAGE": page, "BLOCK": launches.BLOCKS[1], "EXACT": dtype == torch.float32}
         constants |= dict.fromkeys(("RAGGED", "UPPER_LEFT", "WIDE", "SOFTCAP", "ALIBI"), every)
-        constants |= dict.fromkeys(("DIM", "BLOCK_D"), head_dim) | dict.fromkeys(("VALUE_DIM", "BLOCK_V"), value_dim)
+        constants |= {"DIM": head_dim, "VALUE_DIM": value_dim}
+        constants["BLOCK_D"], constants["REST_D"] = column_parts(head_dim)
+        constants["BLOCK_V"], constants["REST_V"] = column_parts(value_dim)
         constants |= {
             "LINEAR": not every,
             "BLOCK_M": tile,
@@ -63,10 +65,14 @@ def attention(dims: tuple[int, int], dtype: torch.dtype, group: int, page: int, 
         yield tile, compiled(triton_kernels.attention_kernel, constants, capability, dtype, warps, stages)
 
 
-CASES = [((256, 256), torch.bfloat16, 4, 1), ((256, 256), torch.float32, 4, 16)]
+CASES = [((256, 256), torch.bfloat16, 4, 1), ((256, 256), torch.float32, 4, 16), ((576, 512), torch.bfloat16, 8, 16)]
 MORE_CASES = [((64, 64), torch.bfloat16, 1, 16), ((128, 128), torch.bfloat16, 4, 0), ((128, 128), torch.float32, 4, 1)]
 MORE_CASES += [((128, 128), torch.float16, 71, 256), ((256, 256), torch.float32, 71, 1)]
-MORE_CASES += [((64, 128), torch.bfloat16, 4, 24)]
+MORE_CASES += [
+    ((64, 128), torch.bfloat16, 4, 24),
+    ((320, 320), torch.float16, 8, 1),
+    ((512, 512), torch.bfloat16, 71, 0),
+]
 
 
 def main(capability: int, cases: list) -> None:
@@ -88,5 +94,5 @@ def main(capability: int, cases: list) -> None:
 
 
 if __name__ == "__main__":
-    launches._shared_memory = lambda device: 1024 * int(sys.argv[2])
+    launches.shared_memory = lambda device: 1024 * int(sys.argv[2])
     main(int(sys.argv[1]), CASES + (MORE_CASES if sys.argv[3:] == ["all"] else []))

@@ -77,8 +77,11 @@ def test_alibi_is_not_rounded_by_token_tiled(dtype):
 
 HEAD_DIMS = [(7, 67), (67, 7), (1, 131)]
 
+WIDE_HEAD_DIMS = [(270, 5), (5, 330), (512, 16), (576, 512)]
+
 if GPU:
-    HEAD_DIMS += [(d, d) for d in (16, 20, 32, 64, 80, 96, 128, 192, 256)] + [(24, 256), (256, 24)]
+    HEAD_DIMS += [(d, d) for d in (16, 20, 32, 64, 80, 96, 128, 160, 192, 256)] + [(24, 256), (256, 24)]
+    WIDE_HEAD_DIMS += [(d, d) for d in (257, 320, 384, 512, 576)]
 
 
 @exact
@@ -88,6 +91,13 @@ def test_head_dims(dims, dtype):
     # one number's gradient is a sum in which much may cancel, so that the rounding of its terms is left
     slack = 4 if head_dim == 1 else 1
     check(case_of("cross", "causal", "gqa", dtype=dtype, head_dim=head_dim, value_dim=value_dim), slack)
+
+
+@exact
+@cases_of("dims, extra, dtype", 1, WIDE_HEAD_DIMS, ["gqa", "all"], HALVES)
+def test_head_dims_above_256(dims, extra, dtype):
+    head_dim, value_dim = dims
+    check(case_of("cross", "causal-window", extra, dtype=dtype, head_dim=head_dim, value_dim=value_dim))
 
 
 @exact

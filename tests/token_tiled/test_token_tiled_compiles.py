@@ -1,11 +1,12 @@
-"""The token-tiled kernels compile for GPUs of capability 8.0 and 9.0. No GPU is needed."""
+"""The token-tiled kernels compile for GPUs of several kinds, within the shared memory of each. No GPU is needed."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from sweeps import sweep_product
+import pytest
+from sweeps import sweep_except, sweep_product
 
 SCRIPT = Path(__file__).with_name("compile_token_tiled.py")
 
@@ -37,3 +38,16 @@ def test_kernels_compile_to_matrix_instructions_and_wide_loads(capability, kerne
         assert int(matrix) > 0, (kernel, switches)
         assert int(wide) > 0, (kernel, switches)
         assert int(shared) <= CONSUMER_SHARED_MEMORY, (kernel, switches)
+
+
+# (compute capability, KiB of shared memory that a program may have, head dim / bytes of an element)
+KINDS = [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)]
+TILES = [(*kind, which) for kind in KINDS for which in ("128", "256", "384", "512", "576", "64/4", "128/4", "256/4")]
+
+
+@pytest.mark.parametrize(("capability", "kib", "which"), sweep_except(TILES, (86, 99, "512"), (90, 227, "512")))
+def test_tiles_fit_in_shared_memory(capability, kib, which):
+    lines = run_script(str(capability), f"{kib} {which}")
+    assert len(lines) >= 6
+    for line in lines:
+        assert int(line[-1]) <= 1024 * kib, line

@@ -39,9 +39,9 @@ def test_windows_within_a_tile(monkeypatch, tiles, window):
     check(placed(Problem([67], None, 1, 1, 5, 5, dtype=torch.float16, options={"window_size": window})))
 
 
-@pytest.mark.parametrize("table", configs.TABLES.values(), ids=configs.TABLES)
+@pytest.mark.parametrize("table", configs.TABLES.values(), ids=map(str, configs.TABLES))
 def test_tile_size_tables_are_valid(table):
-    assert set(table) == set(itertools.product([64, 128, 256], [2, 4]))
+    assert set(table) == {*itertools.product([64, 128, 256], [2, 4]), (384, 2), (512, 2), (576, 2)}
     for profiles in table.values():
         assert list(profiles)[-1] == (configs.ANY, configs.ANY), "no batch is left out"
         for config in profiles.values():
@@ -50,6 +50,14 @@ def test_tile_size_tables_are_valid(table):
                 for size in (tile.block_m, tile.block_n):
                     assert size >= 16, "matrix instructions"
                     assert size & (size - 1) == 0, "tl.arange"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib", "table"),
+    [(9, 227, "H200"), (10, 227, "B200"), (8, 163, "A100"), (8, 99, "SMALL"), (12, 99, "SMALL"), (9, 63, "SMALL")],
+)
+def test_table_of_a_gpu(capability, kib, table):
+    assert configs.table_for(capability, kib) is getattr(configs, table)
 
 
 def test_plan_is_shared_by_all_layers_and_both_directions(monkeypatch):

@@ -16,6 +16,6 @@ BACKEND = Backend(
     features=COMMON | {"scale ≤ 0", "window", "softcap", "alibi", "batch_invariant", "bounds", "paged"},
     min_capability=(8, 0),
     dtypes=launches.DTYPES,
-    head_dims=HeadDims(256),
+    head_dims=HeadDims(576),
     refuses=refuses,
 )

@@ -18,7 +18,7 @@ from .. import bounds, device
 from ..bounds import Checked
 from ..call import AttentionSpec, Call
 from ..launch import Launch, launch
-from ..triton_support import block_size, input_precision
+from ..triton_support import block_size, column_parts, input_precision, shared_memory
 from . import sharing
 from .keys import NO_LIMIT, Keys
 from .sharing import Bundles, window_of
@@ -261,9 +261,10 @@ class SplitWork:
             *(keys.table.stride(0), key.shape[0] * key.shape[1] if key.dim() == 4 else key.shape[0]),
             *(self.batch_size, *self.limits),
         )
-        block_n, blocks = block_of_keys(tile.block_m, spec), _blocks(spec)
+        block_n, parts = block_of_keys(tile.block_m, spec), (column_parts(spec.head_dim), column_parts(spec.value_dim))
         constants = (
-            *(self.group, spec.head_dim, spec.value_dim, *blocks, keys.page, keys.table_offsets is not None),
+            *(self.group, spec.head_dim, spec.value_dim, *[block for block, _ in parts], *[rest for _, rest in parts]),
+            *(keys.page, keys.table_offsets is not None),
             *(not spec.lower_right, spec.has_positive_scale and not spec.softcap and not spec.alibi, spec.softcap != 0),
             *(spec.alibi, spec.dtype == torch.float32, input_precision()),
             *(BLOCKS[self.batch_size > BLOCKS[0]], tile.block_m, block_n),
@@ -311,32 +312,37 @@ def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
 def tile_rows(spec: AttentionSpec) -> tuple[int, int]:
     """The rows of small and of large tiles. Their queries fit in the shared memory of small GPUs, beside the keys."""
     room = 32768 if spec.dtype.itemsize == 2 else 16384  # bytes; float32 needs more for the parts of tf32 products
-    most = min(128, room // (max(_blocks(spec)) * spec.dtype.itemsize))
+    most = min(128, _power_of_2(room // (max(_columns(spec)) * spec.dtype.itemsize)))
     small = min(most, block_size(spec.num_heads // spec.num_kv_heads))
     return small, max(small, min(64, most))
 
 
-def _blocks(spec: AttentionSpec) -> tuple[int, int]:
+def _power_of_2(most: int) -> int:
+    """The largest power of 2 up to `most`; 1 if there is none."""
+    return 1 << max(1, most).bit_length() - 1
+
+
+def _columns(spec: AttentionSpec) -> tuple[int, int]:
     """D and V, rounded up for `tl.dot`."""
-    return block_size(spec.head_dim), block_size(spec.value_dim)
+    return sum(column_parts(spec.head_dim)), sum(column_parts(spec.value_dim))
 
 
 def warps_of(block_m: int, spec: AttentionSpec) -> int:
     """The warps of a program of `attention_kernel`: one for each 4 KiB of queries."""
-    return max(1, min(8, block_m * max(_blocks(spec)) * spec.dtype.itemsize // 4096))
+    return min(8, _power_of_2(block_m * max(_columns(spec)) * spec.dtype.itemsize // 4096))
 
 
 def stages_of(block_m: int, spec: AttentionSpec) -> int:
     """The pipeline stages of `attention_kernel`: three for large tiles, on GPUs with the shared memory for it."""
-    return 3 if block_m > 16 and spec.dtype != torch.float32 and _shared_memory(spec.device) >= _MUCH_MEMORY else 2
+    return 3 if block_m > 16 and spec.dtype != torch.float32 and shared_memory(spec.device) >= _MUCH_MEMORY else 2
 
 
 def block_of_keys(block_m: int, spec: AttentionSpec) -> int:
     """The number of keys of a block. Two blocks of keys and values fit in the shared memory of small GPUs."""
     if spec.dtype == torch.float32:
         return 16
-    fitting = (8192 if block_m == 16 else 32768) // (sum(_blocks(spec)) * spec.dtype.itemsize)
-    return max(16, min(64, 1 << fitting.bit_length() - 1))
+    fitting = (8192 if block_m == 16 else 32768) // (sum(_columns(spec)) * spec.dtype.itemsize)
+    return max(16, min(64, _power_of_2(fitting)))
 
 
 def _most_rows(page: int, block_n: int) -> int:
@@ -352,11 +358,6 @@ def programs_at_once(block_m: int, spec: AttentionSpec) -> int:
 def _fewest_items(spec: AttentionSpec) -> int:
     """So many items of bundles give work to all multiprocessors: nearly two for each, as two run there at once."""
     return 7 * _multiprocessors(spec.device) // 4
-
-
-@functools.cache
-def _shared_memory(where: torch.device) -> int:
-    return torch.cuda.get_device_properties(where).shared_memory_per_multiprocessor if where.type == "cuda" else 0
 
 
 @functools.cache

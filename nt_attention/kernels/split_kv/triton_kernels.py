@@ -25,7 +25,7 @@ Dimensions: B sequences, M rows of a tile, N keys of a block, D and V head dims.
 import triton
 import triton.language as tl
 
-from ..triton_functions import INF, LOG2E, score_factor_of, tanh
+from ..triton_functions import INF, LOG2E, add_product, filled, row_products, score_factor_of, tanh, times
 
 # Arguments for whose divisibility no kernels of their own are compiled.
 UNSPECIALIZED = ["num_sequences", "max_seqlen", "before", "after", "least_rows", "most_rows"]
@@ -148,19 +148,45 @@ def _find_keys(
 
 
 @triton.jit
-def _load_keys(Base, start, more, is_inside, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """(N, BLOCK) keys or values of one head, at the elements `start + more`; 0 where they may not be read.
+def _load_columns(Rows, is_row, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """(M, BLOCK) the columns of rows; 0 in columns from DIM, and in rows that are not to be read."""
+    columns = tl.arange(0, BLOCK)
+    mask = is_row[:, None]
+    if BLOCK > DIM:
+        mask = mask & (columns < DIM)[None, :]
+    return tl.load(Rows + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load(Rows, is_row, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Both parts of rows. `Rows` (M, 1) points to them, as in the other functions."""
+    rest = 0.0
+    if REST:
+        rest = _load_columns(Rows + BLOCK, is_row, DIM - BLOCK, REST)
+    return _load_columns(Rows, is_row, DIM, BLOCK), rest
+
+
+@triton.jit
+def _store(Rows, x, is_row, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Store both parts of `x` to the elements that `_load` reads."""
+    columns = tl.arange(0, BLOCK)
+    mask = is_row[:, None] & (columns < DIM)[None, :]
+    tl.store(Rows + columns[None, :], x[0].to(Rows.dtype.element_ty), mask=mask)
+    if REST:
+        more = BLOCK + tl.arange(0, REST)
+        tl.store(Rows + more[None, :], x[1].to(Rows.dtype.element_ty), mask=is_row[:, None] & (more < DIM)[None, :])
+
+
+@triton.jit
+def _load_keys(Base, start, more, is_inside, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Both parts of N keys or values of one head, at the elements `start + more`; 0 where they may not be read.
 
     `start` is a number or (N,).
     """
-    columns = tl.arange(0, BLOCK)
-    mask = is_inside[:, None]
-    if BLOCK != DIM:
-        mask = mask & (columns < DIM)[None, :]
     rows = Base + start
     if start.type.is_block():
         rows = rows[:, None]
-    return tl.load(rows + (more[:, None] + columns[None, :]), mask=mask, other=0.0)
+    return _load(rows + more[:, None], is_inside, DIM, BLOCK, REST)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -170,6 +196,7 @@ def attention_kernel(
     slopes_row, table_row, total_rows, num_sequences,
     max_seqlen, before, after, least_rows, most_rows, split_rows, chunk_bits, most_splits, doublings, scale, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, UPPER_LEFT: tl.constexpr, LINEAR: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr,
@@ -233,15 +260,13 @@ def attention_kernel(
                 is_wrong = is_wrong | ((lo < hi) & ((slot < 0) | (hi > total_rows - slot)))
                 hi = tl.where(is_wrong, lo, hi)
 
-            depth = tl.arange(0, BLOCK_D)
             query_row_start = (first + query) * query_row + head * query_head
-            is_read = is_row[:, None] & (depth < DIM)[None, :]
-            q = tl.load(Query + query_row_start[:, None] + depth[None, :], mask=is_read, other=0.0)
+            q = _load(Query + query_row_start[:, None], is_row, DIM, BLOCK_D, REST_D)
             own = (query + shift)[:, None]
             slopes = 0.0
             if ALIBI:
                 slopes = tl.load(Slopes + sequence * slopes_row + head, mask=is_row, other=0.0)[:, None]
-            out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            out = filled(0.0, BLOCK_M, BLOCK_V, REST_V)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             row_max = tl.full([BLOCK_M], -INF, tl.float32)
             num_wrong = tl.zeros([BLOCK_N], tl.int32) + is_wrong.to(tl.int32)
@@ -264,8 +289,9 @@ def attention_kernel(
                         Table, first_entry, at, is_key, total_rows, PAGE, BLOCK_N, INDEX
                     )
                     num_wrong += (is_key & (is_inside == 0)).to(tl.int32)
-                k = _load_keys(Key, page * key_page + page_row * key_row, more * key_row, is_inside, DIM, BLOCK_D)
-                products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                start = page * key_page + page_row * key_row
+                k = _load_keys(Key, start, more * key_row, is_inside, DIM, BLOCK_D, REST_D)
+                products = row_products(q, k, REST_D, PRECISION)
                 scores = _scores(products, own - at, n[None, :], slopes, scale, softcap, LINEAR, SOFTCAP, ALIBI, EXACT)
                 if (at < all_from) | (at + BLOCK_N > all_to):
                     least = tl.maximum(_clamp(own - at - before, 0, BLOCK_N).to(tl.int32), first_key)
@@ -277,16 +303,14 @@ def attention_kernel(
                 rescale = tl.exp2(row_max - finite)
                 row_sum = row_sum * rescale + tl.sum(weights, 1)
                 start = page * value_page + page_row * value_row
-                v = _load_keys(Value, start, more * value_row, is_inside, VALUE_DIM, BLOCK_V)
-                out = tl.dot(weights.to(v.dtype), v, out * rescale[:, None], input_precision=PRECISION)
+                v = _load_keys(Value, start, more * value_row, is_inside, VALUE_DIM, BLOCK_V, REST_V)
+                out = add_product(weights, v, times(out, rescale[:, None], REST_V), REST_V, PRECISION)
                 row_max = new_max
 
             masked = row_sum == 0.0
             wrong = tl.where(tl.sum(num_wrong) > 0, float("nan"), 0.0)
-            out = out / tl.where(masked, 1.0, row_sum)[:, None] + wrong
+            out = times(out, ((1.0 + wrong) / tl.where(masked, 1.0, row_sum))[:, None], REST_V)
             lse = tl.where(masked, -INF, (row_max + tl.log2(tl.where(masked, 1.0, row_sum))) / LOG2E) + wrong
-            columns = tl.arange(0, BLOCK_V)
-            is_stored = is_row[:, None] & (columns < VALUE_DIM)[None, :]
             is_part = splits > 1
             if PART == "shared":
                 is_part = splits > 0
@@ -296,12 +320,12 @@ def attention_kernel(
                 part = sequence.to(tl.int64) * most_splits + split
                 at_row = (part * tl.num_programs(1) + key_head_index) * split_rows + row
                 tl.store(PartLse + at_row, lse, mask=is_row)
-                tl.store(Parts + at_row[:, None] * VALUE_DIM + columns[None, :], out, mask=is_stored)
+                _store(Parts + at_row[:, None] * VALUE_DIM, out, is_row, VALUE_DIM, BLOCK_V, REST_V)
             else:
                 at_query = first + query
                 tl.store(Lse + head * lse_head + at_query, lse, mask=is_row)
                 at_row = at_query * out_row + head * out_head
-                tl.store(Out + at_row[:, None] + columns[None, :], out.to(Out.dtype.element_ty), mask=is_stored)
+                _store(Out + at_row[:, None], out, is_row, VALUE_DIM, BLOCK_V, REST_V)
             item += tl.num_programs(0)
 
 

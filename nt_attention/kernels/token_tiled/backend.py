@@ -42,7 +42,7 @@ BACKEND = Backend(
     },
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    head_dims=HeadDims(256),
+    head_dims=HeadDims(576),
     refuses=refuses,
     takes_parts=True,
     lse_gradient=True,

@@ -1,8 +1,8 @@
-"""Tuned tile sizes: a table by head dim, dtype and sequence lengths. Nothing is tuned at run time.
+"""Tile sizes: for each size of shared memory a table by head dim, dtype and lengths. Nothing is tuned at run time.
 
-The sizes were measured on an H200 (torch 2.11, Triton 3.6) with `python benchmarks/tune_token_tiled.py` on the
-workloads of `cli/workloads.py`. All GPUs without a table of their own use this one. To add a table, run that command on
-the GPU and put the result into `TABLES` under the GPU's name.
+Those of the largest memory were measured on an H200, and above head dim 256 on an H100 (torch 2.11, Triton 3.6), with
+`python benchmarks/tune_token_tiled.py` on the workloads of `cli/workloads.py`. The other tables were not measured: they
+have smaller tiles where these do not fit (`tests/token_tiled/compile_token_tiled.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import functools
 from typing import NamedTuple
 
 import torch
+
+from ..triton_support import shared_memory
 
 
 class Tile(NamedTuple):
@@ -50,7 +52,8 @@ Profiles = dict[tuple[float, float], Config]
 ANY = float("inf")
 
 # (head dim, bytes per element) → profiles. A head dim is rounded up to the next one in the table: 80 uses that of 128.
-H200: dict[tuple[int, int], Profiles] = {
+Table = dict[tuple[int, int], Profiles]
+H200: Table = {
     (64, 2): {
         (128, 48): Config(64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
         (128, ANY): Config(128, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 2), Tile(64, 128, 8, 2)),
@@ -76,20 +79,84 @@ H200: dict[tuple[int, int], Profiles] = {
     (256, 4): {
         (ANY, ANY): Config(16, Tile(64, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
     },
+    (384, 2): {
+        (ANY, ANY): Config(16, Tile(128, 32, 8, 1), Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(16, 16, 4, 1)),
+    },
+    (512, 2): {
+        (256, ANY): Config(16, Tile(32, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 4, 1)),
+        (ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 4, 1)),
+    },
+    (576, 2): {
+        (ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+    },
+}
+B200: Table = H200 | {  # the same tiles need more memory than on an H200
+    (256, 2): {
+        (256, ANY): Config(32, Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
+        (ANY, ANY): Config(32, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
+    },
+}
+A100: Table = H200 | {
+    (256, 2): {
+        (256, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
+        (ANY, ANY): Config(32, Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 3), Tile(32, 32, 4, 2)),
+    },
+    (384, 2): {
+        (ANY, ANY): Config(16, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+    },
+    (512, 2): {
+        (ANY, ANY): Config(16, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+    },
+    (576, 2): {
+        (ANY, ANY): Config(16, Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+    },
+}
+SMALL: Table = H200 | {
+    (128, 2): {
+        (ANY, ANY): Config(64, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 1), Tile(32, 64, 4, 2)),
+    },
+    (256, 2): {
+        (ANY, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    },
+    (384, 2): {
+        (ANY, ANY): Config(16, Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
+    (512, 2): {
+        (ANY, ANY): Config(16, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
+    (576, 2): {
+        (ANY, ANY): Config(16, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
+    (64, 4): {
+        (ANY, ANY): Config(32, Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
+    },
+    (128, 4): {
+        (ANY, ANY): Config(16, Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    },
+    (256, 4): {
+        (ANY, ANY): Config(0, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
 }
 # The profile of batch-invariant calls of any lengths, chosen because it costs least on all workloads.
 ANY_BATCH = (1024.0, ANY)
-# A part of the device's name → its table. The empty string is for all other devices.
-TABLES = {"": H200}
+# (lowest compute capability, KiB of shared memory that a program may have) → table
+TABLES = {(10, 227): B200, (9, 227): H200, (8, 163): A100, (8, 99): SMALL}
 
 
 def config_for(device: torch.device, head_dim: int, itemsize: int, longest: float, mean: float) -> Config:
-    """The config for the larger head dim (a power of 2), bytes per element, and the lengths as in `Profiles`."""
-    profiles = _table(device)[max(64, head_dim), itemsize]
+    """The config for the larger head dim, bytes per element, and the lengths as in `Profiles`."""
+    table = _table(device)
+    profiles = table[min(dim for dim, size in table if dim >= head_dim and size == itemsize), itemsize]
     return next(config for bounds, config in profiles.items() if longest <= bounds[0] and mean <= bounds[1])
 
 
 @functools.cache
-def _table(device: torch.device) -> dict[tuple[int, int], Profiles]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next(table for part, table in sorted(TABLES.items(), reverse=True) if part in name)
+def _table(device: torch.device) -> Table:
+    if device.type != "cuda":  # Triton's interpreter
+        return H200
+    return table_for(torch.cuda.get_device_capability(device)[0], shared_memory(device) // 1024)
+
+
+def table_for(capability: int, kib: int) -> Table:
+    """The first table of `TABLES` that fits a GPU; the smallest if none does."""
+    return next((table for (least, needed), table in TABLES.items() if capability >= least and kib >= needed), SMALL)

@@ -19,7 +19,7 @@ from ..backend import BackwardInputs, Gradients
 from ..call import AttentionSpec, Call
 from ..launch import Launch, Launches, Ready, launch_again, launch_cached
 from ..relative import RelativeBias
-from ..triton_support import block_size, input_precision
+from ..triton_support import column_parts, input_precision
 from .bounded_plan import BoundedPlan
 from .configs import ANY_BATCH, Config, Tile, config_for
 from .plan import Intervals, Plan, Tiles
@@ -55,9 +55,10 @@ class Settings:
 
         key = ("token_tiled plan", window, upper_left, spec.bounded and spec.batch_invariant)
         plan = layout.cached(key, make_plan, key_layout)
-        blocks = [block_size(dim), block_size(value_dim)]
+        parts = column_parts(dim), column_parts(value_dim)
         constants = (
-            *(heads // key_heads, dim, value_dim, *blocks, *_switches(spec, bias_gradient, layout is key_layout)),
+            *(heads // key_heads, dim, value_dim, *[block for block, _ in parts], *[rest for _, rest in parts]),
+            *_switches(spec, bias_gradient, layout is key_layout),
             *(spec.dtype == torch.float32, input_precision(), spec.bounded),
         )
         floats = (spec.scale, spec.softcap, spec.dropout_p)
@@ -66,7 +67,7 @@ class Settings:
         if spec.bounded and longest <= 256:  # bounds of short sequences are mostly larger than the lengths
             longest, mean = longest // 2, 0.8 * mean
         batch = ANY_BATCH if spec.batch_invariant else (min(longest, sum(window) + 1), mean)
-        config = config_for(spec.device, max(blocks), spec.dtype.itemsize, *batch)
+        config = config_for(spec.device, max(map(sum, parts)), spec.dtype.itemsize, *batch)
         shared = 0 if spec.batch_invariant else config.shared
         if spec.bounded and mean > 2 * shared:  # programs for fused tiles, which are probably few, take time
             shared = 0

@@ -17,7 +17,7 @@ Dimensions: M query rows of a tile, N key rows of a tile, D and V head dims. Nam
 import triton
 import triton.language as tl
 
-from ..triton_functions import INF, LOG2E, score_factor_of, tanh
+from ..triton_functions import INF, LOG2E, add_product, filled, row_products, score_factor_of, tanh, times
 from .plan_kernels import HEADER, KEYS, OWN
 
 # RELATIVE is a sum of these flags: the biases that are given, whether their gradients are needed, and in a fixed order,
@@ -92,7 +92,7 @@ def _row_pointers(
     rows = tl.arange(0, ROWS) + zero
     columns = tl.arange(0, BLOCK)
     valid = (first + rows < last)[:, None]
-    if BLOCK != DIM:
+    if BLOCK > DIM:
         valid = valid & (columns < DIM)[None, :]
     row_stride = row_stride * UNIT
     start = Base + (first + tl.full([], 0, tl.int64)) * row_stride
@@ -102,21 +102,28 @@ def _row_pointers(
 @triton.jit
 def _load(
     Base, row_stride, first, last, zero,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, BLOCK) the rows of one head from `first`; 0 in rows from `last` and in columns from DIM."""
+    """(ROWS, BLOCK) and (ROWS, REST), the rows of one head from `first`; 0 in rows from `last` and columns from DIM."""
     pointers, valid = _row_pointers(Base, row_stride, first, last, zero, ROWS, DIM, BLOCK, UNIT)
-    return tl.load(pointers, mask=valid, other=0.0)
+    rest = 0.0
+    if REST:
+        more, is_valid = _row_pointers(Base + BLOCK, row_stride, first, last, zero, ROWS, DIM - BLOCK, REST, UNIT)
+        rest = tl.load(more, mask=is_valid, other=0.0)
+    return tl.load(pointers, mask=valid, other=0.0), rest
 
 
 @triton.jit
 def _store(
     Base, row_stride, first, last, x, zero,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Store `x` (ROWS, BLOCK) to the elements that `_load` reads."""
+    """Store both parts of `x` to the elements that `_load` reads."""
     pointers, valid = _row_pointers(Base, row_stride, first, last, zero, ROWS, DIM, BLOCK, UNIT)
-    tl.store(pointers, x.to(Base.dtype.element_ty), mask=valid)
+    tl.store(pointers, x[0].to(Base.dtype.element_ty), mask=valid)
+    if REST:
+        more, is_valid = _row_pointers(Base + BLOCK, row_stride, first, last, zero, ROWS, DIM - BLOCK, REST, UNIT)
+        tl.store(more, x[1].to(Base.dtype.element_ty), mask=is_valid)
 
 
 @triton.jit
@@ -149,13 +156,13 @@ def _unknown_zero(start, BOUNDED: tl.constexpr):
 @triton.jit
 def _fill_rows(
     Base, row_stride, Header, SIDE: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Write the share of this program of the rows of one head that belong to no sequence, see `plan_kernels.HEADER`."""
-    value = tl.zeros([ROWS, BLOCK], tl.float32) + tl.load(Header + 1).to(tl.float32, bitcast=True)
+    rows = filled(tl.load(Header + 1).to(tl.float32, bitcast=True), ROWS, BLOCK, REST)
     last = tl.load(Header + 3 + 2 * SIDE)
     for at in range(tl.load(Header + 2 + 2 * SIDE) + tl.program_id(0) * ROWS, last, tl.num_programs(0) * ROWS):
-        _store(Base, row_stride, at, last, value, 0, ROWS, DIM, BLOCK, UNIT)
+        _store(Base, row_stride, at, last, rows, 0, ROWS, DIM, BLOCK, REST, UNIT)
 
 
 @triton.jit
@@ -398,9 +405,13 @@ def _backward_lse(Lse, rows, end):
 
 
 @triton.jit
-def _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE_GRADIENT: tl.constexpr):
+def _delta(
+    out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, REST: tl.constexpr, LSE_GRADIENT: tl.constexpr
+):
     """rowsum(dout · out) minus the gradient of the log-sum-exp."""
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    delta = tl.sum(out[0].to(tl.float32) * grad[0].to(tl.float32), 1)
+    if REST:
+        delta += tl.sum(out[1].to(tl.float32) * grad[1].to(tl.float32), 1)
     if LSE_GRADIENT:
         delta -= tl.load(GradLse + rows * grad_lse_row + head * grad_lse_head, mask=rows < end, other=0.0)
     return delta
@@ -413,6 +424,7 @@ def forward_kernel(
     radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -441,16 +453,16 @@ def forward_kernel(
         first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
         own, slopes = _bias_inputs(Own, Slopes, rows, end, head, slope_row, ALIBI, RELATIVE)
         own, slopes = own[:, None], slopes[:, None]
-        q = _load(Query, query_row, start, end, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
-        out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        q = _load(Query, query_row, start, end, zero, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
+        out = filled(0.0, BLOCK_M, BLOCK_V, REST_V)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_max = tl.full([BLOCK_M], -INF, tl.float32)
         score_factor = score_factor_of(scale, LINEAR)
 
         for at in range(first, last, BLOCK_N):
             keys = (at + tl.arange(0, BLOCK_N))[None, :]
-            k = _load(Key, key_row, at, last, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
-            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            k = _load(Key, key_row, at, last, zero, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+            products = row_products(q, k, REST_D, PRECISION)
             _, _, bias = _relative(relative, rows[:, None], keys, own, end - 1, last - 1, head, RELATIVE)
             scores, _ = _scores(
                 products, own, keys, slopes, bias, scale, softcap, LINEAR, SOFTCAP, ALIBI, RELATIVE, EXACT
@@ -462,22 +474,22 @@ def forward_kernel(
             weights = tl.exp2(scores * score_factor - finite[:, None])
             rescale = tl.exp2(row_max - finite)
             row_sum = row_sum * rescale + tl.sum(weights, 1)
-            out = out * rescale[:, None]
+            out = times(out, rescale[:, None], REST_V)
             if DROPOUT:
                 kept = _dropout_mask(Seed, rows[:, None], keys, head, dropout_p)
                 weights = tl.where(kept, weights, 0.0) * (1.0 / (1.0 - dropout_p))
-            v = _load(Value, value_row, at, last, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-            out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
+            v = _load(Value, value_row, at, last, zero, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+            out = add_product(weights, v, out, REST_V, PRECISION)
             row_max = new_max
 
         masked = row_sum == 0.0
-        out = out / tl.where(masked, 1.0, row_sum)[:, None]
+        out = times(out, 1.0 / tl.where(masked, 1.0, row_sum)[:, None], REST_V)
         lse = tl.where(masked, -INF, (row_max + tl.log2(tl.where(masked, 1.0, row_sum))) / LOG2E)
         tl.store(Lse + head * lse_head + rows, lse, mask=rows < end)
-        _store(Out, out_row, start, end, out, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        _store(Out, out_row, start, end, out, zero, BLOCK_M, VALUE_DIM, BLOCK_V, REST_V, UNIT)
 
     if BOUNDED:
-        _fill_rows(Out, out_row, Header, OWN, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+        _fill_rows(Out, out_row, Header, OWN, BLOCK_M, VALUE_DIM, BLOCK_V, REST_V, UNIT)
         _fill_lse(Lse + head * lse_head, Header, BLOCK_M)
 
 
@@ -490,6 +502,7 @@ def query_kernel(
     radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -526,21 +539,21 @@ def query_kernel(
             TileGradBias = _bias_sums(GradBias, tile, heads, head, radius, RELATIVE)
             TileGradQueryBias = _row(GradQueryBias, rows[:, None], heads * num_buckets, head, num_buckets)
 
-        q = _load(Query, query_row, start, end, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
-        grad = _load(Grad, grad_row, start, end, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-        out = _load(Out, out_row, start, end, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-        delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, LSE_GRADIENT)
+        q = _load(Query, query_row, start, end, zero, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
+        grad = _load(Grad, grad_row, start, end, zero, BLOCK_M, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+        out = _load(Out, out_row, start, end, zero, BLOCK_M, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+        delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, end, head, REST_V, LSE_GRADIENT)
         tl.store(Delta + head * lse_head + rows, delta, mask=rows < end)
         delta = delta[:, None]
         lse = _backward_lse(Lse + head * lse_head, rows, end)[:, None]
-        grad_query = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        grad_query = filled(0.0, BLOCK_M, BLOCK_D, REST_D)
 
         for at in range(first, last, BLOCK_N):
             keys = (at + tl.arange(0, BLOCK_N))[None, :]
-            k = _load(Key, key_row, at, last, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
-            v = _load(Value, value_row, at, last, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            grad_products = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            k = _load(Key, key_row, at, last, zero, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+            v = _load(Value, value_row, at, last, zero, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+            products = row_products(q, k, REST_D, PRECISION)
+            grad_products = row_products(grad, v, REST_V, PRECISION)
             boundary = (at < unmasked_from) | (at + BLOCK_N > unmasked_to)
             _, grad_scaled, grad_scores, distance, bucket = _weights(
                 products, grad_products, lse, delta, keys, lo, hi, boundary, rows[:, None], keys, own, slopes, relative,
@@ -552,13 +565,13 @@ def query_kernel(
                     TileGradBias, TileGradQueryBias, TileGradQueryBias, relative, distance, bucket,
                     (keys >= lo) & (keys < hi), grad_scores, at - start, 1, ~KEY_BIAS & RELATIVE,
                 )  # fmt: skip
-            grad_query = tl.dot(grad_scaled.to(k.dtype), k, grad_query, input_precision=PRECISION)
+            grad_query = add_product(grad_scaled, k, grad_query, REST_D, PRECISION)
 
-        grad_query *= scale
-        _store(GradQuery, grad_query_row, start, end, grad_query, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
+        grad_query = times(grad_query, scale, REST_D)
+        _store(GradQuery, grad_query_row, start, end, grad_query, zero, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
 
     if BOUNDED:
-        _fill_rows(GradQuery, grad_query_row, Header, OWN, BLOCK_M, DIM, BLOCK_D, UNIT)
+        _fill_rows(GradQuery, grad_query_row, Header, OWN, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -570,6 +583,7 @@ def key_kernel(
     radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -598,24 +612,24 @@ def key_kernel(
         hi = tl.load(Hi + keys, mask=keys < end, other=0)
         first, last, unmasked_from, unmasked_to = _visible_range(Lo, Hi, start, end)
 
-        k = _load(Key, key_row, start, end, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
-        v = _load(Value, value_row, start, end, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-        grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+        k = _load(Key, key_row, start, end, zero, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+        v = _load(Value, value_row, start, end, zero, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+        grad_key = filled(0.0, BLOCK_N, BLOCK_D, REST_D)
+        grad_value = filled(0.0, BLOCK_N, BLOCK_V, REST_V)
 
         for head in range(part * HEADS, part * HEADS + HEADS):
             HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
             HeadGrad = _head_pointer(Grad, head, grad_head, UNIT, FAR)
             for at in range(first, last, BLOCK_M):
                 rows = at + tl.arange(0, BLOCK_M)
-                q = _load(HeadQuery, query_row, at, last, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
-                grad = _load(HeadGrad, grad_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
+                q = _load(HeadQuery, query_row, at, last, zero, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
+                grad = _load(HeadGrad, grad_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, REST_V, UNIT)
                 lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
                 delta = tl.load(Delta + head * lse_head + rows, mask=rows < last, other=0.0)[None, :]
                 own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
                 own, slopes = own[None, :], slopes[None, :]
-                products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                products = row_products(k, q, REST_D, PRECISION)
+                grad_products = row_products(v, grad, REST_V, PRECISION)
                 boundary = (at < unmasked_from) | (at + BLOCK_M > unmasked_to)
                 weights, grad_scaled, grad_scores, distance, bucket = _weights(
                     products, grad_products, lse, delta, rows[None, :], lo, hi, boundary, rows[None, :], keys, own,
@@ -629,16 +643,16 @@ def key_kernel(
                         (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores, start - at, 0,
                         ~(BIAS + QUERY_BIAS) & RELATIVE,
                     )  # fmt: skip
-                grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
-                grad_key = tl.dot(grad_scaled.to(q.dtype), q, grad_key, input_precision=PRECISION)
+                grad_value = add_product(weights, grad, grad_value, REST_V, PRECISION)
+                grad_key = add_product(grad_scaled, q, grad_key, REST_D, PRECISION)
 
-        grad_key *= scale
-        _store(GradKey, grad_key_row, start, end, grad_key, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
-        _store(GradValue, grad_value_row, start, end, grad_value, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        grad_key = times(grad_key, scale, REST_D)
+        _store(GradKey, grad_key_row, start, end, grad_key, zero, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+        _store(GradValue, grad_value_row, start, end, grad_value, zero, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
 
     if BOUNDED:
-        _fill_rows(GradKey, grad_key_row, Header, OWN, BLOCK_N, DIM, BLOCK_D, UNIT)
-        _fill_rows(GradValue, grad_value_row, Header, OWN, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        _fill_rows(GradKey, grad_key_row, Header, OWN, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+        _fill_rows(GradValue, grad_value_row, Header, OWN, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -651,6 +665,7 @@ def fused_kernel(
     radius, num_buckets, query_bias_row, query_bias_head, key_bias_row, key_bias_head,
     scale, softcap, dropout_p,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
     LINEAR: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, RELATIVE: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, FAR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -679,10 +694,10 @@ def fused_kernel(
         keys = (start + tl.arange(0, BLOCK_N))[:, None]
         lo = tl.load(Lo + keys, mask=keys < end, other=0)
         hi = tl.load(Hi + keys, mask=keys < end, other=0)
-        k = _load(Key, key_row, start, end, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
-        v = _load(Value, value_row, start, end, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
-        grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        grad_value = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+        k = _load(Key, key_row, start, end, zero, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+        v = _load(Value, value_row, start, end, zero, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+        grad_key = filled(0.0, BLOCK_N, BLOCK_D, REST_D)
+        grad_value = filled(0.0, BLOCK_N, BLOCK_V, REST_V)
 
         for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
             HeadQuery = _head_pointer(Query, head, query_head, UNIT, FAR)
@@ -691,15 +706,15 @@ def fused_kernel(
             HeadGradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
             for at in range(first, last, BLOCK_M):
                 rows = at + tl.arange(0, BLOCK_M)
-                q = _load(HeadQuery, query_row, at, last, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
-                grad = _load(HeadGrad, grad_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-                out = _load(HeadOut, out_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, UNIT)
-                delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, last, head, LSE_GRADIENT)
+                q = _load(HeadQuery, query_row, at, last, zero, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
+                grad = _load(HeadGrad, grad_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+                out = _load(HeadOut, out_row, at, last, zero, BLOCK_M, VALUE_DIM, BLOCK_V, REST_V, UNIT)
+                delta = _delta(out, grad, GradLse, grad_lse_row, grad_lse_head, rows, last, head, REST_V, LSE_GRADIENT)
                 lse = _backward_lse(Lse + head * lse_head, rows, last)[None, :]
                 own, slopes = _bias_inputs(Own, Slopes, rows, last, head, slope_row, ALIBI, RELATIVE)
                 own, slopes = own[None, :], slopes[None, :]
-                products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                grad_products = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                products = row_products(k, q, REST_D, PRECISION)
+                grad_products = row_products(v, grad, REST_V, PRECISION)
                 weights, grad_scaled, grad_scores, distance, bucket = _weights(
                     products, grad_products, lse, delta[None, :], rows[None, :], lo, hi, True, rows[None, :], keys, own,
                     slopes, relative, last - 1, end - 1, head, Seed, scale, softcap, dropout_p, LINEAR, SOFTCAP, ALIBI,
@@ -713,19 +728,20 @@ def fused_kernel(
                         relative, distance, bucket, (rows[None, :] >= lo) & (rows[None, :] < hi), grad_scores,
                         start - at, 0, RELATIVE,
                     )  # fmt: skip
-                grad_scaled = grad_scaled.to(q.dtype)
-                grad_value = tl.dot(weights.to(grad.dtype), grad, grad_value, input_precision=PRECISION)
-                grad_key = tl.dot(grad_scaled, q, grad_key, input_precision=PRECISION)
-                grad_query = tl.dot(tl.trans(grad_scaled), k, input_precision=PRECISION) * scale
-                _store(HeadGradQuery, grad_query_row, at, last, grad_query, zero, BLOCK_M, DIM, BLOCK_D, UNIT)
+                grad_value = add_product(weights, grad, grad_value, REST_V, PRECISION)
+                grad_key = add_product(grad_scaled, q, grad_key, REST_D, PRECISION)
+                grad_query = filled(0.0, BLOCK_M, BLOCK_D, REST_D)
+                grad_query = add_product(tl.trans(grad_scaled), k, grad_query, REST_D, PRECISION)
+                grad_query = times(grad_query, scale, REST_D)
+                _store(HeadGradQuery, grad_query_row, at, last, grad_query, zero, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
 
-        grad_key *= scale
-        _store(GradKey, grad_key_row, start, end, grad_key, zero, BLOCK_N, DIM, BLOCK_D, UNIT)
-        _store(GradValue, grad_value_row, start, end, grad_value, zero, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+        grad_key = times(grad_key, scale, REST_D)
+        _store(GradKey, grad_key_row, start, end, grad_key, zero, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+        _store(GradValue, grad_value_row, start, end, grad_value, zero, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
 
     if BOUNDED:
         for head in range(key_head_index * GROUP, key_head_index * GROUP + GROUP):
             HeadGradQuery = _head_pointer(GradQuery, head, grad_query_head, UNIT, FAR)
-            _fill_rows(HeadGradQuery, grad_query_row, Header, OWN, BLOCK_M, DIM, BLOCK_D, UNIT)
-        _fill_rows(GradKey, grad_key_row, Header, KEYS, BLOCK_N, DIM, BLOCK_D, UNIT)
-        _fill_rows(GradValue, grad_value_row, Header, KEYS, BLOCK_N, VALUE_DIM, BLOCK_V, UNIT)
+            _fill_rows(HeadGradQuery, grad_query_row, Header, OWN, BLOCK_M, DIM, BLOCK_D, REST_D, UNIT)
+        _fill_rows(GradKey, grad_key_row, Header, KEYS, BLOCK_N, DIM, BLOCK_D, REST_D, UNIT)
+        _fill_rows(GradValue, grad_value_row, Header, KEYS, BLOCK_N, VALUE_DIM, BLOCK_V, REST_V, UNIT)
