@@ -21,9 +21,11 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(PYTEST) --dist worksteal -m "not sweep"
 
-# the same with a fixed eighth of the sweeps (random draws, products of options); `pytest --whole-sweeps` runs all
+# the same with a fixed eighth of the sweeps (random draws, products of options); `pytest --whole-sweeps` runs all; and
+# a minute of random calls of the CPU's backend
 test-all: $(VENV)/.dev
 	$(PYTEST) --dist worksteal
+	$(BIN)/python -m nt_attention check --device cpu --soak 1
 
 # the site, with warnings as errors, and every code block of the README, the pages and the docstrings
 docs: $(VENV)/.dev

@@ -15,8 +15,8 @@ from ..kernels.backend import Backend
 from ..kernels.call import FEATURES
 from ..kernels.relative import RelativeBias
 from ..layouts.bounded import BoundedLayout
-from ..layouts.paged import PagedLayout
 from .implementations import CaseInputs, attention, padded
+from .soak_tools import to_pages
 from .workloads import CAUSAL, Workload
 
 LENGTHS = (1, 129, 0, 17, 300, 15, 31, 128, 33, 127, 16, 5)
@@ -163,14 +163,8 @@ def with_bounds(inputs: CaseInputs) -> CaseInputs:
 
 def in_pages(inputs: CaseInputs) -> CaseInputs:
     """The inputs with keys and values in pages, which are in a random order and else full of NaN."""
-    layout, (query, *packed) = inputs.key_layout, inputs.qkv
-    pages = -(-layout.max_seqlen // PAGE)
-    table = torch.randperm(layout.batch_size * pages, device=query.device).view(-1, pages)
-    paged = PagedLayout(table, layout.lengths, PAGE)
-    pools = [x.new_full((table.numel() * PAGE, *x.shape[1:]), torch.nan) for x in packed]
-    for pool, x in zip(pools, packed, strict=True):
-        pool[paged.rows(layout.sequence_ids, layout.position_ids)] = x[: layout.total]
-    key, value = (pool.unflatten(0, (-1, PAGE)) for pool in pools)
+    query, *packed = inputs.qkv
+    paged, key, value = to_pages(inputs.key_layout, PAGE, *packed)
     return dataclasses.replace(inputs, key_layout=paged, qkv=(query, key, value))
 
 

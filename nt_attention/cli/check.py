@@ -24,8 +24,9 @@ from rich.progress import track
 
 from ..kernels import registry, support
 from ..kernels.call import AttentionSpec
+from . import soak
 from .cases import Case, Finding, cases_of, run_case
-from .environment import device_name, devices, output_file, positive, versions
+from .environment import device_name, devices, minutes, output_file, positive, versions
 
 Results = dict[str, dict[str, dict[str, dict[str, str]]]]  # as in ``VerifiedSupport.results``
 RESULTS = {"both": "right", "forward": "right without gradients", "no": "not right"}
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backends", nargs="+", choices=list(registry.backends()), help="default: all that are available")
     add("--which", nargs="+", help="only these head dims and features, such as 64 192/128 causal")
     add("--jobs", type=positive, help="processes, which compile kernels in parallel; default: 8 on a GPU, else 1")
+    add("--soak", type=minutes, metavar="MINUTES", help="run random calls for this time, and verify nothing else")
+    add("--draws", type=positive, metavar="N", help="run N random calls of each backend, or fewer with --soak")
+    add("--seed", type=int, default=0, help="the seed of the random calls; default: 0")
     about = "save the results as the verified support on this kind of GPU, or in a file"
     add("--save", type=output_file, nargs="?", const=Path(), metavar="FILE", help=about)
 
@@ -46,6 +50,10 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.save == Path() and device.type != "cuda":
             raise ValueError("--save without a file is for a CUDA device: verified support is kept for GPUs only.")
+        if options.soak or options.draws:
+            if options.which or options.jobs or options.save:
+                raise ValueError("--which, --jobs and --save are not for random calls: leave out --soak and --draws.")
+            return soak.main(options, able_backends(options.backends, device, "reference" in (options.backends or ())))
         cases = requested_cases(options.backends, options.which, device)
     except ValueError as error:
         options.error(str(error))
@@ -68,20 +76,31 @@ def requested_cases(names: list[str] | None, which: list[str] | None, device: to
     Raises:
         ValueError: a named backend can't run, or no case is left.
     """
-    reasons, known = {}, registry.backends()
-    for name, backend in known.items():
-        spec = AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)
-        reasons[name] = backend.missing() or " ".join(backend.unsupported(spec))
-    reasons["reference"] = "the others are compared with it."
-    names = names or [name for name, reason in reasons.items() if not reason]
-    for name in names:
-        if reasons[name]:
-            raise ValueError(f"{name} can't be verified on {device}: {reasons[name]}")
-    cases = [case for name in names for case in cases_of(known[name])]
+    known = registry.backends()
+    cases = [case for name in able_backends(names, device) for case in cases_of(known[name])]
     selected = [case for case in cases if which is None or case.which in which]
     if not selected:
         raise ValueError(f"no case is left: pass --which some of {list(dict.fromkeys(case.which for case in cases))}.")
     return selected
+
+
+def able_backends(names: list[str] | None, device: torch.device, reference: bool = False) -> list[str]:
+    """The named backends, or all that can run on the device. The reference only if it is asked for.
+
+    Raises:
+        ValueError: a named backend can't run.
+    """
+    reasons = {}
+    for name, backend in registry.backends().items():
+        spec = AttentionSpec(device, (backend.dtypes or (torch.float32,))[0], 1, 1, 64, 64, 0.125)
+        reasons[name] = backend.missing() or " ".join(backend.unsupported(spec))
+    if not reference:
+        reasons["reference"] = "the others are compared with it."
+    names = names or [name for name, reason in reasons.items() if not reason]
+    for name in names:
+        if reasons[name]:
+            raise ValueError(f"{name} can't be verified on {device}: {reasons[name]}")
+    return names
 
 
 def run_in_processes(cases: list[Case], device: torch.device, jobs: int) -> Iterator[Finding]:
