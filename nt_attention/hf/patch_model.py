@@ -22,7 +22,7 @@ from ..torch_private import inside_compiled
 from . import families
 from .pack.change_model import attention_modules, make_padding_free, set_attention
 from .pack.encoder_layers import pack_layers, why_no_layers
-from .pack.islands import paths_of_islands, share_of_weights
+from .pack.islands import paths_of, share_of_weights
 from .pack.packed_forward import Logits, PackingMode
 from .pack.sharded_packing import why_not_sharded
 from .pack.shared_prefixes import why_not_shared
@@ -239,7 +239,7 @@ def _row_modules(model: nn.Module, proof: Proof) -> dict[str, str]:
     """The modules that mix the tokens of a row, by name, and how each sequence stays apart."""
     how = {name: f"{name}, padded" for name in proof.islands}
     how |= {name: f"{name}, zeros between sequences" for name in proof.convolutions}
-    return {path: how[type(model.get_submodule(path)).__name__] for path in paths_of_islands(model, tuple(how))}
+    return {path: how[type(model.get_submodule(path)).__name__] for path in paths_of(model, tuple(how))}
 
 
 def _takes_packed_images(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Models whose layers keep a state or have a convolution along the row: those modules run on padded rows."""
+"""Models whose layers keep a state along the row, which run on padded rows, or have a convolution along it."""
 
 from __future__ import annotations
 

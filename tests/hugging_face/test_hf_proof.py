@@ -22,6 +22,7 @@ import nt_attention as nta
 from nt_attention.hf import families
 from nt_attention.hf.prove import store
 from nt_attention.hf.prove.text_models import on_meta_device, text_classes
+from nt_attention.hf.prove.trial_runs import relative_error
 from nt_attention.hf.prove.user_code import replaced_functions
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -694,3 +695,9 @@ def test_one_layer_with_its_kind():
     model = tiny.make("modernbert", "ModernBertModel", "sdpa", num_hidden_layers=1).eval()
     assert len(model.config.layer_types) == 1
     check(model)
+
+
+def test_buffers_may_be_bool():
+    buffer = torch.tensor([True, False])
+    assert relative_error(buffer, buffer) == 0
+    assert relative_error(~buffer, buffer) == 1

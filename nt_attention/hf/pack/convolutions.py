@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -35,9 +34,8 @@ def classes_with_convolutions(base: nn.Module) -> tuple[str, ...]:
 
 
 def _calls_it(module: nn.Module) -> bool:
-    forward: Any = inspect.unwrap(type(module).forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return _FUNCTION in names and _FUNCTION in getattr(forward, "__globals__", ())
+    forward = inspect.unwrap(type(module).forward)
+    return inspect.isfunction(forward) and _FUNCTION in forward.__code__.co_names and _FUNCTION in forward.__globals__
 
 
 def keep_apart(module: nn.Module) -> None:
@@ -45,8 +43,8 @@ def keep_apart(module: nn.Module) -> None:
 
     Other calls of it, such as those of models that are not patched, stay as they are.
     """
-    file = sys.modules[inspect.unwrap(type(module).forward).__module__]
-    original = getattr(file, _FUNCTION)
+    file = inspect.unwrap(type(module).forward).__globals__
+    original = file[_FUNCTION]
     if hasattr(original, "keeps_sequences_apart"):
         return
 
@@ -59,7 +57,7 @@ def keep_apart(module: nn.Module) -> None:
         return _convolve(layout, functools.partial(original, **kwargs), hidden_states, weight, *args)
 
     vars(function)["keeps_sequences_apart"] = True
-    setattr(file, _FUNCTION, function)
+    file[_FUNCTION] = function
 
 
 def _layout_of(hidden_states: Tensor) -> Layout | None:

@@ -1,4 +1,4 @@
-"""Padded islands: modules that mix the tokens of a row, such as states and convolutions, run on padded rows.
+"""Padded islands: modules that mix the tokens of a row, such as states, run on padded rows.
 
 Everything else of the model stays packed. A module that only looks back along the row gives the same for each sequence
 in a row that is padded at its end.
@@ -131,7 +131,7 @@ def add_islands(base: nn.Module, proof: Proof, handle: Handle, grouping: Groupin
         Whether there are any.
     """
     grouping = equal_lengths if proof.equal_lengths else grouping
-    paths = paths_of_islands(base, proof.mixers)
+    paths = paths_of(base, proof.mixers)
     for path in paths:
         module = base.get_submodule(path)
         if type(module).__name__ in proof.islands:
@@ -147,15 +147,15 @@ def add_islands(base: nn.Module, proof: Proof, handle: Handle, grouping: Groupin
     return bool(paths)
 
 
-def paths_of_islands(base: nn.Module, classes: tuple[str, ...]) -> list[str]:
-    """The paths of the modules that run padded."""
+def paths_of(base: nn.Module, classes: tuple[str, ...]) -> list[str]:
+    """The paths of the modules of these classes."""
     return [path for path, module in base.named_modules() if type(module).__name__ in classes]
 
 
 def share_of_weights(base: nn.Module, classes: tuple[str, ...]) -> float:
     """Which share of the weights, but for embeddings, the modules have that run padded."""
     embeddings = {id(x) for part in base.modules() if isinstance(part, nn.Embedding) for x in part.parameters()}
-    padded = {id(x) for path in paths_of_islands(base, classes) for x in base.get_submodule(path).parameters()}
+    padded = {id(x) for path in paths_of(base, classes) for x in base.get_submodule(path).parameters()}
     sizes = {id(x): x.numel() for x in base.parameters() if id(x) not in embeddings}
     return sum(sizes[x] for x in padded & sizes.keys()) / max(1, sum(sizes.values()))
 

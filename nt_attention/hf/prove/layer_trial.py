@@ -29,14 +29,23 @@ from ..pack.encoder_layers import encoder_layers, pack_layers, packing_of
 from ..pack.islands import two_groups
 from ..proof import Proof
 from .parts import is_of_layers
-from .trial_runs import TOLERANCE, NotProven, TwinHandle, first_line, relative_error, why_raised
+from .trial_runs import (
+    MOST_ISLANDS,
+    TOLERANCE,
+    NotProven,
+    TwinHandle,
+    first_line,
+    gradients_of,
+    relative_error,
+    why_raised,
+    wrong_gradient,
+)
 from .twin import CannotBuild, build_layers_twin
 from .user_code import has_other_code
 
 SHARES = (1.0, 0.55, 0.3, 0.12)  # of the positions of a row that are not padding
 SAMPLES, FRAMES = 8_000, 168  # of a row: sound, and features of sound, which models make shorter
 SHAPES = ((4, 6), (3, 5), (2, 2), (1, 3))  # of images, in patches
-_ISLANDS = 4  # at most
 
 
 def prove_layers(model: PreTrainedModel) -> Proof:
@@ -159,7 +168,7 @@ class LayerTrial:
                 break
             except NotProven as failure:
                 first = first or failure
-                if failure.mixer in (None, *proof.islands, *kinds) or len(proof.islands) == _ISLANDS:
+                if failure.mixer in (None, *proof.islands, *kinds) or len(proof.islands) == MOST_ISLANDS:
                     raise first from None
                 proof = replace(proof, islands=(*proof.islands, str(failure.mixer)))
         try:
@@ -211,17 +220,9 @@ class LayerTrial:
 
     def _compare_gradients(self, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         weights = {name: torch.randn_like(x) for name, x in want.items() if x.requires_grad}
-        parameters = {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
-        both = []
-        for values in (got, want):
-            total = torch.stack([(values[name] * weight).sum() for name, weight in weights.items()]).sum()
-            both.append(
-                torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
-            )
-        largest = max(float(x.abs().max()) for x in both[1] if x.numel())
-        for name, mine, theirs in zip(parameters, *both, strict=True):
-            if self._differ(mine, theirs, 1e-2 * largest):
-                raise NotProven(f"the gradient of {name} differs between packed and padded layers")
+        mine, theirs = (gradients_of(self.twin, {name: x[name] for name in weights}, weights) for x in (got, want))
+        if (name := wrong_gradient(mine, theirs, self.tolerance)) is not None:
+            raise NotProven(f"the gradient of {name} differs between packed and padded layers")
 
     def _labels(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Labels that the model takes, or nothing."""
@@ -297,10 +298,8 @@ class LayerTrial:
                 return NotProven(f"{where} gives other values in a packed row than in padded rows", kinds[name])
         return NotProven("its layers give other values in a packed row than in padded rows")
 
-    def _differ(self, got: Tensor | None, want: Tensor, least: float = 1e-6) -> bool:
-        if got is None or got.shape != want.shape:
-            return True
-        return relative_error(got, want, least) > self.tolerance
+    def _differ(self, got: Tensor | None, want: Tensor) -> bool:
+        return got is None or got.shape != want.shape or relative_error(got, want) > self.tolerance
 
 
 def _at_tokens(x: Tensor, mask: Tensor) -> Tensor:

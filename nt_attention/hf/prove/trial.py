@@ -38,7 +38,7 @@ from .trial_batch import (
     Batch,
     special_ids,
 )  # fmt: skip
-from .trial_runs import NeedsPackage, NotProven, Runs, first_line, of_tokens, relative_error, takes_any
+from .trial_runs import MOST_ISLANDS, NeedsPackage, NotProven, Runs, first_line, of_tokens, relative_error, takes_any
 from .twin import padding_of
 
 UNPATCHED_IS_WRONG = "without the patch"  # the reason begins with it if padded batches are wrong even then
@@ -112,7 +112,7 @@ class Trial(Runs):
             except NotProven as failure:
                 self.mixes = self.mixes or failure
                 mixer = None if failure.mixer in islands else failure.mixer
-                if self.known is not None or self.pairs or len(islands) == 4:
+                if self.known is not None or self.pairs or len(islands) == MOST_ISLANDS:
                     raise self.mixes from None
                 if mixer is None:
                     as_island = as_island or failure
@@ -357,7 +357,7 @@ class Trial(Runs):
         with self._patched(proof), torch.no_grad():
             self._call(self.twin, batch.inputs)
         for name, buffer in self.twin.named_buffers():
-            if relative_error(buffer.double(), want[name].double()) > self.tolerance:
+            if relative_error(buffer, want[name]) > self.tolerance:
                 raise NotProven(f"training updates its buffer {name} from all positions, with padding")
 
     def _loss_alone(self, batch: Batch, labels: dict[str, Tensor], head: Head) -> Tensor | None:
