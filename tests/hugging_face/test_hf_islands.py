@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
 import re
 
@@ -13,11 +15,13 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import nt_attention as nta
 from nt_attention.hf.pack.islands import MOST_PADDED, group_by_length
+from nt_attention.hf.prove import store
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -149,6 +153,50 @@ def test_with_a_kernel_for_states_that_knows_sequences_nothing_is_padded(monkeyp
     assert "GatedDeltaNet, zeros between sequences" in str(handle.layers)
     assert "padded" not in str(handle.layers)
     check_same(patched, model, batch_of())
+
+
+def test_model_that_is_not_patched_inside_of_a_patched_one():
+    patched, stock = new("lfm2"), new("lfm2")
+    ids = torch.randint(3, 97, (1, sum(LENGTHS)))
+    want = stock(input_ids=ids).logits
+    nta.patch(patched, packing="always")
+    seen = []
+    patched.model.layers[1].register_forward_hook(lambda *_: seen.append(stock(input_ids=ids).logits))
+    patched(**batch_of())
+    assert torch.equal(seen[0], want)
+
+
+def convolve_threefold(hidden_states, weight, bias=None, activation=None, **_):
+    """Another convolution, as users set it into the file of a model."""
+    width = weight.shape[-1]
+    return 3 * F.conv1d(hidden_states, weight[:, None], bias, 1, width - 1, groups=len(weight))[..., : 1 - width]
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_convolution_that_was_replaced(monkeypatch, is_wrapped):
+    module = transformers.models.lfm2.modeling_lfm2
+    model, convolve = new("lfm2"), module.causal_conv1d_fn
+    handle = nta.patch(model, packing="always", logits="padded")
+    mine = functools.wraps(module.causal_conv1d_fn)(convolve_threefold) if is_wrapped else convolve_threefold
+    monkeypatch.setattr(module, "causal_conv1d_fn", mine)
+    with pytest.raises(RuntimeError, match=r"causal_conv1d_fn of .*lfm2 was replaced after the patch"):
+        model(**batch_of())
+    handle.remove()
+    stock = copy.deepcopy(model)
+    handle = nta.patch(model, packing="always", logits="padded")
+    check_same(model, stock, batch_of())
+    monkeypatch.setattr(module, "causal_conv1d_fn", inspect.unwrap(convolve))  # as at the end of a mock
+    with pytest.raises(RuntimeError, match=r"causal_conv1d_fn of .*lfm2 was replaced after the patch"):
+        model(**batch_of())
+
+
+def test_decorated_function_of_a_user_is_other_code(monkeypatch):
+    module = transformers.models.lfm2.modeling_lfm2
+    model = new("lfm2")
+    assert store.key_of(model) is not None
+    mine = functools.wraps(module.causal_conv1d_fn)(convolve_threefold)
+    monkeypatch.setattr(module, "causal_conv1d_fn", mine)
+    assert store.key_of(model) is None
 
 
 def test_convolutions_of_other_models_stay_as_they_are():

@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,7 +23,6 @@ from torch import Tensor, nn
 from ...compiler import is_compiling
 from ...layouts.protocol import Layout
 from ...layouts.tree import TreeLayout
-from ..route.packed_row import current_row
 
 _FUNCTION = "causal_conv1d_fn"
 
@@ -38,32 +39,62 @@ def _calls_it(module: nn.Module) -> bool:
     return inspect.isfunction(forward) and _FUNCTION in forward.__code__.co_names and _FUNCTION in forward.__globals__
 
 
+class _Call:
+    """A call of a module with a convolution: the layout of its row, and whether the convolution has run."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.has_run = layout, False
+
+
+class _Thread(threading.local):
+    call: _Call | None = None
+
+
+_thread = _Thread()
+_functions: list[Any] = []  # that `keep_apart` has made, one for each file
+
+
+@contextmanager
+def convolving(module: nn.Module, layout: Layout) -> Iterator[None]:
+    """Run the forward of a module whose convolution keeps the sequences of a layout apart.
+
+    Raises:
+        RuntimeError: the convolution was replaced after the patch.
+    """
+    before, call = _thread.call, _Call(layout)
+    _thread.call = call
+    try:
+        yield
+    finally:
+        _thread.call = before
+    if not call.has_run:
+        raise RuntimeError(
+            f"{_FUNCTION} of {type(module).__module__} was replaced after the patch, so that {type(module).__name__} "
+            "would mix the sequences of a packed row: patch the model again, after remove()."
+        )
+
+
 def keep_apart(module: nn.Module) -> None:
-    """Let the `causal_conv1d_fn` that a module calls keep the sequences of the packed row apart that runs.
+    """Let the `causal_conv1d_fn` that a module calls keep sequences apart inside of `convolving`.
 
     Other calls of it, such as those of models that are not patched, stay as they are.
     """
     file = inspect.unwrap(type(module).forward).__globals__
     original = file[_FUNCTION]
-    if hasattr(original, "keeps_sequences_apart"):
+    if any(original is function for function in _functions):
         return
 
     @functools.wraps(original)
     def function(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layout = None if is_compiling() else _layout_of(hidden_states)  # packed rows run outside of graphs
-        if layout is None:
+        call = None if is_compiling() else _thread.call  # packed rows run outside of graphs
+        if call is None or hidden_states.shape[::2] != (1, call.layout.total):
             return cast(Tensor, original(hidden_states, weight, *args, **kwargs))
+        call.has_run = True
         kwargs.pop("seq_idx", None)
-        return _convolve(layout, functools.partial(original, **kwargs), hidden_states, weight, *args)
+        return _convolve(call.layout, functools.partial(original, **kwargs), hidden_states, weight, *args)
 
-    vars(function)["keeps_sequences_apart"] = True
+    _functions.append(function)
     file[_FUNCTION] = function
-
-
-def _layout_of(hidden_states: Tensor) -> Layout | None:
-    """The sequences of hidden states (1, C, T), if they are the packed row that runs."""
-    row = current_row()
-    return row.layout if row is not None and hidden_states.shape[::2] == (1, row.layout.total) else None
 
 
 def _convolve(

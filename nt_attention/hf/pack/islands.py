@@ -26,7 +26,7 @@ from ...torch_private import backward_id, is_transformed, pytree
 from ..proof import Proof
 from ..route.packed_mask import PackedMask
 from ..route.packed_row import PackedRow, current_row, running, runs_padded
-from .convolutions import keep_apart
+from .convolutions import convolving, keep_apart
 
 if TYPE_CHECKING:
     from ...layouts.reading import Ints
@@ -265,9 +265,9 @@ def run_island(
 def run_convolution(module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The `forward` of a module with a causal convolution that runs in a packed row (`convolutions.py`)."""
     row = _row_of(module, _first_tensor((*args, *kwargs.values())))
-    if row is current_row():
+    if row is None:
         return original(*args, **kwargs)
-    with running(row=row):  # it is computed again in the backward
+    with convolving(module, row.layout):
         return original(*args, **kwargs)
 
 

@@ -71,13 +71,20 @@ def replaced_functions(classes: set[type]) -> Iterator[tuple[str, Any]]:
                 yield name, value
             if not inspect.isfunction(value):
                 continue
-            function = inspect.unwrap(value)
-            if not inspect.isfunction(function):
+            if not inspect.isfunction(inspect.unwrap(value)):
                 continue  # what torch.compile has compiled, which it puts into the namespace of the file
-            module = str(function.__globals__.get("__name__"))
             imported = _imported_by(name) if is_known(name) else frozenset()  # by transformers itself
-            if module.partition(".")[0] not in _PACKAGES | imported | {name.partition(".")[0]}:
-                yield name, function
+            known = _PACKAGES | imported | {name.partition(".")[0], "nt_attention"}
+            for function in _with_wrapped(value):
+                if str(function.__globals__.get("__name__")).partition(".")[0] not in known:
+                    yield name, function
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    """A function, and those inside of its decorators."""
+    while inspect.isfunction(function):
+        yield function
+        function = vars(function).get("__wrapped__")
 
 
 def _is_of_packages(function: Any) -> bool:
