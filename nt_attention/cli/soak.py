@@ -23,7 +23,8 @@ from .environment import device_name
 from .soak_tools import FORMS, OF_KEYS, OF_QUERIES, TOLERANCES
 
 EDGES = (0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200)  # lengths
-DIMS = (1, 5, 8, 16, 24, 32, 64, 72, 128, 192, 256)
+DIMS = (1, 5, 8, 16, 24, 32, 64, 72, 96, 128, 192, 256, 320, 576)
+DRAWS_OF_A_KERNEL = 100  # on a GPU, where kernels are compiled for seconds
 WARM_UP = 50  # rounds before memory is measured
 LEFT_OVER = 50, 2**26  # tensors, and bytes on a GPU, that caches may add after that
 
@@ -42,10 +43,11 @@ class Draw:
 
     backend: Backend
     device: torch.device
-    random: random.Random
+    of_kernel: random.Random  # decides what a kernel is compiled for
+    random: random.Random  # decides lengths, strides and numbers
 
     def chance(self, p: float, feature: str = "") -> bool:
-        return self.random.random() < p and (not feature or feature in self.backend.features)
+        return self.of_kernel.random() < p and (not feature or feature in self.backend.features)
 
     def lengths(self, count: int, most: int) -> list[int]:
         kind, pick = self.random.choice(("edges", "equal", "short", "one long")), self.random.choice
@@ -69,11 +71,11 @@ class Draw:
 
     def shapes(self, total: int, key_total: int, past: int, form: str) -> tuple[dict[str, Any], list[str]]:
         """The arguments of `draw` for each tensor, and the names of those that need gradients."""
-        drops, pick = form == "dropout", self.random.choice
+        drops, pick = form == "dropout", self.of_kernel.choice
         dims = [dim for dim in DIMS if dim <= self.backend.head_dims.most]
         head_dim = 64 if drops else pick(dims)
         value_dim = head_dim if drops or self.chance(0.7) else pick(dims)
-        groups = self.random.randint(1, 3)
+        groups = self.of_kernel.randint(1, 3)
         heads, terms = groups * pick((1, 1, 2, 3)), [name for name in TERMS if self.chance(0.5)]
         sizes: dict[str, tuple[int, ...]] = {"query": (total, heads, head_dim), "key": (key_total, groups, head_dim)}
         sizes["value"] = (key_total, groups, value_dim)
@@ -83,17 +85,17 @@ class Draw:
             sizes |= {name: (*of_terms[name], heads, buckets) for buckets in [pick((2, 5, 40))] for name in terms}
         needs = [] if form == "paged" or self.backend.inference_only or self.chance(0.1) else list(sizes)
         if needs:
-            needs = self.random.sample(needs, self.random.randint(1, len(needs))) if self.chance(0.3) else needs
+            needs = self.of_kernel.sample(needs, pick(range(1, len(needs) + 1))) if self.chance(0.3) else needs
             sizes |= {"grad": (total, heads, value_dim)} | ({"grad_lse": (total, heads)} if self.chance(0.5) else {})
         arguments = {}
         for name, size in sizes.items():
             forms = list(FORMS) if len(size) > 1 else ["contiguous", "inside", "every other"]
             rows = past if name in (*OF_QUERIES, *OF_KEYS) else 0
-            arguments[name] = (pick(forms) if self.chance(0.5) else "contiguous", rows, *size)
+            arguments[name] = (self.random.choice([*forms, *len(forms) * ["contiguous"]]), rows, *size)
         return arguments, needs
 
     def options(self, form: str, heads: int, sequences: int, is_cross: bool) -> dict[str, str]:
-        chance, pick = self.chance, self.random.choice
+        chance, pick = self.chance, self.of_kernel.choice
         options = {"is_causal": "True"} if form == "tree" or chance(0.5) else {}
         if chance(0.3, "window"):
             options["window_size"] = str((pick((-1, 0, 3, 17, 64, 128)), pick((-1, 0, 3, 17, 64, 128))))
@@ -113,14 +115,14 @@ class Draw:
 
     def program(self) -> str:
         """One call with a layout of some form, and the same call in float64."""
-        chance, pick = self.chance, self.random.choice
+        chance, pick = self.chance, self.of_kernel.choice
         with_feature = {"paged", "dropout"} | ({"bounds"} if self.device.type == "cuda" else set())
         form = pick([name for name in LAYOUTS if name not in with_feature - self.backend.features])
         most, count = 64 if form == "dropout" else 10**6, self.random.randint(1, 8)
         lengths = self.lengths(count, most)
         is_cross = form == "paged" or (form not in ("mask", "bounds", "tree") and chance(0.4))
         key_lengths = self.lengths(count, most) if is_cross else lengths
-        past = 0 if form in ("nested", "dropout") or chance(0.5) else self.random.randint(1, 4)
+        past = 0 if form in ("nested", "dropout") else max(0, self.random.randint(-4, 4))
         arguments, needs = self.shapes(sum(lengths), sum(key_lengths), past, form)
         options = self.options(form, arguments["query"][3], count, is_cross)
         known = [dtype for dtype in TOLERANCES if self.backend.dtypes is None or dtype in self.backend.dtypes]
@@ -156,7 +158,7 @@ class Draw:
             "offsets": "layout = nta.SequenceLayout.from_offsets(plain.cu_seqlens.clone())",
             "bounds": f"layout = nta.SequenceLayout.from_offsets(plain.cu_seqlens.clone(), {bounds})",
             "mask": f"layout = nta.SequenceLayout.from_attention_mask({mask})",
-            "paged": f"paged, *pools = to_pages(keys, {self.random.choice((0, 1, 4, 16))}, x['key'], x['value'])",
+            "paged": f"paged, *pools = to_pages(keys, {self.of_kernel.choice((0, 1, 4, 16))}, x['key'], x['value'])",
         }
         name = self.backend.name
         lines = [made[form]] if form in made else []
@@ -211,13 +213,14 @@ def main(options: argparse.Namespace, names: list[str]) -> int:
     device, rows = torch.device(options.device), {name: Row() for name in names}
     end = time.monotonic() + 60 * options.soak if options.soak else float("inf")
     before, grown = None, ""
+    same = DRAWS_OF_A_KERNEL if device.type == "cuda" else 1
     for number in itertools.count():
         left = [name for name in names if not rows[name].failed]
         if not left or number == options.draws or time.monotonic() >= end:
             break
         for name in left:
-            source = random.Random(f"{options.seed} {name} {number}")
-            rows[name].run(name, Draw(registry.backends()[name], device, source).program())
+            seeds = (f"{options.seed} {name} {x}" for x in (number // same, number))
+            rows[name].run(name, Draw(registry.backends()[name], device, *map(random.Random, seeds)).program())
         if number == WARM_UP:
             before = held(device)
     after = held(device)

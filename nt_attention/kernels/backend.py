@@ -61,6 +61,7 @@ class HeadDims:
     Attributes:
         most: The largest head dim.
         multiple: D and Dv must be multiples of it.
+        least: The smallest head dim.
         equal: Whether D and Dv must be equal.
         only: All supported (D, Dv), if there are only a few.
         compiled: The head dims for which the kernel is compiled, if it runs others as the next larger one.
@@ -75,6 +76,7 @@ class HeadDims:
 
     most: float = math.inf
     multiple: int = 1
+    least: int = 1
     equal: bool = False
     only: tuple[tuple[int, int], ...] | None = None
     compiled: tuple[int, ...] | None = None
@@ -84,7 +86,7 @@ class HeadDims:
         if self.only is not None and not ignore_only:
             enough = [(d, v) for d, v in self.only if d >= head_dim and v >= value_dim]
             return min(enough, key=sum, default=None)
-        d, v = (-(-dim // self.multiple) * self.multiple for dim in (head_dim, value_dim))
+        d, v = (max(self.least, -(-dim // self.multiple) * self.multiple) for dim in (head_dim, value_dim))
         if self.equal:
             d = v = max(d, v)
         return (d, v) if max(d, v) <= self.most else None

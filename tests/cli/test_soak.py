@@ -127,7 +127,7 @@ def test_planted_error_is_found_and_its_program_repeats_it(name, message, right,
 
 
 def test_program_runs_in_a_process_of_its_own():
-    program = soak.Draw(cpu.BACKEND, torch.device("cpu"), random.Random(3)).program()
+    program = soak.Draw(cpu.BACKEND, torch.device("cpu"), random.Random(3), random.Random(3)).program()
     done = subprocess.run([sys.executable, "-c", f"{program}\nprint(error)"], capture_output=True, text=True)
     assert 0 < float(done.stdout) < 1, done.stderr
 

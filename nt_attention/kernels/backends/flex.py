@@ -177,5 +177,5 @@ BACKEND = Backend(
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    head_dims=HeadDims(256),
+    head_dims=HeadDims(256, least=16),
 )

@@ -198,6 +198,15 @@ def _weights(sequence: _Sequence, spec: AttentionSpec) -> tuple[Tensor, Tensor, 
     return weights, lse.masked_fill(masked, -torch.inf), capped
 
 
+def refuses(spec: AttentionSpec) -> list[str]:
+    if spec.deterministic and spec.relative_grad and spec.device.type != "cpu":
+        return [
+            "deterministic gradients of a relative bias are not supported on a GPU: leave deterministic at False, "
+            "or omit the bias."
+        ]
+    return []
+
+
 BACKEND = Backend(
     name="reference",
     about="plain PyTorch, one sequence at a time (any device, most options; slow)",
@@ -207,6 +216,7 @@ BACKEND = Backend(
     differentiable=True,
     # results of matrix products on a CPU depend on the memory alignment of their operands
     features=frozenset(FEATURES) - {"batch_invariant", "bounds"},
+    refuses=refuses,
     lse_gradient=True,
     rng_on_host=True,
     is_reference=True,
