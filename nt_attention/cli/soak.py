@@ -219,7 +219,7 @@ def main(options: argparse.Namespace, names: list[str]) -> int:
         if not left or number == options.draws or time.monotonic() >= end:
             break
         for name in left:
-            seeds = (f"{options.seed} {name} {x}" for x in (number // same, number))
+            seeds = f"kernel {options.seed} {name} {number // same}", f"{options.seed} {name} {number}"
             rows[name].run(name, Draw(registry.backends()[name], device, *map(random.Random, seeds)).program())
         if number == WARM_UP:
             before = held(device)

@@ -1,6 +1,7 @@
 """Adapters around kernels, shared by all backends. They add what a kernel does not support:
 
 - Rewrites of the call (`kernels/rewrites.py`).
+- Alignment: inputs whose rows begin between multiples of 16 bytes are copied for kernels that can't read them.
 - Head dims: inputs are padded with columns of zeros, which change no score, to a head dim that the kernel supports.
 - The gradient of lse: a flash backward uses the output only in delta = rowsum(dout · out) (FlashAttention-2, Dao 2023,
   section 3.1.2), and a gradient of lse changes delta to delta − dlse. One more column with out = −dlse and dout = 1 has
@@ -71,6 +72,8 @@ def forward(
     if call.prepared and (run := call.prepared.get(geometry(*inputs))) is not None:
         out, lse, *states = run(*inputs)
         return out, lse, states[0] if states else None
+    if backend.aligned_rows and not _are_aligned(*inputs):
+        return forward(backend, Tensors(*_align(*inputs)), call, given)
     if not _runs_directly(call, inputs):
         return _adapted_forward(backend, inputs, call)
     if call.prepared is not None and backend.prepare_forward is not None:
@@ -126,6 +129,11 @@ def backward(
         return run(saved, *inputs)
     if backend.rng_on_host and saved.rng_state is not None:  # an operator returns it on the device of `out`
         saved = saved._replace(rng_state=saved.rng_state.cpu())
+    if backend.aligned_rows and not _are_aligned(saved.grad, saved.out, *inputs):
+        grad, out, *aligned = _align(saved.grad, saved.out, *inputs)
+        grads = backward(backend, saved._replace(grad=grad, out=out), Tensors(*aligned), call, dq)
+        restored = zip(grads, contiguous_in_head_dim(*inputs), strict=False)
+        return (*[grad if grad is dq else _with_strides_of(grad, x) for grad, x in restored], *grads[3:])
     is_plain = saved.grad_lse is None and call.relative is None and saved.grad.stride(-1) == saved.out.stride(-1) == 1
     if not (is_plain and _runs_directly(call, inputs)):
         return _adapted_backward(backend, saved, inputs, call, dq)
@@ -260,6 +268,24 @@ def _add_lse_share(
 def contiguous_in_head_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, made contiguous in the last dimension for kernels. A gradient may be an expanded scalar."""
     return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+
+
+def readable(backend: Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, copied where this kernel can't read them."""
+    return contiguous_in_head_dim(*(_align(*tensors) if backend.aligned_rows else tensors))
+
+
+def _are_aligned(*tensors: Tensor) -> bool:
+    """Whether each row of a head begins at a multiple of 16 bytes, or is copied in any case to pad its head dim."""
+    for x in tensors:
+        row, head, _ = x.stride()
+        if x.shape[2] * x.itemsize % 16 == 0 and (x.data_ptr() | row * x.itemsize | head * x.itemsize) % 16:
+            return False
+    return True
+
+
+def _align(*tensors: Tensor) -> list[Tensor]:
+    return [x if _are_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _head_dims(backend: Backend, call: Call) -> tuple[int, int]:

@@ -129,6 +129,7 @@ class Backend:
         takes_fully_masked_rows: Whether the kernel supports queries that see no key. If not, the kernel is called
             without these queries, and `features` must not have "window".
         reads_past_end: Whether the kernel reads rows past the last offset. If so, it is called without these rows.
+        aligned_rows: Whether each row of a head must begin at a multiple of 16 bytes. If so, others are copied.
         takes_outputs: Whether `forward` takes `out=` (T, H, Dv) and `backward` takes `dq=` (T, H, D), and writes its
             result to this tensor, whatever the strides of rows and heads are.
         takes_parts: Whether `backward` computes the weights from `saved.lse`, and uses `saved.out` as
@@ -176,6 +177,7 @@ class Backend:
     lower_right_only: bool = False
     takes_fully_masked_rows: bool = True
     reads_past_end: bool = False
+    aligned_rows: bool = False
     takes_outputs: bool = False
     takes_parts: bool = False
     takes_tree: Callable[[AttentionSpec], bool] | None = None

@@ -148,7 +148,7 @@ def forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tens
     way = way_of(backend, call)
     if way == MASKED:
         assert backend.tree_forward is not None
-        out, lse = backend.tree_forward(*adapters.contiguous_in_head_dim(*inputs), call)
+        out, lse = backend.tree_forward(*adapters.readable(backend, *inputs), call)
         rows = len(inputs.query)
         return _with_rows(out, rows), torch.nn.functional.pad(lse.T, (0, rows - len(lse)), value=-torch.inf).T, None
     if way == COPIED:
@@ -171,10 +171,8 @@ def backward(backend: Backend, saved: BackwardInputs, inputs: Tensors, call: Cal
         )
     if way == MASKED:
         assert backend.tree_backward is not None
-        grad, out = adapters.contiguous_in_head_dim(saved.grad, saved.out)
-        saved = saved._replace(grad=grad, out=out)
-        inputs = Tensors(*adapters.contiguous_in_head_dim(*inputs))
-        grads = backend.tree_backward(saved, *inputs, call)
+        grad, out, *tensors = adapters.readable(backend, saved.grad, saved.out, *inputs)
+        grads = backend.tree_backward(saved._replace(grad=grad, out=out), *tensors, call)
         return tuple([_with_rows(grad, len(x)) for grad, x in zip(grads, inputs, strict=True)])
     grads, *others = [adapters.backward(backend, saved, inputs, part) for part in _ready_calls(backend, call, way)]
     for more in others:

@@ -90,6 +90,38 @@ def test_head_dims_are_padded_to_what_the_kernel_takes(fake, head_dim, value_dim
     assert all(d % 8 == 0 for dims in calls["forward"] + calls["backward"] for d in dims)
 
 
+@pytest.mark.parametrize("change", ["begin", "rows", "heads"])
+def test_rows_between_multiples_of_16_bytes_are_copied(registered_variant, change):
+    def check(*tensors):
+        for x in tensors:
+            assert x.data_ptr() % 16 == x.stride(0) * x.itemsize % 16 == x.stride(1) * x.itemsize % 16 == 0
+
+    def forward(query, key, value, problem):
+        check(query, key, value)
+        return cpu.forward(query, key, value, problem)
+
+    def backward(known, query, key, value, problem):
+        check(known.grad, known.out, query, key, value)
+        return cpu.backward(known, query, key, value, problem)
+
+    fields = {"forward": forward, "backward": backward, "prepare_forward": None, "prepare_backward": None}
+    fields |= {"head_dims": HeadDims(multiple=8, equal=True), "aligned_rows": True}
+    registered_variant(cpu.BACKEND, "aligned", **fields)
+    case = problem("self", "causal", "plain", head_dim=16, value_dim=16)
+
+    def moved(x):
+        if change == "begin":
+            return torch.nn.functional.pad(x.reshape(-1), (1, 0))[1:].view(x.shape)
+        if change == "rows":
+            return torch.nn.functional.pad(x.flatten(1), (0, 1))[:, :-1].unflatten(1, x.shape[1:])
+        return torch.nn.functional.pad(x, (0, 1))[..., :-1]
+
+    def attend(query, key, value, **options):
+        return call(case, "aligned")(query=moved(query), key=moved(key), value=moved(value), **options)
+
+    assert_same(case.solve(attend), case.truth(), 1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("room", [64, 11], ids=["column", "second-pass"])
 def test_lse_gradient_in_16_bits_is_as_accurate_as_that_of_out(fake, room, dtype):

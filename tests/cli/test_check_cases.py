@@ -238,6 +238,14 @@ class TestDropout:
         )
         assert run_case(case("dropout", **DROPPED), CPU).result == result
 
+    def test_backward_drops_other_weights(self, fake):
+        def backward(saved, query, key, value, problem):
+            return reference.backward(saved._replace(rng_state=saved.rng_state + 1), query, key, value, problem)
+
+        features = cpu.BACKEND.features | {"dropout"}
+        fake(forward=reference.forward, backward=backward, features=features, rng_on_host=True)
+        assert run_case(case("dropout", **DROPPED), CPU).result == "forward"
+
 
 class TestCases:
     @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])

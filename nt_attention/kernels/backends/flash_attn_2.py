@@ -69,5 +69,6 @@ BACKEND = Backend(
     dtypes=HALVES,
     head_dims=HeadDims(256, multiple=8, equal=True, compiled=(32, 64, 96, 128, 192, 256)),
     lower_right_only=True,
+    aligned_rows=True,
     takes_parts=True,
 )

@@ -152,6 +152,7 @@ BACKEND = Backend(
     head_dims=HeadDims(256, only=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
     lower_right_only=True,
     reads_past_end=True,
+    aligned_rows=True,
     takes_outputs=True,
     lse_gradient=True,
     takes_parts=True,

@@ -3,6 +3,7 @@
 - The kernel does not support grouped heads, so key heads are repeated.
 - It does not support fully masked rows: gradients are NaN, and the output is wrong under lower right causality. It is
   called without these rows.
+- Its dropout is not used: for packed sequences, torch 2.11's backward drops other weights than its forward.
 - Its lse is padded to the longest sequence, so forward and backward allocate B · H · L numbers for it.
 
 Dimensions: B sequences, L queries of a padded sequence, T query tokens, S key tokens, H query heads, G key heads, D and
@@ -54,30 +55,28 @@ def _lse_index(layout: Layout) -> tuple[Tensor, int]:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     layout, _, _, spec, *_ = call
-    out, padded, seed, offset, _, _ = efficient_forward(
+    out, padded, *_ = efficient_forward(
         *_inputs(query, key, value, spec),
-        *(None, *_sequences(call), spec.dropout_p, _mask_type(spec), True),
+        *(None, *_sequences(call), 0.0, _mask_type(spec), True),
         scale=spec.scale,
     )
     index, _ = _lse_index(layout)
     lse = query.new_empty(spec.num_heads, query.shape[0], dtype=padded.dtype)
     lse[:, : layout.total] = padded.transpose(0, 1).flatten(1).index_select(1, index)
-    return (out[0], lse.T, torch.stack([seed, offset])) if spec.dropout_p else (out[0], lse.T)
+    return out[0], lse.T
 
 
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
-    grad, _, out, lse, rng_state = saved
+    grad, _, out, lse, _ = saved
     layout, _, _, spec, *_ = call
     index, length = _lse_index(layout)
     padded = lse.new_full((spec.num_heads, layout.batch_size * length), torch.inf)
     padded[:, index] = lse.T[:, : layout.total]
     padded = padded.unflatten(1, (layout.batch_size, length)).transpose(0, 1).contiguous()
-    if rng_state is None or not spec.dropout_p:
-        rng_state = torch.zeros(2, dtype=torch.int64, device="cpu")
-    seed, offset = rng_state.unbind()
+    no_seed = torch.zeros((), dtype=torch.int64, device="cpu")
     grads = efficient_backward(
         *(grad.unsqueeze(0), *_inputs(query, key, value, spec), None, out.unsqueeze(0), *_sequences(call)),
-        *(padded, spec.dropout_p, seed, offset, _mask_type(spec), False),
+        *(padded, 0.0, no_seed, no_seed, _mask_type(spec), False),
         scale=spec.scale,
     )
     dq, dk, dv = (g[0] for g in grads[:3])
@@ -92,12 +91,12 @@ BACKEND = Backend(
     missing=no_cuda,
     forward=forward,
     backward=backward,
-    features=COMMON | {"scale ≤ 0", "dropout"},
+    features=COMMON | {"scale ≤ 0"},
     device_type="cuda",
     min_capability=(8, 0),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     head_dims=HeadDims(multiple=8),
     takes_fully_masked_rows=False,
-    rng_on_host=True,
+    aligned_rows=True,
     takes_parts=True,
 )

@@ -103,5 +103,6 @@ BACKEND = Backend(
     head_dims=HeadDims(256, multiple=8, equal=True, compiled=(32, 64, 96, 128, 192, 256)),
     refuses=refuses,
     lower_right_only=True,
+    aligned_rows=True,
     takes_parts=True,
 )
