@@ -69,18 +69,19 @@ def forward(
 
     Rows past the layout's total are 0 and −inf. If the backend can write to `given` (T, H, Dv), that is `out`.
     """
-    if call.prepared and (run := call.prepared.get(geometry(*inputs))) is not None:
+    is_given = given is not None and backend.takes_outputs
+    if call.prepared and not is_given and (run := call.prepared.get(geometry(*inputs))) is not None:
         out, lse, *states = run(*inputs)
         return out, lse, states[0] if states else None
     if backend.aligned_rows and not _are_aligned(*inputs):
         return forward(backend, Tensors(*_align(*inputs)), call, given)
     if not _runs_directly(call, inputs):
         return _adapted_forward(backend, inputs, call)
-    if call.prepared is not None and backend.prepare_forward is not None:
+    if is_given:
+        out, lse, *states = backend.forward(*inputs, call, out=given)
+    elif call.prepared is not None and backend.prepare_forward is not None:
         run = _keep(call, geometry(*inputs), backend.prepare_forward(*inputs, call))
         out, lse, *states = run(*inputs)
-    elif given is not None and backend.takes_outputs:
-        out, lse, *states = backend.forward(*inputs, call, out=given)
     else:
         out, lse, *states = backend.forward(*inputs, call)
     if out is not given:
@@ -125,7 +126,8 @@ def backward(
     Those of query, key and value have the strides of `empty_like`. Those of a relative bias are contiguous, and in its
     dtype. If the backend can write to `dq` (T, H, D), that is the gradient of the query.
     """
-    if call.prepared and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
+    is_given = dq is not None and backend.takes_outputs
+    if call.prepared and not is_given and (run := call.prepared.get(geometry(*saved, *inputs))) is not None:
         return run(saved, *inputs)
     if backend.rng_on_host and saved.rng_state is not None:  # an operator returns it on the device of `out`
         saved = saved._replace(rng_state=saved.rng_state.cpu())
@@ -137,11 +139,11 @@ def backward(
     is_plain = saved.grad_lse is None and call.relative is None and saved.grad.stride(-1) == saved.out.stride(-1) == 1
     if not (is_plain and _runs_directly(call, inputs)):
         return _adapted_backward(backend, saved, inputs, call, dq)
-    if call.prepared is not None and backend.prepare_backward is not None:
+    if call.prepared is not None and not is_given and backend.prepare_backward is not None:
         run = _keep(call, geometry(*saved, *inputs), backend.prepare_backward(saved, *inputs, call))
         return run(saved, *inputs)
     assert backend.backward is not None
-    more = {"dq": dq} if dq is not None and backend.takes_outputs else {}
+    more = {"dq": dq} if is_given else {}
     grads = backend.backward(saved, *inputs, call, **more)
     return tuple([grad if grad is dq else _with_strides_of(grad, x) for grad, x in zip(grads, inputs, strict=True)])
 

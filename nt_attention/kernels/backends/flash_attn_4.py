@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..device import no_cuda
 from .flash import HALVES
+from .flash_attn_4_launch import LaunchAgain
 
 
 @functools.cache
@@ -58,31 +60,59 @@ def _options(call: Call) -> dict[str, Any]:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call, out: Tensor | None = None) -> tuple[Tensor, ...]:
+    with device.current(query.device):
+        return _tokens_first(*_forward(_options(call), out, query, key, value))
+
+
+def prepare_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Callable[..., tuple[Tensor, ...]]:
+    launch = LaunchAgain(functools.partial(_forward, _options(call), None))
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        with device.current(query.device):
+            return _tokens_first(*launch(query, key, value))
+
+    return run
+
+
+def _forward(options: dict[str, Any], out: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    with device.current(query.device):
-        out, lse, *_ = _flash_attn_fwd(query, key, value, **_options(call), return_lse=True, out=out)
+    results: tuple[Tensor, ...] = _flash_attn_fwd(*inputs, **options, return_lse=True, out=out)
+    return results[:2]
+
+
+def _tokens_first(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.transpose(0, 1)
 
 
 def backward(
     saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call, dq: Tensor | None = None
 ) -> Gradients:
+    grad, grad_lse, out, lse, _ = saved
+    grad_lse = None if grad_lse is None else grad_lse.transpose(0, 1).contiguous()
+    options = _options(call) | {"deterministic": call.spec.deterministic, "dlse": grad_lse, "dq": dq}
+    with device.current(query.device):
+        return _backward(options, query, key, value, out, grad, lse.transpose(0, 1).contiguous())
+
+
+def prepare_backward(
+    saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> Callable[..., Gradients]:
+    options = _options(call) | {"deterministic": call.spec.deterministic}
+    launch = LaunchAgain(functools.partial(_backward, options))
+
+    def run(saved: BackwardInputs, *inputs: Tensor) -> Gradients:
+        with device.current(inputs[0].device):
+            return launch(*inputs, saved.out, saved.grad, saved.lse.transpose(0, 1).contiguous())
+
+    return run
+
+
+def _backward(options: dict[str, Any], *tensors: Tensor) -> Gradients:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    grad, grad_lse, out, lse, _ = saved
-    lse = lse.transpose(0, 1).contiguous()
-    if grad_lse is not None:
-        grad_lse = grad_lse.transpose(0, 1).contiguous()
-    with device.current(query.device):
-        grads = _flash_attn_bwd(
-            *(query, key, value, out, grad, lse),
-            **_options(call),
-            deterministic=call.spec.deterministic,
-            dlse=grad_lse,
-            dq=dq,
-        )
-    return grads[0], grads[1], grads[2]
+    grads: Gradients = _flash_attn_bwd(*tensors, **options)
+    return grads[:3]
 
 
 def takes_tree(spec: AttentionSpec) -> bool:
@@ -145,6 +175,8 @@ BACKEND = Backend(
     missing=missing,
     forward=forward,
     backward=backward,
+    prepare_forward=prepare_forward,
+    prepare_backward=prepare_backward,
     features=COMMON | {"window", "softcap", "deterministic"},
     device_type="cuda",
     min_capability=(9, 0),
