@@ -91,7 +91,7 @@ class Draw:
         for name, size in sizes.items():
             forms = list(FORMS) if len(size) > 1 else ["contiguous", "inside", "every other"]
             rows = past if name in (*OF_QUERIES, *OF_KEYS) else 0
-            arguments[name] = (self.random.choice([*forms, *len(forms) * ["contiguous"]]), rows, *size)
+            arguments[name] = (pick(forms) if self.chance(0.5) else "contiguous", rows, *size)
         return arguments, needs
 
     def options(self, form: str, heads: int, sequences: int, is_cross: bool) -> dict[str, str]:

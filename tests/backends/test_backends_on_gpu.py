@@ -265,6 +265,30 @@ def test_dropout_keeps_the_mean_and_its_own_gradient(backend):
     torch.testing.assert_close(v.grad.float().sum(), out.float().sum(), rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("backend", ON_A_GPU)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "causal_alignment": "upper_left"},
+        {"window_size": (5, -1)},
+        {"window_size": (-1, 5)},
+        {"window_size": (5, -1), "causal_alignment": "upper_left"},
+        {"window_size": (-1, 5), "causal_alignment": "upper_left"},
+    ],
+    ids=str,
+)
+def test_more_queries_than_keys(backend, options):
+    lengths, key_lengths = [3, 0, 2858, 3, 9, 0, 64], [0, 1, 2, 9, 7, 4, 4]
+    (q, k, v), grad = random_inputs(sum(lengths), 4, 2, 64, torch.bfloat16, sum(key_lengths))
+    attend = supported_call(backend, (q, k, v), lengths, key_lengths, **options)
+    exact = supported_call("reference", (q, k, v), lengths, key_lengths, **options)
+    got, want = (
+        bits(f, [x.to(d) for x in (q, k, v)], grad.to(d)) for f, d in ((attend, q.dtype), (exact, torch.double))
+    )
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0.03, atol=0.02 * float(y.abs().max()))
+
+
 def operands(backend, cross=False):
     """The positional arguments of an operator, and a gradient of its output."""
     lengths, key_lengths = [5, 37, 1, 13], [7, 31, 3, 13] if cross else [5, 37, 1, 13]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...layouts.protocol import Layout
-from ..call import AttentionSpec
+from ..call import AttentionSpec, Call
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -20,6 +20,12 @@ HALVES = (torch.float16, torch.bfloat16)
 def longest(layout: Layout) -> int:
     """The `max_seqlen` for kernels, at least 2: with 1 they take another path, which fails on empty sequences."""
     return max(2, min(layout.max_seqlen, layout.total))
+
+
+def longest_keys(call: Call) -> int:
+    """`longest` of the keys. The kernels take it for the right side of a window that is open on this side only."""
+    most, (left, right) = longest(call.key_layout), call.spec.window.sizes
+    return max(most, longest(call.layout)) if left >= 0 > right else most
 
 
 def tokens_first(lse: Tensor, spec: AttentionSpec) -> Tensor:

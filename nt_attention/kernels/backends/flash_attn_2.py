@@ -16,7 +16,7 @@ from torch import Tensor
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import Call
 from ..device import no_cuda
-from .flash import HALVES, heads_first, longest, tokens_first
+from .flash import HALVES, heads_first, longest, longest_keys, tokens_first
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     out, lse, _, rng_state = flash_attn_2_cuda.varlen_fwd(
         *(query, key, value, None, layout.device_offsets, key_layout.device_offsets),
         *(None, None, None, slopes),  # seqused_k, leftpad_k, block_table
-        *(longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
+        *(longest(layout), longest_keys(call), spec.dropout_p, spec.scale, False, spec.is_causal),
         *(*spec.window.sizes, spec.softcap, False, None),  # return no weights; the default generator
     )
     lse = tokens_first(lse, spec)
@@ -51,7 +51,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     flash_attn_2_cuda.varlen_bwd(
         *(grad, query, key, value, out, heads_first(lse, spec), *grads),
         *(layout.device_offsets, key_layout.device_offsets),
-        *(slopes, longest(layout), longest(key_layout), spec.dropout_p, spec.scale, False, spec.is_causal),
+        *(slopes, longest(layout), longest_keys(call), spec.dropout_p, spec.scale, False, spec.is_causal),
         *(*spec.window.sizes, spec.softcap, spec.deterministic, None, rng_state if spec.dropout_p else None),
     )
     return grads

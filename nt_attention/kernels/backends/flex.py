@@ -53,6 +53,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
     layout, key_layout, _, spec, *_ = call
     past = query.shape[0] - layout.total
+    if not layout.total or not key_layout.total:
+        return _nothing(query, key, value)
     # without rows past the end, because weights of 0 do not remove a NaN
     q = query[: layout.total].transpose(0, 1).unsqueeze(0)
     k, v = (x[: key_layout.total].transpose(0, 1).unsqueeze(0) for x in (key, value))
@@ -68,6 +70,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, past))
         lse = torch.nn.functional.pad(lse, (0, 0, 0, past), value=-torch.inf)
     return out, lse
+
+
+def _nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of a call without queries or without keys, with gradients of 0."""
+    zero = query[:0].sum() + key[:0].sum() + value[:0].sum()
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    return query.new_zeros(*query.shape[:2], value.shape[2]) + zero, lse
 
 
 def _score_mod(call: Call) -> Callable[..., Tensor] | None:

@@ -19,7 +19,7 @@ from .. import bounds
 from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
 from ..call import AttentionSpec, Call
 from ..device import no_cuda
-from .flash import HALVES, heads_first, longest, tokens_first
+from .flash import HALVES, heads_first, longest, longest_keys, tokens_first
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def _sequences(call: Call) -> tuple[Tensor, Tensor, int, int, float, bool]:
         offsets = (checked.cu_seqlens, checked.key_cu_seqlens)
     else:
         offsets = (layout.device_offsets, key_layout.device_offsets)
-    return (*offsets, longest(layout), longest(key_layout), spec.dropout_p, spec.is_causal)
+    return (*offsets, longest(layout), longest_keys(call), spec.dropout_p, spec.is_causal)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
