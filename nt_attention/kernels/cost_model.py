@@ -111,14 +111,14 @@ def kind_of(spec: AttentionSpec, size: CallSize) -> str:
 def _mask_of(spec: AttentionSpec, size: CallSize) -> _Mask:
     """The arguments of `_kinds`. The calls of a tree are of other kinds."""
     few_queries = size.tree is None and has_few_queries(spec, size)
-    return spec.window_size, spec.is_causal, spec.softcap != 0.0, few_queries
+    return spec.window_size, spec.is_causal, bool(spec.nonlinear), few_queries
 
 
-def _kinds(window_size: tuple[int, int], is_causal: bool, softcap: bool, few_queries: bool) -> list[str]:
+def _kinds(window_size: tuple[int, int], is_causal: bool, nonlinear: bool, few_queries: bool) -> list[str]:
     """The kind of a call, and then the kinds whose times are used if it was not measured."""
     window, kinds = Window.of(window_size, is_causal), [FEW_QUERIES] if few_queries else []
-    if softcap:
-        kinds.append("softcap")
+    if nonlinear:
+        kinds.append("nonlinear")
     if window.is_open:
         kinds.append("full")
     elif not window.is_causal:

@@ -42,7 +42,7 @@ FILES = [
 KINDS = (
     "full",
     "causal",
-    "softcap",
+    "nonlinear",
     "few queries",
     *(f"{n}window{b}" for n in ("", "narrow ") for b in ("", " behind")),
 )
@@ -166,8 +166,8 @@ class TestExpectedTime:
             ({"window_size": (127, 0)}, ["narrow window behind", "window behind", "causal"]),
             ({"window_size": (127, 5), "is_causal": True}, ["narrow window behind", "window behind", "causal"]),
             ({"window_size": (4095, 0)}, ["window behind", "causal"]),
-            ({"softcap": 50.0}, ["softcap", "full", "causal"]),
-            ({"softcap": 50.0, "window_size": (4095, 0)}, ["softcap", "window behind", "causal"]),
+            ({"softcap": 50.0}, ["nonlinear", "full", "causal"]),
+            ({"softcap": 50.0, "window_size": (4095, 0)}, ["nonlinear", "window behind", "causal"]),
         ],
         ids=str,
     )
