@@ -90,13 +90,14 @@ def _find(device: torch.device, dtype: str, direction: str, mask: _Mask, wide: i
 def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
     """Whether there are no gradients, and few queries for many keys. `split_kv` is for such calls.
 
-    There are few queries if each sequence has one, or fits in one of the smallest tiles of `split_kv`, or if all tiles
-    of another backend would leave half of the multiprocessors without work. `benchmarks/paged_decoding.py` measured
-    both kinds on an H100.
+    There are few queries if each sequence has one, or fits in one of the smallest tiles of `split_kv`, and keys besides
+    its own; or if all tiles of another backend would leave half of the multiprocessors without work.
+    `benchmarks/paged_decoding.py` measured both kinds on an H100.
     """
     if spec.needs_grad:
         return False
-    if size.most_queries <= 1 or size.most_queries * (spec.num_heads // spec.num_kv_heads) <= FEW_ROWS:
+    of_a_sequence = size.most_queries * (spec.num_heads // spec.num_kv_heads)
+    if not spec.equal_lengths and (size.most_queries <= 1 or of_a_sequence <= FEW_ROWS):
         return True
     queries = size.sequences * size.most_queries  # at least as many as there are
     few_tiles = size.sequences * max(1, size.most_queries / TILE_ROWS) * spec.num_heads <= FEW_TILES

@@ -151,7 +151,7 @@ class TestExpectedTime:
 
     def test_few_queries_are_counted_for_each_key_head(self, of_tables):
         of_tables({("16-bit", "forward", "few queries"): {64: {"split_kv": (1.0, 2.0, 3.0, 5.0, 0.0)}}})
-        got = expected_us(call(num_heads=8, num_kv_heads=2), CallSize(7, 1009.0, 100_003, 1, 900))
+        got = expected_us(call(num_heads=8, num_kv_heads=2, equal_lengths=False), CallSize(7, 1009.0, 100_003, 1, 900))
         assert got == {"split_kv": pytest.approx(1 + 2e-3 * (2 * 7 + 3 * 1009) + 8e-3 * 5 * 100.003)}
         assert expected_us(call(num_heads=8, num_kv_heads=2, needs_grad=True), CallSize(7, 1009.0, 100_003, 1)) == {}
 
@@ -173,7 +173,7 @@ class TestExpectedTime:
     )
     @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
     def test_kinds_that_are_not_measured_use_the_next_one(self, of_tables, spec, kinds, few):
-        spec, size = call(**spec), CallSize(7, 1009.0, 100_003, 1 if few else 300)
+        spec, size = call(equal_lengths=False, **spec), CallSize(7, 1009.0, 100_003, 1 if few else 300)
         kinds = ["few queries"] * few + kinds
         assert cost_model.kind_of(spec, size) == kinds[0]
         table = {}
@@ -316,7 +316,7 @@ class TestMeasurements:
 
 def test_split_kv_is_the_first_for_few_queries(measured, monkeypatch):
     few, more = CallSize(3, 500.0, 1000, 4), CallSize(3, 500.0, 1000, 5)
-    four_heads = {"num_heads": 8, "num_kv_heads": 2}
+    four_heads = {"num_heads": 8, "num_kv_heads": 2, "equal_lengths": False}
     assert select.fastest_first(call(**four_heads), few)[0] == "split_kv"
     assert select.fastest_first(call(**four_heads), more)[0] != "split_kv"
     assert select.fastest_first(call(needs_grad=True, **four_heads), few)[0] != "split_kv"
@@ -324,7 +324,9 @@ def test_split_kv_is_the_first_for_few_queries(measured, monkeypatch):
         order = select.fastest_first(call(**four_heads), size)
         assert sorted(order) == sorted({*order})
     one = CallSize(3, 500.0, 1000, 1)  # decoding in multi-head latent attention
-    assert select.fastest_first(call(num_heads=128, num_kv_heads=1, head_dim=576, value_dim=512), one)[0] == "split_kv"
+    latent = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512, "equal_lengths": False}
+    assert select.fastest_first(call(**latent), one)[0] == "split_kv"
+    assert select.fastest_first(call(), few)[0] != "split_kv"  # short sequences that see their own tokens only
     monkeypatch.setattr(select, "_can_run", lambda *_: True)
     fast = dataclasses.replace(reference.BACKEND, name="mine", is_reference=False, expected_us=lambda spec, size: 0.1)
     with nta.register_backend(fast):
@@ -335,11 +337,12 @@ def test_times_of_few_queries_decide_if_they_were_measured(of_tables):
     rows = {"split_kv": (2000.0, 0, 0, 0), "flash_attn_4": (1000.0, 0, 0, 0), "token_tiled": (3000.0, 0, 0, 0)}
     of_tables({("16-bit", "forward", "few queries"): {64: rows}, ("16-bit", "forward", "full"): {64: rows}})
     few = CallSize(3, 500.0, 1000, 1)
-    assert fastest_first(SPEC, few)[:3] == ("flash_attn_4", "split_kv", "token_tiled")
-    assert fastest_first(call(paged=True), few)[0] == "split_kv"  # others copy the keys
+    spec = call(equal_lengths=False)
+    assert fastest_first(spec, few)[:3] == ("flash_attn_4", "split_kv", "token_tiled")
+    assert fastest_first(dataclasses.replace(spec, paged=True), few)[0] == "split_kv"  # others copy the keys
     del rows["split_kv"]
     of_tables({("16-bit", "forward", "few queries"): {64: rows}})
-    assert fastest_first(SPEC, few)[:2] == ("split_kv", "flash_attn_4")
+    assert fastest_first(spec, few)[:2] == ("split_kv", "flash_attn_4")
 
 
 @pytest.mark.parametrize(
