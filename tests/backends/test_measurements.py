@@ -29,7 +29,14 @@ def content(gpu, rows, card=H200, **more):
 def folders(tmp_path, monkeypatch):
     """The package has the files of two GPUs, and the cache of the user is empty."""
     monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measurements.resources, "files", lambda _: tmp_path)
+    shipped = measurements._shipped
+
+    def in_folder():
+        with pytest.MonkeyPatch.context() as patch:  # other tables of the package are read as ever
+            patch.setattr(measurements.resources, "files", lambda _: tmp_path)
+            return shipped()
+
+    monkeypatch.setattr(measurements, "_shipped", in_folder)
     (tmp_path / "measured").mkdir()
     slow = Card(20, 1000.0, 300, 0.25)
     for one in (
