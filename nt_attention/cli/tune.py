@@ -64,7 +64,7 @@ BACKENDS = {
 }
 ABOVE_256 = ("token_tiled", "torch_efficient")  # head dims
 SHARE_OF_FLOAT32 = 4  # a fourth of the tokens: its kernels take many times as long
-BURST, REPEATS = 0.003, 3  # seconds
+BURST, REPEATS = 0.002, 3  # seconds
 Unit = tuple[torch.dtype, int, str]
 
 
