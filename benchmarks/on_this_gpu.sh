@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU: verify the backends, fit the cost model, run the benchmarks and the GPU tests.
+# Run everything that needs a GPU: verify the backends, measure expected times, run the benchmarks and the GPU tests.
 #
 #   benchmarks/on_this_gpu.sh [DIR]        DIR: the directory of the results; benchmarks/results/gpu by default
 #
 # Install the package with its extras "cli" and "dev" first, and flash-attn and flash-attn-4 if they should be measured.
-# Verified support and the cost model are written into the package (nt_attention/kernels/verified and measured). Read the
+# Verified support and expected times are written into the package (nt_attention/kernels/verified and measured). Read the
 # difference before you commit it. If a stage fails, the others run. The last line names the stages that failed.
 set -u
 cd "$(dirname "$0")/.."
@@ -22,7 +22,9 @@ stage() { # a name, then a command; its output is written to DIR/NAME.txt
 }
 
 stage check python -W ignore -m nt_attention check --jobs "$jobs" --save
-stage fit_costs python -W ignore benchmarks/fit_costs.py --save nt_attention/kernels/measured/sm90.json
+card=$(python -c 'import torch; from nt_attention.kernels.measurements import slug; print(slug(torch.cuda.get_device_name()))')
+stage tune python -W ignore -m nt_attention tune --minutes 30 --save "nt_attention/kernels/measured/$card.json"
+stage held_out python -W ignore -m nt_attention tune --held-out 60 --rows "$out/held_out.json"
 bench() { # a name, then arguments of bench
   local name=$1
   shift

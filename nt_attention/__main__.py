@@ -1,4 +1,4 @@
-"""``python -m nt_attention``: the environment and every backend's state; or a command, ``check`` or ``bench``."""
+"""``python -m nt_attention``: the environment and every backend's state; or a command of ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
     "check": "verify the backends on this machine against float64",
     "check-models": "prove which Hugging Face text models can be packed",
+    "tune": "measure the expected times of the backends on this GPU, by which auto selects",
 }
 
 

@@ -407,8 +407,8 @@ ERRORS = [
     Error(
         "times of a smaller head dim",
         "kernels/cost_model.py",
-        "min((d for d in by_head_dim if d >= wide), default=max(by_head_dim))",
-        "max((d for d in by_head_dim if d <= wide), default=min(by_head_dim))",
+        "min((dim for dim in measured if dim >= wide), default=max(measured))",
+        "max((dim for dim in measured if dim <= wide), default=min(measured))",
         "backends/test_cost_model.py",
     ),
     Error(

@@ -21,10 +21,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ..kernels.call import OPTIONS
+from ..kernels.measurements import versions
 from ..kernels.registry import backends
 from ..kernels.select import SlowBackendWarning, available_backends
 from . import timing
-from .environment import device_name, devices, positive, versions
+from .environment import device_name, devices, positive
 from .implementations import CaseInputs, Implementation, NotSupportedError, attention, implementations
 from .workloads import DISTRIBUTIONS, TOKENS, WORKLOADS, Workload, draw_lengths
 

@@ -24,9 +24,10 @@ from rich.progress import track
 
 from ..kernels import registry, support
 from ..kernels.call import AttentionSpec
+from ..kernels.measurements import versions
 from . import soak
 from .cases import Case, Finding, cases_of, run_case
-from .environment import device_name, devices, minutes, output_file, positive, versions
+from .environment import device_name, devices, minutes, output_file, positive
 
 Results = dict[str, dict[str, dict[str, dict[str, str]]]]  # as in ``VerifiedSupport.results``
 RESULTS = {"both": "right", "forward": "right without gradients", "no": "not right"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 from contextlib import suppress
@@ -13,13 +12,14 @@ import torch
 
 from .. import __version__
 from ..kernels import registry, support
+from ..kernels.measurements import package_version
 from ..kernels.select import ENVIRONMENT_VARIABLE
 
 
 def main(options: argparse.Namespace) -> int:
     print(f"nt_attention {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     for package in ("transformers", "flash-attn", "flash-attn-4", "triton"):
-        print(f"  {package} {version_of(package) or '(not installed)'}")
+        print(f"  {package} {package_version(package) or '(not installed)'}")
     for i in range(torch.cuda.device_count()):
         device = torch.device("cuda", i)
         major, minor = torch.cuda.get_device_capability(device)
@@ -33,19 +33,6 @@ def main(options: argparse.Namespace) -> int:
         missing = backend.missing()
         print(f"  {name:<{width}}  {backend.about if missing is None else 'not available: ' + missing}")
     return 0
-
-
-def versions() -> dict[str, str]:
-    """The versions of torch and of the installed packages that have kernels."""
-    found = {name: version_of(name) for name in ("torch", "triton", "flash-attn", "flash-attn-4")}
-    return {name: version for name, version in found.items() if version is not None}
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def devices() -> list[str]:

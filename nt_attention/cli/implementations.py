@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..functional import explain, varlen_attention
+from ..functional import explain, plan, varlen_attention
+from ..kernels import cost_model
+from ..kernels.call_size import CallSize
 from ..kernels.masks import Window, distances
 from ..layouts.known import SequenceLayout
 from .workloads import Workload
@@ -61,6 +63,12 @@ class CaseInputs:
     def window(self) -> Window:
         """The window of visible keys, causality included."""
         return Window.of(self.options.get("window_size", (-1, -1)), self.options.get("is_causal", False))
+
+    def counts(self, backward: bool) -> tuple[float, ...]:
+        """The numbers in which the expected time of the call is linear."""
+        q, k, v = (x.detach().requires_grad_(backward) for x in self.qkv)
+        call = plan(q, k, v, self.layout, self.key_layout, backend="reference", **self.options).call
+        return cost_model.counts(call.spec, CallSize.of(call))
 
     def cast(self, dtype: torch.dtype) -> CaseInputs:
         """In another dtype, without NaN, and without the options that do not change the result."""

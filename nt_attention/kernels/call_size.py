@@ -21,6 +21,7 @@ class CallSize(NamedTuple):
         tokens: The mean of query tokens and key tokens, (T + S) / 2.
         pairs: The number of visible (query, key) pairs of one head.
         most_queries: The most query tokens of a sequence, or an upper bound.
+        most_keys: The most keys that a query sees, or an upper bound.
         tree: The layout of a call whose sequences share prefixes. Its time depends on the way in which it runs.
     """
 
@@ -28,6 +29,7 @@ class CallSize(NamedTuple):
     tokens: float
     pairs: float
     most_queries: float = math.inf
+    most_keys: float = 0.0
     tree: TreeLayout | None = None
 
     @classmethod
@@ -38,18 +40,18 @@ class CallSize(NamedTuple):
             spec = replace(spec, tree=False, equal_lengths=False, causal_alignment="lower_right")
             paths = cls.of(call._replace(layout=layout.segments, key_layout=layout.paths, spec=spec))
             return paths._replace(tokens=layout.total, tree=layout)
-        tokens, most_queries = (layout.total + key_layout.total) / 2, layout.max_seqlen
+        window, tokens = spec.window, (layout.total + key_layout.total) / 2
+        most_keys = min(float(key_layout.max_seqlen), window.left + window.right + 1)
         if spec.bounded or spec.paged:  # as if each query saw as many keys as the bounds allow
-            pairs = layout.total * min(key_layout.max_seqlen, sum(spec.window) + 1)
-            return cls(layout.batch_size, tokens, pairs, most_queries)
-        if spec.equal_lengths and (spec.window.is_open or spec.window.is_causal):
+            return cls(layout.batch_size, tokens, layout.total * most_keys, layout.max_seqlen, most_keys)
+        if spec.equal_lengths and (window.is_causal or window.is_open):
             squares = layout.sum_of_squares
-            pairs = squares if spec.window.is_open else (squares + layout.total) / 2
-            return cls(layout.batch_size, tokens, pairs, most_queries)
+            pairs = (squares + layout.total) / 2 if window.is_causal else squares
+            return cls(layout.batch_size, tokens, pairs, layout.max_seqlen, most_keys)
 
         def count() -> int:
             queries, keys = layout.host.diff(), key_layout.host.diff()
-            return int(spec.window.pairs(queries, keys, spec.lower_right).sum())
+            return int(window.pairs(queries, keys, spec.lower_right).sum())
 
-        pairs = layout.cached(("pairs", spec.window, spec.lower_right), count, key_layout)
-        return cls(layout.batch_size, tokens, pairs, most_queries)
+        pairs = layout.cached(("pairs", window, spec.lower_right), count, key_layout)
+        return cls(layout.batch_size, tokens, pairs, layout.max_seqlen, most_keys)

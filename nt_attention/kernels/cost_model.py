@@ -1,9 +1,9 @@
 """The cost model: the expected time of a call on each backend, fitted to times that were measured on a GPU.
 
-The time of a varlen kernel is modeled as a constant for the launch plus costs per sequence, per token and per (query,
-key) pair of a head. `measured/sm90.json` has these four numbers for each backend, kind of call and head dim, with the
-GPU, the versions and the error of the fit. `benchmarks/fit_costs.py` fits them to the times that `python -m
-nt_attention bench` measures. All GPUs use this file.
+The time of a varlen kernel is modeled as a constant for the launch, plus costs per sequence, per token and per (query,
+key) pair of a head, plus the time of the query that sees the most keys, for which one multiprocessor works alone.
+`measured/*.json` has these five numbers for each backend, kind of call and head dim. `python -m nt_attention tune`
+measures and fits them. `measurements.py` says which file holds for a GPU.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from __future__ import annotations
 import functools
 import json
 from importlib import resources
+from typing import NamedTuple
 
 import torch
 
+from . import measurements
 from .call import AttentionSpec
 from .call_size import CallSize
+from .masks import Window
+from .measurements import Row, Table
 
 # The smallest expected time: the host needs about this long to launch, and the fits are not more accurate.
 LAUNCH_US = {"forward": 50.0, "both": 150.0}
@@ -23,54 +27,105 @@ FEW_ROWS = 16  # the rows of the smallest tiles of `split_kv`: each query has on
 # Of other backends: the query rows of a tile, and half of the multiprocessors of an H100.
 TILE_ROWS, FEW_TILES = 64, 66
 MANY_KEYS = 2048  # that a query sees, in the mean
-# ("float32" or "16-bit", "forward" or "both", kind of mask) → head dim → backend → (µs per call; ns per head and
-# sequence, per head and token, per head and 1000 pairs)
-Costs = dict[tuple[str, str, str], dict[int, dict[str, tuple[float, float, float, float]]]]
+FEW_QUERIES = "few queries"
+_Mask = tuple[tuple[int, int], bool, bool, bool]
+NARROW = 256  # keys of a window; tiles at its ends are then much of the work
+
+
+class CallCosts(NamedTuple):
+    """The rows of the backends for one kind of call, and where they are from."""
+
+    rows: tuple[tuple[str, Row], ...]
+    of_key_heads: bool  # sequences and tokens are counted for each key head
+    about: str
 
 
 def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
     """Each measured backend → its expected time in µs: the forward, plus the backward if gradients are needed."""
-    if spec.device.type == "cpu":
+    costs = costs_of(spec, size)
+    if costs is None:
         return {}
-    dtype = "float32" if spec.dtype == torch.float32 else "16-bit"
-    direction = "both" if spec.needs_grad else "forward"
-    kinds = (mask_kind(spec), "causal")  # the times of causal calls if this kind was not measured
-    by_head_dim = next((found for kind in kinds if (found := costs().get((dtype, direction, kind)))), None)
-    if not by_head_dim:
-        return {}
-    wide = max(spec.head_dim, spec.value_dim)
-    measured = min((d for d in by_head_dim if d >= wide), default=max(by_head_dim))
-    sequences, tokens, pairs, *_ = size
+    least = LAUNCH_US["both" if spec.needs_grad else "forward"]
     heads = spec.num_heads / 1000
+    rows = heads if not costs.of_key_heads else spec.num_kv_heads / 1000
+    sequences, tokens, pairs, keys = rows * size[0], rows * size[1], heads * size[2] / 1000, size[4] / 1000
     return {
-        name: max(LAUNCH_US[direction], call + heads * (a * sequences + b * tokens + c * pairs / 1000))
-        for name, (call, a, b, c) in by_head_dim[measured].items()
+        name: max(least, call + a * sequences + b * tokens + c * pairs + d * keys)
+        for name, (call, a, b, c, d) in costs.rows
     }
 
 
-def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
-    """Whether `split_kv` is tried first: there are no gradients, and few queries for many keys.
+def counts(spec: AttentionSpec, size: CallSize) -> tuple[float, ...]:
+    """The numbers in which an expected time is linear, in the order of a `Row`."""
+    rows = (spec.num_kv_heads if kind_of(spec, size) == FEW_QUERIES else spec.num_heads) / 1000
+    return 1.0, rows * size.sequences, rows * size.tokens, spec.num_heads * size.pairs / 1e6, size.most_keys / 1000
 
-    The times of such calls are not fitted: for other backends they depend on the longest sequence. There are few
-    queries if each sequence fits in one of the smallest tiles of `split_kv`, or if all tiles of another backend would
-    leave half of the multiprocessors without work. `benchmarks/paged_decoding.py` measured both kinds on an H100.
+
+def costs_of(spec: AttentionSpec, size: CallSize) -> CallCosts | None:
+    """The numbers for a call. None if its kind was not measured, or on a CPU."""
+    if spec.device.type == "cpu":
+        return None
+    dtype, direction = "float32" if spec.dtype == torch.float32 else "16-bit", "both" if spec.needs_grad else "forward"
+    return _find(spec.device, dtype, direction, _mask_of(spec, size), max(spec.head_dim, spec.value_dim))
+
+
+@functools.lru_cache(maxsize=4096)
+def _find(device: torch.device, dtype: str, direction: str, mask: _Mask, wide: int) -> CallCosts | None:
+    """The numbers of the first kind that was measured at this head dim or a larger one, else those of the largest."""
+    tables, widest = measurements.tables(device), None
+    for kind in _kinds(*mask):
+        measured: dict[int, tuple[dict[str, Row], Table]] = {}
+        for table in reversed(tables):  # the first one wins
+            measured |= {dim: (rows, table) for dim, rows in table.costs.get((dtype, direction, kind), {}).items()}
+        if not measured:
+            continue
+        rows, table = measured[min((dim for dim in measured if dim >= wide), default=max(measured))]
+        costs = CallCosts(tuple(rows.items()), kind == FEW_QUERIES, table.about)
+        if max(measured) >= wide:
+            return costs
+        widest = widest or costs
+    return widest
+
+
+def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
+    """Whether there are no gradients, and few queries for many keys. `split_kv` is for such calls.
+
+    There are few queries if each sequence has one, or fits in one of the smallest tiles of `split_kv`, and keys besides
+    its own; or if all tiles of another backend would leave half of the multiprocessors without work.
+    `benchmarks/paged_decoding.py` measured both kinds on an H100.
     """
     if spec.needs_grad:
         return False
-    if size.most_queries * (spec.num_heads // spec.num_kv_heads) <= FEW_ROWS:
+    of_a_sequence = size.most_queries * (spec.num_heads // spec.num_kv_heads)
+    if not spec.equal_lengths and (size.most_queries <= 1 or of_a_sequence <= FEW_ROWS):
         return True
     queries = size.sequences * size.most_queries  # at least as many as there are
     few_tiles = size.sequences * max(1, size.most_queries / TILE_ROWS) * spec.num_heads <= FEW_TILES
     return few_tiles and size.pairs >= MANY_KEYS * queries
 
 
-def mask_kind(spec: AttentionSpec) -> str:
-    """The kind of mask, on which the time depends in addition to the number of visible pairs."""
-    if spec.window.is_open:
-        return "full"
-    if spec.window.is_causal:
-        return "causal"
-    return "window behind" if spec.window.right <= 0 else "window"
+def kind_of(spec: AttentionSpec, size: CallSize) -> str:
+    """The kind of a call, on which its time depends in addition to the numbers of its size."""
+    return _kinds(*_mask_of(spec, size))[0]
+
+
+def _mask_of(spec: AttentionSpec, size: CallSize) -> _Mask:
+    """The arguments of `_kinds`. The calls of a tree are of other kinds."""
+    few_queries = size.tree is None and has_few_queries(spec, size)
+    return spec.window_size, spec.is_causal, bool(spec.nonlinear), few_queries
+
+
+def _kinds(window_size: tuple[int, int], is_causal: bool, nonlinear: bool, few_queries: bool) -> list[str]:
+    """The kind of a call, and then the kinds whose times are used if it was not measured."""
+    window, kinds = Window.of(window_size, is_causal), [FEW_QUERIES] if few_queries else []
+    if nonlinear:
+        kinds.append("nonlinear")
+    if window.is_open:
+        kinds.append("full")
+    elif not window.is_causal:
+        kind = "window behind" if window.right <= 0 else "window"
+        kinds += [f"narrow {kind}", kind] if window.left + window.right < NARROW else [kind]
+    return [*kinds, "causal"]
 
 
 def tree_costs(backend: str, spec: AttentionSpec, way: str) -> list[float] | None:
@@ -93,19 +148,4 @@ def _tree_costs() -> dict[str, dict[str, dict[str, dict[int, list[float]]]]]:
             for direction, by_way in by_direction.items()
         }
         for backend, by_direction in json.loads(file.read_text())["costs"].items()
-    }
-
-
-@functools.cache
-def costs() -> Costs:
-    """The content of `measured/sm90.json`."""
-    file = resources.files(__package__) / "measured" / "sm90.json"
-    table = json.loads(file.read_text())["costs"]
-    return {
-        (dtype, direction, mask): {
-            int(d): {name: tuple(row) for name, row in rows.items()} for d, rows in by_head_dim.items()
-        }
-        for dtype, by_direction in table.items()
-        for direction, by_mask in by_direction.items()
-        for mask, by_head_dim in by_mask.items()
     }

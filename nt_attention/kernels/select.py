@@ -57,6 +57,7 @@ class Explanation:
             says itself how fast it is.
         about: The description of each backend.
         prefixes: How the chosen backend runs a call in which sequences share prefixes; empty for other calls.
+        times: Where the expected times of this library's backends are from; empty if there are none.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -81,6 +82,7 @@ class Explanation:
     expected_us: dict[str, float] | None = None
     about: dict[str, str] = field(default_factory=dict, repr=False)
     prefixes: str = ""
+    times: str = ""
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
@@ -94,6 +96,7 @@ class Explanation:
                 details += f"; expected time {self.expected_us[name]:.0f} µs"  # type: ignore[index]
             lines.append(f"  {name:<{width}}  {state:<10}  {details}")
         lines += [f"  {self.prefixes}"] if self.prefixes else []
+        lines += [f"  expected times: {self.times}"] if self.times else []
         return "\n".join(lines)
 
 
@@ -114,7 +117,9 @@ def explain_spec(spec: AttentionSpec, size: CallSize, backend: str = "auto") -> 
     chosen = next((other for other in candidates if not reasons.get(other, True)), None)
     expected = {other: us for other, us in _expected_us(spec, size, backends).items() if not reasons[other]}
     about = {other: candidate.about for other, candidate in backends.items()}
-    return Explanation(chosen, reasons, name, support.basis(spec.device), expected, about)
+    costs = cost_model.costs_of(spec, size)
+    times = "" if costs is None else costs.about
+    return Explanation(chosen, reasons, name, support.basis(spec.device), expected, about, times=times)
 
 
 def fastest_first(
@@ -123,9 +128,10 @@ def fastest_first(
     """The backends that `"auto"` tries, in this order. The first that can run is chosen.
 
     On a GPU they are sorted by expected time (`cost_model.py`), followed by those of our own that were not measured for
-    this kind of call. `split_kv` is the first of our own if there are few queries. On a CPU Triton is not tried,
-    because there it only runs in its interpreter, for tests. Registered backends that say how fast they are and can run
-    the call are sorted in. On a CPU they are tried first. Other registered backends are not tried.
+    this kind of call. If there are few queries, `split_kv` is the first of our own if it was not measured for them, or
+    if keys are in pools, which others copy. On a CPU Triton is not tried, because there it only runs in its
+    interpreter, for tests. Registered backends that say how fast they are and can run the call are sorted in. On a CPU
+    they are tried first. Other registered backends are not tried.
     """
     expected = _expected_us(spec, size, registry.backends() if backends is None else backends)
     by_time = sorted(expected, key=expected.__getitem__)
@@ -133,7 +139,7 @@ def fastest_first(
         return (*by_time, "cpu", "reference")
     others = [name for name in BACKENDS if name not in expected and name not in ("cpu", "reference")]
     order = [*by_time, *others, "reference"]
-    if cost_model.has_few_queries(spec, size):
+    if ("split_kv" not in expected or spec.paged) and cost_model.has_few_queries(spec, size):
         order.remove("split_kv")
         order.insert(next(i for i, name in enumerate(order) if name in BACKENDS), "split_kv")
     return tuple(order)
@@ -142,6 +148,8 @@ def fastest_first(
 def _expected_us(spec: AttentionSpec, size: CallSize, backends: Mapping[str, Backend]) -> dict[str, float]:
     """Backend → its expected time in µs, by the cost model or by its own `expected_us` if it can run the call."""
     expected = cost_model.expected_us(spec, size)
+    if not expected.keys() <= backends.keys():  # the user's file may be from another version of this library
+        expected = {name: us for name, us in expected.items() if name in backends}
     if size.tree is not None and expected:
         of_ways = {name: tree.expected_us(backends[name], spec, size.tree) for name in expected}
         expected = {name: min(times.values()) for name, times in of_ways.items()}

@@ -23,6 +23,7 @@ from .call import AttentionSpec
 
 uses_results: ContextVar[bool] = ContextVar("nt_attention_verified_support", default=True)
 _as_documented: set[str] = set()
+BY_HEAD_DIMS = frozenset({"value dim"})  # features that are verified as pairs of head dims, such as "192/128"
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,17 @@ class VerifiedSupport:
     def _is_verified(
         backend: Backend, dims: tuple[int, int], listed: Iterable[str], verified: list[tuple[int, int]]
     ) -> bool:
-        """Whether `dims` are verified, or if they were not run, the next larger ones, which run in that kernel."""
+        """Whether `dims` are verified, or if they were not run, the next larger ones, which run in that kernel.
+
+        If D and Dv differ, another pair whose values are narrower, or wider, must be verified too.
+        """
         run = [_dims(which) for which in listed]
         if dims in run:
             return dims in verified
         kernels = backend.head_dims.compiled or [d for d, v in run if d == v]
         wider = min((d for d in kernels if d >= max(dims)), default=0)
-        return (wider, wider) in verified
+        alike = dims[0] == dims[1] or any(d != v and (d > v) == (dims[0] > dims[1]) for d, v in verified)
+        return alike and (wider, wider) in verified
 
     def reasons(self, backend: Backend, spec: AttentionSpec) -> list[str]:
         """Why a call is not verified, if the documentation supports it; empty if it is verified."""
@@ -86,7 +91,7 @@ class VerifiedSupport:
             if spec.head_dim != spec.value_dim:
                 dims += f" with values of {spec.value_dim}"
             reasons.append(f"no head dim for {dims} is verified{gradients} {source}: pass another backend.")
-        for feature in sorted(spec.features & backend.features):
+        for feature in sorted((spec.features & backend.features) - BY_HEAD_DIMS):
             if not self.has(backend, spec, "features", feature):
                 reasons.append(f"{feature!r} is not verified{gradients} {source}: omit it, or pass another backend.")
         return reasons

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import nt_attention as nta
-from nt_attention.kernels import cost_model, select
+from nt_attention.kernels import cost_model, measurements, select
 from nt_attention.kernels.backends import reference
 from nt_attention.kernels.call import AttentionSpec, Call
 from nt_attention.kernels.cost_model import CallSize, expected_us
+from nt_attention.kernels.measurements import Table
 from nt_attention.kernels.select import BACKENDS, choose, explain_spec, fastest_first
 
 SPEC = AttentionSpec(torch.device("cuda"), torch.bfloat16, 5, 5, 64, 64, 0.125)
@@ -34,6 +35,18 @@ TABLE = {
     ("float32", "forward", "full"): {64: {"torch_efficient": (3.0, 0, 0, 0), "token_tiled": (7.0, 0, 0, 0)}},
 }
 
+FILES = [
+    file for file in (Path(measurements.__file__).parent / "measured").iterdir() if not file.name.startswith("trees_")
+]
+
+KINDS = (
+    "full",
+    "causal",
+    "nonlinear",
+    "few queries",
+    *(f"{n}window{b}" for n in ("", "narrow ") for b in ("", " behind")),
+)
+
 MASKS = {
     "causal": {"is_causal": True},
     "window": {"window_size": (7, 3)},
@@ -43,14 +56,35 @@ MASKS = {
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    monkeypatch.setattr(cost_model, "costs", lambda: TABLE)
+def of_tables(monkeypatch):
+    """Sets what was measured on every GPU: tables, of which the first that has a kind of call wins."""
+
+    def set_tables(*costs):
+        tables = tuple(Table(read(table), f"table {i}") for i, table in enumerate(costs))
+        monkeypatch.setattr(measurements, "tables", lambda device: tables)
+        cost_model._find.cache_clear()
+
+    yield set_tables
+    cost_model._find.cache_clear()
+
+
+def read(table):
+    """Rows of four numbers get a fifth."""
+    return {
+        key: {dim: {name: (*row, 0.0)[:5] for name, row in rows.items()} for dim, rows in by_dim.items()}
+        for key, by_dim in table.items()
+    }
+
+
+@pytest.fixture
+def measured(of_tables, monkeypatch):
+    of_tables(TABLE)
     monkeypatch.setattr(cost_model, "LAUNCH_US", {"forward": 0.0, "both": 0.0})
 
 
-def test_expected_time_is_at_least_the_launch_time(monkeypatch):
+def test_expected_time_is_at_least_the_launch_time(of_tables):
     """Calls with so little work are all expected to take the launch time. The order of the table decides."""
-    monkeypatch.setattr(cost_model, "costs", lambda: TABLE)
+    of_tables(TABLE)
     assert expected_us(SPEC, CallSize(1, 1.0, 1)) == dict.fromkeys(TABLE["16-bit", "forward", "full"][64], 50.0)
     assert select.fastest_first(SPEC, CallSize(1, 1.0, 1))[0] == "token_tiled"
     assert max(expected_us(SPEC, CallSize(10**6, 1.0, 1)).values()) > 50
@@ -105,10 +139,73 @@ class TestExpectedTime:
     def test_expected_time_in_float32(self):
         assert expected_us(call(dtype=torch.float32), SIZE) == {"torch_efficient": 3, "token_tiled": 7}
 
-    def test_expected_time_without_measurements(self, monkeypatch):
+    def test_expected_time_without_measurements(self, of_tables):
         assert expected_us(call(dtype=torch.float32, needs_grad=True), SIZE) == {}
-        monkeypatch.setattr(cost_model, "costs", dict)
+        of_tables({})
         assert expected_us(SPEC, SIZE) == {}
+
+    def test_expected_time_of_the_query_that_sees_the_most_keys(self, of_tables):
+        of_tables({("16-bit", "forward", "full"): {64: {"torch_flash": (1.0, 0.0, 0.0, 0.0, 5.0)}}})
+        of_heads = [expected_us(call(num_heads=heads), CallSize(7, 1009.0, 100_003, 300.0, 300.0)) for heads in (5, 10)]
+        assert of_heads == [{"torch_flash": pytest.approx(1 + 5e-3 * 300)}] * 2  # heads run side by side
+
+    def test_few_queries_are_counted_for_each_key_head(self, of_tables):
+        of_tables({("16-bit", "forward", "few queries"): {64: {"split_kv": (1.0, 2.0, 3.0, 5.0, 0.0)}}})
+        got = expected_us(call(num_heads=8, num_kv_heads=2, equal_lengths=False), CallSize(7, 1009.0, 100_003, 1, 900))
+        assert got == {"split_kv": pytest.approx(1 + 2e-3 * (2 * 7 + 3 * 1009) + 8e-3 * 5 * 100.003)}
+        assert expected_us(call(num_heads=8, num_kv_heads=2, needs_grad=True), CallSize(7, 1009.0, 100_003, 1)) == {}
+
+    @pytest.mark.parametrize(
+        ("spec", "kinds"),
+        [
+            ({}, ["full", "causal"]),
+            ({"is_causal": True}, ["causal"]),
+            ({"window_size": (64, 64)}, ["narrow window", "window", "causal"]),
+            ({"window_size": (256, 256)}, ["window", "causal"]),
+            ({"window_size": (7, -1)}, ["window", "causal"]),
+            ({"window_size": (127, 0)}, ["narrow window behind", "window behind", "causal"]),
+            ({"window_size": (127, 5), "is_causal": True}, ["narrow window behind", "window behind", "causal"]),
+            ({"window_size": (4095, 0)}, ["window behind", "causal"]),
+            ({"softcap": 50.0}, ["nonlinear", "full", "causal"]),
+            ({"softcap": 50.0, "window_size": (4095, 0)}, ["nonlinear", "window behind", "causal"]),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
+    def test_kinds_that_are_not_measured_use_the_next_one(self, of_tables, spec, kinds, few):
+        spec, size = call(equal_lengths=False, **spec), CallSize(7, 1009.0, 100_003, 1 if few else 300)
+        kinds = ["few queries"] * few + kinds
+        assert cost_model.kind_of(spec, size) == kinds[0]
+        table = {}
+        for kind in reversed(kinds):
+            number = 1000.0 + len(table)
+            table["16-bit", "forward", kind] = {64: {"torch_flash": (number, 0.0, 0.0, 0.0)}}
+            of_tables(table)
+            assert expected_us(spec, size) == {"torch_flash": number}, kind
+
+    def test_kind_that_was_measured_at_smaller_head_dims_only(self, of_tables):
+        row = {"torch_flash": (1000.0, 0.0, 0.0, 0.0)}
+        of_tables(
+            {
+                ("16-bit", "forward", "window behind"): {64: row},
+                ("16-bit", "forward", "causal"): {256: {"torch_flash": (2000.0, 0.0, 0.0, 0.0)}},
+            }
+        )
+        for head_dim, us in ((64, 1000), (65, 2000), (256, 2000), (257, 1000)):
+            spec = call(head_dim=head_dim, value_dim=head_dim, window_size=(999, 0))
+            assert expected_us(spec, SIZE) == {"torch_flash": us}, head_dim
+
+    def test_numbers_of_the_user_come_first_for_each_head_dim(self, of_tables):
+        key = ("16-bit", "forward", "full")
+
+        def rows(us):
+            return {"torch_flash": (us, 0.0, 0.0, 0.0)}
+
+        of_tables({key: {64: rows(1000.0)}}, {key: {64: rows(2000.0), 96: rows(3000.0), 128: rows(4000.0)}})
+        for head_dim, us, about in ((32, 1000, "table 0"), (80, 3000, "table 1"), (128, 4000, "table 1")):
+            spec = call(head_dim=head_dim, value_dim=head_dim)
+            assert expected_us(spec, SIZE) == {"torch_flash": us}
+            assert cost_model.costs_of(spec, SIZE).about == about
 
 
 @pytest.mark.usefixtures("measured")
@@ -151,15 +248,23 @@ class TestOrder:
         assert lines["token_tiled"].endswith("; expected time 11 µs")
         assert lines["flash_attn_4"].endswith("; expected time 31 µs")
         assert not any("expected" in lines[name] for name in ("torch_flash", "flash_attn_2", "reference"))
+        assert explanation.times == "table 0"
+        assert str(explanation).splitlines()[-1] == "  expected times: table 0"
+
+    def test_backend_of_a_file_that_is_not_there_is_left_out(self, of_tables, not_verified):
+        of_tables({("16-bit", "forward", "full"): {64: {"gone": (1.0,) * 5, "torch_flash": (2.0,) * 5}}})
+        assert fastest_first(SPEC, SIZE)[0] == "torch_flash"
+        assert set(explain_spec(SPEC, SIZE).expected_us) == {"torch_flash"}
 
 
 class TestOnACPU:
     @pytest.fixture(autouse=True)
     def _nothing_is_read(self, monkeypatch):
-        def refused():
+        def refused(device):
             raise AssertionError("read what was measured on a GPU")
 
-        monkeypatch.setattr(cost_model, "costs", refused)
+        monkeypatch.setattr(measurements, "tables", refused)
+        cost_model._find.cache_clear()
 
     def test_order_on_a_cpu_is_fixed(self):
         assert fastest_first(call(device=torch.device("cpu"), dtype=torch.float32), SIZE) == ("cpu", "reference")
@@ -176,40 +281,23 @@ class TestOnACPU:
 
 
 class TestMeasurements:
-    FILE = Path(cost_model.__file__).parent / "measured" / "sm90.json"
-
-    def test_measurements_are_read_as_written(self, tmp_path, monkeypatch):
-        (tmp_path / "measured").mkdir()
-        written = {
-            "16-bit": {"both": {"full": {"64": {"token_tiled": [1009, 2, 3, 4]}, "128": {}}}},
-            "float32": {"forward": {"causal": {}}},
-        }
-        (tmp_path / "measured" / "sm90.json").write_text(json.dumps({"gpu": "…", "costs": written}))
-        monkeypatch.setattr(cost_model.resources, "files", lambda _: tmp_path)
-        cost_model.costs.cache_clear()
-        try:
-            assert cost_model.costs() == {
-                ("16-bit", "both", "full"): {64: {"token_tiled": (1009, 2, 3, 4)}, 128: {}},
-                ("float32", "forward", "causal"): {},
-            }
-            assert expected_us(call(needs_grad=True), CallSize(0, 0, 0)) == {"token_tiled": 1009}
-            assert expected_us(call(dtype=torch.float32, is_causal=True), CallSize(0, 0, 0)) == {}
-        finally:
-            cost_model.costs.cache_clear()
-
-    def test_measurements_are_valid(self):
-        """The file may be empty while a measurement is running."""
-        assert json.loads(self.FILE.read_text())["costs"].keys() <= {"16-bit", "float32"}
-        for (dtype, direction, mask), by_head_dim in cost_model.costs().items():
+    @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+    def test_measurements_are_valid(self, file):
+        """A file may have no numbers while a measurement is running."""
+        content = json.loads(file.read_text())
+        assert file.stem == measurements.slug(content["gpu"])
+        assert measurements.Card(**content["card"]).speeds > (0, 0, 0)
+        assert content["costs"].keys() <= {"16-bit", "float32"}
+        for (dtype, direction, kind), by_head_dim in measurements.read_costs(content["costs"]).items():
             assert direction in ("forward", "both")
-            assert mask in ("full", "causal", "window", "window behind")
-            assert by_head_dim, (dtype, direction, mask)
+            assert kind in KINDS
+            assert by_head_dim, (dtype, direction, kind)
             for head_dim, rows in by_head_dim.items():
-                at = (dtype, direction, mask, head_dim)
-                assert 0 < head_dim <= 512, at
+                at = (dtype, direction, kind, head_dim)
+                assert 0 < head_dim <= 576, at
                 assert rows.keys() <= set(BACKENDS) - {"cpu", "reference"}, at
                 for name, row in rows.items():
-                    assert len(row) == 4, (*at, name)
+                    assert len(row) == 5, (*at, name)
                     assert all(isinstance(x, (int, float)) and 0 <= x < math.inf for x in row), (*at, name)
                     assert any(row), (*at, name)
                     measured = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -228,17 +316,33 @@ class TestMeasurements:
 
 def test_split_kv_is_the_first_for_few_queries(measured, monkeypatch):
     few, more = CallSize(3, 500.0, 1000, 4), CallSize(3, 500.0, 1000, 5)
-    four_heads = {"num_heads": 8, "num_kv_heads": 2}
+    four_heads = {"num_heads": 8, "num_kv_heads": 2, "equal_lengths": False}
     assert select.fastest_first(call(**four_heads), few)[0] == "split_kv"
     assert select.fastest_first(call(**four_heads), more)[0] != "split_kv"
     assert select.fastest_first(call(needs_grad=True, **four_heads), few)[0] != "split_kv"
     for size in (few, more):
         order = select.fastest_first(call(**four_heads), size)
         assert sorted(order) == sorted({*order})
+    one = CallSize(3, 500.0, 1000, 1)  # decoding in multi-head latent attention
+    latent = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512, "equal_lengths": False}
+    assert select.fastest_first(call(**latent), one)[0] == "split_kv"
+    assert select.fastest_first(call(), few)[0] != "split_kv"  # short sequences that see their own tokens only
     monkeypatch.setattr(select, "_can_run", lambda *_: True)
     fast = dataclasses.replace(reference.BACKEND, name="mine", is_reference=False, expected_us=lambda spec, size: 0.1)
     with nta.register_backend(fast):
         assert select.fastest_first(call(**four_heads), few)[:2] == ("mine", "split_kv")
+
+
+def test_times_of_few_queries_decide_if_they_were_measured(of_tables):
+    rows = {"split_kv": (2000.0, 0, 0, 0), "flash_attn_4": (1000.0, 0, 0, 0), "token_tiled": (3000.0, 0, 0, 0)}
+    of_tables({("16-bit", "forward", "few queries"): {64: rows}, ("16-bit", "forward", "full"): {64: rows}})
+    few = CallSize(3, 500.0, 1000, 1)
+    spec = call(equal_lengths=False)
+    assert fastest_first(spec, few)[:3] == ("flash_attn_4", "split_kv", "token_tiled")
+    assert fastest_first(dataclasses.replace(spec, paged=True), few)[0] == "split_kv"  # others copy the keys
+    del rows["split_kv"]
+    of_tables({("16-bit", "forward", "few queries"): {64: rows}})
+    assert fastest_first(spec, few)[:2] == ("split_kv", "flash_attn_4")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ SPEC = AttentionSpec(CUDA, torch.bfloat16, 4, 4, 64, 64, 0.125)
 
 CROSS = {"equal_lengths": False, "keyless": False}
 
-BOTH = dict.fromkeys(FEATURES, "both")
+BOTH = dict.fromkeys(set(FEATURES) - support.BY_HEAD_DIMS, "both")
 
 STATES = ("both", "forward", "no")
 
@@ -47,12 +47,17 @@ TABLE = VerifiedSupport(
         },
         "token_tiled": {
             "bfloat16": {
-                "head dims": {"16": "both", "64": "both", "128": "both", "256": "forward"},
+                "head dims": {
+                    **{"16": "both", "64": "both", "128": "both", "256": "forward"},
+                    **{"64/128": "both", "128/32": "both"},
+                },
                 "features": {**BOTH, "alibi": "no", "dropout": "forward"},
             },
             "float32": {"head dims": {"64": "both"}, "features": {"causal": "both"}},
         },
-        "torch_efficient": {"float32": {"head dims": {"64": "both", "192/128": "no"}, "features": BOTH}},
+        "torch_efficient": {
+            "float32": {"head dims": {"64": "both", "64/32": "both", "192/128": "no"}, "features": BOTH}
+        },
     },
 )
 
@@ -184,6 +189,23 @@ class TestHeadDims:
     def test_head_dims_up_to_the_largest_verified(self, backend, asked, given):
         dtype = torch.float32 if backend is torch_efficient else torch.bfloat16
         assert support.head_dims(backend.BACKEND, call(*asked, needs_grad=True, dtype=dtype)) == given
+
+    def test_pairs_of_head_dims_decide_alone_and_with_gradients_apart(self):
+        """No feature "value dim" is verified: FlashAttention-4 runs (192, 128), and not (64, 128)."""
+        spec = call(192, 128, needs_grad=True)
+        assert choose(spec, SIZE, "flash_attn_4").name == "flash_attn_4"
+        assert support.head_dims(flash_attn_4.BACKEND, spec) == (192, 128)
+        assert support.head_dims(flash_attn_4.BACKEND, call(64, 128, needs_grad=True)) == (128, 128)
+        pairs = {"64": "both", "64/32": "forward", "32/64": "no"}
+        table = VerifiedSupport("a GPU", {}, {"token_tiled": {"bfloat16": {"head dims": pairs, "features": BOTH}}})
+
+        def dims(*asked, needs_grad):
+            return table.head_dims(token_tiled.BACKEND, call(*asked, needs_grad=needs_grad))
+
+        assert dims(64, 32, needs_grad=False) == (64, 32)
+        assert dims(50, 30, needs_grad=False) == (50, 30)  # run in the kernel of 64, with narrower values
+        assert dims(64, 32, needs_grad=True) == dims(50, 30, needs_grad=True) == (64, 64)
+        assert dims(30, 50, needs_grad=False) == (64, 64)  # no pair with wider values is right
 
     @pytest.mark.parametrize(
         ("backend", "spec", "widest_forward"),

@@ -30,6 +30,15 @@ def test_one_long_sequence_is_split_until_all_multiprocessors_have_work():
     assert (1 << tile.chunk_bits, tile.splits, tile.doublings) == (64, 8, 0)
 
 
+@pytest.mark.parametrize(("batch", "keys", "splits"), [(1, 65536, 128), (8, 8192, 32), (256, 512, 2)])
+def test_decoding_in_multi_head_latent_attention_loops_over_small_tiles(batch, keys, splits):
+    """A key head has 128 rows. Tiles of more than 16 rows of 576 columns do not fit in the memory of small GPUs."""
+    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, 128, 1, 576, 512, 0.1)
+    where = launches.Keys.packed(SequenceLayout.from_lengths([keys] * batch), None)
+    (tile,) = launches._tiles(SequenceLayout.from_lengths([1] * batch), where, spec)
+    assert (tile.block_m, tile.split_rows, tile.splits) == (16, 128, splits)
+
+
 def test_parts_of_large_tiles_are_worth_their_time():
     """They have 2,048 keys, and there are no more than the multiprocessors need."""
     (tile,) = tiles([64] * 32, [512] * 32)

@@ -24,6 +24,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
+from ...kernels import measurements
 from .. import families
 from ..families import class_of
 from ..proof import Proof
@@ -145,10 +146,7 @@ def read_entries(file: Path) -> list[dict[str, Any]]:
 
 def cache_directory() -> Path:
     """The directory of the user's proofs, in `$NT_ATTENTION_CACHE`, by default `~/.cache/nt_attention`."""
-    given = os.environ.get("NT_ATTENTION_CACHE")
-    if not given:
-        given = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nt_attention")
-    return Path(given) / "proofs" / digest_of_code()
+    return measurements.cache_directory() / "proofs" / digest_of_code()
 
 
 def _read(file: Path) -> Proof | None:

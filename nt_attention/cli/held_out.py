@@ -1,0 +1,173 @@
+"""``python -m nt_attention tune --held-out N``: how much slower ``"auto"`` is than the fastest backend.
+
+The batches are drawn: lengths, heads, head dims and masks. Expected times are fitted to others (``tune.py``). Every
+backend that can run a batch takes part but ``flex``, which compiles for each, and the reference. Bursts take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..functional import explain
+from ..kernels.cost_model import FEW_ROWS
+from . import timing
+from .implementations import CaseInputs, attention
+from .workloads import CAUSAL, Workload, draw_lengths
+
+HEAD_DIMS = (64, 64, 64, 128, 128, 128, 256, 96, 32, (192, 128), 80, 192)
+MASKS: tuple[dict[str, Any], ...] = (
+    CAUSAL,
+    CAUSAL,
+    CAUSAL,
+    {},
+    {},
+    {"windows": (63, 4096)},
+    {"windows": (63, 1024), "sided": 2},
+    CAUSAL | {"softcap": 30.0},
+)
+LENGTHS = ("lognormal", "lognormal", "uniform", "equal", "one long")
+MOST_PRODUCTS = 2e11  # head dim × visible pairs of all heads, about 1 ms on an H100
+ROUNDS, BURST = 7, 0.003  # seconds
+LEFT_OUT = ("flex", "reference")
+Times = dict[str, float]
+
+
+@dataclass
+class Result:
+    """The times of the backends on a batch, in ms, and the expected ones, in µs."""
+
+    about: str
+    direction: str
+    auto: str
+    times: Times
+    expected: Times
+    counts: tuple[float, ...] = field(repr=False)
+
+    @property
+    def ratio(self) -> float:
+        return self.times[self.auto] / min(self.times.values())
+
+    def __str__(self) -> str:
+        times = ", ".join(
+            f"{name} {ms:.3f}" + (f" (expected {self.expected[name] / 1000:.3f})" if name in self.expected else "")
+            for name, ms in sorted(self.times.items(), key=lambda item: item[1])
+        )
+        return f"{self.ratio:.2f}  {self.direction:<7}  {self.about}; auto is {self.auto}; ms: {times}"
+
+
+def main(options: argparse.Namespace, device: torch.device) -> int:
+    source, began, results = random.Random(options.seed), time.perf_counter(), []
+    for i in range(options.held_out):
+        if options.minutes and time.perf_counter() - began > 60 * options.minutes:
+            print(f"the time is over after {i} of {options.held_out} batches")
+            break
+        for result in compare(draw(source), device):
+            results.append(result)
+            print(result, flush=True)
+        if options.rows:
+            options.rows.write_text(
+                json.dumps([dataclasses.asdict(each) for each in results], indent=1) + "\n", "utf-8"
+            )
+    print(summary(results, options.seed))
+    return 0
+
+
+def summary(results: list[Result], seed: int) -> str:
+    """The ratios of each direction, and the worst five results."""
+    lines = [f"\nseed {seed}; the time of auto over that of the fastest backend:"]
+    for direction in ("forward", "both"):
+        ratios = sorted(each.ratio for each in results if each.direction == direction)
+        if ratios:
+            most = ratios[math.ceil(0.9 * len(ratios)) - 1]
+            numbers = f"median {statistics.median(ratios):.3f}, 90 % at most {most:.3f}, largest {ratios[-1]:.3f}"
+            lines.append(f"{direction:<7}  {len(ratios):>3} batches: {numbers}")
+    worst = sorted(results, key=lambda each: -each.ratio)[:5]
+    return "\n".join([*lines, "the worst:", *map(str, worst)])
+
+
+def draw(source: random.Random) -> Workload:
+    """A random batch, of few queries in one of eight."""
+    dims = source.choice(HEAD_DIMS)
+    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
+    heads = max(2, source.choice((512, 1024, 2048)) // head_dim)
+    group = source.choice([n for n in (1, 1, 4) if heads % n == 0])  # kernels are compiled for each
+    if source.random() < 1 / 8:
+        return _of_few_queries(source, head_dim, value_dim)
+    options = dict(source.choice(MASKS))
+    if "windows" in options:
+        size, sided = round(_between(source, *options.pop("windows"))), options.pop("sided", 1)
+        options |= {"window_size": (size, size)} if sided == 2 else CAUSAL | {"window_size": (size, 0)}
+    kind, most, tokens = source.choice(LENGTHS), _between(source, 16, 32768), round(_between(source, 2048, 262144))
+    while True:
+        longest = min(round(most), tokens)
+        lengths = _lengths(source, kind, longest, tokens)
+        pairs = sum(n * min(n, 2 * options.get("window_size", (n, n))[0]) for n in lengths)
+        if pairs * heads * head_dim <= MOST_PRODUCTS * (2 if options.get("is_causal") else 1):
+            break
+        tokens //= 2
+    about = f"{kind} ≤ {longest}, {tokens} tokens, {heads}/{heads // group} × {head_dim}/{value_dim}, {options}"
+    return Workload("drawn", about, lengths, heads, heads // group, head_dim, options, value_dim=value_dim)
+
+
+def _lengths(source: random.Random, kind: str, longest: int, tokens: int) -> tuple[int, ...]:
+    if kind != "one long":
+        return draw_lengths(f"{kind}:{longest}", tokens, seed=source.randrange(2**32))
+    short = draw_lengths("lognormal:256", max(1, tokens - longest), seed=source.randrange(2**32))
+    return (longest, *short)
+
+
+def _of_few_queries(source: random.Random, head_dim: int, value_dim: int) -> Workload:
+    heads, group = source.choice(((32, 4), (64, 4), (16, 1), (32, 32)))
+    queries = source.choice((1, 1, 1, max(1, FEW_ROWS // group)))
+    most = round(_between(source, 128, 32768))
+    sequences = max(1, round(_between(source, 1, min(512, 2**20 / most))))
+    keys = draw_lengths(f"{source.choice(LENGTHS[:4])}:{most}", sequences * most, seed=source.randrange(2**32))[
+        :sequences
+    ]
+    about = f"{sequences} × {queries} queries of ≤ {most} keys, {heads}/{heads // group} × {head_dim}/{value_dim}"
+    more: dict[str, Any] = {"key_lengths": tuple(max(n, queries) for n in keys), "value_dim": value_dim}
+    return Workload("drawn", about, (queries,) * len(keys), heads, heads // group, head_dim, CAUSAL, **more)
+
+
+def _between(source: random.Random, least: float, most: float) -> float:
+    """A random number whose logarithm is uniform."""
+    return math.exp(source.uniform(math.log(least), math.log(most)))
+
+
+def compare(workload: Workload, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Result]:
+    """The forward, and the forward + backward if there are not few queries."""
+    inputs, results = CaseInputs.random(workload, device, dtype), []
+    for direction in ("forward", "both") if workload.key_lengths is None else ("forward",):
+        q, k, v = (x.detach().requires_grad_(direction == "both") for x in inputs.qkv)
+        explanation = explain(q, k, v, inputs.layout, inputs.key_layout, **inputs.options)
+        able = [name for name, reasons in explanation.reasons.items() if not reasons and name not in LEFT_OUT]
+        if explanation.chosen not in able:
+            print(f"auto is {explanation.chosen}, which is not compared; {workload.about}")
+            continue
+        functions = {}
+        for name in able:
+            call = attention(name, inputs)
+            function = call.both if direction == "both" else call.forward
+            try:
+                function()
+                functions[name] = function
+            except RuntimeError as error:  # of other libraries' kernels, or no memory is left
+                print(f"{name} failed: {(str(error).splitlines() or [''])[0]}; {workload.about}")
+        if explanation.chosen not in functions:
+            continue
+        times = timing.device_ms_by_turns(functions, ROUNDS, BURST)
+        counts = inputs.counts(direction == "both")
+        results.append(
+            Result(workload.about, direction, explanation.chosen, times, explanation.expected_us or {}, counts)
+        )
+    return results

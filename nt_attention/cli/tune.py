@@ -1,0 +1,224 @@
+"""``python -m nt_attention tune``: measure the backends on this GPU, and fit the expected times of the cost model.
+
+The calls that decide most come first: head dims 64 and 128 in 16 bits. After each kind of calls the file is written, so
+a run can end at any time. ``kernels/cost_model.py`` has the model, ``kernels/measurements.py`` who reads the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels import cost_model, measurements
+from ..kernels.measurements import Card
+from . import held_out, timing
+from .environment import device_name, devices, minutes, output_file, positive
+from .implementations import CaseInputs, NotSupportedError, backend
+from .workloads import CAUSAL, SHORT, Workload, draw_lengths
+
+# (lengths, tokens, share of the heads, query heads of a key head)
+GRID = (
+    *(("uniform:16", 32768, 1.0, 1), ("equal:64", 16384, 1.0, 1), ("lognormal:256", 2048, 1.0, 1)),
+    *(("lognormal:512", 65536, 1.0, 4), ("lognormal:2048", 32768, 1.0, 1), ("equal:1024", 16384, 1.0, 4)),
+    *(("lognormal:8192", 65536, 1.0, 4), ("one long", 32768, 1.0, 1), ("equal:32768", 32768, 0.25, 1)),
+    ("lognormal:1024", 262144, 0.25, 1),
+)
+# (sequences, queries of each, keys, query heads of a key head); the heads are HEADS_OF_FEW, and some fewer
+FEW_QUERIES = (
+    *((64, 1, "lognormal:8192", 4), (8, 1, "lognormal:8192", 4), (1, 1, "equal:65536", 4), (256, 1, "equal:512", 4)),
+    *(
+        (16, 4, "lognormal:4096", 4),
+        (64, 1, "lognormal:2048", 1),
+        (32, 1, "lognormal:8192", 32),
+        (512, 1, "uniform:256", 1),
+    ),
+    *((1, 64, "equal:32768", 4), (1, 128, "equal:16384", 4)),
+)
+HEADS_OF_FEW = 32
+# kind of call → options
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": CAUSAL,
+    "full": {},
+    cost_model.FEW_QUERIES: CAUSAL,
+    "narrow window behind": CAUSAL | {"window_size": (127, 0)},
+    "window behind": CAUSAL | {"window_size": (1023, 0)},
+    "narrow window": {"window_size": (64, 64)},
+    "nonlinear": CAUSAL | {"softcap": 30.0},
+    "window": {"window_size": (256, 256)},
+}
+HEAD_DIMS = (64, 128, 256, 96, 32, 192, 512, 384)
+WIDTH = 1024  # of all heads
+BACKENDS = {
+    torch.bfloat16: ("token_tiled", "flash_attn_4", "torch_flash", "flash_attn_2"),
+    torch.float32: ("token_tiled", "torch_efficient"),
+}
+ABOVE_256 = ("token_tiled", "torch_efficient")  # head dims
+SHARE_OF_FLOAT32 = 4  # a fourth of the tokens: its kernels take many times as long
+BURST, REPEATS = 0.002, 3  # seconds
+Unit = tuple[torch.dtype, int, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", choices=devices(), default=devices()[0])
+    add("--minutes", type=minutes, help="the time after which no further kind of calls is measured; default: 2")
+    add("--head-dims", type=positive, nargs="+", choices=HEAD_DIMS, help="default: all; the others in FILE are kept")
+    add(
+        "--save", type=output_file, metavar="FILE", help="the file to write; default: the one of this GPU in your cache"
+    )
+    add("--rows", type=output_file, metavar="FILE", help="also write the measured times to this file")
+    add("--held-out", type=positive, metavar="N", help="compare auto with the fastest backend on N random batches")
+    add("--seed", type=int, default=0, help="the seed of these batches; default: 0")
+
+
+def main(options: argparse.Namespace) -> int:
+    device = torch.device(options.device)
+    if device.type != "cuda":
+        options.error("tune is for a GPU: on a CPU there are no expected times.")
+    if options.held_out and (options.save or options.head_dims):
+        options.error("--held-out only compares: leave out --save and --head-dims.")
+    torch.cuda.set_device(device)
+    print(
+        f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in measurements.versions().items())}"
+    )
+    if options.held_out:
+        return held_out.main(options, device)
+    file = options.save or measurements.user_file(device_name(device))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    header = {
+        "command": options.command_line,
+        "date": str(date.today()),
+        "gpu": device_name(device),
+        "card": Card.of(device)._asdict(),
+        "versions": measurements.versions(),
+    }
+    tune(header, file, list(units(options.head_dims)), 60 * (options.minutes or 2.0), device, options.rows)
+    return 0
+
+
+def units(head_dims: list[int] | None = None) -> Iterator[Unit]:
+    """What is measured at once: (dtype, head dim, kind of call), in the order of importance."""
+    dims = [dim for dim in HEAD_DIMS if dim in (head_dims or HEAD_DIMS)]
+    first = [dim for dim in dims if dim in (64, 128)]
+    yield from ((torch.bfloat16, dim, kind) for kind in KINDS for dim in first)
+    yield from ((torch.bfloat16, dim, kind) for dim in dims if dim not in first for kind in KINDS)
+    kinds = [kind for kind in KINDS if kind != "nonlinear"]  # only `token_tiled` can run these
+    yield from ((torch.float32, dim, kind) for dim in dims if dim <= 256 for kind in kinds)
+
+
+def tune(
+    header: dict[str, Any], file: Path, todo: list[Unit], seconds: float, device: torch.device, rows_file: Path | None
+) -> None:
+    """Measure and fit unit by unit, and write the file after each. What it has of other units is kept."""
+    before = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    costs, errors = before.get("costs", {}), before.get("error of the fit (median, largest)", {})
+    began, kept = time.perf_counter(), {}
+    for i, unit in enumerate(todo):
+        if i and time.perf_counter() - began > seconds:
+            left = ", ".join(dict.fromkeys(f"{name_of(dtype)} {dim}" for dtype, dim, _ in todo[i:]))
+            print(f"the time is over; not measured, or not every kind: head dims {left}")
+            break
+        measured = measure(*unit, device)
+        dtype, head_dim, kind = name_of(unit[0]), str(unit[1]), unit[2]
+        for direction in {direction for direction, _ in measured}:
+            costs.setdefault(dtype, {}).setdefault(direction, {}).setdefault(kind, {}).pop(head_dim, None)
+        for (direction, name), rows in measured.items():
+            numbers, median, largest = fit(rows)
+            where = f"{dtype} {direction} {kind} {head_dim} {name}"
+            kept[where], errors[where] = rows, (round(median, 3), round(largest, 3))
+            costs[dtype][direction][kind].setdefault(head_dim, {})[name] = numbers
+            print(f"{where:<52} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
+        content = header | {"error of the fit (median, largest)": errors, "costs": costs}
+        file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        if rows_file:
+            rows_file.write_text(json.dumps(kept) + "\n", "utf-8")
+    print(f"saved in {file}")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return "float32" if dtype == torch.float32 else "16-bit"
+
+
+def workloads(dtype: torch.dtype, head_dim: int, kind: str) -> list[Workload]:
+    """The batches on which a kind of calls is measured."""
+    share = SHARE_OF_FLOAT32 if dtype == torch.float32 else 1
+    if kind == cost_model.FEW_QUERIES:
+        return [of_few_queries(*each, head_dim, share) for each in FEW_QUERIES]
+    found = []
+    for text, tokens, of_heads, group in GRID:
+        if text == "one long":
+            lengths: tuple[int, ...] = (tokens // 4 // share, *SHORT[: 800 // share])
+        else:
+            distribution, _, most = text.partition(":")
+            lengths = draw_lengths(f"{distribution}:{min(int(most), tokens // share)}", tokens // share, seed=9)
+        kv_heads = max(1, int(of_heads * WIDTH / head_dim) // group)
+        found.append(Workload(text, text, lengths, kv_heads * group, kv_heads, head_dim, KINDS[kind]))
+    return found
+
+
+def of_few_queries(sequences: int, queries: int, keys: str, group: int, head_dim: int, share: int) -> Workload:
+    distribution, _, most = keys.partition(":")
+    longest = int(most) // share
+    lengths = draw_lengths(f"{distribution}:{longest}", sequences * longest, seed=9)[:sequences]
+    key_lengths = tuple(max(queries, n) for n in lengths)
+    heads, options = (HEADS_OF_FEW, HEADS_OF_FEW // group), KINDS[cost_model.FEW_QUERIES]
+    return Workload(keys, keys, (queries,) * sequences, *heads, head_dim, options, key_lengths=key_lengths)
+
+
+def measure(
+    dtype: torch.dtype, head_dim: int, kind: str, device: torch.device
+) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """(direction, backend) → rows of µs and the numbers in which an expected time is linear."""
+    names: tuple[str, ...] = BACKENDS[dtype] if head_dim <= 256 else ABOVE_256
+    directions: tuple[str, ...] = ("forward", "both")
+    if kind == cost_model.FEW_QUERIES:
+        names, directions = (*names, "split_kv"), ("forward",)
+    rows = defaultdict(list)
+    for workload in workloads(dtype, head_dim, kind):
+        inputs = CaseInputs.random(workload, device, dtype)
+        for direction, name in itertools.product(directions, names):
+            try:
+                prepared = backend(name, inputs, direction == "both")
+                function = prepared.both if direction == "both" else prepared.forward
+                us = 1000 * timing.device_ms(function, REPEATS, BURST)
+            except NotSupportedError:
+                continue
+            except RuntimeError as error:  # of other libraries' kernels, or no memory is left
+                print(f"{name} failed on {workload.about} × {head_dim}, {kind}: {(str(error).splitlines() or [''])[0]}")
+                continue
+            rows[direction, name].append((us, *inputs.counts(direction == "both")))
+    return rows
+
+
+def fit(rows: list[tuple[float, ...]]) -> tuple[list[float], float, float]:
+    """The numbers of the cost model, and the median and the largest of the relative errors of the fit."""
+    table = np.array(rows)
+    times, counts = table[:, 0], table[:, 1:]
+    numbers = nonnegative_least_squares(counts / times[:, None], np.ones(len(times)))
+    off = np.abs(counts @ numbers / times - 1)
+    return [float(f"{x:.5g}") for x in numbers], float(np.median(off)), float(off.max())
+
+
+def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x ≥ 0 that minimizes ‖a x − b‖. It has few columns, so all sets of those with x > 0 are tried."""
+    best, least = np.zeros(a.shape[1]), float(b @ b)
+    scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
+    for size in range(1, a.shape[1] + 1):
+        for columns in itertools.combinations(range(a.shape[1]), size):
+            part = a[:, columns] / scale[list(columns)]
+            x = np.linalg.lstsq(part, b, rcond=None)[0]
+            error = float(np.square(part @ x - b).sum())
+            if (x >= 0).all() and error < least:
+                best, least = np.zeros(a.shape[1]), error
+                best[list(columns)] = x / scale[list(columns)]
+    return best
