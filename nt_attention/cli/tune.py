@@ -87,7 +87,7 @@ def main(options: argparse.Namespace) -> int:
         options.error("tune is for a GPU: on a CPU there are no expected times.")
     if options.held_out and (options.save or options.head_dims):
         options.error("--held-out only compares: leave out --save and --head-dims.")
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
     print(
         f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in measurements.versions().items())}"
     )

@@ -10,16 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_ALLOCATE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
-_ALLOCATE_ZEROS = {"aten::zeros", "aten::zeros_like", "aten::new_zeros"}
-_VIEW = {"aten::detach", "aten::view", "aten::transpose", "aten::alias"}
+from ...torch_private import TorchDispatchMode
+
+_ALLOCATE = {"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty"}
+_ALLOCATE_ZEROS = {"aten.zeros", "aten.zeros_like", "aten.new_zeros"}
+_VIEW = {"aten.detach", "aten.view", "aten.transpose", "aten.alias"}
 
 
 class LaunchAgain:
@@ -66,20 +67,18 @@ class _Slot:
     number: int
 
 
-@dataclass
 class _Recorder(TorchDispatchMode):
     """Sees the operators and the compiled functions that a call of the interface runs in this thread."""
 
-    made: list[tuple[bool, Tensor]] = field(default_factory=list)  # whether it is of zeros
-    calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = field(default_factory=list)
-    does_more: bool = False
-    thread: int = field(default_factory=threading.get_ident)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.made: list[tuple[bool, Tensor]] = []  # whether it is of zeros
+        self.calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.does_more = False
+        self.thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), func._schema.name
+        result, name = func(*args, **(kwargs or {})), str(func.overloadpacket)
         if name in _ALLOCATE or name in _ALLOCATE_ZEROS:
             self.made.append((name in _ALLOCATE_ZEROS, result))
         else:

@@ -22,6 +22,7 @@ from ..call import AttentionSpec, Call
 from ..device import no_cuda
 
 _NONE, _UPPER_LEFT, _LOWER_RIGHT = 0, 1, 2  # custom_mask_type
+_MOST_NUMBERS = 2**31  # of a tensor with all heads; with more, torch 2.11 accesses memory that is not its own
 _ROWS = 32  # the padded length of lse is a multiple of this
 
 
@@ -43,6 +44,11 @@ def _batch(x: Tensor, heads: int, groups: int) -> Tensor:
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> tuple[Tensor, ...]:
     heads, groups = spec.num_heads, spec.num_heads // spec.num_kv_heads
+    if max(len(query), len(key)) * heads * max(spec.head_dim, spec.value_dim) >= _MOST_NUMBERS:
+        raise ValueError(
+            f"torch_efficient counts numbers in 32 bits: {len(query)} queries and {len(key)} keys of {heads} heads are "
+            f"too many at head dim {max(spec.head_dim, spec.value_dim)}. Pass backend='token_tiled', or fewer tokens."
+        )
     return tuple(_batch(x, heads, groups) for x in (query, key, value))
 
 
