@@ -66,25 +66,28 @@ def costs_of(spec: AttentionSpec, size: CallSize) -> CallCosts | None:
     if spec.device.type == "cpu":
         return None
     dtype, direction = "float32" if spec.dtype == torch.float32 else "16-bit", "both" if spec.needs_grad else "forward"
-    return _find(spec.device, dtype, direction, _mask_of(spec, size), max(spec.head_dim, spec.value_dim))
+    return _find(spec.device, dtype, direction, _mask_of(spec, size), spec.head_dim, spec.value_dim)
 
 
 @functools.lru_cache(maxsize=4096)
-def _find(device: torch.device, dtype: str, direction: str, mask: _Mask, wide: int) -> CallCosts | None:
-    """The numbers of the first kind that was measured at this head dim or a larger one, else those of the largest."""
-    tables, widest = measurements.tables(device), None
+def _find(
+    device: torch.device, dtype: str, direction: str, mask: _Mask, head_dim: int, value_dim: int
+) -> CallCosts | None:
+    """The numbers of the first kind that was measured at these head dims or larger ones, else those of the largest."""
+    tables, largest = measurements.tables(device), None
     for kind in _kinds(*mask):
-        measured: dict[int, tuple[dict[str, Row], Table]] = {}
+        measured: dict[tuple[int, int], tuple[dict[str, Row], Table]] = {}
         for table in reversed(tables):  # the first one wins
-            measured |= {dim: (rows, table) for dim, rows in table.costs.get((dtype, direction, kind), {}).items()}
+            measured |= {dims: (rows, table) for dims, rows in table.costs.get((dtype, direction, kind), {}).items()}
         if not measured:
             continue
-        rows, table = measured[min((dim for dim in measured if dim >= wide), default=max(measured))]
+        enough = [(d, v) for d, v in measured if d >= head_dim and v >= value_dim]
+        rows, table = measured[min(enough, key=sum) if enough else max(measured, key=sum)]
         costs = CallCosts(tuple(rows.items()), kind == FEW_QUERIES, table.about)
-        if max(measured) >= wide:
+        if enough:
             return costs
-        widest = widest or costs
-    return widest
+        largest = largest or costs
+    return largest
 
 
 def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:

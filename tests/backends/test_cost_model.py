@@ -69,9 +69,12 @@ def of_tables(monkeypatch):
 
 
 def read(table):
-    """Rows of four numbers get a fifth."""
+    """Rows of four numbers get a fifth. A head dim is that of values too."""
     return {
-        key: {dim: {name: (*row, 0.0)[:5] for name, row in rows.items()} for dim, rows in by_dim.items()}
+        key: {
+            dim if isinstance(dim, tuple) else (dim, dim): {name: (*row, 0.0)[:5] for name, row in rows.items()}
+            for dim, rows in by_dim.items()
+        }
         for key, by_dim in table.items()
     }
 
@@ -183,6 +186,21 @@ class TestExpectedTime:
             of_tables(table)
             assert expected_us(spec, size) == {"torch_flash": number}, kind
 
+    def test_pairs_of_head_dims(self, of_tables):
+        dims = (64, (192, 128), 192, 256)
+        rows = {dim: {"torch_flash": (1000.0 + i, 0.0, 0.0, 0.0)} for i, dim in enumerate(dims)}
+        of_tables({("16-bit", "forward", "full"): rows})
+        for asked, i in (
+            ((192, 128), 1),
+            ((65, 64), 1),
+            ((64, 65), 1),
+            ((128, 192), 2),
+            ((192, 129), 2),
+            ((576, 512), 3),
+        ):
+            spec = call(head_dim=asked[0], value_dim=asked[1])
+            assert expected_us(spec, SIZE) == {"torch_flash": 1000 + i}, asked
+
     def test_kind_that_was_measured_at_smaller_head_dims_only(self, of_tables):
         row = {"torch_flash": (1000.0, 0.0, 0.0, 0.0)}
         of_tables(
@@ -292,9 +310,9 @@ class TestMeasurements:
             assert direction in ("forward", "both")
             assert kind in KINDS
             assert by_head_dim, (dtype, direction, kind)
-            for head_dim, rows in by_head_dim.items():
-                at = (dtype, direction, kind, head_dim)
-                assert 0 < head_dim <= 576, at
+            for dims, rows in by_head_dim.items():
+                at = (dtype, direction, kind, dims)
+                assert 0 < min(dims) <= max(dims) <= 576, at
                 assert rows.keys() <= set(BACKENDS) - {"cpu", "reference"}, at
                 for name, row in rows.items():
                     assert len(row) == 5, (*at, name)
@@ -302,7 +320,7 @@ class TestMeasurements:
                     assert any(row), (*at, name)
                     measured = torch.float32 if dtype == "float32" else torch.bfloat16
                     assert measured in BACKENDS[name].dtypes, (*at, name)
-                    assert head_dim <= BACKENDS[name].head_dims.most, (*at, name)
+                    assert max(dims) <= BACKENDS[name].head_dims.most, (*at, name)
 
     @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
