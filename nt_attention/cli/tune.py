@@ -33,16 +33,11 @@ GRID = (
     *(("lognormal:8192", 65536, 1.0, 4), ("one long", 32768, 1.0, 1), ("equal:32768", 32768, 0.25, 1)),
     ("lognormal:1024", 262144, 0.25, 1),
 )
-# (sequences, queries of each, keys, query heads of a key head); the heads are HEADS_OF_FEW, and some fewer
+# (sequences, queries of each, keys, query heads of a key head)
 FEW_QUERIES = (
     *((64, 1, "lognormal:8192", 4), (8, 1, "lognormal:8192", 4), (1, 1, "equal:65536", 4), (256, 1, "equal:512", 4)),
-    *(
-        (16, 4, "lognormal:4096", 4),
-        (64, 1, "lognormal:2048", 1),
-        (32, 1, "lognormal:8192", 32),
-        (512, 1, "uniform:256", 1),
-    ),
-    *((1, 64, "equal:32768", 4), (1, 128, "equal:16384", 4)),
+    *((16, 4, "lognormal:4096", 4), (64, 1, "lognormal:2048", 1), (32, 1, "lognormal:8192", 32)),
+    *((512, 1, "uniform:256", 1), (1, 64, "equal:32768", 4), (1, 128, "equal:16384", 4)),
 )
 HEADS_OF_FEW = 32
 # kind of call → options
@@ -73,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=devices(), default=devices()[0])
     add("--minutes", type=minutes, help="the time after which no further kind of calls is measured; default: 2")
     add("--head-dims", nargs="+", choices=HEAD_DIMS, help="default: all; the others in FILE are kept")
-    add(
-        "--save", type=output_file, metavar="FILE", help="the file to write; default: the one of this GPU in your cache"
-    )
+    add("--save", type=output_file, metavar="FILE", help="default: the file of this GPU in your cache")
     add("--rows", type=output_file, metavar="FILE", help="also write the measured times to this file")
     add("--held-out", type=positive, metavar="N", help="compare auto with the fastest backend on N random batches")
     add("--seed", type=int, default=0, help="the seed of these batches; default: 0")
@@ -88,13 +81,15 @@ def main(options: argparse.Namespace) -> int:
     if options.held_out and (options.save or options.head_dims):
         options.error("--held-out only compares: leave out --save and --head-dims.")
     torch.cuda.set_device(device)
-    print(
-        f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in measurements.versions().items())}"
-    )
+    packages = ", ".join(f"{name} {version}" for name, version in measurements.versions().items())
+    print(f"{device_name(device)}; {packages}")
     if options.held_out:
         return held_out.main(options, device)
-    file = options.save or measurements.user_file(device_name(device))
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = options.save or output_file(str(measurements.user_file(device_name(device))))
+        check_file(file, device_name(device))
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        options.error(str(error))
     header = {
         "command": options.command_line,
         "date": str(date.today()),
@@ -104,6 +99,22 @@ def main(options: argparse.Namespace) -> int:
     }
     tune(header, file, list(units(options.head_dims)), 60 * (options.minutes or 2.0), device, options.rows)
     return 0
+
+
+def check_file(file: Path, gpu: str) -> None:
+    """Check that what a file has can be kept.
+
+    Raises:
+        ValueError: it has numbers of another GPU, or can't be read.
+    """
+    if not file.is_file():
+        return
+    try:
+        of = json.loads(file.read_text("utf-8"))["gpu"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} can't be read: delete it, or pass another file to --save.") from error
+    if of != gpu:
+        raise ValueError(f"{file} has times of {of}, and this GPU is {gpu}: pass another file to --save.")
 
 
 def units(head_dims: list[str] | None = None) -> Iterator[Unit]:
@@ -139,7 +150,9 @@ def tune(
             costs[dtype][direction][kind].setdefault(dims, {})[name] = numbers
             print(f"{where:<52} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
         content = header | {"error of the fit (median, largest)": errors, "costs": costs}
-        file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        unfinished.replace(file)  # other programs may read the file at any time
         if rows_file:
             rows_file.write_text(json.dumps(kept) + "\n", "utf-8")
     print(f"saved in {file}")

@@ -216,6 +216,19 @@ def test_kernel_that_fails_is_left_out(stubbed, gpu, tmp_path, monkeypatch, caps
     assert costs["16-bit"]["forward"]["causal"]["64"].keys() == {"token_tiled", "torch_flash"}
 
 
+def test_file_of_another_gpu_is_not_changed(tmp_path):
+    file = tmp_path / "nvidia_h200.json"
+    tune.check_file(file, "NVIDIA H200")
+    file.write_text(json.dumps({"gpu": "NVIDIA H200"}))
+    tune.check_file(file, "NVIDIA H200")
+    with pytest.raises(ValueError, match="has times of NVIDIA H200, and this GPU is NVIDIA H199: pass another file"):
+        tune.check_file(file, "NVIDIA H199")
+    for text in ("{", "[]", "{}"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="can't be read: delete it"):
+            tune.check_file(file, "NVIDIA H200")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
