@@ -7,6 +7,7 @@ a run can end at any time. ``kernels/cost_model.py`` has the model, ``kernels/me
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import time
@@ -49,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window behind": CAUSAL | {"window_size": (1023, 0)},
     "narrow window": {"window_size": (64, 64)},
     "nonlinear": CAUSAL | {"softcap": 30.0},
+    "sinks": CAUSAL | {"sinks": True},
     "window": {"window_size": (256, 256)},
 }
 HEAD_DIMS = ("64", "128", "256", "96", "32", "192/128", "192", "512", "384")
@@ -123,7 +125,7 @@ def units(head_dims: list[str] | None = None) -> Iterator[Unit]:
     first = [dim for dim in dims if dim in ("64", "128")]
     yield from ((torch.bfloat16, dim, kind) for kind in KINDS for dim in first)
     yield from ((torch.bfloat16, dim, kind) for dim in dims if dim not in first for kind in KINDS)
-    kinds = [kind for kind in KINDS if kind != "nonlinear"]  # only `token_tiled` can run these
+    kinds = [kind for kind in KINDS if kind not in ("nonlinear", "sinks")]
     yield from ((torch.float32, dim, kind) for dim in dims if max(dims_of(dim)) <= 256 for kind in kinds)
 
 
@@ -197,9 +199,14 @@ def measure(
     directions: tuple[str, ...] = ("forward", "both")
     if kind == cost_model.FEW_QUERIES:
         names, directions = (*names, "split_kv"), ("forward",)
+    elif kind == "sinks":  # in the forward, they take each backend the same time
+        directions = ("both",)
     rows = defaultdict(list)
     for workload in workloads(dtype, dims, kind):
         inputs = CaseInputs.random(workload, device, dtype)
+        if kind == "sinks":
+            sinks = torch.zeros(workload.heads, device=device)
+            inputs = dataclasses.replace(inputs, options=inputs.options | {"sinks": sinks})
         for direction, name in itertools.product(directions, names):
             try:
                 prepared = backend(name, inputs, direction == "both")

@@ -28,7 +28,7 @@ FEW_ROWS = 16  # the rows of the smallest tiles of `split_kv`: each query has on
 TILE_ROWS, FEW_TILES = 64, 66
 MANY_KEYS = 2048  # that a query sees, in the mean
 FEW_QUERIES = "few queries"
-_Mask = tuple[tuple[int, int], bool, bool, bool]
+_Mask = tuple[tuple[int, int], bool, bool, bool, bool]
 NARROW = 256  # keys of a window; tiles at its ends are then much of the work
 
 
@@ -115,14 +115,16 @@ def kind_of(spec: AttentionSpec, size: CallSize) -> str:
 def _mask_of(spec: AttentionSpec, size: CallSize) -> _Mask:
     """The arguments of `_kinds`. The calls of a tree are of other kinds."""
     few_queries = size.tree is None and has_few_queries(spec, size)
-    return spec.window_size, spec.is_causal, bool(spec.nonlinear), few_queries
+    return spec.window_size, spec.is_causal, bool(spec.nonlinear), spec.sinks and spec.needs_grad, few_queries
 
 
-def _kinds(window_size: tuple[int, int], is_causal: bool, nonlinear: bool, few_queries: bool) -> list[str]:
+def _kinds(window_size: tuple[int, int], is_causal: bool, nonlinear: bool, sinks: bool, few_queries: bool) -> list[str]:
     """The kind of a call, and then the kinds whose times are used if it was not measured."""
     window, kinds = Window.of(window_size, is_causal), [FEW_QUERIES] if few_queries else []
     if nonlinear:
         kinds.append("nonlinear")
+    if sinks and (window.is_open or window.is_causal):  # the gradient of lse takes some kernels a further column
+        kinds.append("sinks")
     if window.is_open:
         kinds.append("full")
     elif not window.is_causal:

@@ -43,6 +43,7 @@ KINDS = (
     "full",
     "causal",
     "nonlinear",
+    "sinks",
     "few queries",
     *(f"{n}window{b}" for n in ("", "narrow ") for b in ("", " behind")),
 )
@@ -170,6 +171,7 @@ class TestExpectedTime:
             ({"window_size": (127, 5), "is_causal": True}, ["narrow window behind", "window behind", "causal"]),
             ({"window_size": (4095, 0)}, ["window behind", "causal"]),
             ({"softcap": 50.0}, ["nonlinear", "full", "causal"]),
+            ({"sinks": True, "is_causal": True}, ["causal"]),  # they only matter with gradients
             ({"softcap": 50.0, "window_size": (4095, 0)}, ["nonlinear", "window behind", "causal"]),
         ],
         ids=str,
@@ -200,6 +202,22 @@ class TestExpectedTime:
         ):
             spec = call(head_dim=asked[0], value_dim=asked[1])
             assert expected_us(spec, SIZE) == {"torch_flash": 1000 + i}, asked
+
+    def test_kinds_with_sinks(self, of_tables):
+        """Kernels that don't take the gradient of lse have a further column in the backward."""
+        size, both = CallSize(7, 1009.0, 100_003, 300), {"needs_grad": True, "sinks": True}
+        assert cost_model.kind_of(call(is_causal=True, **both), size) == "sinks"
+        assert cost_model.kind_of(call(**both), size) == "sinks"
+        assert cost_model.kind_of(call(softcap=3.0, **both), size) == "nonlinear"
+        assert cost_model.kind_of(call(window_size=(127, 0), **both), size) == "narrow window behind"
+        rows = {
+            kind: {64: {"torch_flash": (us, 0.0, 0.0, 0.0)}} for kind, us in (("sinks", 1000.0), ("causal", 2000.0))
+        }
+        of_tables({("16-bit", "both", kind): row for kind, row in rows.items()})
+        assert expected_us(call(is_causal=True, **both), size) == {"torch_flash": 1000.0}
+        assert expected_us(call(is_causal=True, needs_grad=True), size) == {"torch_flash": 2000.0}
+        of_tables({("16-bit", "both", "causal"): rows["causal"]})
+        assert expected_us(call(is_causal=True, **both), size) == {"torch_flash": 2000.0}
 
     def test_kind_that_was_measured_at_smaller_head_dims_only(self, of_tables):
         row = {"torch_flash": (1000.0, 0.0, 0.0, 0.0)}

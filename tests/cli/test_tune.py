@@ -50,8 +50,14 @@ def spec_and_size(workload, dtype, backward):
     layout = SequenceLayout.from_lengths(workload.lengths)
     keys = layout if workload.key_lengths is None else SequenceLayout.from_lengths(workload.key_lengths)
     shapes = ((1, n, workload.head_dim) for n in (workload.heads, workload.kv_heads, workload.kv_heads))
-    more = {"needs_grad": backward, "equal_lengths": keys is layout, "keyless": False}
-    spec = AttentionSpec.of(CPU, dtype, tuple(shapes), {"scale": None} | workload.options, **more)
+    options = dict(workload.options)
+    more = {
+        "needs_grad": backward,
+        "equal_lengths": keys is layout,
+        "keyless": False,
+        "sinks": options.pop("sinks", False),
+    }
+    spec = AttentionSpec.of(CPU, dtype, tuple(shapes), {"scale": None} | options, **more)
     return spec, CallSize.of(Call(layout, keys, None, spec))
 
 
@@ -61,7 +67,7 @@ def spec_and_size(workload, dtype, backward):
 def test_batches_are_of_their_kind_and_have_different_sizes(kind, dims, dtype):
     rows = []
     for workload in tune.workloads(dtype, dims, kind):
-        for backward in (False,) if kind == cost_model.FEW_QUERIES else (False, True):
+        for backward in {cost_model.FEW_QUERIES: (False,), "sinks": (True,)}.get(kind, (False, True)):
             spec, size = spec_and_size(workload, dtype, backward)
             assert kind_of(spec, size) == kind, workload
         assert workload.heads % workload.kv_heads == 0
@@ -73,7 +79,7 @@ def test_batches_are_of_their_kind_and_have_different_sizes(kind, dims, dtype):
 def test_units_are_all_and_the_most_important_come_first():
     units = list(tune.units())
     assert len(set(units)) == len(units)
-    assert {dim for dtype, dim, _ in units[:16] if dtype == torch.bfloat16} == {"64", "128"}
+    assert {dim for dtype, dim, _ in units[:18] if dtype == torch.bfloat16} == {"64", "128"}
     assert [kind for _, _, kind in units[:4]] == ["causal", "causal", "full", "full"]
     assert all(dim not in ("384", "512") for dtype, dim, _ in units if dtype == torch.float32)
     assert {dim for _, dim, _ in tune.units(["96", "64"])} == {"64", "96"}
@@ -175,6 +181,13 @@ def test_auto_reads_the_file_that_was_written(stubbed, gpu, tmp_path, capsys):
     assert got == pytest.approx({n: np.dot(NUMBERS[n], counts(decoding, size)) for n in NUMBERS}, rel=1e-3)
     other = AttentionSpec(torch.device("cuda"), torch.bfloat16, 8, 2, 512, 512, 0.125, is_causal=True)
     assert cost_model.costs_of(other, size).about.startswith("estimated for this GPU from ")
+
+
+def test_sinks_are_measured_with_gradients_alone(stubbed, gpu, tmp_path):
+    run(gpu, tmp_path / "file.json", [("64", "sinks")])
+    assert {backward for _, _, backward in stubbed} == {True}
+    assert all(inputs.options["sinks"].shape == (inputs.qkv[0].shape[1],) for _, inputs, _ in stubbed)
+    assert json.loads((tmp_path / "file.json").read_text())["costs"]["16-bit"].keys() == {"both"}
 
 
 def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(stubbed, gpu, tmp_path, monkeypatch):
