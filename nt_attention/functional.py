@@ -134,9 +134,11 @@ def varlen_attention(
         raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    planned = plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
+    arguments = _read(query, key, value, layout, key_layout, relative)
     if sinks is not None:
-        check_sinks(sinks, planned.tensors.query)
+        check_sinks(sinks, arguments.tensors.query)
+        arguments = arguments._replace(sinks=True)
+    planned = plan_arguments(arguments, alibi_slopes, backend, options)
     if not isinstance(planned.backend, str) and planned.backend.is_reference:
         warn_if_slow(planned.call, backend)
     out, lse = run(planned.backend, planned.tensors, sinks, planned.call, planned.mode)
@@ -181,7 +183,7 @@ def explain(
     """
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    arguments = _read(query, key, value, layout, key_layout, relative)
+    arguments = _read(query, key, value, layout, key_layout, relative)._replace(sinks=sinks is not None)
     spec = _spec(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
     if sinks is not None:
@@ -245,6 +247,7 @@ class Arguments(NamedTuple):
     needs_grad: bool = False
     mode: str = EAGER
     rewrap: Callable[..., Tensor] | None = None
+    sinks: bool = False
 
 
 def plan(
@@ -269,7 +272,7 @@ def plan_arguments(
     arguments: Arguments, slopes: Tensor | None, backend: str, options: Mapping[str, Any]
 ) -> PlannedCall:
     """See `plan`. All layers of a model share one `_Checked`, which is cached with the layout."""
-    tensors, layout, key_layout, relative, needs_grad, mode, rewrap = arguments
+    tensors, layout, key_layout, relative, needs_grad, mode, rewrap, sinks = arguments
     query, key, value = tensors
     is_paged = isinstance(key_layout, PagedLayout)
     if isinstance(options.get("window_size"), list):  # it can't be a part of a cache key
@@ -280,7 +283,7 @@ def plan_arguments(
     else:
         cache_key = (
             *("call", query.shape[1:], key.shape[1:], value.shape[1:], query.dtype, key.dtype, value.dtype),
-            *(query.device, key.device, value.device, slopes is None, needs_grad, rewrap is None),
+            *(query.device, key.device, value.device, slopes is None, needs_grad, rewrap is None, sinks),
             (key_layout.batch_size, key_layout.max_seqlen) if is_paged else None,
             None if relative is None else (relative.terms, relative.requires_grad),
             *(*selection_key(backend), *options.items(), *map(type, options.values())),  # 1 == True, but is no bool
@@ -327,6 +330,7 @@ def _spec(arguments: Arguments, alibi: bool, options: Mapping[str, Any]) -> Atte
     relative, needs_grad = arguments.relative, arguments.needs_grad
     terms, relative_grad = ((), False) if relative is None else (relative.terms, needs_grad and relative.requires_grad)
     more: Any = {"alibi": alibi, "relative": terms, "needs_grad": needs_grad, "relative_grad": relative_grad}
+    more["sinks"] = arguments.sinks
     layouts = arguments.layout, arguments.key_layout
     return AttentionSpec.of_tensors(arguments.tensors, *layouts, all_options(options), **more)
 

@@ -407,8 +407,8 @@ ERRORS = [
     Error(
         "times of a smaller head dim",
         "kernels/cost_model.py",
-        "min((dim for dim in measured if dim >= wide), default=max(measured))",
-        "max((dim for dim in measured if dim <= wide), default=min(measured))",
+        "min(enough, key=sum) if enough",
+        "min(measured, key=sum) if enough",
         "backends/test_cost_model.py",
     ),
     Error(

@@ -7,6 +7,7 @@ a run can end at any time. ``kernels/cost_model.py`` has the model, ``kernels/me
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import time
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from ..kernels import cost_model, measurements
-from ..kernels.measurements import Card
+from ..kernels.measurements import Card, dims_of
 from . import held_out, timing
 from .environment import device_name, devices, minutes, output_file, positive
 from .implementations import CaseInputs, NotSupportedError, backend
@@ -33,16 +34,11 @@ GRID = (
     *(("lognormal:8192", 65536, 1.0, 4), ("one long", 32768, 1.0, 1), ("equal:32768", 32768, 0.25, 1)),
     ("lognormal:1024", 262144, 0.25, 1),
 )
-# (sequences, queries of each, keys, query heads of a key head); the heads are HEADS_OF_FEW, and some fewer
+# (sequences, queries of each, keys, query heads of a key head)
 FEW_QUERIES = (
     *((64, 1, "lognormal:8192", 4), (8, 1, "lognormal:8192", 4), (1, 1, "equal:65536", 4), (256, 1, "equal:512", 4)),
-    *(
-        (16, 4, "lognormal:4096", 4),
-        (64, 1, "lognormal:2048", 1),
-        (32, 1, "lognormal:8192", 32),
-        (512, 1, "uniform:256", 1),
-    ),
-    *((1, 64, "equal:32768", 4), (1, 128, "equal:16384", 4)),
+    *((16, 4, "lognormal:4096", 4), (64, 1, "lognormal:2048", 1), (32, 1, "lognormal:8192", 32)),
+    *((512, 1, "uniform:256", 1), (1, 64, "equal:32768", 4), (1, 128, "equal:16384", 4)),
 )
 HEADS_OF_FEW = 32
 # kind of call → options
@@ -54,9 +50,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "window behind": CAUSAL | {"window_size": (1023, 0)},
     "narrow window": {"window_size": (64, 64)},
     "nonlinear": CAUSAL | {"softcap": 30.0},
+    "sinks": CAUSAL | {"sinks": True},
     "window": {"window_size": (256, 256)},
 }
-HEAD_DIMS = (64, 128, 256, 96, 32, 192, 512, 384)
+HEAD_DIMS = ("64", "128", "256", "96", "32", "192/128", "192", "512", "384")
 WIDTH = 1024  # of all heads
 BACKENDS = {
     torch.bfloat16: ("token_tiled", "flash_attn_4", "torch_flash", "flash_attn_2"),
@@ -65,17 +62,15 @@ BACKENDS = {
 ABOVE_256 = ("token_tiled", "torch_efficient")  # head dims
 SHARE_OF_FLOAT32 = 4  # a fourth of the tokens: its kernels take many times as long
 BURST, REPEATS = 0.002, 3  # seconds
-Unit = tuple[torch.dtype, int, str]
+Unit = tuple[torch.dtype, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=devices(), default=devices()[0])
     add("--minutes", type=minutes, help="the time after which no further kind of calls is measured; default: 2")
-    add("--head-dims", type=positive, nargs="+", choices=HEAD_DIMS, help="default: all; the others in FILE are kept")
-    add(
-        "--save", type=output_file, metavar="FILE", help="the file to write; default: the one of this GPU in your cache"
-    )
+    add("--head-dims", nargs="+", choices=HEAD_DIMS, help="default: all; the others in FILE are kept")
+    add("--save", type=output_file, metavar="FILE", help="default: the file of this GPU in your cache")
     add("--rows", type=output_file, metavar="FILE", help="also write the measured times to this file")
     add("--held-out", type=positive, metavar="N", help="compare auto with the fastest backend on N random batches")
     add("--seed", type=int, default=0, help="the seed of these batches; default: 0")
@@ -88,13 +83,15 @@ def main(options: argparse.Namespace) -> int:
     if options.held_out and (options.save or options.head_dims):
         options.error("--held-out only compares: leave out --save and --head-dims.")
     torch.cuda.set_device(device.index or 0)
-    print(
-        f"{device_name(device)}; {', '.join(f'{name} {version}' for name, version in measurements.versions().items())}"
-    )
+    packages = ", ".join(f"{name} {version}" for name, version in measurements.versions().items())
+    print(f"{device_name(device)}; {packages}")
     if options.held_out:
         return held_out.main(options, device)
-    file = options.save or measurements.user_file(device_name(device))
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = options.save or output_file(str(measurements.user_file(device_name(device))))
+        check_file(file, device_name(device))
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        options.error(str(error))
     header = {
         "command": options.command_line,
         "date": str(date.today()),
@@ -106,14 +103,30 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def units(head_dims: list[int] | None = None) -> Iterator[Unit]:
-    """What is measured at once: (dtype, head dim, kind of call), in the order of importance."""
+def check_file(file: Path, gpu: str) -> None:
+    """Check that what a file has can be kept.
+
+    Raises:
+        ValueError: it has numbers of another GPU, or can't be read.
+    """
+    if not file.is_file():
+        return
+    try:
+        of = json.loads(file.read_text("utf-8"))["gpu"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} can't be read: delete it, or pass another file to --save.") from error
+    if of != gpu:
+        raise ValueError(f"{file} has times of {of}, and this GPU is {gpu}: pass another file to --save.")
+
+
+def units(head_dims: list[str] | None = None) -> Iterator[Unit]:
+    """What is measured at once: (dtype, head dims, kind of call), in the order of importance."""
     dims = [dim for dim in HEAD_DIMS if dim in (head_dims or HEAD_DIMS)]
-    first = [dim for dim in dims if dim in (64, 128)]
+    first = [dim for dim in dims if dim in ("64", "128")]
     yield from ((torch.bfloat16, dim, kind) for kind in KINDS for dim in first)
     yield from ((torch.bfloat16, dim, kind) for dim in dims if dim not in first for kind in KINDS)
-    kinds = [kind for kind in KINDS if kind != "nonlinear"]  # only `token_tiled` can run these
-    yield from ((torch.float32, dim, kind) for dim in dims if dim <= 256 for kind in kinds)
+    kinds = [kind for kind in KINDS if kind not in ("nonlinear", "sinks")]
+    yield from ((torch.float32, dim, kind) for dim in dims if max(dims_of(dim)) <= 256 for kind in kinds)
 
 
 def tune(
@@ -129,17 +142,19 @@ def tune(
             print(f"the time is over; not measured, or not every kind: head dims {left}")
             break
         measured = measure(*unit, device)
-        dtype, head_dim, kind = name_of(unit[0]), str(unit[1]), unit[2]
+        dtype, dims, kind = name_of(unit[0]), unit[1], unit[2]
         for direction in {direction for direction, _ in measured}:
-            costs.setdefault(dtype, {}).setdefault(direction, {}).setdefault(kind, {}).pop(head_dim, None)
+            costs.setdefault(dtype, {}).setdefault(direction, {}).setdefault(kind, {}).pop(dims, None)
         for (direction, name), rows in measured.items():
             numbers, median, largest = fit(rows)
-            where = f"{dtype} {direction} {kind} {head_dim} {name}"
+            where = f"{dtype} {direction} {kind} {dims} {name}"
             kept[where], errors[where] = rows, (round(median, 3), round(largest, 3))
-            costs[dtype][direction][kind].setdefault(head_dim, {})[name] = numbers
+            costs[dtype][direction][kind].setdefault(dims, {})[name] = numbers
             print(f"{where:<52} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
         content = header | {"error of the fit (median, largest)": errors, "costs": costs}
-        file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        unfinished = file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        unfinished.replace(file)  # other programs may read the file at any time
         if rows_file:
             rows_file.write_text(json.dumps(kept) + "\n", "utf-8")
     print(f"saved in {file}")
@@ -149,12 +164,12 @@ def name_of(dtype: torch.dtype) -> str:
     return "float32" if dtype == torch.float32 else "16-bit"
 
 
-def workloads(dtype: torch.dtype, head_dim: int, kind: str) -> list[Workload]:
+def workloads(dtype: torch.dtype, dims: str, kind: str) -> list[Workload]:
     """The batches on which a kind of calls is measured."""
     share = SHARE_OF_FLOAT32 if dtype == torch.float32 else 1
     if kind == cost_model.FEW_QUERIES:
-        return [of_few_queries(*each, head_dim, share) for each in FEW_QUERIES]
-    found = []
+        return [of_few_queries(*each, dims, share) for each in FEW_QUERIES]
+    (head_dim, value_dim), found = dims_of(dims), []
     for text, tokens, of_heads, group in GRID:
         if text == "one long":
             lengths: tuple[int, ...] = (tokens // 4 // share, *SHORT[: 800 // share])
@@ -162,30 +177,36 @@ def workloads(dtype: torch.dtype, head_dim: int, kind: str) -> list[Workload]:
             distribution, _, most = text.partition(":")
             lengths = draw_lengths(f"{distribution}:{min(int(most), tokens // share)}", tokens // share, seed=9)
         kv_heads = max(1, int(of_heads * WIDTH / head_dim) // group)
-        found.append(Workload(text, text, lengths, kv_heads * group, kv_heads, head_dim, KINDS[kind]))
+        heads = (kv_heads * group, kv_heads)
+        found.append(Workload(text, text, lengths, *heads, head_dim, KINDS[kind], value_dim=value_dim))
     return found
 
 
-def of_few_queries(sequences: int, queries: int, keys: str, group: int, head_dim: int, share: int) -> Workload:
+def of_few_queries(sequences: int, queries: int, keys: str, group: int, dims: str, share: int) -> Workload:
     distribution, _, most = keys.partition(":")
     longest = int(most) // share
     lengths = draw_lengths(f"{distribution}:{longest}", sequences * longest, seed=9)[:sequences]
-    key_lengths = tuple(max(queries, n) for n in lengths)
+    (head_dim, value_dim), key_lengths = dims_of(dims), tuple(max(queries, n) for n in lengths)
     heads, options = (HEADS_OF_FEW, HEADS_OF_FEW // group), KINDS[cost_model.FEW_QUERIES]
-    return Workload(keys, keys, (queries,) * sequences, *heads, head_dim, options, key_lengths=key_lengths)
+    return Workload(keys, keys, (queries,) * sequences, *heads, head_dim, options, key_lengths, value_dim)
 
 
 def measure(
-    dtype: torch.dtype, head_dim: int, kind: str, device: torch.device
+    dtype: torch.dtype, dims: str, kind: str, device: torch.device
 ) -> dict[tuple[str, str], list[tuple[float, ...]]]:
     """(direction, backend) → rows of µs and the numbers in which an expected time is linear."""
-    names: tuple[str, ...] = BACKENDS[dtype] if head_dim <= 256 else ABOVE_256
+    names: tuple[str, ...] = BACKENDS[dtype] if max(dims_of(dims)) <= 256 else ABOVE_256
     directions: tuple[str, ...] = ("forward", "both")
     if kind == cost_model.FEW_QUERIES:
         names, directions = (*names, "split_kv"), ("forward",)
+    elif kind == "sinks":  # in the forward, they take each backend the same time
+        directions = ("both",)
     rows = defaultdict(list)
-    for workload in workloads(dtype, head_dim, kind):
+    for workload in workloads(dtype, dims, kind):
         inputs = CaseInputs.random(workload, device, dtype)
+        if kind == "sinks":
+            sinks = torch.zeros(workload.heads, device=device)
+            inputs = dataclasses.replace(inputs, options=inputs.options | {"sinks": sinks})
         for direction, name in itertools.product(directions, names):
             try:
                 prepared = backend(name, inputs, direction == "both")
@@ -194,7 +215,7 @@ def measure(
             except NotSupportedError:
                 continue
             except RuntimeError as error:  # of other libraries' kernels, or no memory is left
-                print(f"{name} failed on {workload.about} × {head_dim}, {kind}: {(str(error).splitlines() or [''])[0]}")
+                print(f"{name} failed on {workload.about} × {dims}, {kind}: {(str(error).splitlines() or [''])[0]}")
                 continue
             rows[direction, name].append((us, *inputs.counts(direction == "both")))
     return rows

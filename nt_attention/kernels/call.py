@@ -117,6 +117,8 @@ class AttentionSpec:
         relative: The names of the biases of a `RelativeBias`, such as ("bias",); () without one.
         needs_grad: Whether any gradients may be needed.
         relative_grad: Whether gradients of these biases may be needed.
+        sinks: Whether sinks are added after the kernel, whose backward then gets a gradient of the log-sum-exp. It only
+            matters for expected times, and operators don't know it.
         equal_lengths: Whether every sequence has as many keys as queries. Both alignments are then the same.
         keyless: Whether some sequence may have no key.
         bounded: Whether the host only knows bounds of the lengths.
@@ -163,6 +165,7 @@ class AttentionSpec:
     relative: tuple[str, ...] = ()
     needs_grad: bool = False
     relative_grad: bool = False
+    sinks: bool = False
     equal_lengths: bool = True
     keyless: bool = True
     bounded: bool = False

@@ -28,7 +28,7 @@ FEW_ROWS = 16  # the rows of the smallest tiles of `split_kv`: each query has on
 TILE_ROWS, FEW_TILES = 64, 66
 MANY_KEYS = 2048  # that a query sees, in the mean
 FEW_QUERIES = "few queries"
-_Mask = tuple[tuple[int, int], bool, bool, bool]
+_Mask = tuple[tuple[int, int], bool, bool, bool, bool]
 NARROW = 256  # keys of a window; tiles at its ends are then much of the work
 
 
@@ -66,25 +66,28 @@ def costs_of(spec: AttentionSpec, size: CallSize) -> CallCosts | None:
     if spec.device.type == "cpu":
         return None
     dtype, direction = "float32" if spec.dtype == torch.float32 else "16-bit", "both" if spec.needs_grad else "forward"
-    return _find(spec.device, dtype, direction, _mask_of(spec, size), max(spec.head_dim, spec.value_dim))
+    return _find(spec.device, dtype, direction, _mask_of(spec, size), spec.head_dim, spec.value_dim)
 
 
 @functools.lru_cache(maxsize=4096)
-def _find(device: torch.device, dtype: str, direction: str, mask: _Mask, wide: int) -> CallCosts | None:
-    """The numbers of the first kind that was measured at this head dim or a larger one, else those of the largest."""
-    tables, widest = measurements.tables(device), None
+def _find(
+    device: torch.device, dtype: str, direction: str, mask: _Mask, head_dim: int, value_dim: int
+) -> CallCosts | None:
+    """The numbers of the first kind that was measured at these head dims or larger ones, else those of the largest."""
+    tables, largest = measurements.tables(device), None
     for kind in _kinds(*mask):
-        measured: dict[int, tuple[dict[str, Row], Table]] = {}
+        measured: dict[tuple[int, int], tuple[dict[str, Row], Table]] = {}
         for table in reversed(tables):  # the first one wins
-            measured |= {dim: (rows, table) for dim, rows in table.costs.get((dtype, direction, kind), {}).items()}
+            measured |= {dims: (rows, table) for dims, rows in table.costs.get((dtype, direction, kind), {}).items()}
         if not measured:
             continue
-        rows, table = measured[min((dim for dim in measured if dim >= wide), default=max(measured))]
+        enough = [(d, v) for d, v in measured if d >= head_dim and v >= value_dim]
+        rows, table = measured[min(enough, key=sum) if enough else max(measured, key=sum)]
         costs = CallCosts(tuple(rows.items()), kind == FEW_QUERIES, table.about)
-        if max(measured) >= wide:
+        if enough:
             return costs
-        widest = widest or costs
-    return widest
+        largest = largest or costs
+    return largest
 
 
 def has_few_queries(spec: AttentionSpec, size: CallSize) -> bool:
@@ -112,14 +115,16 @@ def kind_of(spec: AttentionSpec, size: CallSize) -> str:
 def _mask_of(spec: AttentionSpec, size: CallSize) -> _Mask:
     """The arguments of `_kinds`. The calls of a tree are of other kinds."""
     few_queries = size.tree is None and has_few_queries(spec, size)
-    return spec.window_size, spec.is_causal, bool(spec.nonlinear), few_queries
+    return spec.window_size, spec.is_causal, bool(spec.nonlinear), spec.sinks and spec.needs_grad, few_queries
 
 
-def _kinds(window_size: tuple[int, int], is_causal: bool, nonlinear: bool, few_queries: bool) -> list[str]:
+def _kinds(window_size: tuple[int, int], is_causal: bool, nonlinear: bool, sinks: bool, few_queries: bool) -> list[str]:
     """The kind of a call, and then the kinds whose times are used if it was not measured."""
     window, kinds = Window.of(window_size, is_causal), [FEW_QUERIES] if few_queries else []
     if nonlinear:
         kinds.append("nonlinear")
+    if sinks and (window.is_open or window.is_causal):  # the gradient of lse takes some kernels a further column
+        kinds.append("sinks")
     if window.is_open:
         kinds.append("full")
     elif not window.is_causal:

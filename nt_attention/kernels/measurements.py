@@ -26,8 +26,8 @@ from .._warnings import warn
 # µs for each call; ns for each head and sequence, for each head and token, for each head and 1000 pairs, and for each
 # key of the query that sees the most
 Row = tuple[float, float, float, float, float]
-# ("float32" or "16-bit", "forward" or "both", kind of call) → head dim → backend → row
-Costs = dict[tuple[str, str, str], dict[int, dict[str, Row]]]
+# ("float32" or "16-bit", "forward" or "both", kind of call) → head dims (D, Dv) → backend → row
+Costs = dict[tuple[str, str, str], dict[tuple[int, int], dict[str, Row]]]
 # Operations of the tensor cores of a multiprocessor in a clock, relative to capability 9.0; others as the next lower.
 _OPERATIONS = {(0, 0): 0.125, (8, 0): 0.5, (8, 6): 0.25, (9, 0): 1.0, (10, 0): 2.0, (12, 0): 0.25}
 _OF_A_COMPUTE_UNIT = 0.5  # of an AMD GPU
@@ -144,11 +144,11 @@ def read_costs(written: Mapping[str, Any]) -> Costs:
     """
     return {
         (dtype, direction, kind): {
-            int(dim): {name: _row(row) for name, row in rows.items()} for dim, rows in by_head_dim.items()
+            dims_of(dims): {name: _row(row) for name, row in rows.items()} for dims, rows in by_head_dims.items()
         }
         for dtype, by_direction in written.items()
         for direction, by_kind in by_direction.items()
-        for kind, by_head_dim in by_kind.items()
+        for kind, by_head_dims in by_kind.items()
     }
 
 
@@ -158,6 +158,12 @@ def _row(numbers: list[float]) -> Row:
     if not all(0 <= x < math.inf for x in (a, b, c, d, e)):
         raise ValueError(f"numbers must be ≥ 0, got {numbers}")
     return a, b, c, d, e
+
+
+def dims_of(which: str) -> tuple[int, int]:
+    """The head dims (D, Dv) of a key in a file: "64", or "192/128" if they differ."""
+    head_dim, _, value_dim = which.partition("/")
+    return int(head_dim), int(value_dim or head_dim)
 
 
 def slug(name: str) -> str:

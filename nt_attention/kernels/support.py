@@ -20,6 +20,7 @@ import torch
 
 from .backend import Backend
 from .call import AttentionSpec
+from .measurements import dims_of
 
 uses_results: ContextVar[bool] = ContextVar("nt_attention_verified_support", default=True)
 _as_documented: set[str] = set()
@@ -52,7 +53,7 @@ class VerifiedSupport:
     def head_dims(self, backend: Backend, spec: AttentionSpec) -> tuple[int, int] | None:
         """The verified head dims (D, Dv) to which a call is padded; None if there are none."""
         listed = self._of(backend, spec).get("head dims", {})
-        verified = [_dims(which) for which in listed if self.has(backend, spec, "head dims", which)]
+        verified = [dims_of(which) for which in listed if self.has(backend, spec, "head dims", which)]
         padded = backend.head_dims.padded(spec.head_dim, spec.value_dim)
         any_dims = backend.head_dims.only is None
         if any_dims and padded is not None and self._is_verified(backend, padded, listed, verified):
@@ -68,7 +69,7 @@ class VerifiedSupport:
 
         If D and Dv differ, another pair whose values are narrower, or wider, must be verified too.
         """
-        run = [_dims(which) for which in listed]
+        run = [dims_of(which) for which in listed]
         if dims in run:
             return dims in verified
         kernels = backend.head_dims.compiled or [d for d, v in run if d == v]
@@ -164,8 +165,3 @@ def by_documentation() -> Iterator[None]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dims(which: str) -> tuple[int, int]:
-    head_dim, _, value_dim = which.partition("/")
-    return int(head_dim), int(value_dim or head_dim)

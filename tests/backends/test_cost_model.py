@@ -43,6 +43,7 @@ KINDS = (
     "full",
     "causal",
     "nonlinear",
+    "sinks",
     "few queries",
     *(f"{n}window{b}" for n in ("", "narrow ") for b in ("", " behind")),
 )
@@ -69,9 +70,12 @@ def of_tables(monkeypatch):
 
 
 def read(table):
-    """Rows of four numbers get a fifth."""
+    """Rows of four numbers get a fifth. A head dim is that of values too."""
     return {
-        key: {dim: {name: (*row, 0.0)[:5] for name, row in rows.items()} for dim, rows in by_dim.items()}
+        key: {
+            dim if isinstance(dim, tuple) else (dim, dim): {name: (*row, 0.0)[:5] for name, row in rows.items()}
+            for dim, rows in by_dim.items()
+        }
         for key, by_dim in table.items()
     }
 
@@ -167,6 +171,7 @@ class TestExpectedTime:
             ({"window_size": (127, 5), "is_causal": True}, ["narrow window behind", "window behind", "causal"]),
             ({"window_size": (4095, 0)}, ["window behind", "causal"]),
             ({"softcap": 50.0}, ["nonlinear", "full", "causal"]),
+            ({"sinks": True, "is_causal": True}, ["causal"]),  # they only matter with gradients
             ({"softcap": 50.0, "window_size": (4095, 0)}, ["nonlinear", "window behind", "causal"]),
         ],
         ids=str,
@@ -182,6 +187,37 @@ class TestExpectedTime:
             table["16-bit", "forward", kind] = {64: {"torch_flash": (number, 0.0, 0.0, 0.0)}}
             of_tables(table)
             assert expected_us(spec, size) == {"torch_flash": number}, kind
+
+    def test_pairs_of_head_dims(self, of_tables):
+        dims = (64, (192, 128), 192, 256)
+        rows = {dim: {"torch_flash": (1000.0 + i, 0.0, 0.0, 0.0)} for i, dim in enumerate(dims)}
+        of_tables({("16-bit", "forward", "full"): rows})
+        for asked, i in (
+            ((192, 128), 1),
+            ((65, 64), 1),
+            ((64, 65), 1),
+            ((128, 192), 2),
+            ((192, 129), 2),
+            ((576, 512), 3),
+        ):
+            spec = call(head_dim=asked[0], value_dim=asked[1])
+            assert expected_us(spec, SIZE) == {"torch_flash": 1000 + i}, asked
+
+    def test_kinds_with_sinks(self, of_tables):
+        """Kernels that don't take the gradient of lse have a further column in the backward."""
+        size, both = CallSize(7, 1009.0, 100_003, 300), {"needs_grad": True, "sinks": True}
+        assert cost_model.kind_of(call(is_causal=True, **both), size) == "sinks"
+        assert cost_model.kind_of(call(**both), size) == "sinks"
+        assert cost_model.kind_of(call(softcap=3.0, **both), size) == "nonlinear"
+        assert cost_model.kind_of(call(window_size=(127, 0), **both), size) == "narrow window behind"
+        rows = {
+            kind: {64: {"torch_flash": (us, 0.0, 0.0, 0.0)}} for kind, us in (("sinks", 1000.0), ("causal", 2000.0))
+        }
+        of_tables({("16-bit", "both", kind): row for kind, row in rows.items()})
+        assert expected_us(call(is_causal=True, **both), size) == {"torch_flash": 1000.0}
+        assert expected_us(call(is_causal=True, needs_grad=True), size) == {"torch_flash": 2000.0}
+        of_tables({("16-bit", "both", "causal"): rows["causal"]})
+        assert expected_us(call(is_causal=True, **both), size) == {"torch_flash": 2000.0}
 
     def test_kind_that_was_measured_at_smaller_head_dims_only(self, of_tables):
         row = {"torch_flash": (1000.0, 0.0, 0.0, 0.0)}
@@ -292,9 +328,9 @@ class TestMeasurements:
             assert direction in ("forward", "both")
             assert kind in KINDS
             assert by_head_dim, (dtype, direction, kind)
-            for head_dim, rows in by_head_dim.items():
-                at = (dtype, direction, kind, head_dim)
-                assert 0 < head_dim <= 576, at
+            for dims, rows in by_head_dim.items():
+                at = (dtype, direction, kind, dims)
+                assert 0 < min(dims) <= max(dims) <= 576, at
                 assert rows.keys() <= set(BACKENDS) - {"cpu", "reference"}, at
                 for name, row in rows.items():
                     assert len(row) == 5, (*at, name)
@@ -302,7 +338,7 @@ class TestMeasurements:
                     assert any(row), (*at, name)
                     measured = torch.float32 if dtype == "float32" else torch.bfloat16
                     assert measured in BACKENDS[name].dtypes, (*at, name)
-                    assert head_dim <= BACKENDS[name].head_dims.most, (*at, name)
+                    assert max(dims) <= BACKENDS[name].head_dims.most, (*at, name)
 
     @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "both"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

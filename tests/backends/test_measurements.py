@@ -76,7 +76,7 @@ def card(monkeypatch, fake_gpu):
 
 
 def rows(tables):
-    return [table.costs[KEY][64]["torch_flash"] for table in tables]
+    return [table.costs[KEY][64, 64]["torch_flash"] for table in tables]
 
 
 def test_files_are_found_by_the_name_of_the_gpu():

@@ -13,6 +13,7 @@ from nt_attention.kernels.backend import COMMON
 from nt_attention.kernels.backends import flash_attn_2, flash_attn_4, torch_efficient, torch_flash
 from nt_attention.kernels.call import FEATURES, AttentionSpec
 from nt_attention.kernels.cost_model import CallSize
+from nt_attention.kernels.measurements import dims_of
 from nt_attention.kernels.select import BACKENDS, choose, explain_spec
 from nt_attention.kernels.support import VerifiedSupport, by_documentation
 
@@ -357,7 +358,7 @@ def test_saved_table_is_valid(file):
             assert set(kinds) == {"head dims", "features"}, at
             assert set(kinds["features"]) <= backend.features, at
             assert all(state in STATES for row in kinds.values() for state in row.values()), at
-            dims = [support._dims(which) for which in kinds["head dims"]]
+            dims = [dims_of(which) for which in kinds["head dims"]]
             assert all(0 < max(pair) <= backend.head_dims.most for pair in dims), at
             assert all(dim % backend.head_dims.multiple == 0 for pair in dims for dim in pair), at
             assert all(d == v for d, v in dims) or not backend.head_dims.equal, at

@@ -49,19 +49,25 @@ SMALL_FEW = tuple(
 def spec_and_size(workload, dtype, backward):
     layout = SequenceLayout.from_lengths(workload.lengths)
     keys = layout if workload.key_lengths is None else SequenceLayout.from_lengths(workload.key_lengths)
-    heads = ((1, n, workload.head_dim) for n in (workload.heads, workload.kv_heads, workload.kv_heads))
-    more = {"needs_grad": backward, "equal_lengths": keys is layout, "keyless": False}
-    spec = AttentionSpec.of(CPU, dtype, tuple(heads), {"scale": None} | workload.options, **more)
+    shapes = ((1, n, workload.head_dim) for n in (workload.heads, workload.kv_heads, workload.kv_heads))
+    options = dict(workload.options)
+    more = {
+        "needs_grad": backward,
+        "equal_lengths": keys is layout,
+        "keyless": False,
+        "sinks": options.pop("sinks", False),
+    }
+    spec = AttentionSpec.of(CPU, dtype, tuple(shapes), {"scale": None} | options, **more)
     return spec, CallSize.of(Call(layout, keys, None, spec))
 
 
 @pytest.mark.parametrize("dtype", tune.BACKENDS, ids=str)
-@pytest.mark.parametrize("head_dim", [32, 512])
+@pytest.mark.parametrize("dims", ["32", "192/128", "512"])
 @pytest.mark.parametrize("kind", tune.KINDS)
-def test_batches_are_of_their_kind_and_have_different_sizes(kind, head_dim, dtype):
+def test_batches_are_of_their_kind_and_have_different_sizes(kind, dims, dtype):
     rows = []
-    for workload in tune.workloads(dtype, head_dim, kind):
-        for backward in (False,) if kind == cost_model.FEW_QUERIES else (False, True):
+    for workload in tune.workloads(dtype, dims, kind):
+        for backward in {cost_model.FEW_QUERIES: (False,), "sinks": (True,)}.get(kind, (False, True)):
             spec, size = spec_and_size(workload, dtype, backward)
             assert kind_of(spec, size) == kind, workload
         assert workload.heads % workload.kv_heads == 0
@@ -73,10 +79,10 @@ def test_batches_are_of_their_kind_and_have_different_sizes(kind, head_dim, dtyp
 def test_units_are_all_and_the_most_important_come_first():
     units = list(tune.units())
     assert len(set(units)) == len(units)
-    assert {dim for dtype, dim, _ in units[:16] if dtype == torch.bfloat16} == {64, 128}
+    assert {dim for dtype, dim, _ in units[:18] if dtype == torch.bfloat16} == {"64", "128"}
     assert [kind for _, _, kind in units[:4]] == ["causal", "causal", "full", "full"]
-    assert all(dim <= 256 for dtype, dim, _ in units if dtype == torch.float32)
-    assert {dim for _, dim, _ in tune.units([96, 64])} == {64, 96}
+    assert all(dim not in ("384", "512") for dtype, dim, _ in units if dtype == torch.float32)
+    assert {dim for _, dim, _ in tune.units(["96", "64"])} == {"64", "96"}
 
 
 def test_times_are_at_least_zero_where_a_linear_fit_would_not_be():
@@ -149,7 +155,7 @@ def run(header, file, units, seconds=1e9, rows=None):
 def test_auto_reads_the_file_that_was_written(stubbed, gpu, tmp_path, capsys):
     file = measurements.user_file("NVIDIA H199")
     file.parent.mkdir()
-    run(gpu, file, [(64, "causal"), (64, cost_model.FEW_QUERIES)], rows=tmp_path / "rows.json")
+    run(gpu, file, [("64", "causal"), ("64", cost_model.FEW_QUERIES)], rows=tmp_path / "rows.json")
     assert f"saved in {file}" in capsys.readouterr().out
     assert json.loads((tmp_path / "rows.json").read_text()).keys() == {
         *(f"16-bit {d} causal 64 {n}" for d in ("forward", "both") for n in NUMBERS if n != "split_kv"),
@@ -177,13 +183,20 @@ def test_auto_reads_the_file_that_was_written(stubbed, gpu, tmp_path, capsys):
     assert cost_model.costs_of(other, size).about.startswith("estimated for this GPU from ")
 
 
+def test_sinks_are_measured_with_gradients_alone(stubbed, gpu, tmp_path):
+    run(gpu, tmp_path / "file.json", [("64", "sinks")])
+    assert {backward for _, _, backward in stubbed} == {True}
+    assert all(inputs.options["sinks"].shape == (inputs.qkv[0].shape[1],) for _, inputs, _ in stubbed)
+    assert json.loads((tmp_path / "file.json").read_text())["costs"]["16-bit"].keys() == {"both"}
+
+
 def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(stubbed, gpu, tmp_path, monkeypatch):
     file = tmp_path / "file.json"
-    run(gpu, file, [(64, "causal"), (128, "full")])
+    run(gpu, file, [("64", "causal"), ("128", "full")])
     first = json.loads(file.read_text())["costs"]["16-bit"]["forward"]
     monkeypatch.setitem(NUMBERS, "flash_attn_4", (1.0, 2.0, 3.0, 4.0, 5.0))
     monkeypatch.delitem(NUMBERS, "torch_flash")
-    run(gpu, file, [(64, "causal")])
+    run(gpu, file, [("64", "causal")])
     second = json.loads(file.read_text())["costs"]["16-bit"]["forward"]
     assert second["full"] == first["full"]
     assert first["causal"]["64"].keys() == {"token_tiled", "flash_attn_4", "torch_flash"}
@@ -194,7 +207,7 @@ def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(stubbed, gp
 
 
 def test_run_ends_when_the_time_is_over(stubbed, gpu, tmp_path, capsys):
-    run(gpu, tmp_path / "file.json", [(64, "causal"), (128, "causal"), (96, "full")], seconds=0)
+    run(gpu, tmp_path / "file.json", [("64", "causal"), ("128", "causal"), ("96", "full")], seconds=0)
     assert (
         "the time is over; not measured, or not every kind: head dims 16-bit 128, 16-bit 96" in capsys.readouterr().out
     )
@@ -210,10 +223,23 @@ def test_kernel_that_fails_is_left_out(stubbed, gpu, tmp_path, monkeypatch, caps
         return clock(call, repeats, seconds)
 
     monkeypatch.setattr(timing, "device_ms", failing)
-    run(gpu, tmp_path / "file.json", [(64, "causal")])
+    run(gpu, tmp_path / "file.json", [("64", "causal")])
     assert "flash_attn_4 failed on uniform:16 × 64, causal: no memory\n" in capsys.readouterr().out
     costs = json.loads((tmp_path / "file.json").read_text())["costs"]
     assert costs["16-bit"]["forward"]["causal"]["64"].keys() == {"token_tiled", "torch_flash"}
+
+
+def test_file_of_another_gpu_is_not_changed(tmp_path):
+    file = tmp_path / "nvidia_h200.json"
+    tune.check_file(file, "NVIDIA H200")
+    file.write_text(json.dumps({"gpu": "NVIDIA H200"}))
+    tune.check_file(file, "NVIDIA H200")
+    with pytest.raises(ValueError, match="has times of NVIDIA H200, and this GPU is NVIDIA H199: pass another file"):
+        tune.check_file(file, "NVIDIA H199")
+    for text in ("{", "[]", "{}"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="can't be read: delete it"):
+            tune.check_file(file, "NVIDIA H200")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +247,7 @@ def test_kernel_that_fails_is_left_out(stubbed, gpu, tmp_path, monkeypatch, caps
     [
         ([], "tune is for a GPU"),
         (["--minutes", "0"], "must be a number of minutes > 0"),
-        (["--head-dims", "65"], "invalid choice: 65"),
+        (["--head-dims", "65"], "invalid choice: '65'"),
         (["--held-out", "0"], "must be an integer ≥ 1"),
     ],
 )
