@@ -89,7 +89,7 @@ class Kernel:
 
         If the backend can write to `given` (T, H, Dv), that is `out`.
         """
-        if isinstance(self.backend, str) or call_mode(*inputs, *_relative_tensors(call)) != EAGER:
+        if isinstance(self.backend, str) or _is_observed(call, *inputs):
             return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
         if call.spec.paged:
             return paged.forward(self.backend, *inputs, call)
@@ -110,7 +110,7 @@ class Kernel:
         If the backend can write to `dq` (T, H, D), that is the gradient of the query.
         """
         if isinstance(self.backend, Backend):
-            is_eager = call_mode(saved.grad, *inputs, *_relative_tensors(call)) == EAGER
+            is_eager = not _is_observed(call, saved.grad, *inputs)
             if is_eager and call.spec.tree:
                 return tree.backward(self.backend, saved, inputs, call)
             if is_eager:
@@ -229,6 +229,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.mark_non_differentiable(*[x for x in more if x is not None])
     ctx.set_materialize_grads(False)  # grad_lse is mostly None, which is cheaper than zeros
     ctx.save_for_backward(query, key, value, call.alibi_slopes, *relative, out, lse, *more)
+
+
+def _is_observed(call: Call, *tensors: Tensor) -> bool:
+    """Whether an operator must run the call. Operators have no functions as arguments, so modes see what these do."""
+    has_mods = call.spec.score_mod is not None or call.spec.mask_mod is not None
+    return not has_mods and call_mode(*tensors, *_relative_tensors(call)) != EAGER
 
 
 def _relative_tensors(call: Call) -> tuple[Tensor, ...]:

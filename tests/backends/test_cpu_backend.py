@@ -1,16 +1,19 @@
 """The CPU backend against the float64 oracle, and how it divides a batch into kernel calls."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
 import torch
-from calls import STRIDES, call
+from calls import STRIDES, PassThrough, call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, problem
 from sweeps import sweep_product
 from torch.nn import functional as F
 
 from nt_attention import SequenceLayout, varlen_attention
 from nt_attention.kernels.backends import cpu
+from nt_attention.kernels.select import SlowBackendWarning
 
 
 @sweep_product("lengths, geometry, extra", LENGTHS, GEOMETRIES, EXTRAS, strength=2)
@@ -230,3 +233,130 @@ def test_nan_in_a_query_propagates_to_out_and_lse(lengths, is_causal):
     )
     assert want[1].isnan().sum() == 2
     torch.testing.assert_close(found, want, equal_nan=True)
+
+
+class TestTilesOfScores:
+    """Softcap, score_mod, mask_mod and dropout, whose scores are in memory."""
+
+    @pytest.fixture
+    def small_tiles(self, monkeypatch):
+        """Sequences of a few tokens have several tiles, and tiles of the same shape several calls."""
+        for name, value in {"MASKED_ROWS": 7, "FEW_ROWS": 2, "MOST_SCORES": 300, "MAX_GATHERED_WITH_RULES": 20}.items():
+            monkeypatch.setattr(cpu, name, value)
+
+    @pytest.mark.usefixtures("small_tiles")
+    @pytest.mark.parametrize("extra", ["sinks", "relative-alibi-gqa", "narrow-values"])
+    @pytest.mark.parametrize("geometry", GEOMETRIES)
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    def test_mods_get_the_positions_of_each_tile(self, lengths, geometry, extra):
+        gains = torch.rand(7, 6, dtype=torch.float64)
+        mods = {
+            "score_mod": lambda score, b, h, q, k: torch.tanh(score * gains[b, h]) + 0.1 * torch.cos(q - 2.0 * k),
+            "mask_mod": lambda b, h, q, k: (b + h + 2 * q + k) % 3 != 0,
+        }
+        case = problem(lengths, geometry, extra, options={"softcap": 1.3, **mods})
+        assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+    @pytest.mark.usefixtures("small_tiles", "uninitialized_is_nan")
+    @pytest.mark.parametrize("options", [{"softcap": 1.7}, {"mask_mod": lambda b, h, q, k: q % 2 == 0}])
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    def test_results_contain_no_uninitialized_memory(self, lengths, options):
+        case = problem(lengths, "causal-window", "all", past=(3, 2), options=options)
+        assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+    @pytest.mark.usefixtures("small_tiles")
+    def test_gradients_with_dropout_are_of_the_weights_that_were_kept(self):
+        length, p = 23, 0.4
+        case = Problem([length, 4, length], heads=4, kv_heads=2, value_dim=length, options={"softcap": 1.3})
+        eye = torch.eye(length, dtype=torch.float64)
+        values = torch.cat([eye, eye[:4], eye])[:, None].repeat(1, 2, 1)
+        inputs = {**case.inputs, "value": values}
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        out, _ = call(case, "cpu", dropout_p=p)(**leaves, **case.options)
+        kept = (out.detach() != 0).double() / (1 - p)
+
+        whole = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        weights, _ = call(case, "cpu")(query=whole["query"], key=whole["key"], value=values, **case.options)
+        parts = zip(
+            (weights * kept).split(case.lengths),
+            whole["value"].repeat_interleave(2, 1).split(case.lengths),
+            strict=True,
+        )
+        want = torch.cat([torch.einsum("thj,jhd->thd", w[..., : len(v)], v) for w, v in parts])
+        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+        grad = torch.randn_like(out)
+        found, wanted = (torch.autograd.grad(x, tuple(y.values()), grad) for x, y in ((out, leaves), (want, whole)))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_calls_have_few_scores(self, monkeypatch, is_causal):
+        monkeypatch.setattr(cpu, "MOST_SCORES", 30_000)
+        scores, run = [], cpu.cpu_scores.forward
+        monkeypatch.setattr(
+            cpu.cpu_scores,
+            "forward",
+            lambda q, k, *more: scores.append(q[..., 0].numel() * k.shape[2]) or run(q, k, *more),
+        )
+        case = Problem([701, *[13] * 100], heads=2, kv_heads=1, options={"is_causal": is_causal, "softcap": 2.0})
+        call(case, "cpu")(**case.inputs, **case.options)
+        assert 10_000 < max(scores) <= 30_000
+        if is_causal:  # keys after the last query of a tile are not computed
+            assert sum(scores) < 0.6 * 2 * 701**2 + 100 * 2 * 13**2
+
+    def test_mods_do_not_live_as_long_as_the_layout(self):
+        case = Problem([5, 3])
+        mods = [lambda b, h, q, k: q >= k, lambda score, b, h, q, k: score * 2]
+        alive = [weakref.ref(mod) for mod in mods]
+        function = call(case, "cpu", mask_mod=mods.pop(0), score_mod=mods.pop(0))
+        function(**case.inputs)
+        layout = function.keywords["layout"]
+        del function
+        gc.collect()
+        assert layout.total == 8
+        assert [mod() for mod in alive] == [None, None]
+
+    def test_nan_in_a_query_propagates(self):
+        case = Problem([5, 130], dtype=torch.float32, options={"softcap": 3.0, "is_causal": True})
+        case.inputs["query"][[2, 40]] = torch.nan
+        out, lse = call(case, "cpu")(**case.inputs, **case.options)
+        assert out.isnan().any(-1).nonzero()[:, 0].unique().tolist() == [2, 40]
+        assert lse.isnan().nonzero()[:, 0].unique().tolist() == [2, 40]
+
+    @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout_p": 0.0, "score_mod": lambda s, *_: s * 0.5}])
+    def test_autocast_changes_no_precision(self, options):
+        case = problem("self", "causal", "gqa", dtype=torch.float32)
+        function = call(case, "cpu", **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = function(**{name: x.bfloat16() for name, x in case.inputs.items()}, **case.options)
+        want = function(**{name: x.bfloat16().float() for name, x in case.inputs.items()}, **case.options)
+        torch.testing.assert_close(found[1], want[1], rtol=1e-5, atol=1e-5)
+
+    def test_mods_run_in_transforms_and_dispatch_modes(self):
+        case = problem("self", "causal", "gqa", lengths=[5, 0, 3])
+        function = call(case, score_mod=lambda score, b, h, q, k: score.tanh() + b)
+
+        def loss(query):
+            return function(query, case.inputs["key"], case.inputs["value"])[0].square().sum()
+
+        query = case.inputs["query"].requires_grad_()
+        (want,) = torch.autograd.grad(loss(query), query)
+        with pytest.warns(SlowBackendWarning, match="transforms and dispatch modes"):
+            torch.testing.assert_close(torch.func.grad(loss)(query.detach()), want, rtol=1e-9, atol=1e-9)
+        with pytest.warns(SlowBackendWarning, match="transforms and dispatch modes"), PassThrough():
+            torch.testing.assert_close(loss(query), loss(query.detach()), rtol=1e-9, atol=1e-9)
+        out = loss(query)
+        with PassThrough():  # only the backward
+            torch.testing.assert_close(torch.autograd.grad(out, query)[0], want, rtol=1e-9, atol=1e-9)
+
+    def test_score_mod_that_learns_needs_the_reference(self, backends_that_ran):
+        table = torch.randn(5, 9, requires_grad=True)
+        case = Problem([5, 3], heads=5, kv_heads=5, dtype=torch.float32)
+        options = {"score_mod": lambda score, b, h, q, k: score + table[h, q - k + 4]}
+        with pytest.warns(SlowBackendWarning, match="score_mod reads a tensor that requires a gradient"):
+            call(case)(**case.inputs, **options)[0].square().sum().backward()
+        assert table.grad.abs().max() > 0
+        with pytest.raises(ValueError, match=r"requires a gradient: detach it, or pass it in relative"):
+            call(case, "cpu")(**case.inputs, **options)
+        with torch.no_grad():
+            call(case)(**case.inputs, **options)
+        assert backends_that_ran == ["reference", "cpu"]
