@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
 from .custom_ops import arguments_of
+from .mods import frozen
 from .registry import number_of
 from .relative import RelativeBias
 
@@ -71,6 +72,9 @@ def _run_with_gradients(kernel: Kernel, tensors: Tensors, call: Call) -> tuple[A
         return kernel.forward(tensors, call)
     function = _Attention if in_transform else _EagerAttention
     call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
+    if call.spec.has_mods:  # the backward calls them again
+        spec = replace(call.spec, score_mod=frozen(call.spec.score_mod), mask_mod=frozen(call.spec.mask_mod))
+        call = call._replace(spec=spec)
     return function.apply(*tensors, (kernel, call), *relative)
 
 
@@ -233,8 +237,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 def _is_observed(call: Call, *tensors: Tensor) -> bool:
     """Whether an operator must run the call. Operators have no functions as arguments, so modes see what these do."""
-    has_mods = call.spec.score_mod is not None or call.spec.mask_mod is not None
-    return not has_mods and call_mode(*tensors, *_relative_tensors(call)) != EAGER
+    return not call.spec.has_mods and call_mode(*tensors, *_relative_tensors(call)) != EAGER
 
 
 def _relative_tensors(call: Call) -> tuple[Tensor, ...]:

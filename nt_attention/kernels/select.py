@@ -231,7 +231,7 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
             "in a graph, dropout with a layout that was made with max_tokens needs a backend by name: pass "
             'backend="token_tiled".'
         )
-    if spec.score_mod is not None or spec.mask_mod is not None:  # functions can't be arguments of operators
+    if spec.has_mods:  # functions can't be arguments of operators
         return False
     if spec.paged:
         return True
@@ -362,7 +362,7 @@ _cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backen
 
 def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
     """Whether `_reasons` is empty; cached for all batches with the same spec."""
-    if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions alive
+    if spec.has_mods:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
     key = (id(backend), spec, support.uses_results.get(), current_flash_attention_impl())
     if (found := _cached.get(key)) is None:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from ..compiler import is_tracing
 from ..kernels.call import MaskMod, ScoreMod
-from ..kernels.masks import Positions, Window, alibi_bias, apply_mask_mod, apply_score_mod, distances
+from ..kernels.masks import Window, alibi_bias, distances
+from ..kernels.mods import Positions, apply_mask_mod, apply_score_mod
 from ..layouts.bounded import LengthsUnknownError
 from ..layouts.protocol import Layout
 from .config import AttentionConfig

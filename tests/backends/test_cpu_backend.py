@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from calls import STRIDES, PassThrough, call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, problem
 from sweeps import sweep_product
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nt_attention import SequenceLayout, varlen_attention
 from nt_attention.kernels.backends import cpu
@@ -360,3 +362,80 @@ class TestTilesOfScores:
         with torch.no_grad():
             call(case)(**case.inputs, **options)
         assert backends_that_ran == ["reference", "cpu"]
+
+    @pytest.mark.parametrize("scope", ["local", "global"])
+    def test_backward_calls_mods_with_the_variables_of_the_forward(self, scope):
+        """The functions are made in a loop, and read what changes in it."""
+        program = """
+def gradient(x, attend):
+    y = x
+    for i in range(3):
+        bias = (i + 1) * torch.arange(12.0, dtype=x.dtype)
+        y = y + attend(
+            y, y, y,
+            score_mod=lambda score, b, h, q, k: score * (i + 1) + sum(bias[j] for j in (q, k)),
+            mask_mod=lambda b, h, q, k: (q - k) % (i + 2) == 0,
+        )
+    return torch.autograd.grad(y.sin().sum(), x)[0]
+"""
+        if scope == "global":
+            program = program.replace("    y = x", "    global i, bias\n    y = x")
+        variables = {"torch": torch}
+        exec(program, variables)
+        case = Problem([5, 12])
+        x = case.inputs["query"].requires_grad_()
+        layout = SequenceLayout.from_lengths(case.lengths)
+        found, want = (
+            variables["gradient"](x, partial(varlen_attention, layout=layout, backend=backend))
+            for backend in ("cpu", "reference")
+        )
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("what", ["bias", "documents", "documents and softcap", "attribute"])
+    def test_mods_that_change_before_the_backward_raise_an_error(self, what, dtype):
+        case = Problem([50, 0, 3], dtype=dtype)
+        bias, documents, slope = torch.zeros(50, 50), torch.arange(50) // 10, SimpleNamespace(value=1.0)
+        options = {
+            "bias": {"score_mod": lambda score, b, h, q, k: score + bias[q, k]},
+            "documents": {"mask_mod": lambda b, h, q, k: documents[q] == documents[k]},
+            "attribute": {"score_mod": lambda score, b, h, q, k: score * slope.value},
+        }
+        options["documents and softcap"] = {"softcap": 2.0, **options["documents"]}
+        query = case.inputs["query"].requires_grad_()
+
+        def loss():
+            return call(case, "cpu")(query, case.inputs["key"], case.inputs["value"], **options[what])[0].square().sum()
+
+        before = loss()
+        torch.autograd.grad(before, query, retain_graph=True)
+        bias[40, 3], documents[9], slope.value = 1.0, 1, 1.1
+        with pytest.raises(RuntimeError, match="gave other values in the backward than in the forward"):
+            torch.autograd.grad(before, query)
+        torch.autograd.grad(loss(), query)
+
+    def test_mods_in_a_graph_have_the_gradients_of_out_and_lse(self, backends_that_ran):
+        options = {"score_mod": lambda score, b, h, q, k: score.tanh() + b, "mask_mod": lambda b, h, q, k: q >= k}
+        case = problem("self", "causal", "gqa", lengths=[5, 0, 3], options=options)
+        function = torch.compile(call(case), backend="aot_eager")
+        for _ in range(2):  # plans of the first call are kept
+            assert_same(case.solve(function), case.truth(), 1e-9)
+        assert set(backends_that_ran) == {"cpu"}
+
+    def test_checkpoint_that_learns_drops_the_same_weights(self):
+        gain = torch.ones((), dtype=torch.float64, requires_grad=True)
+        case = Problem([5, 3], options={"dropout_p": 0.4, "score_mod": lambda score, b, h, q, k: score * gain})
+        function = call(case, **case.options)
+        query = case.inputs["query"].requires_grad_()
+
+        def attend(query):
+            return function(query, case.inputs["key"], case.inputs["value"])[0].square()
+
+        def gradient(run):
+            query.grad = None
+            torch.manual_seed(5)
+            run(query).sum().backward()
+            return query.grad
+
+        with pytest.warns(SlowBackendWarning):
+            torch.testing.assert_close(gradient(partial(checkpoint, attend, use_reentrant=True)), gradient(attend))

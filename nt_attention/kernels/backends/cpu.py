@@ -27,13 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...compiler import EAGER, call_mode
+from ...compiler import EAGER, call_mode, outside_of_graphs
 from ...layouts.paged import merge_pages
 from ...layouts.protocol import Layout
 from ...torch_private import cpu_flash_backward, cpu_flash_forward
 from ..backend import Backend, BackwardInputs, Gradients, HeadDims
 from ..call import FEATURES, AttentionSpec, Call
-from ..masks import Positions, alibi_bias, apply_mask_mod, apply_score_mod, distances, needs_gradient
+from ..masks import alibi_bias, distances
+from ..mods import Positions, apply_mask_mod, apply_score_mod, needs_gradient
 from ..relative import RelativeBias
 from . import cpu_scores
 from .cpu_scores import Dropout, ScoreRules
@@ -209,8 +210,7 @@ def _tiles(queries: int, keys: int, tiling: Tiling) -> list[tuple[int, int, Shap
 
 def _has_rules(spec: AttentionSpec) -> bool:
     """Whether `_rules` may find any."""
-    has_mods = spec.score_mod is not None or spec.mask_mod is not None
-    return spec.has_bias or has_mods or not spec.window.is_open
+    return spec.has_bias or spec.has_mods or not spec.window.is_open
 
 
 def _rules(tiles: TileGroup, call: Call) -> ScoreRules:
@@ -280,10 +280,12 @@ def _heads_first(packed: Tensor) -> Tensor:
     return packed.transpose(0, 1).unsqueeze(0)
 
 
+@outside_of_graphs  # torch.compile sees it if the call has mods, and would compile it for each batch
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     return _run_plan(make_plan(call.layout, call.key_layout, call.spec), query, key, value, call)
 
 
+@outside_of_graphs
 def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     """The same with keys in pools. Pages are merged if that is a view; otherwise all keys are gathered."""
     paged = call.paged
@@ -301,7 +303,7 @@ def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
 def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     spec = call.spec
     out = query.new_empty(query.shape)
-    lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(spec.dtype, torch.float32))
+    lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
     for rows in plan.fully_masked:
         out[rows], lse[rows] = 0, -torch.inf
     # heads first, see `_heads_first`
@@ -310,9 +312,11 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
     hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
     seed = torch.randint(2**62, (2,), device="cpu") if spec.dropout_p else None
     dropout, changes_scores = Dropout.of(spec, seed), _changes_scores(spec)
+    check = MaskCheck(spec)
     has_rules = _has_rules(spec)
     for tiles in plan.calls:
         rules = _rules(tiles, call) if has_rules else ScoreRules()
+        check.add(rules)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         if changes_scores:
             with torch.autocast("cpu", enabled=False):
@@ -327,7 +331,8 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
         tiles.queries.scatter(to_lse, tiles_lse)
     if not changes_scores:
         _propagate_nan(out, lse, query)
-    return (out, lse) if seed is None else (out, lse, seed)
+    state = check.number if seed is None else seed
+    return (out, lse) if state is None else (out, lse, state)
 
 
 def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
@@ -340,6 +345,31 @@ def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
     wrong = (lse == 0) & query[0].isnan().any(-1).transpose(0, 1)
     out.masked_fill_(wrong.unsqueeze(-1), torch.nan)
     lse.masked_fill_(wrong, torch.nan)
+
+
+class MaskCheck:
+    """Finds out whether mask_mod hides the same keys in the backward as in the forward.
+
+    Attributes:
+        number: () int64, a hash of the masks. None if the call needs none: without gradients, without mask_mod, and
+            where `cpu_scores.py` checks the weights.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        is_needed = spec.mask_mod is not None and spec.needs_grad and not _changes_scores(spec)
+        self.number = torch.zeros((), dtype=torch.int64, device="cpu") if is_needed else None
+
+    def add(self, rules: ScoreRules) -> None:
+        """Add the mask of a call of the kernel."""
+        if self.number is not None and rules.visible is not None:
+            for dim in (-1, -2):
+                counts = rules.visible.sum(dim).flatten()
+                self.number = self.number * 31 + counts @ torch.arange(1, len(counts) + 1, device="cpu")
+
+    def compare(self, number: Tensor | None) -> None:
+        """Raise a RuntimeError if the forward had another number."""
+        if self.number is not None and number is not None and not torch.equal(self.number, number):
+            raise RuntimeError(cpu_scores.MODS_CHANGED)
 
 
 class BiasGradients:
@@ -361,8 +391,9 @@ class BiasGradients:
             tiles.keys.scatter(_heads_first(self.sums.key_bias), found.key_bias, add=True)
 
 
+@outside_of_graphs
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
-    grad, _, out, lse, seed = saved
+    grad, _, out, lse, state = saved
     layout, key_layout, spec, relative = call.layout, call.key_layout, call.spec, call.relative
     # Not autograd through slices, which would allocate a full gradient of zeros for each slice.
     plan = make_plan(layout, key_layout, spec)
@@ -375,10 +406,12 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
     hides_keys = relative is not None and _hides_keys(relative, spec)
-    dropout, by_scores = Dropout.of(spec, seed), _changes_scores(spec) or of_biases is not None
+    by_scores = _changes_scores(spec) or of_biases is not None
+    dropout, check = Dropout.of(spec, state), MaskCheck(spec)
     has_rules = _has_rules(spec)
     for tiles in plan.calls:
         rules = _rules(tiles, call) if has_rules else ScoreRules()
+        check.add(rules)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
         if by_scores:
@@ -399,19 +432,24 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         tiles.queries.scatter(to_query, dq)
         tiles.keys.scatter(to_key, dk, add=not plan.all_keys_once)
         tiles.keys.scatter(to_value, dv, add=not plan.all_keys_once)
+    check.compare(state)
     return (grad_query, grad_key, grad_value, *(of_biases.sums.tensors if of_biases else ()))
 
 
 def _refuses(spec: AttentionSpec) -> list[str]:
+    return _refuses_mods(spec) if spec.has_mods and spec.device.type == "cpu" else []
+
+
+@outside_of_graphs  # what is asked here is not known while a graph is traced
+def _refuses_mods(spec: AttentionSpec) -> list[str]:
     """Why score_mod or mask_mod needs the reference."""
-    if spec.device.type != "cpu" or (spec.score_mod is None and spec.mask_mod is None):
-        return []
-    reasons = []
     if call_mode(_PLAIN) != EAGER:
-        reasons.append("score_mod and mask_mod are not supported in function transforms and dispatch modes.")
-    elif spec.score_mod is not None and needs_gradient(spec.score_mod, spec.dtype):
-        reasons.append("score_mod reads a tensor that requires a gradient: detach it, or pass it in relative.")
-    return reasons
+        return ["score_mod and mask_mod are not supported in function transforms and dispatch modes."]
+    # With dropout also without gradients: a checkpoint runs the forward again with gradients, on the same backend.
+    with torch.set_grad_enabled(torch.is_grad_enabled() or bool(spec.dropout_p)):
+        if spec.score_mod is not None and needs_gradient(spec.score_mod, spec.dtype):
+            return ["score_mod reads a tensor that requires a gradient: detach it, or pass it in relative."]
+    return []
 
 
 _PLAIN = torch.empty(0, device="cpu")

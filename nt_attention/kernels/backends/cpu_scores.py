@@ -17,6 +17,11 @@ from torch import Tensor
 
 from ..call import AttentionSpec
 
+MODS_CHANGED = (
+    "score_mod or mask_mod gave other values in the backward than in the forward: something that it reads was modified "
+    "in between. Run the backward first, or pass backend='reference'."
+)
+
 
 class ScoreRules(NamedTuple):
     """What is done with the scores (n, H, rows, keys) of tiles after softcap, in this order.
@@ -112,6 +117,8 @@ def backward(
     scores, pull_back = _with_derivative(products, rules)
     masked = lse == -torch.inf
     weights = scores.sub(lse.masked_fill(masked, 0.0).unsqueeze(-1)).exp_()
+    if spec.has_mods:
+        _check_mods(weights, lse)
     grad = grad.to(dtype)
     grad_scores = (_by_group(grad, groups) @ v.to(dtype).mT).view_as(weights)
     dropped = weights
@@ -126,6 +133,17 @@ def backward(
     dq = (grad_products @ k.to(dtype)).view(q.shape).mul_(spec.scale)
     dk = (grad_products.mT @ _by_group(q.to(dtype), groups)).mul_(spec.scale)
     return dq, dk, dv, grad_scores
+
+
+def _check_mods(weights: Tensor, lse: Tensor) -> None:
+    """Check that mods changed the scores as in the forward, so that weights (…, rows, keys) have the sum 1, or 0.
+
+    Raises:
+        RuntimeError: They did not.
+    """
+    error = (weights.sum(-1) - (lse != -torch.inf).to(lse.dtype)).abs()
+    if bool((error > 1e-3 + 1e-5 * lse.abs().nan_to_num(posinf=0.0)).any()):  # NaN is not larger
+        raise RuntimeError(MODS_CHANGED)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

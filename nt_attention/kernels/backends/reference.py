@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..backend import Backend, BackwardInputs, Gradients
 from ..call import FEATURES, AttentionSpec, Call
-from ..masks import Positions, alibi_bias, apply_mask_mod, apply_score_mod, distances
+from ..masks import alibi_bias, distances
+from ..mods import Positions, apply_mask_mod, apply_score_mod
 from ..relative import RelativeBias
 
 
