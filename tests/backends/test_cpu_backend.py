@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.kernels.backends import cpu
+from nt_attention.kernels.backends import cpu, cpu_tiles
 from nt_attention.kernels.select import SlowBackendWarning
 
 
@@ -92,12 +92,12 @@ def test_window_bounds_the_number_of_scores(monkeypatch):
     )
     case = Problem([1999], None, 1, 1, 2, 2, options={"window_size": (16, 0)})
     call(case, "cpu")(**case.inputs, **case.options)
-    assert sum(scores) <= 1999 * (cpu.MASKED_ROWS + 16)
+    assert sum(scores) <= 1999 * (cpu_tiles.MASKED_ROWS + 16)
 
 
 def test_plan_is_cached_with_the_layout(monkeypatch):
     made = []
-    monkeypatch.setattr(cpu, "_make_plan", lambda *a, make=cpu._make_plan: made.append(1) or make(*a))
+    monkeypatch.setattr(cpu_tiles, "uncached_plan", lambda *a, make=cpu_tiles.uncached_plan: made.append(1) or make(*a))
     case = problem("cross", "causal", "plain")
     function = call(case, "cpu")
     for _ in range(3):
@@ -244,7 +244,7 @@ class TestTilesOfScores:
     def small_tiles(self, monkeypatch):
         """Sequences of a few tokens have several tiles, and tiles of the same shape several calls."""
         for name, value in {"MASKED_ROWS": 7, "FEW_ROWS": 2, "MOST_SCORES": 300, "MAX_GATHERED_WITH_RULES": 20}.items():
-            monkeypatch.setattr(cpu, name, value)
+            monkeypatch.setattr(cpu_tiles, name, value)
 
     @pytest.mark.usefixtures("small_tiles")
     @pytest.mark.parametrize("extra", ["sinks", "relative-alibi-gqa", "narrow-values"])
@@ -292,7 +292,7 @@ class TestTilesOfScores:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_calls_have_few_scores(self, monkeypatch, is_causal):
-        monkeypatch.setattr(cpu, "MOST_SCORES", 30_000)
+        monkeypatch.setattr(cpu_tiles, "MOST_SCORES", 30_000)
         scores, run = [], cpu.cpu_scores.forward
         monkeypatch.setattr(
             cpu.cpu_scores,
