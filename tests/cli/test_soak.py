@@ -52,7 +52,9 @@ FORWARDS = {
     "memory around": lambda q, k, v, call: plus(cpu.forward(q, k, v, call), 0 * memory_of(v).sum()),
     "leak": lambda q, k, v, call: plus(cpu.forward(q, k, v, call), leak(q)),
 }
-BACKWARDS = {
+BACKWARDS = {  # a backward that hides other keys than its forward would raise an error, and not give other results
+    "window": lambda saved, q, k, v, call: cpu.backward(saved, q, k, v, wider_window(call)),
+    "upper left": lambda saved, q, k, v, call: cpu.backward(saved, q, k, v, other_alignment(call)),
     "value dim": lambda saved, q, k, v, call: [
         x * (1.01 if call.spec.head_dim != call.spec.value_dim else 1) for x in cpu.backward(saved, q, k, v, call)
     ],
