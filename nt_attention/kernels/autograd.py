@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .adapters import Tensors
 from .backend import Backend, BackwardInputs, Gradients
 from .call import Call
 from .custom_ops import arguments_of
+from .mods import frozen
 from .registry import number_of
 from .relative import RelativeBias
 
@@ -71,6 +72,9 @@ def _run_with_gradients(kernel: Kernel, tensors: Tensors, call: Call) -> tuple[A
         return kernel.forward(tensors, call)
     function = _Attention if in_transform else _EagerAttention
     call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
+    if call.spec.has_mods:  # the backward calls them again
+        spec = replace(call.spec, score_mod=frozen(call.spec.score_mod), mask_mod=frozen(call.spec.mask_mod))
+        call = call._replace(spec=spec)
     return function.apply(*tensors, (kernel, call), *relative)
 
 
@@ -89,7 +93,7 @@ class Kernel:
 
         If the backend can write to `given` (T, H, Dv), that is `out`.
         """
-        if isinstance(self.backend, str) or call_mode(*inputs, *_relative_tensors(call)) != EAGER:
+        if isinstance(self.backend, str) or _is_observed(call, *inputs):
             return _operator("forward", call)(*inputs, *arguments_of(call, self._name))
         if call.spec.paged:
             return paged.forward(self.backend, *inputs, call)
@@ -110,7 +114,7 @@ class Kernel:
         If the backend can write to `dq` (T, H, D), that is the gradient of the query.
         """
         if isinstance(self.backend, Backend):
-            is_eager = call_mode(saved.grad, *inputs, *_relative_tensors(call)) == EAGER
+            is_eager = not _is_observed(call, saved.grad, *inputs)
             if is_eager and call.spec.tree:
                 return tree.backward(self.backend, saved, inputs, call)
             if is_eager:
@@ -229,6 +233,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.mark_non_differentiable(*[x for x in more if x is not None])
     ctx.set_materialize_grads(False)  # grad_lse is mostly None, which is cheaper than zeros
     ctx.save_for_backward(query, key, value, call.alibi_slopes, *relative, out, lse, *more)
+
+
+def _is_observed(call: Call, *tensors: Tensor) -> bool:
+    """Whether an operator must run the call. Operators have no functions as arguments, so modes see what these do."""
+    return not call.spec.has_mods and call_mode(*tensors, *_relative_tensors(call)) != EAGER
 
 
 def _relative_tensors(call: Call) -> tuple[Tensor, ...]:

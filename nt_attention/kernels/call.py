@@ -260,6 +260,11 @@ class AttentionSpec:
         return self.alibi or bool(self.relative)
 
     @property
+    def has_mods(self) -> bool:
+        """Whether it has a score_mod or a mask_mod."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
     def nonlinear(self) -> list[str]:
         """The options of this call that make a score nonlinear in query · key."""
         return [name for name in ("softcap", "score_mod") if getattr(self, name) != OPTIONS[name].default]

@@ -9,8 +9,7 @@ Dimensions: B sequences, H heads, L queries of a sequence, S keys of a sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,61 +86,6 @@ def distances(queries: int, keys: int, diagonal: int, device: torch.device) -> T
 def alibi_bias(distance: Tensor, slopes: Tensor) -> Tensor:
     """(…, H, L, S) −slope · |distance| for slopes (…, H): ALiBi (Press et al. 2022), made symmetric."""
     return -slopes[..., None, None] * distance.abs()
-
-
-def checked_score_mod(mod: Callable[..., Any]) -> Callable[..., Tensor]:
-    """`mod(score, b, h, q_idx, kv_idx)`, which raises a ValueError if it does not return one score."""
-
-    def score_mod(score: Tensor, *indices: Tensor) -> Tensor:
-        result = mod(score, *indices)
-        precise = torch.promote_types(score.dtype, torch.float32)  # that of flex_attention's scores in 16 bits
-        is_number = isinstance(result, Tensor) and not result.dim() and result.is_floating_point()
-        if not is_number or torch.promote_types(result.dtype, precise) != precise:
-            raise ValueError(
-                f"score_mod must return a tensor of shape () in the dtype of the score, {score.dtype}, got "
-                f"{_describe(result)}: index tensors down to one number, and cast it with .to(score.dtype)."
-            )
-        return cast(Tensor, result)
-
-    return score_mod
-
-
-def checked_mask_mod(mod: Callable[..., Any]) -> Callable[..., Tensor]:
-    """`mod(b, h, q_idx, kv_idx)`, which raises a ValueError if it does not return one truth value."""
-
-    def mask_mod(*indices: Tensor) -> Tensor:
-        result = mod(*indices)
-        if not isinstance(result, Tensor) or result.dim() or result.dtype != torch.bool:
-            raise ValueError(
-                "mask_mod must return a boolean tensor of shape (), True if the query sees the key, got "
-                f"{_describe(result)}: compare numbers, as in q_idx >= kv_idx."
-            )
-        return result
-
-    return mask_mod
-
-
-def _describe(result: object) -> str:
-    return f"{tuple(result.shape)} {result.dtype}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-
-
-def apply_score_mod(mod: Callable[..., Any], scores: Tensor, b: int) -> Tensor:
-    """Call `mod(score, b, h, q_idx, kv_idx)` on scalars, as flex_attention does, for every score (H, L, S)."""
-    return _for_each_score(checked_score_mod(mod), scores, b).to(scores.dtype)
-
-
-def apply_mask_mod(mod: Callable[..., Any], scores: Tensor, b: int) -> Tensor:
-    """(H, L, S) bool, the result of `mod(b, h, q_idx, kv_idx)` for every score."""
-    mask_mod = checked_mask_mod(mod)
-    return _for_each_score(lambda _, *indices: mask_mod(*indices), scores, b)
-
-
-def _for_each_score(mod: Callable[..., Tensor], scores: Tensor, b: int) -> Tensor:
-    heads, queries, keys = (torch.arange(n, device=scores.device) for n in scores.shape)
-    over_keys = torch.vmap(mod, in_dims=(0, None, None, None, 0))
-    over_queries = torch.vmap(over_keys, in_dims=(0, None, None, 0, None))
-    over_heads = torch.vmap(over_queries, in_dims=(0, None, 0, None, None))
-    return over_heads(scores, torch.tensor(b, device=scores.device), heads, queries, keys)
 
 
 def _sum_of_clamped_line(start: Tensor, count: Tensor, top: Tensor) -> Tensor:

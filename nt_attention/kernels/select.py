@@ -36,11 +36,13 @@ class SlowBackendWarning(UserWarning):
         >>> from nt_attention.kernels.select import SlowBackendWarning
         >>> layout = nta.SequenceLayout.from_lengths([2, 3])
         >>> x = torch.randn(layout.total, 4, 16)
+        >>> gains = torch.ones(4, requires_grad=True)
+        >>> learned = lambda score, b, h, q_idx, kv_idx: score * gains[h]
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always", SlowBackendWarning)
-        ...     out = nta.varlen_attention(x, x, x, layout, dropout_p=0.1)
+        ...     out = nta.varlen_attention(x, x, x, layout, score_mod=learned)
         >>> print(caught[0].message)
-        attention runs on the slow reference backend because cpu cannot run this call: dropout is not supported: ...
+        attention runs on the slow reference backend because cpu cannot run this call: score_mod reads a tensor ...
     """
 
 
@@ -63,16 +65,16 @@ class Explanation:
         >>> import torch, nt_attention as nta
         >>> layout = nta.SequenceLayout.from_lengths([2, 3])
         >>> x = torch.randn(layout.total, 4, 16)
-        >>> explanation = nta.explain(x, x, x, layout, dropout_p=0.1)
-        >>> explanation.chosen
-        'reference'
+        >>> explanation = nta.explain(x, x, x, layout, batch_invariant=True, backend="cpu")
+        >>> explanation.chosen is None
+        True
         >>> explanation.reasons["cpu"]
-        ('dropout is not supported: leave dropout_p at 0.',)
+        ('batch invariance is not supported: leave batch_invariant at False.',)
         >>> print(explanation)
-        backend='auto': reference runs this call.
+        backend='cpu': it cannot run this call.
         ...
-          cpu              cannot run  dropout is not supported: leave dropout_p at 0.
-          reference        chosen      plain PyTorch, one sequence at a time (any device, most options; slow)
+          cpu              cannot run  batch invariance is not supported: leave batch_invariant at False.
+          reference        cannot run  batch invariance is not supported: leave batch_invariant at False.
     """
 
     chosen: str | None
@@ -237,7 +239,7 @@ def can_choose_later(spec: AttentionSpec, backend: str) -> bool:
             "in a graph, dropout with a layout that was made with max_tokens needs a backend by name: pass "
             'backend="token_tiled".'
         )
-    if spec.score_mod is not None or spec.mask_mod is not None:  # functions can't be arguments of operators
+    if spec.has_mods:  # functions can't be arguments of operators
         return False
     if spec.paged:
         return True
@@ -368,7 +370,7 @@ _cached: dict[tuple[object, ...], tuple[Backend, bool]] = {}  # holds the backen
 
 def _can_run(backend: Backend, spec: AttentionSpec) -> bool:
     """Whether `_reasons` is empty; cached for all batches with the same spec."""
-    if spec.score_mod is not None or spec.mask_mod is not None:  # a cache would keep these functions alive
+    if spec.has_mods:  # a cache would keep these functions alive
         return not _reasons(backend, spec)
     key = (id(backend), spec, support.uses_results.get(), current_flash_attention_impl())
     if (found := _cached.get(key)) is None:

@@ -518,8 +518,6 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             return "it has no padding" if self.backend == "auto" and self.is_stock else None
         if key_padding_mask.dtype != torch.bool:
             return "key_padding_mask is not boolean"
-        if self.backend == "auto" and self.dropout and self.training and query.device.type == "cpu":
-            return "on a CPU, no fast backend supports dropout"
         return None
 
     def _project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from ..compiler import is_tracing
 from ..kernels.call import MaskMod, ScoreMod
-from ..kernels.masks import Window, alibi_bias, apply_mask_mod, apply_score_mod, distances
+from ..kernels.masks import Window, alibi_bias, distances
+from ..kernels.mods import Positions, apply_mask_mod, apply_score_mod
 from ..layouts.bounded import LengthsUnknownError
 from ..layouts.protocol import Layout
 from .config import AttentionConfig
@@ -254,9 +255,10 @@ def _unfused(
     if mask.bias is not None:
         scores = scores + mask.bias
     if mask.score_mod is not None:
-        scores = _of_sequences(partial(apply_score_mod, mask.score_mod), scores, mask.lengths)
+        scores = _of_sequences(partial(_by_score_mod, mask.score_mod), scores, mask.lengths)
     if mask.mask_mod is not None:
-        mask = mask.only(_of_sequences(partial(apply_mask_mod, mask.mask_mod), scores, mask.lengths).to(torch.bool))
+        visible = _of_sequences(partial(_by_mask_mod, mask.mask_mod), scores, mask.lengths)
+        mask = mask.only(visible.to(torch.bool))
     if mask.visible is not None:
         scores = scores.masked_fill(~mask.visible, -torch.inf)
     fully_masked = (scores == -torch.inf).all(-1, keepdim=True)  # their softmax and its gradient would be NaN
@@ -268,6 +270,17 @@ def _unfused(
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     weights = F.dropout(weights.masked_fill(fully_masked, 0.0), options["dropout_p"])
     return (weights.to(value.dtype) @ value).to(dtype), weights.to(dtype)
+
+
+def _by_score_mod(mod: ScoreMod, scores: Tensor, b: int) -> Tensor:
+    """The scores (H, L, S) of a sequence, changed by score_mod."""
+    return apply_score_mod(mod, scores[None], Positions.of_sequence(b, scores))[0]
+
+
+def _by_mask_mod(mod: MaskMod, scores: Tensor, b: int) -> Tensor:
+    """(H, L, S) which scores of a sequence are visible by mask_mod."""
+    positions = Positions.of_sequence(b, scores)
+    return apply_mask_mod(mod, len(scores), positions)[0].expand_as(scores)
 
 
 def _of_sequences(apply: Callable[[Tensor, int], Tensor], scores: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:

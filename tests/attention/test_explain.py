@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 import nt_attention as nta
 from nt_attention.kernels.select import BACKENDS
@@ -12,28 +13,30 @@ def chosen(inputs, **options):
     return nta.explain(**inputs, **options).chosen
 
 
+def learned(score, *_):
+    """A score_mod that only the reference supports on a CPU."""
+    return score * torch.ones((), requires_grad=True)
+
+
 def test_explain_does_not_warn(attention_inputs):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert chosen(attention_inputs, softcap=2.0) == "reference"
+        assert chosen(attention_inputs, score_mod=learned) == "reference"
 
 
 def test_explain_lists_every_backend_with_its_reasons(attention_inputs, backends_that_ran):
-    explanation = nta.explain(**attention_inputs, softcap=2.0, dropout_p=0.5, return_lse=True)
+    explanation = nta.explain(**attention_inputs, score_mod=learned, softcap=2.0, return_lse=True)
     assert backends_that_ran == []
     assert explanation.chosen == "reference"
     assert list(explanation.reasons) == list(nta.available_backends()) == list(BACKENDS)
     assert explanation.reasons["cpu"] == (
-        "softcap is not supported: leave softcap at 0.",
-        "dropout is not supported: leave dropout_p at 0.",
+        "score_mod reads a tensor that requires a gradient: detach it, or pass it in relative.",
     )
     assert explanation.reasons["reference"] == ()
     lines = str(explanation).splitlines()
     assert lines[0] == "backend='auto': reference runs this call."
     assert [line.split()[0] for line in lines[1:]] == list(BACKENDS)
-    assert (
-        "cannot run  softcap is not supported: leave softcap at 0. dropout is" in lines[1 + list(BACKENDS).index("cpu")]
-    )
+    assert "cannot run  score_mod reads a tensor" in lines[1 + list(BACKENDS).index("cpu")]
     assert " chosen " in lines[1 + list(BACKENDS).index("reference")]
 
 
@@ -44,7 +47,7 @@ def test_explain_lists_other_backends_that_can_run(attention_inputs):
 
 
 def test_explain_of_a_backend_that_cannot_run_the_call(attention_inputs):
-    explanation = nta.explain(**attention_inputs, softcap=2.0, backend="cpu")
+    explanation = nta.explain(**attention_inputs, batch_invariant=True, backend="cpu")
     assert explanation.chosen is None
     assert str(explanation).startswith("backend='cpu': it cannot run this call.")
 

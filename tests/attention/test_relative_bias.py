@@ -247,8 +247,8 @@ class TestGradients:
     @pytest.mark.parametrize("trained", [False, True])
     def test_kernel_of_the_backward_runs_if_no_bias_needs_a_gradient(self, trained, monkeypatch):
         ran = []
-        inner = cpu._backward_with_scores
-        monkeypatch.setattr(cpu, "_backward_with_scores", lambda *args: ran.append(args) or inner(*args))
+        inner = cpu.cpu_scores.backward
+        monkeypatch.setattr(cpu.cpu_scores, "backward", lambda *args: ran.append(args) or inner(*args))
         case = problem("self", "causal", "relative")
         leaves = {name: x.requires_grad_(name not in TERMS or trained) for name, x in case.inputs.items()}
         call(case, "cpu")(**case.arguments(leaves), **case.options)[0].sum().backward()

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 import nt_attention as nta
 from nt_attention.kernels.backends import cpu
@@ -40,6 +41,11 @@ def ran(inputs, **options):
     return "cpu" if "Attention" in out.grad_fn.name() else "reference"
 
 
+def learned(score, *_):
+    """A score_mod that only the reference supports on a CPU."""
+    return score * torch.ones((), requires_grad=True)
+
+
 def test_environment_variable_decides_what_auto_means(attention_inputs, variable):
     """It is read at every call, also with one layout, which caches the selected backend."""
     assert ENVIRONMENT_VARIABLE == "NT_ATTENTION_BACKEND"
@@ -49,17 +55,17 @@ def test_environment_variable_decides_what_auto_means(attention_inputs, variable
         assert nta.explain(**attention_inputs).asked == (name or "auto")
         assert chosen(attention_inputs) == chosen(attention_inputs, backend="auto") == ran(attention_inputs) == wanted
         if name != "cpu":
-            assert chosen(attention_inputs, softcap=2.0) == "reference"
+            assert chosen(attention_inputs, score_mod=learned) == "reference"
 
 
 def test_environment_variable_reference_does_not_warn(attention_inputs, variable):
     variable("reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        nta.varlen_attention(**attention_inputs, softcap=2.0)
+        nta.varlen_attention(**attention_inputs, score_mod=learned)
     variable(None)
     with pytest.warns(SlowBackendWarning):
-        nta.varlen_attention(**attention_inputs, softcap=2.0)
+        nta.varlen_attention(**attention_inputs, score_mod=learned)
 
 
 @pytest.mark.parametrize("value", ["reference", "flash_attn_9"])
@@ -87,12 +93,12 @@ def test_unknown_backend_in_the_environment_variable(attention_inputs, variable,
 
 def test_environment_variable_with_a_backend_that_cannot_run_raises(attention_inputs, variable):
     variable("cpu")
-    explanation = nta.explain(**attention_inputs, softcap=2.0)
+    explanation = nta.explain(**attention_inputs, score_mod=learned)
     assert (explanation.asked, explanation.chosen) == ("cpu", None)
     with pytest.raises(ValueError, match="backend='cpu': it cannot run this call") as error:
-        nta.varlen_attention(**attention_inputs, softcap=2.0)
+        nta.varlen_attention(**attention_inputs, score_mod=learned)
     assert str(error.value) == str(explanation)
-    assert chosen(attention_inputs, softcap=2.0, backend="reference") == "reference"
+    assert chosen(attention_inputs, score_mod=learned, backend="reference") == "reference"
 
 
 def test_environment_variable_with_a_missing_backend_raises(attention_inputs, variable, monkeypatch):

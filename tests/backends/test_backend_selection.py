@@ -13,6 +13,11 @@ from nt_attention.kernels.backends import cpu
 from nt_attention.kernels.select import BACKENDS, SlowBackendWarning
 
 
+def learned(score, *_):
+    """A score_mod that only the reference supports on a CPU."""
+    return score * torch.ones((), requires_grad=True)
+
+
 def chosen(inputs, **options):
     return nta.explain(**inputs, **options).chosen
 
@@ -36,10 +41,10 @@ def test_cpu_and_reference_backends_agree(attention_inputs):
 
 
 def test_named_backend_never_falls_back(attention_inputs, backends_that_ran):
-    with pytest.raises(ValueError, match="leave softcap at 0") as error:
-        nta.varlen_attention(**attention_inputs, softcap=2.0, backend="cpu")
+    with pytest.raises(ValueError, match="leave batch_invariant at False") as error:
+        nta.varlen_attention(**attention_inputs, batch_invariant=True, backend="cpu")
     assert backends_that_ran == []
-    assert str(error.value) == str(nta.explain(**attention_inputs, softcap=2.0, backend="cpu"))
+    assert str(error.value) == str(nta.explain(**attention_inputs, batch_invariant=True, backend="cpu"))
 
 
 @pytest.mark.parametrize("function", [nta.varlen_attention, nta.explain], ids=["varlen_attention", "explain"])
@@ -51,14 +56,14 @@ def test_unknown_backend_lists_the_known_ones(attention_inputs, function):
 
 
 def test_auto_warns_if_only_the_reference_can_run(attention_inputs, backends_that_ran):
-    with pytest.warns(SlowBackendWarning, match=r"slow .* softcap is not supported.*backend='reference'") as caught:
-        nta.varlen_attention(**attention_inputs, softcap=2.0)
+    with pytest.warns(SlowBackendWarning, match=r"slow .* score_mod reads a tensor.*backend='reference'") as caught:
+        nta.varlen_attention(**attention_inputs, score_mod=learned)
     assert backends_that_ran == ["reference"]
     assert [w.filename for w in caught] == [__file__], "the warning points at the caller"
 
 
 def _in_module(x, layout):
-    return nta.VarlenMultiheadAttention(8, 2, softcap=2.0)(x, x, x, layout=layout)
+    return nta.VarlenMultiheadAttention(8, 2)(x, x, x, layout=layout, score_mod=learned)
 
 
 def _in_a_checkpoint(x, layout):
@@ -67,7 +72,7 @@ def _in_a_checkpoint(x, layout):
 
 def _in_a_graph(x, layout):
     x = x.unflatten(1, (2, 4))
-    return torch.compile(nta.varlen_attention, backend="aot_eager")(x, x, x, layout, softcap=2.0)
+    return torch.compile(nta.varlen_attention, backend="aot_eager")(x, x, x, layout, score_mod=learned)
 
 
 @pytest.mark.parametrize("call", [_in_module, _in_a_checkpoint, _in_a_graph])
@@ -104,9 +109,9 @@ class TestUseBackend:
 
     def test_use_backend_raises_if_the_backend_cannot_run(self, attention_inputs, backends_that_ran):
         with nta.use_backend("cpu"):
-            with pytest.raises(ValueError, match="leave softcap at 0") as error:
-                nta.varlen_attention(**attention_inputs, softcap=2.0)
-            assert str(error.value) == str(nta.explain(**attention_inputs, softcap=2.0))
+            with pytest.raises(ValueError, match="leave batch_invariant at False") as error:
+                nta.varlen_attention(**attention_inputs, batch_invariant=True)
+            assert str(error.value) == str(nta.explain(**attention_inputs, batch_invariant=True))
         assert backends_that_ran == []
 
     def test_nested_contexts(self, attention_inputs):
@@ -114,8 +119,8 @@ class TestUseBackend:
             with nta.use_backend("cpu"):
                 assert chosen(attention_inputs) == "cpu"
                 with nta.use_backend("auto"):
-                    assert chosen(attention_inputs, softcap=2.0) == "reference"
-                assert chosen(attention_inputs, softcap=2.0) is None
+                    assert chosen(attention_inputs, score_mod=learned) == "reference"
+                assert chosen(attention_inputs, score_mod=learned) is None
             assert chosen(attention_inputs) == "reference"
         assert chosen(attention_inputs) == "cpu"
 

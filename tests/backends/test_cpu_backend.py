@@ -1,16 +1,21 @@
 """The CPU backend against the float64 oracle, and how it divides a batch into kernel calls."""
 
+import gc
+import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from calls import STRIDES, call
+from calls import STRIDES, PassThrough, call
 from oracle import EXTRAS, GEOMETRIES, LENGTHS, Problem, assert_same, problem
 from sweeps import sweep_product
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nt_attention import SequenceLayout, varlen_attention
-from nt_attention.kernels.backends import cpu
+from nt_attention.kernels.backends import cpu, cpu_tiles
+from nt_attention.kernels.select import SlowBackendWarning
 
 
 @sweep_product("lengths, geometry, extra", LENGTHS, GEOMETRIES, EXTRAS, strength=2)
@@ -87,12 +92,12 @@ def test_window_bounds_the_number_of_scores(monkeypatch):
     )
     case = Problem([1999], None, 1, 1, 2, 2, options={"window_size": (16, 0)})
     call(case, "cpu")(**case.inputs, **case.options)
-    assert sum(scores) <= 1999 * (cpu.MASKED_ROWS + 16)
+    assert sum(scores) <= 1999 * (cpu_tiles.MASKED_ROWS + 16)
 
 
 def test_plan_is_cached_with_the_layout(monkeypatch):
     made = []
-    monkeypatch.setattr(cpu, "_make_plan", lambda *a, make=cpu._make_plan: made.append(1) or make(*a))
+    monkeypatch.setattr(cpu_tiles, "uncached_plan", lambda *a, make=cpu_tiles.uncached_plan: made.append(1) or make(*a))
     case = problem("cross", "causal", "plain")
     function = call(case, "cpu")
     for _ in range(3):
@@ -230,3 +235,207 @@ def test_nan_in_a_query_propagates_to_out_and_lse(lengths, is_causal):
     )
     assert want[1].isnan().sum() == 2
     torch.testing.assert_close(found, want, equal_nan=True)
+
+
+class TestTilesOfScores:
+    """Softcap, score_mod, mask_mod and dropout, whose scores are in memory."""
+
+    @pytest.fixture
+    def small_tiles(self, monkeypatch):
+        """Sequences of a few tokens have several tiles, and tiles of the same shape several calls."""
+        for name, value in {"MASKED_ROWS": 7, "FEW_ROWS": 2, "MOST_SCORES": 300, "MAX_GATHERED_WITH_RULES": 20}.items():
+            monkeypatch.setattr(cpu_tiles, name, value)
+
+    @pytest.mark.usefixtures("small_tiles")
+    @pytest.mark.parametrize("extra", ["sinks", "relative-alibi-gqa", "narrow-values"])
+    @pytest.mark.parametrize("geometry", GEOMETRIES)
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    def test_mods_get_the_positions_of_each_tile(self, lengths, geometry, extra):
+        gains = torch.rand(7, 6, dtype=torch.float64)
+        mods = {
+            "score_mod": lambda score, b, h, q, k: torch.tanh(score * gains[b, h]) + 0.1 * torch.cos(q - 2.0 * k),
+            "mask_mod": lambda b, h, q, k: (b + h + 2 * q + k) % 3 != 0,
+        }
+        case = problem(lengths, geometry, extra, options={"softcap": 1.3, **mods})
+        assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+    @pytest.mark.usefixtures("small_tiles", "uninitialized_is_nan")
+    @pytest.mark.parametrize("options", [{"softcap": 1.7}, {"mask_mod": lambda b, h, q, k: q % 2 == 0}])
+    @pytest.mark.parametrize("lengths", LENGTHS)
+    def test_results_contain_no_uninitialized_memory(self, lengths, options):
+        case = problem(lengths, "causal-window", "all", past=(3, 2), options=options)
+        assert_same(case.solve(call(case, "cpu")), case.truth(), 1e-9)
+
+    @pytest.mark.usefixtures("small_tiles")
+    def test_gradients_with_dropout_are_of_the_weights_that_were_kept(self):
+        length, p = 23, 0.4
+        case = Problem([length, 4, length], heads=4, kv_heads=2, value_dim=length, options={"softcap": 1.3})
+        eye = torch.eye(length, dtype=torch.float64)
+        values = torch.cat([eye, eye[:4], eye])[:, None].repeat(1, 2, 1)
+        inputs = {**case.inputs, "value": values}
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        out, _ = call(case, "cpu", dropout_p=p)(**leaves, **case.options)
+        kept = (out.detach() != 0).double() / (1 - p)
+
+        whole = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        weights, _ = call(case, "cpu")(query=whole["query"], key=whole["key"], value=values, **case.options)
+        parts = zip(
+            (weights * kept).split(case.lengths),
+            whole["value"].repeat_interleave(2, 1).split(case.lengths),
+            strict=True,
+        )
+        want = torch.cat([torch.einsum("thj,jhd->thd", w[..., : len(v)], v) for w, v in parts])
+        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+        grad = torch.randn_like(out)
+        found, wanted = (torch.autograd.grad(x, tuple(y.values()), grad) for x, y in ((out, leaves), (want, whole)))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_calls_have_few_scores(self, monkeypatch, is_causal):
+        monkeypatch.setattr(cpu_tiles, "MOST_SCORES", 30_000)
+        scores, run = [], cpu.cpu_scores.forward
+        monkeypatch.setattr(
+            cpu.cpu_scores,
+            "forward",
+            lambda q, k, *more: scores.append(q[..., 0].numel() * k.shape[2]) or run(q, k, *more),
+        )
+        case = Problem([701, *[13] * 100], heads=2, kv_heads=1, options={"is_causal": is_causal, "softcap": 2.0})
+        call(case, "cpu")(**case.inputs, **case.options)
+        assert 10_000 < max(scores) <= 30_000
+        if is_causal:  # keys after the last query of a tile are not computed
+            assert sum(scores) < 0.6 * 2 * 701**2 + 100 * 2 * 13**2
+
+    def test_mods_do_not_live_as_long_as_the_layout(self):
+        case = Problem([5, 3])
+        mods = [lambda b, h, q, k: q >= k, lambda score, b, h, q, k: score * 2]
+        alive = [weakref.ref(mod) for mod in mods]
+        function = call(case, "cpu", mask_mod=mods.pop(0), score_mod=mods.pop(0))
+        function(**case.inputs)
+        layout = function.keywords["layout"]
+        del function
+        gc.collect()
+        assert layout.total == 8
+        assert [mod() for mod in alive] == [None, None]
+
+    def test_nan_in_a_query_propagates(self):
+        case = Problem([5, 130], dtype=torch.float32, options={"softcap": 3.0, "is_causal": True})
+        case.inputs["query"][[2, 40]] = torch.nan
+        out, lse = call(case, "cpu")(**case.inputs, **case.options)
+        assert out.isnan().any(-1).nonzero()[:, 0].unique().tolist() == [2, 40]
+        assert lse.isnan().nonzero()[:, 0].unique().tolist() == [2, 40]
+
+    @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout_p": 0.0, "score_mod": lambda s, *_: s * 0.5}])
+    def test_autocast_changes_no_precision(self, options):
+        case = problem("self", "causal", "gqa", dtype=torch.float32)
+        function = call(case, "cpu", **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = function(**{name: x.bfloat16() for name, x in case.inputs.items()}, **case.options)
+        want = function(**{name: x.bfloat16().float() for name, x in case.inputs.items()}, **case.options)
+        torch.testing.assert_close(found[1], want[1], rtol=1e-5, atol=1e-5)
+
+    def test_mods_run_in_transforms_and_dispatch_modes(self):
+        case = problem("self", "causal", "gqa", lengths=[5, 0, 3])
+        function = call(case, score_mod=lambda score, b, h, q, k: score.tanh() + b)
+
+        def loss(query):
+            return function(query, case.inputs["key"], case.inputs["value"])[0].square().sum()
+
+        query = case.inputs["query"].requires_grad_()
+        (want,) = torch.autograd.grad(loss(query), query)
+        with pytest.warns(SlowBackendWarning, match="transforms and dispatch modes"):
+            torch.testing.assert_close(torch.func.grad(loss)(query.detach()), want, rtol=1e-9, atol=1e-9)
+        with pytest.warns(SlowBackendWarning, match="transforms and dispatch modes"), PassThrough():
+            torch.testing.assert_close(loss(query), loss(query.detach()), rtol=1e-9, atol=1e-9)
+        out = loss(query)
+        with PassThrough():  # only the backward
+            torch.testing.assert_close(torch.autograd.grad(out, query)[0], want, rtol=1e-9, atol=1e-9)
+
+    def test_score_mod_that_learns_needs_the_reference(self, backends_that_ran):
+        table = torch.randn(5, 9, requires_grad=True)
+        case = Problem([5, 3], heads=5, kv_heads=5, dtype=torch.float32)
+        options = {"score_mod": lambda score, b, h, q, k: score + table[h, q - k + 4]}
+        with pytest.warns(SlowBackendWarning, match="score_mod reads a tensor that requires a gradient"):
+            call(case)(**case.inputs, **options)[0].square().sum().backward()
+        assert table.grad.abs().max() > 0
+        with pytest.raises(ValueError, match=r"requires a gradient: detach it, or pass it in relative"):
+            call(case, "cpu")(**case.inputs, **options)
+        with torch.no_grad():
+            call(case)(**case.inputs, **options)
+        assert backends_that_ran == ["reference", "cpu"]
+
+    @pytest.mark.parametrize("scope", ["local", "global"])
+    def test_backward_calls_mods_with_the_variables_of_the_forward(self, scope):
+        """The functions are made in a loop, and read what changes in it."""
+        program = """
+def gradient(x, attend):
+    y = x
+    for i in range(3):
+        bias = (i + 1) * torch.arange(12.0, dtype=x.dtype)
+        y = y + attend(
+            y, y, y,
+            score_mod=lambda score, b, h, q, k: score * (i + 1) + sum(bias[j] for j in (q, k)),
+            mask_mod=lambda b, h, q, k: (q - k) % (i + 2) == 0,
+        )
+    return torch.autograd.grad(y.sin().sum(), x)[0]
+"""
+        if scope == "global":
+            program = program.replace("    y = x", "    global i, bias\n    y = x")
+        variables = {"torch": torch}
+        exec(program, variables)
+        case = Problem([5, 12])
+        x = case.inputs["query"].requires_grad_()
+        layout = SequenceLayout.from_lengths(case.lengths)
+        found, want = (
+            variables["gradient"](x, partial(varlen_attention, layout=layout, backend=backend))
+            for backend in ("cpu", "reference")
+        )
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("what", ["bias", "documents", "documents and softcap", "attribute"])
+    def test_mods_that_change_before_the_backward_raise_an_error(self, what, dtype):
+        case = Problem([50, 0, 3], dtype=dtype)
+        bias, documents, slope = torch.zeros(50, 50), torch.arange(50) // 10, SimpleNamespace(value=1.0)
+        options = {
+            "bias": {"score_mod": lambda score, b, h, q, k: score + bias[q, k]},
+            "documents": {"mask_mod": lambda b, h, q, k: documents[q] == documents[k]},
+            "attribute": {"score_mod": lambda score, b, h, q, k: score * slope.value},
+        }
+        options["documents and softcap"] = {"softcap": 2.0, **options["documents"]}
+        query = case.inputs["query"].requires_grad_()
+
+        def loss():
+            return call(case, "cpu")(query, case.inputs["key"], case.inputs["value"], **options[what])[0].square().sum()
+
+        before = loss()
+        torch.autograd.grad(before, query, retain_graph=True)
+        bias[40, 3], documents[9], slope.value = 1.0, 1, 1.1
+        with pytest.raises(RuntimeError, match="gave other values in the backward than in the forward"):
+            torch.autograd.grad(before, query)
+        torch.autograd.grad(loss(), query)
+
+    def test_mods_in_a_graph_have_the_gradients_of_out_and_lse(self, backends_that_ran):
+        options = {"score_mod": lambda score, b, h, q, k: score.tanh() + b, "mask_mod": lambda b, h, q, k: q >= k}
+        case = problem("self", "causal", "gqa", lengths=[5, 0, 3], options=options)
+        function = torch.compile(call(case), backend="aot_eager")
+        for _ in range(2):  # plans of the first call are kept
+            assert_same(case.solve(function), case.truth(), 1e-9)
+        assert set(backends_that_ran) == {"cpu"}
+
+    def test_checkpoint_that_learns_drops_the_same_weights(self):
+        gain = torch.ones((), dtype=torch.float64, requires_grad=True)
+        case = Problem([5, 3], options={"dropout_p": 0.4, "score_mod": lambda score, b, h, q, k: score * gain})
+        function = call(case, **case.options)
+        query = case.inputs["query"].requires_grad_()
+
+        def attend(query):
+            return function(query, case.inputs["key"], case.inputs["value"])[0].square()
+
+        def gradient(run):
+            query.grad = None
+            torch.manual_seed(5)
+            run(query).sum().backward()
+            return query.grad
+
+        with pytest.warns(SlowBackendWarning):
+            torch.testing.assert_close(gradient(partial(checkpoint, attend, use_reentrant=True)), gradient(attend))

@@ -1,4 +1,4 @@
-"""The reference backend against the float64 oracle: all options, with score_mod, mask_mod, softcap and dropout."""
+"""The backends that have all options on a CPU against the float64 oracle: score_mod, mask_mod, softcap and dropout."""
 
 from functools import partial
 
@@ -12,27 +12,40 @@ from torch.nn.attention.flex_attention import flex_attention
 from nt_attention import SequenceLayout, varlen_attention
 
 
-@sweep_product("lengths, geometry, extra, softcap", LENGTHS, GEOMETRIES, EXTRAS, [0.0, 1.7], strength=2)
-def test_agrees_with_the_oracle(lengths, geometry, extra, softcap):
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request):
+    return request.param
+
+
+@sweep_product(
+    "backend, lengths, geometry, extra, softcap",
+    ["reference", "cpu"],
+    LENGTHS,
+    GEOMETRIES,
+    EXTRAS,
+    [0.0, 1.7],
+    strength=2,
+)
+def test_agrees_with_the_oracle(backend, lengths, geometry, extra, softcap):
     case = problem(lengths, geometry, extra, options={"softcap": softcap})
-    assert_same(case.solve(call(case, "reference")), case.truth(), 1e-9)
+    assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_reference_computes_in_float32_and_returns_the_input_dtype(dtype):
+def test_computes_in_float32_and_returns_the_input_dtype(backend, dtype):
     case = problem("cross", "causal-window", "all", dtype=dtype, options={"softcap": 1.7})
-    got, want = case.solve(call(case, "reference")), case.truth()
+    got, want = case.solve(call(case, backend)), case.truth()
     assert got["out"].dtype == got["d query"].dtype == dtype
     assert got["lse"].dtype == torch.float32
     assert_same(got, want, {torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype])
 
 
-def test_rows_past_the_end_are_never_read():
+def test_rows_past_the_end_are_never_read(backend):
     case = problem("cross", "causal", "all")
     want = case.truth()
     for name in ("query", "key", "value"):
         case.inputs[name][-2:] = torch.nan
-    assert_same(case.solve(call(case, "reference")), want, 1e-9)
+    assert_same(case.solve(call(case, backend)), want, 1e-9)
 
 
 LONGEST = 130  # no sequence is longer, so q_idx - kv_idx + LONGEST is a valid index of a table of 2 × LONGEST rows
@@ -56,10 +69,10 @@ def nonlinear(_, score, b, h, q_idx, kv_idx):
     ids=["relative-bias", "by-sequence", "nonlinear"],
 )
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_score_mod_gets_positions_within_the_sequence(lengths, mod, shape):
+def test_score_mod_gets_positions_within_the_sequence(backend, lengths, mod, shape):
     captured = torch.randn(shape, dtype=torch.float64)
     case = problem(lengths, "causal-window", "sinks", options={"score_mod": partial(mod, captured), "softcap": 2.3})
-    assert_same(case.solve(call(case, "reference")), case.truth(), 1e-9)
+    assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
 
 
 def test_gradient_of_a_tensor_captured_by_score_mod():
@@ -92,14 +105,14 @@ def nothing_for_odd_heads(b, h, q_idx, kv_idx):
 )
 @pytest.mark.parametrize("geometry", ["full", "causal", "both-sides-upper_left"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_mask_mod_together_with_other_masks(lengths, geometry, mod):
+def test_mask_mod_together_with_other_masks(backend, lengths, geometry, mod):
     case = problem(lengths, geometry, "gqa", options={"mask_mod": mod})
-    assert_same(case.solve(call(case, "reference")), case.truth(), 1e-9)
+    assert_same(case.solve(call(case, backend)), case.truth(), 1e-9)
 
 
-def test_mask_mod_that_returns_a_constant():
+def test_mask_mod_that_returns_a_constant(backend):
     case = problem("self", "full", "plain")
-    all_of_it = call(case, "reference", mask_mod=lambda b, h, q_idx, kv_idx: b.new_ones((), dtype=torch.bool))
+    all_of_it = call(case, backend, mask_mod=lambda b, h, q_idx, kv_idx: b.new_ones((), dtype=torch.bool))
     assert_same(case.solve(all_of_it), case.truth(), 1e-9)
 
 
@@ -124,19 +137,19 @@ def test_score_mod_means_the_same_as_in_flex_attention():
 class TestDropout:
     LENGTHS = (127, 0, 131)
 
-    def weights(self, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def weights(self, backend: str, p: float) -> tuple[torch.Tensor, torch.Tensor]:
         """(T, H, 131), the weights of each query after dropout, read with one-hot values."""
         case = Problem(self.LENGTHS, heads=3, kv_heads=3)
         total = sum(self.LENGTHS)
         case.inputs["value"] = torch.cat([torch.eye(131)[:n] for n in self.LENGTHS])[:, None].repeat(1, 3, 1).double()
-        out, lse = call(case, "reference", dropout_p=p)(**case.inputs)
+        out, lse = call(case, backend, dropout_p=p)(**case.inputs)
         assert out.shape == (total, 3, 131)
         return out, lse
 
-    def test_dropout_keeps_its_share_and_rescales_it(self):
+    def test_dropout_keeps_its_share_and_rescales_it(self, backend):
         p = 0.3
-        whole, lse = self.weights(0.0)
-        dropped, lse_dropped = self.weights(p)
+        whole, lse = self.weights(backend, 0.0)
+        dropped, lse_dropped = self.weights(backend, p)
         real = whole > 0
         kept = dropped[real] > 0
         assert real.sum() > 90_000
@@ -144,19 +157,19 @@ class TestDropout:
         torch.testing.assert_close(dropped[real][kept], whole[real][kept] / (1 - p), rtol=1e-9, atol=0)
         torch.testing.assert_close(lse_dropped, lse)
 
-    def test_dropout_is_determined_by_the_seed(self):
+    def test_dropout_is_determined_by_the_seed(self, backend):
         torch.manual_seed(3)
-        first = self.weights(0.5)[0]
+        first = self.weights(backend, 0.5)[0]
         torch.manual_seed(3)
-        again = self.weights(0.5)[0]
-        other = self.weights(0.5)[0]
+        again = self.weights(backend, 0.5)[0]
+        other = self.weights(backend, 0.5)[0]
         assert torch.equal(first, again)
         assert not torch.equal(first, other)
 
-    def test_dropout_gradient_uses_the_same_weights(self):
+    def test_dropout_gradient_uses_the_same_weights(self, backend):
         case = Problem((7, 3))
         value = case.inputs["value"].requires_grad_()
-        out, _ = call(case, "reference", dropout_p=0.5)(**case.inputs)
+        out, _ = call(case, backend, dropout_p=0.5)(**case.inputs)
         (grad,) = torch.autograd.grad((out * case.grads[0]).sum(), value)
         # out is linear in value, so this holds only where both passes drop the same weights
         torch.testing.assert_close((grad * value).sum(), (out * case.grads[0]).sum())
@@ -164,10 +177,10 @@ class TestDropout:
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"dropout_p": 0.5}])
-def test_gradients_of_an_empty_batch_are_0(lengths, options):
+def test_gradients_of_an_empty_batch_are_0(backend, lengths, options):
     layout = SequenceLayout.from_lengths(lengths)
     tensors = [torch.randn(rows, 3, 7, requires_grad=True) for rows in (0, 2, 2)]  # with rows past the end
-    out, lse = varlen_attention(*tensors, layout, return_lse=True, backend="reference", **options)
+    out, lse = varlen_attention(*tensors, layout, return_lse=True, backend=backend, **options)
     (out.sum() + lse.sum()).backward()
     for x in tensors:
         torch.testing.assert_close(x.grad, torch.zeros_like(x))

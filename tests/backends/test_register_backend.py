@@ -176,13 +176,18 @@ class TestByName:
                 nta.varlen_attention(**attention_inputs, backend="toy")
 
 
+def learned(score, *_):
+    """A score_mod that only the reference supports on a CPU."""
+    return score * torch.ones((), requires_grad=True)
+
+
 class TestAuto:
     def test_not_without_a_time(self, attention_inputs, backends_that_ran):
         with nta.register_backend(TOY):
             assert nta.explain(**attention_inputs).chosen == "cpu"
             nta.varlen_attention(**attention_inputs)
             with pytest.warns(SlowBackendWarning, match=r"because cpu.* cannot run"):
-                nta.varlen_attention(**attention_inputs, softcap=2.0)
+                nta.varlen_attention(**attention_inputs, score_mod=learned)
         assert backends_that_ran == ["cpu", "reference"]
 
     def test_before_cpu_with_a_time(self, attention_inputs, counting, ran, backends_that_ran):
@@ -193,7 +198,7 @@ class TestAuto:
             nta.varlen_attention(**attention_inputs)
             assert ran["forward"] == 1
             with pytest.warns(SlowBackendWarning, match=r"because cpu.* cannot run"):
-                nta.varlen_attention(**attention_inputs, softcap=2.0)  # which toy does not support
+                nta.varlen_attention(**attention_inputs, score_mod=learned)  # which toy does not support
         nta.varlen_attention(**attention_inputs)
         assert ran["forward"] == 1
         assert backends_that_ran == ["reference", "cpu"]

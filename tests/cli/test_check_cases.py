@@ -32,8 +32,8 @@ def fake(registered_variant):
 
     def make(out=None, grads=None, **changes):
         def forward(query, key, value, problem):
-            given, lse = cpu.forward(query, key, value, problem)
-            return given if out is None else out(given, query, problem), lse
+            given, *more = cpu.forward(query, key, value, problem)
+            return given if out is None else out(given, query, problem), *more
 
         def backward(*args):
             given = cpu.backward(*args)
@@ -69,7 +69,7 @@ class TestCPUBackend:
         assert found.case.which == feature
 
     def test_check_of_a_feature_that_is_not_supported(self):
-        found = run_case(case("softcap", "cpu", options={"softcap": 5.0}), CPU)
+        found = run_case(case("batch_invariant", "cpu", options={"batch_invariant": True}), CPU)
         assert found.result == "no"
         assert found.details == "backend='cpu': it cannot run this call."
 
@@ -210,13 +210,18 @@ DROPPED = {"options": {"dropout_p": 0.2}, "head_dim": 8, "value_dim": 8, "length
 
 
 class TestDropout:
-    """The reference drops weights. ``fake`` declares that it does."""
+    """``fake`` does not drop weights as it declares."""
 
     def test_check_of_dropout(self):
-        assert run_case(case("dropout", "reference", **DROPPED), CPU).result == "both"
+        for backend in ("reference", "cpu"):
+            assert run_case(case("dropout", backend, **DROPPED), CPU).result == "both"
 
     def test_dropout_is_ignored(self, fake):
-        fake(features=cpu.BACKEND.features | {"dropout"})
+        def forward(query, key, value, problem):
+            spec = dataclasses.replace(problem.spec, dropout_p=0.0)
+            return *reference.forward(query, key, value, problem._replace(spec=spec)), torch.zeros(2).long()
+
+        fake(forward=forward, backward=None, differentiable=True)
         found = run_case(case("dropout", **DROPPED), CPU)
         assert (found.result, found.details) == ("no", "nothing was dropped")
 
@@ -230,13 +235,7 @@ class TestDropout:
             out, *rest = reference.forward(query, key, value, problem)
             return out * forth, *rest
 
-        fake(
-            forward=forward,
-            backward=None,
-            differentiable=True,
-            features=cpu.BACKEND.features | {"dropout"},
-            rng_on_host=True,
-        )
+        fake(forward=forward, backward=None, differentiable=True)
         assert run_case(case("dropout", **DROPPED), CPU).result == result
 
     def test_backward_drops_other_weights(self, fake):

@@ -52,7 +52,9 @@ FORWARDS = {
     "memory around": lambda q, k, v, call: plus(cpu.forward(q, k, v, call), 0 * memory_of(v).sum()),
     "leak": lambda q, k, v, call: plus(cpu.forward(q, k, v, call), leak(q)),
 }
-BACKWARDS = {
+BACKWARDS = {  # a backward that hides other keys than its forward would raise an error, and not give other results
+    "window": lambda saved, q, k, v, call: cpu.backward(saved, q, k, v, wider_window(call)),
+    "upper left": lambda saved, q, k, v, call: cpu.backward(saved, q, k, v, other_alignment(call)),
     "value dim": lambda saved, q, k, v, call: [
         x * (1.01 if call.spec.head_dim != call.spec.value_dim else 1) for x in cpu.backward(saved, q, k, v, call)
     ],
@@ -68,8 +70,8 @@ def drops_too_few(q, k, v, call):
 
 
 def depends_on_the_batch(q, k, v, call):
-    out, lse = cpu.forward(q, k, v, call)
-    return out * (1 + 1e-6 * call.layout.batch_size), lse
+    out, *more = cpu.forward(q, k, v, call)
+    return out * (1 + 1e-6 * call.layout.batch_size), *more
 
 
 OTHER_FIELDS = {

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from nt_attention import SequenceLayout, use_backend, varlen_attention
 from nt_attention.kernels.backends import cpu, reference
-from nt_attention.kernels.select import ENVIRONMENT_VARIABLE, SlowBackendWarning
+from nt_attention.kernels.select import ENVIRONMENT_VARIABLE
 
 COMPILED = {
     "plain": ("causal", "plain"),
@@ -109,8 +109,8 @@ class TestBackendOfAGraph:
 
     def test_named_backend_that_cannot_run_in_a_graph(self, fake, case):
         fake()
-        case.options["softcap"] = 3.0
-        with pytest.raises(ValueError, match="softcap is not supported: leave softcap at 0"):
+        case.options["batch_invariant"] = True
+        with pytest.raises(ValueError, match="leave batch_invariant at False"):
             compiled(case, "fake", fullgraph=False)(**case.inputs)
 
     def test_backend_that_cannot_run_raises_when_the_graph_runs(self, fake, case):
@@ -122,10 +122,12 @@ class TestBackendOfAGraph:
 
 
 class TestNoOperatorSupportsTheCall:
-    def test_graph_break_and_the_reference(self):
+    @pytest.mark.parametrize("name", ["cpu", "reference"])
+    def test_graph_break(self, name, backends_that_ran):
         case = problem("self", "full", "plain", lengths=[3], options={"mask_mod": lambda b, h, q, k: q >= k})
-        with pytest.warns(SlowBackendWarning, match="mask_mod is not supported"):
+        with use_backend("auto" if name == "cpu" else name):
             out, lse = compiled(case, "auto", fullgraph=False)(**case.inputs)
+        assert backends_that_ran == [name]
         want = case.truth()
         assert_same({"out": out, "lse": lse}, {name: want[name] for name in ("out", "lse")}, 1e-9)
 
@@ -142,19 +144,19 @@ class TestNoOperatorSupportsTheCall:
 DROPOUT = {"softcap": {"softcap": 2.0}, "dropout": {"dropout_p": 0.3}}
 
 
+@NAMES
 @pytest.mark.parametrize("option", DROPOUT)
-def test_reference_is_chosen_in_one_graph_with_a_warning(option):
+def test_random_numbers_in_one_graph_are_those_of_eager_calls(option, backend):
     """With dropout, the backward drops the same weights as the forward."""
     case = problem("self", "causal", "gqa", lengths=[5, 0, 7], options=DROPOUT[option])
-    function = compiled(case, "auto")
+    function = compiled(case, backend)
 
     def solve(function):
         torch.manual_seed(3)
         return case.solve(function)
 
-    with pytest.warns(SlowBackendWarning, match=f"{option} is not supported"):
-        got = solve(function)
-    eager = call(case, "reference")
+    got = solve(function)
+    eager = call(case, backend)
     assert_same(got, solve(lambda **inputs: eager(**only(inputs))), 1e-9)
 
 

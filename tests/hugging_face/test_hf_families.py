@@ -26,8 +26,6 @@ from transformers.pytorch_utils import Conv1D
 
 import nt_attention as nta
 
-# on a CPU the reference runs softcap, and says that it is slow
-pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 HEADS = heads_ending_in(*tiny.ENDINGS[2:])
 TOKEN_HEADS = heads_ending_in("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")
 FAMILIES_AND_IMPLEMENTATIONS = [

@@ -12,9 +12,6 @@ from tiny import EVERY, LENGTH, LENGTHS, PAD
 
 import nt_attention as nta
 
-# on a CPU the reference runs softcap, and says that it is slow
-pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
-
 CAUSAL_HEADS = heads_ending_in("ForCausalLM", "LMHeadModel")
 SOME = ("Gemma2ForCausalLM", "GPT2LMHeadModel", "LlamaForCausalLM", "OPTForCausalLM")
 some_causal_heads = pytest.mark.parametrize(("model_type", "name"), heads_ending_in(*SOME))

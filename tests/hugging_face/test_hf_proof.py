@@ -74,7 +74,6 @@ def llama(**more):
     return LlamaForCausalLM(LlamaConfig(**SIZES, **more)).eval()
 
 
-@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")  # softcap on a CPU
 @pytest.mark.parametrize("name", ["GemmaModel", "Gemma2Model", "Gemma3TextModel"])
 def test_bidirectional_attention_of_gemma(name):
     kind, keys = getattr(transformers, name), set()

@@ -2,7 +2,6 @@
 
 import functools
 
-import pytest
 import tiny
 import torch
 from sweeps import covering
@@ -11,8 +10,6 @@ from transformers import DataCollatorWithFlattening
 
 import nt_attention as nta
 
-# on a CPU the reference runs softcap, and says that it is slow
-pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")
 GENERATIVE = [(model_type, name) for model_type, name in EVERY if name.endswith(("ForCausalLM", "LMHeadModel"))]
 close = functools.partial(torch.testing.assert_close, rtol=5e-5, atol=5e-5)
 

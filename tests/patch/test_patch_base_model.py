@@ -12,7 +12,6 @@ from nt_attention.patch import NotPackedError, NotPackedWarning
 BASES = [(kind, name) for kind, name in tiny.EVERY if name.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))]
 
 
-@pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")  # softcap on a CPU
 @pytest.mark.parametrize(("model_type", "name"), BASES, ids=lambda value: value)
 def test_base_model_of_a_patched_head_packs_when_called_by_itself(model_type, name):
     model, batch = make(model_type, name, "eager"), make_batch()

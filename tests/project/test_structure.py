@@ -75,7 +75,7 @@ def test_structure_of_a_small_package(tree):
 def test_structure_of_this_package():
     found = STRUCTURE["measure"](ROOT)
     assert len(found["hand-ordered option lists"]) <= 1
-    assert len(found["files that name softcap"]) <= 14
+    assert len(found["files that name softcap"]) <= 15
     assert found["functions over 60 lines"] == []
     assert found["import cycles"] == []
     assert found["lines of the command line"] <= 1970

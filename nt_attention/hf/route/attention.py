@@ -242,7 +242,7 @@ def _layouts_of_call(
         layouts = layouts or (None if layout is None else (layout, layout))
     if layouts is None and mask is None and query.shape[2] == key.shape[2]:
         windowed = call.sliding_window is not None and call.sliding_window < query.shape[2]
-        if call.over == "eager" or ("softcap" in options and query.device.type == "cpu"):  # no CPU kernel has softcap
+        if call.over == "eager":
             mask = _causal_mask(call)
         elif windowed or "softcap" in options or "s_aux" in options:
             layout = positions.one_sequence_per_row(query.shape[0], query.shape[2], query.device)

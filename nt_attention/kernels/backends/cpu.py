@@ -1,13 +1,7 @@
 """Packed attention on the CPU with ATen's flash kernel, `aten::_scaled_dot_product_flash_attention_for_cpu`.
 
-The kernel takes a dense (n, H, L, D) batch. So the packed rows are split into tiles without padding. A tile is some
-queries of one sequence with all keys that they see:
-
-- Without a mask, or with upper left causality, which the kernel supports, a tile is a sequence.
-- With any other mask, or with ALiBi or a relative bias, a tile has at most `MASKED_ROWS` queries. So the cost of a
-  window is tokens × window.
-- Short tiles of equal shape are gathered into one call. Each long tile runs in a call of its own, on views.
-- With keys in a pool, a long tile is a view too if its keys are in one piece. Otherwise its keys are gathered.
+The kernel takes a dense (n, H, L, D) batch. So the packed rows are split into tiles without padding (`cpu_tiles.py`).
+The kernel has no dropout, and no scores that are not linear in query · key: `cpu_scores.py` runs tiles of these calls.
 
 The kernel crashes (SIGFPE) on tiles without rows or keys, so these are not run. It returns lse 0 for rows that are
 fully masked or whose scores are all NaN, which is corrected.
@@ -17,158 +11,38 @@ Dimensions: T query tokens, S key tokens, H heads (the kernel groups them), D he
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ...compiler import EAGER, call_mode, outside_of_graphs
 from ...layouts.paged import merge_pages
-from ...layouts.protocol import Layout
 from ...torch_private import cpu_flash_backward, cpu_flash_forward
-from ..backend import COMMON, Backend, BackwardInputs, Gradients, HeadDims
-from ..call import AttentionSpec, Call
+from ..backend import Backend, BackwardInputs, Gradients, HeadDims
+from ..call import FEATURES, AttentionSpec, Call
 from ..masks import alibi_bias, distances
+from ..mods import apply_mask_mod, apply_score_mod, needs_gradient
 from ..relative import RelativeBias
-
-MAX_GATHERED = 64  # rows and keys; from about 128 on, one call per tile is as fast and does not copy
-MASKED_ROWS = 128  # queries in a masked tile; limits the size of masks and the computed pairs outside of windows
+from . import cpu_scores
+from .cpu_scores import Dropout, ScoreRules
+from .cpu_tiles import TileGroup, TilePlan, Tiling, changes_scores, make_plan, uncached_plan
 
 _run = cpu_flash_forward
 _run_backward = cpu_flash_backward
 
 
-class Shape(NamedTuple):
-    """The shape of a tile. Tiles of the same shape can run in one call."""
-
-    rows: int
-    keys: int
-    diagonal: int  # query i of the tile has the position of its key i + diagonal; 0 if there is no mask
-    causal: bool  # whether the kernel applies the causal mask
+def _has_rules(spec: AttentionSpec) -> bool:
+    """Whether `_rules` may find any."""
+    return spec.has_bias or spec.has_mods or not spec.window.is_open
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The packed rows of the n tiles of a call: gathered by index, or a view if there is one tile."""
-
-    begin: int
-    length: int
-    index: Tensor | None = None  # (n·length,)
-
-    def gather(self, heads_first: Tensor) -> Tensor:
-        """The tiles (n, H, length, …) of packed rows (1, H, T, …)."""
-        if self.index is None:
-            return heads_first.narrow(2, self.begin, self.length)
-        packed = heads_first[0].transpose(0, 1)
-        return packed.index_select(0, self.index).view(-1, self.length, *packed.shape[1:]).transpose(1, 2)
-
-    def scatter(self, heads_first: Tensor, tiles: Tensor, *, add: bool = False) -> None:
-        """Write tiles to packed rows, or add them."""
-        if self.index is None:
-            target = heads_first.narrow(2, self.begin, self.length)
-            target.add_(tiles) if add else target.copy_(tiles)
-        else:
-            packed, tokens = heads_first[0].transpose(0, 1), tiles.transpose(1, 2).flatten(0, 1)
-            packed.index_add_(0, self.index, tokens) if add else packed.index_copy_(0, self.index, tokens)
-
-
-@dataclass(frozen=True)
-class TileGroup:
-    """n tiles of the same shape, which run in one call of the kernel."""
-
-    shape: Shape
-    sequences: Tensor  # (n,)
-    queries: Rows
-    keys: Rows
-
-
-@dataclass(frozen=True)
-class TilePlan:
-    """The calls of the kernel for one batch and mask."""
-
-    calls: list[TileGroup]
-    fully_masked: list[slice]  # rows that see no key
-    all_keys_once: bool  # whether every key is in exactly one tile, so that gradients are written, not added
-    has_mask: bool  # whether something is added to the scores of tiles
-
-
-def make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec) -> TilePlan:
-    """The plan for these lengths and this mask, cached with the layout for all layers of a model."""
-    return layout.cached(("cpu plan", spec), lambda: _make_plan(layout, key_layout, spec), key_layout)
-
-
-def _make_plan(layout: Layout, key_layout: Layout, spec: AttentionSpec, pool_rows: Tensor | None = None) -> TilePlan:
-    """`pool_rows`: (S,) the row of each key, if keys are not packed."""
-    starts, key_starts = layout.host.tolist(), key_layout.host.tolist()
-    groups: dict[Shape, list[tuple[int, int, int]]] = defaultdict(list)
-    fully_masked: list[slice] = []
-    keys_used, most_tiles = 0, 0
-    for b in range(layout.batch_size):
-        begin, key_begin = starts[b], key_starts[b]
-        tiles = _tiles(starts[b + 1] - begin, key_starts[b + 1] - key_begin, spec)
-        most_tiles = max(most_tiles, len(tiles))
-        for first, first_key, shape in tiles:
-            if shape.keys:
-                groups[shape].append((b, begin + first, key_begin + first_key))
-                keys_used += shape.keys
-            else:
-                fully_masked.append(slice(begin + first, begin + first + shape.rows))
-    calls = []
-    for shape, group in groups.items():
-        batches = [group] if max(shape.rows, shape.keys) <= MAX_GATHERED else [[tile] for tile in group]
-        for batch in batches:
-            sequences, begins, key_begins = torch.tensor(batch, device="cpu").unbind(1)
-            keys = _rows(key_begins, shape.keys)
-            keys = keys if pool_rows is None else _rows_in_pool(keys, pool_rows)
-            calls.append(TileGroup(shape, sequences, _rows(begins, shape.rows), keys))
-    all_keys_once, has_mask = (
-        most_tiles <= 1 and keys_used == key_layout.total,
-        spec.has_bias or not spec.window.is_open,
-    )
-    return TilePlan(calls, fully_masked, all_keys_once, has_mask)
-
-
-def _rows(begins: Tensor, length: int) -> Rows:
-    index = (begins[:, None] + torch.arange(length, device="cpu")).flatten() if len(begins) > 1 else None
-    return Rows(int(begins[0]), length, index)
-
-
-def _rows_in_pool(keys: Rows, pool_rows: Tensor) -> Rows:
-    """The rows in a pool of packed keys, whose rows in the pool are `pool_rows` (S,)."""
-    index = pool_rows.narrow(0, keys.begin, keys.length) if keys.index is None else pool_rows[keys.index]
-    if keys.index is None and bool((index.diff() == 1).all()):
-        return Rows(int(index[0]), keys.length)
-    return Rows(0, keys.length, index)
-
-
-def _tiles(queries: int, keys: int, spec: AttentionSpec) -> list[tuple[int, int, Shape]]:
-    """The tiles of one sequence: (first query, first key, shape) of each."""
-    if not queries:
-        return []
-    shift = spec.shift(queries, keys)
-    # the kernel masks before it scales, so a scale of 0 or less turns −inf into NaN or inf
-    kernel_causal = spec.window.is_causal and shift == 0 and spec.has_positive_scale
-    if not keys or (not spec.has_bias and (spec.window.is_open or kernel_causal)):
-        return [(0, 0, Shape(queries, keys, 0, causal=not spec.window.is_open))]
-    left, right = spec.window
-    tiles = []
-    for first in range(0, queries, MASKED_ROWS):
-        rows = min(MASKED_ROWS, queries - first)
-        low = int(max(0, min(keys, first + shift - left)))
-        high = int(max(low, min(keys, first + rows + shift + right)))
-        tiles.append((first, low, Shape(rows, high - low, first + shift - low, causal=False)))
-    return tiles
-
-
-def _mask(tiles: TileGroup, call: Call, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (…, rows) True in fully masked rows, if any.
-
-    `hides_keys`: see `_hides_keys`.
-    """
-    rows, keys, diagonal, _ = tiles.shape
+def _rules(tiles: TileGroup, call: Call) -> ScoreRules:
+    """What changes the scores of tiles (n, H, rows, keys). `bias` is (n or 1, H or 1, rows, keys) if there is one."""
+    rows, keys, diagonal, is_causal = tiles.shape
     spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
-    visible = spec.window.mask(rows, keys, diagonal, spec.device)
+    if is_causal:  # the kernel applies this mask, and nothing else changes the scores
+        return ScoreRules()
     # float32 also for 16-bit inputs, because 16 bits would round ALiBi
     dtype = torch.promote_types(spec.dtype, torch.float32)
     bias = None
@@ -179,15 +53,30 @@ def _mask(tiles: TileGroup, call: Call, hides_keys: bool) -> tuple[Tensor | None
         scores = _gather(relative, tiles).scores(_bucket(relative, tiles), dtype)
         scores = (scores if scores.dim() == 4 else scores.unsqueeze(0)).contiguous()
         bias = scores if bias is None else bias + scores
+    visible = spec.window.mask(rows, keys, diagonal, spec.device)
+    if spec.mask_mod is not None:
+        by_mod = apply_mask_mod(spec.mask_mod, spec.num_heads, tiles.positions())
+        visible = by_mod if visible is None else visible & by_mod
+    mod = None if spec.score_mod is None else partial(apply_score_mod, spec.score_mod, positions=tiles.positions())
+    return ScoreRules(bias, mod, visible)
+
+
+def _mask(rules: ScoreRules, spec: AttentionSpec, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The bias (n or 1, H or 1, rows, keys) to add to the scores, and (…, rows) True in fully masked rows, if any.
+
+    `hides_keys`: see `_hides_keys`.
+    """
+    bias, _, visible = rules
     if visible is not None:
         if bias is None:
-            bias = torch.zeros(1, 1, rows, keys, dtype=dtype, device="cpu")
+            bias = torch.zeros((), dtype=torch.promote_types(spec.dtype, torch.float32), device="cpu")
         bias = bias.masked_fill(~visible, -torch.inf)
+        bias = bias if bias.dim() == 4 else bias[None, None]
     masked = None
     if hides_keys and bias is not None:
         masked = bias.amax(-1) == -torch.inf
     elif visible is not None:
-        masked = ~visible.any(1)
+        masked = ~visible.any(-1)
     return bias, masked if masked is not None and bool(masked.any()) else None
 
 
@@ -215,11 +104,13 @@ def _heads_first(packed: Tensor) -> Tensor:
     return packed.transpose(0, 1).unsqueeze(0)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+@outside_of_graphs  # torch.compile sees it if the call has mods, and would compile it for each batch
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     return _run_plan(make_plan(call.layout, call.key_layout, call.spec), query, key, value, call)
 
 
-def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+@outside_of_graphs
+def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     """The same with keys in pools. Pages are merged if that is a view; otherwise all keys are gathered."""
     paged = call.paged
     merged_key, merged_value = (merge_pages(x) if x.dim() == 4 else x for x in (key, value))
@@ -229,11 +120,11 @@ def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
     key_layout = paged.read_lengths()
     pool_rows = paged.rows(*key_layout.locate_rows(key_layout.total))
     paged.check_rows(pool_rows, key)
-    plan = _make_plan(call.layout, key_layout, call.spec, pool_rows)
+    plan = uncached_plan(call.layout, key_layout, Tiling.of(call.spec), pool_rows)
     return _run_plan(plan, query, merged_key, merged_value, call)
 
 
-def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, ...]:
     spec = call.spec
     out = query.new_empty(query.shape)
     lse = query.new_empty(query.shape[1::-1], dtype=torch.promote_types(spec.dtype, torch.float32)).T
@@ -243,17 +134,28 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
     query, key, value = query[None].transpose(1, 2), key[None].transpose(1, 2), value[None].transpose(1, 2)
     to_out, to_lse = out[None].transpose(1, 2), lse[None].transpose(1, 2)
     hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
+    seed = torch.randint(2**62, (2,), device="cpu") if spec.dropout_p else None
+    dropout, check = Dropout.of(spec, seed), MaskCheck(spec)
+    by_scores, has_rules = changes_scores(spec), _has_rules(spec)
     for tiles in plan.calls:
-        has_mask = plan.has_mask and not tiles.shape.causal
-        bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
+        rules = _rules(tiles, call) if has_rules else ScoreRules()
+        check.add(rules)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
-        tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
-        if masked is not None:
-            tiles_lse = tiles_lse.masked_fill(masked, -torch.inf)
+        if by_scores:
+            with torch.autocast("cpu", enabled=False):
+                tiles_out, tiles_lse = cpu_scores.forward(q, k, v, spec, rules, dropout)
+                tiles_out = tiles_out.to(out.dtype)
+        else:
+            bias, masked = _mask(rules, spec, hides_keys)
+            tiles_out, tiles_lse = _run(q, k, v, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale)
+            if masked is not None:
+                tiles_lse = tiles_lse.masked_fill(masked, -torch.inf)
         tiles.queries.scatter(to_out, tiles_out)
         tiles.queries.scatter(to_lse, tiles_lse)
-    _propagate_nan(out, lse, query)
-    return out, lse
+    if not by_scores:
+        _propagate_nan(out, lse, query)
+    state = check.number if seed is None else seed
+    return (out, lse) if state is None else (out, lse, state)
 
 
 def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
@@ -266,6 +168,31 @@ def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
     wrong = (lse == 0) & query[0].isnan().any(-1).transpose(0, 1)
     out.masked_fill_(wrong.unsqueeze(-1), torch.nan)
     lse.masked_fill_(wrong, torch.nan)
+
+
+class MaskCheck:
+    """Finds out whether mask_mod hides the same keys in the backward as in the forward.
+
+    Attributes:
+        number: () int64, a hash of the masks. None if the call needs none: without gradients, without mask_mod, and
+            where `cpu_scores.py` checks the weights.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        is_needed = spec.mask_mod is not None and spec.needs_grad and not changes_scores(spec)
+        self.number = torch.zeros((), dtype=torch.int64, device="cpu") if is_needed else None
+
+    def add(self, rules: ScoreRules) -> None:
+        """Add the mask of a call of the kernel."""
+        if self.number is not None and rules.visible is not None:
+            for dim in (-1, -2):
+                counts = rules.visible.sum(dim).flatten()
+                self.number = self.number * 31 + counts @ torch.arange(1, len(counts) + 1, device="cpu")
+
+    def compare(self, number: Tensor | None) -> None:
+        """Raise a RuntimeError if the forward had another number."""
+        if self.number is not None and number is not None and not torch.equal(self.number, number):
+            raise RuntimeError(cpu_scores.MODS_CHANGED)
 
 
 class BiasGradients:
@@ -287,25 +214,9 @@ class BiasGradients:
             tiles.keys.scatter(_heads_first(self.sums.key_bias), found.key_bias, add=True)
 
 
-def _backward_with_scores(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and of the scores (n, H, rows, keys).
-
-    The kernel's backward has none of its mask. The formulas are those of FlashAttention-2 (Dao 2023, section 2.3.2).
-    """
-    dtype, group = q.dtype, q.shape[1] // k.shape[1]
-    grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    weights = torch.exp(q @ k.mT * scale + bias - lse.unsqueeze(-1))
-    delta = (grad * out).sum(-1, keepdim=True)
-    grad_scores = weights * (grad @ v.mT - delta)
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2).to(dtype) for x in (grad_scores.mT @ q * scale, weights.mT @ grad))
-    return (grad_scores @ k * scale).to(dtype), dk, dv, grad_scores
-
-
+@outside_of_graphs
 def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Gradients:
-    grad, _, out, lse, _ = saved
+    grad, _, out, lse, state = saved
     layout, key_layout, spec, relative = call.layout, call.key_layout, call.spec, call.relative
     # Not autograd through slices, which would allocate a full gradient of zeros for each slice.
     plan = make_plan(layout, key_layout, spec)
@@ -318,26 +229,53 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     grad, query, key, value, out, lse = map(_heads_first, (grad, query, key, value, out, lse))
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
     hides_keys = relative is not None and _hides_keys(relative, spec)
+    by_scores = changes_scores(spec) or of_biases is not None
+    dropout, check = Dropout.of(spec, state), MaskCheck(spec)
+    has_rules = _has_rules(spec)
     for tiles in plan.calls:
-        has_mask = plan.has_mask and not tiles.shape.causal
-        bias, masked = _mask(tiles, call, hides_keys) if has_mask else (None, None)
+        rules = _rules(tiles, call) if has_rules else ScoreRules()
+        check.add(rules)
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
-        if masked is not None:  # the value of the kernel, with which its backward computes weights of 0
-            tiles_lse = tiles_lse.masked_fill(masked, 0.0)
-        if of_biases is None:
+        if by_scores:
+            with torch.autocast("cpu", enabled=False):
+                dq, dk, dv, grad_scores = cpu_scores.backward(
+                    tiles_grad, (q, k, v), (tiles_out, tiles_lse), spec, rules, dropout
+                )
+            dq, dk, dv = (x.to(spec.dtype) for x in (dq, dk, dv))
+            if of_biases is not None:
+                of_biases.add(tiles, grad_scores)
+        else:
+            bias, masked = _mask(rules, spec, hides_keys)
+            if masked is not None:  # the value of the kernel, with which its backward computes weights of 0
+                tiles_lse = tiles_lse.masked_fill(masked, 0.0)
             dq, dk, dv = _run_backward(
                 tiles_grad, q, k, v, tiles_out, tiles_lse, 0.0, tiles.shape.causal, attn_mask=bias, scale=spec.scale
             )
-        else:
-            assert bias is not None
-            dq, dk, dv, grad_scores = _backward_with_scores(tiles_grad, q, k, v, tiles_out, tiles_lse, bias, spec.scale)
-            of_biases.add(tiles, grad_scores)
         tiles.queries.scatter(to_query, dq)
         tiles.keys.scatter(to_key, dk, add=not plan.all_keys_once)
         tiles.keys.scatter(to_value, dv, add=not plan.all_keys_once)
+    check.compare(state)
     return (grad_query, grad_key, grad_value, *(of_biases.sums.tensors if of_biases else ()))
 
+
+def _refuses(spec: AttentionSpec) -> list[str]:
+    return _refuses_mods(spec) if spec.has_mods and spec.device.type == "cpu" else []
+
+
+@outside_of_graphs  # what is asked here is not known while a graph is traced
+def _refuses_mods(spec: AttentionSpec) -> list[str]:
+    """Why score_mod or mask_mod needs the reference."""
+    if call_mode(_PLAIN) != EAGER:
+        return ["score_mod and mask_mod are not supported in function transforms and dispatch modes."]
+    # With dropout also without gradients: a checkpoint runs the forward again with gradients, on the same backend.
+    with torch.set_grad_enabled(torch.is_grad_enabled() or bool(spec.dropout_p)):
+        if spec.score_mod is not None and needs_gradient(spec.score_mod, spec.dtype):
+            return ["score_mod reads a tensor that requires a gradient: detach it, or pass it in relative."]
+    return []
+
+
+_PLAIN = torch.empty(0, device="cpu")
 
 BACKEND = Backend(
     name="cpu",
@@ -346,9 +284,11 @@ BACKEND = Backend(
     forward=forward,
     backward=backward,
     paged_forward=paged_forward,
-    features=COMMON | {"scale ≤ 0", "window", "alibi", "relative bias", "deterministic", "paged"},
+    features=frozenset(FEATURES) - {"batch_invariant", "bounds"},
     device_type="cpu",
     dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     head_dims=HeadDims(equal=True),
+    refuses=_refuses,
+    rng_on_host=True,
     takes_parts=True,
 )

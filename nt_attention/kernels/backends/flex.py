@@ -24,7 +24,7 @@ from ...layouts.protocol import Layout
 from ...torch_private import recompile_limit
 from ..backend import COMMON, Backend, HeadDims
 from ..call import AttentionSpec, Call
-from ..masks import checked_mask_mod, checked_score_mod
+from ..mods import checked_mask_mod, checked_score_mod
 
 BLOCK = 128
 _RECOMPILE_LIMIT = 256  # kinds of calls; the default of 8 is for one function of one model

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..backend import Backend, BackwardInputs, Gradients
 from ..call import FEATURES, AttentionSpec, Call
-from ..masks import alibi_bias, apply_mask_mod, apply_score_mod, distances
+from ..masks import alibi_bias, distances
+from ..mods import Positions, apply_mask_mod, apply_score_mod
 from ..relative import RelativeBias
 
 
@@ -180,13 +181,14 @@ def _weights(sequence: _Sequence, spec: AttentionSpec) -> tuple[Tensor, Tensor, 
         scores = scores + alibi_bias(_distances(sequence, spec), slopes.to(scores.dtype))
     if relative is not None:
         scores = scores + relative.scores(_buckets(sequence, spec), scores.dtype)
+    queries, keys = scores.shape[1:]
+    positions = Positions.of_sequence(b, scores)
     not_empty = scores.numel() > 0  # vmap does not support empty dimensions
     if spec.score_mod is not None and not_empty:
-        scores = apply_score_mod(spec.score_mod, scores, b)
-    queries, keys = scores.shape[1:]
+        scores = apply_score_mod(spec.score_mod, scores[None], positions)[0]
     mask = spec.window.mask(queries, keys, spec.shift(queries, keys), q.device)
     if spec.mask_mod is not None and not_empty:
-        visible = apply_mask_mod(spec.mask_mod, scores, b)
+        visible = apply_mask_mod(spec.mask_mod, len(scores), positions)[0]
         mask = visible if mask is None else mask & visible
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
