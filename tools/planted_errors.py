@@ -433,6 +433,27 @@ ERRORS = [
         "backends/test_cost_model.py",
     ),
     Error(
+        "the numbers of another card come before the user's",
+        "kernels/cost_model.py",
+        "for table in reversed(tables):",
+        "for table in tables:",
+        "backends/test_cost_model.py",
+    ),
+    Error(
+        "times per token are scaled by FLOPs",
+        "kernels/measurements.py",
+        "factors = (1.0, all_multiprocessors, memory,",
+        "factors = (1.0, all_multiprocessors, all_multiprocessors,",
+        "backends/test_measurements.py",
+    ),
+    Error(
+        "expected times may be negative",
+        "cli/tune.py",
+        "(x >= 0).all() and ",
+        "",
+        "cli/test_tune.py",
+    ),
+    Error(
         "use_backend has no end",
         "kernels/select.py",
         "_requested.reset(token)",
