@@ -135,6 +135,13 @@ class TestNotSupported:
     def test_documented_limits_come_first(self, backend, spec):
         assert support.reasons(backend.BACKEND, spec) == backend.BACKEND.unsupported(spec) != []
 
+    @pytest.mark.parametrize(("dims", "kv_heads"), [((192, 128), 2), ((160, 96), 1)])
+    def test_grouped_heads_at_192_and_128(self, dims, kv_heads):
+        (reason,) = support.reasons(flash_attn_4.BACKEND, call(*dims, needs_grad=True, num_kv_heads=kv_heads))
+        assert reason.startswith("gradients of grouped heads")
+        assert support.reasons(flash_attn_4.BACKEND, call(*dims, num_kv_heads=kv_heads)) == []
+        assert support.reasons(flash_attn_4.BACKEND, call(*dims, needs_grad=True)) == []
+
     def test_auto_selects_no_backend_that_failed(self):
         spec = call(needs_grad=True, window_size=(7, 3))
         assert choose(spec, SIZE).name not in ("flash_attn_4", "flash_attn_2")

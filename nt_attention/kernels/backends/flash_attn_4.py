@@ -43,6 +43,15 @@ def missing() -> str | None:
     return None
 
 
+def refuses(spec: AttentionSpec) -> list[str]:
+    """Grouped heads at (192, 128), to which these head dims are padded, have no right gradients on Hopper."""
+    is_grouped = spec.num_heads != spec.num_kv_heads
+    if spec.needs_grad and is_grouped and 128 < spec.head_dim <= 192 and spec.value_dim <= 128:
+        dims = f"head dim {spec.head_dim} with values of {spec.value_dim}"
+        return [f"gradients of grouped heads at {dims} are not supported: pass another backend."]
+    return []
+
+
 def _options(call: Call) -> dict[str, Any]:
     layout, key_layout, _, spec, *_ = call
     left, right = (None if side < 0 else side for side in spec.window.sizes)
@@ -181,6 +190,7 @@ BACKEND = Backend(
     device_type="cuda",
     min_capability=(9, 0),
     dtypes=HALVES,
+    refuses=refuses,
     head_dims=HeadDims(256, only=((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))),
     lower_right_only=True,
     reads_past_end=True,
