@@ -4,8 +4,8 @@
     python benchmarks/keep.py --merge DIR             the results in DIR replace those of benchmarks/results
 
 DEVICE is the name of the GPU, such as h200, or "cpu". A section has the command, the commit, the machine, the versions,
-and what the command wrote to its standard output. DIR/index.toml gets an entry for it. Its standard error, and the output
-of a command that fails, are appended to DIR/NAME_DEVICE.err.
+and the standard output of the command. DIR/index.toml gets an entry for it. The standard error, and the output of a
+command that fails, are appended to DIR/NAME_DEVICE.err.
 
 The commit is that of the working tree, which must have no changes in code, or that of the environment variable COMMIT
 where there is no git. Replacing a result means its whole file, and all of its entries in the index.

@@ -253,3 +253,42 @@ def test_commit_that_is_not_in_the_clone(repository, capsys):
     status, text = run(root, capsys, "--strict")
     assert status == 0
     assert "not in this clone" in text
+
+
+def test_results_are_kept_and_merged(tmp_path, monkeypatch):
+    new, results = tmp_path / "new", tmp_path / "results"
+    results.mkdir()
+    entry = (
+        '[[result]]\nfile = "{}_cpu.md"\ncommand = "c"\nmachine = "m"\ngpu = false\ncommit = "0123abc"\nbasis = ""\n'
+    )
+    (results / "index.toml").write_text("# about\n\n" + "\n".join(entry.format(name) for name in ("one", "two", "two")))
+    keep = runpy.run_path(str(ROOT / "benchmarks" / "keep.py"))
+    monkeypatch.setitem(keep["merge"].__globals__, "RESULTS", results)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COMMIT", "456789abcdef")
+    assert keep["keep"](new, "two", ["-c", 'print("| 1 |")']) == 0
+    assert keep["keep"](new, "two", ["-c", 'print("lost", 1 / 0)']) == 1
+    keep["merge"](new)
+    text = (results / "two_cpu.md").read_text()
+    assert text.startswith("`python -c 'print(\"| 1 |\")'`, at commit 456789a\n")
+    assert text.endswith("\n\n| 1 |\n")
+    assert "ZeroDivisionError" in (new / "two_cpu.err").read_text()
+    monkeypatch.setitem(STALE["read_index"].__globals__, "RESULTS", Path("results"))
+    one, two = STALE["read_index"](tmp_path)
+    assert (one.file, one.commit) == ("one_cpu.md", "0123abc")
+    assert (two.file, two.commit, two.command) == ("two_cpu.md", "456789a", """python -c 'print("| 1 |")'""")
+
+
+@pytest.mark.parametrize("script", ["on_this_gpu.sh", "on_this_cpu.sh"])
+def test_scripts_run_programs_that_exist(script):
+    text = (ROOT / "benchmarks" / script).read_text()
+    parts = subprocess.run([ROOT / "benchmarks" / script, "--list"], capture_output=True, text=True, check=True).stdout
+    assert set(parts.split()) <= set(re.findall(r"^part_(\w+)\(\)", text, re.MULTILINE))
+    programs = re.findall(r"(?:benchmarks|examples|tests/helpers)/[\w/]+\.py", text)
+    assert len(programs) > 6
+    assert [name for name in programs if not (ROOT / name).exists()] == []
+    wrong = subprocess.run(
+        [ROOT / "benchmarks" / script, "--part", "none"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert "There is no part 'none'" in wrong.stdout
