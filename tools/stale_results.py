@@ -364,7 +364,9 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only results with this in their names, in full")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a result is stale")
     options = parser.parse_args(argv)
-    results = [each for each in read_index(root) if all(name in each.name for name in options.names)]
+    results = [
+        each for each in read_index(root) if not options.names or any(name in each.name for name in options.names)
+    ]
     rows = [examine(root, result) for result in results]
     for row in rows:
         lines = "not in this clone" if row.changes is None else f"{sum(row.changes.values()):,} lines changed"
