@@ -11,7 +11,7 @@ VENV := .venv$(if $(PINNED),,-torch$(TORCH)-transformers$(TRANSFORMERS))
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --expect torch==$(TORCH) --expect transformers==$(TRANSFORMERS)
 
-.PHONY: demo test test-all docs lint types bench wheel clean
+.PHONY: demo test test-all test-ci soak docs site code-blocks lint types bench wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/embed_paragraphs.py
@@ -21,15 +21,27 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(PYTEST) --dist worksteal -m "not sweep"
 
-# the same with a fixed eighth of the sweeps (random draws, products of options); `pytest --whole-sweeps` runs all; and
-# a minute of random calls of the CPU's backend
+# the same with a fixed eighth of the sweeps (random draws, products of options); `pytest --whole-sweeps` runs all
 test-all: $(VENV)/.dev
 	$(PYTEST) --dist worksteal
+	$(MAKE) soak
+
+# of the sweeps only those of tests that have no other cases; a submission must pass this and the soak
+test-ci: $(VENV)/.dev
+	$(PYTEST) --dist worksteal --least-sweeps
+
+# a minute of random calls of the CPU's backend, in one process
+soak: $(VENV)/.dev
 	$(BIN)/python -m nt_attention check --device cpu --soak 1
 
-# the site, with warnings as errors, and every code block of the README, the pages and the docstrings
-docs: $(VENV)/.dev
+docs: site code-blocks
+
+# the site, with warnings as errors
+site: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# every code block of the README, the pages and the docstrings
+code-blocks: $(VENV)/.dev
 	$(PYTEST) --dist loadfile README.md docs nt_attention
 
 lint: $(VENV)/.dev

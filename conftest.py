@@ -80,7 +80,8 @@ pytest_collect_file = (pages + docstrings).pytest()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--expect", action="append", default=[], metavar="NAME==VERSION", help="what must be installed")
-    parser.addoption("--whole-sweeps", action="store_true", help="all cases of sweeps, not a fixed quarter of them")
+    parser.addoption("--whole-sweeps", action="store_true", help="all cases of sweeps, not a fixed eighth of them")
+    parser.addoption("--least-sweeps", action="store_true", help="only sweeps of tests that have no other cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,10 +1,9 @@
 """Attention on the CPU: packed, padded SDPA, NestedTensor SDPA, and one call of SDPA for each sequence.
 
-    python benchmarks/cpu_attention.py [--repeats 9] [--save]
+    python benchmarks/cpu_attention.py [--repeats 9]
 
 8192 tokens in sequences of lognormal lengths, 12 heads of head dim 64. Each round runs every implementation, so that
-noise affects all alike. Times are medians over rounds. NestedTensor SDPA takes seconds and runs once. ``--save`` writes
-the table to benchmarks/results/cpu_attention.md.
+noise affects all alike. Times are medians over rounds. NestedTensor SDPA takes seconds and runs once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +24,6 @@ from nt_attention.cli.workloads import draw_lengths
 
 TOKENS, HEADS, HEAD_DIM = 8192, 12, 64
 ONCE = {"NestedTensor SDPA"}  # takes seconds
-RESULT = Path(__file__).parent / "results" / "cpu_attention.md"
 
 
 class Workload:
@@ -99,7 +96,6 @@ def measure(workload: Workload, repeats: int) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args(argv)
     names = ["nt_attention", "padded SDPA", "NestedTensor SDPA", "SDPA a sequence"]
     rows = [
@@ -108,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
         + " |",
         "|---" * (5 + len(names) - 1) + "|",
     ]
-    print(*rows, sep="\n", flush=True)
+    about = f"{device_name(torch.device('cpu'))}, torch {torch.__version__}; medians of {options.repeats} rounds"
+    print(about, "", *rows, sep="\n", flush=True)
     for longest, dtype, backward in itertools.product((512, 64), (torch.float32, torch.bfloat16), (False, True)):
         lengths = draw_lengths(f"lognormal:{longest}", TOKENS)
         taken = measure(Workload(lengths, dtype, backward), options.repeats)
@@ -122,15 +119,6 @@ def main(argv: list[str] | None = None) -> None:
         ratio = f"{max(lengths) * len(lengths) / TOKENS:.2f}"
         rows.append(f"| {' | '.join([*what, ratio, f'{ours:.1f}', *cells])} |")
         print(rows[-1], flush=True)
-    if options.save:
-        command = f"python benchmarks/cpu_attention.py --repeats {options.repeats} --save"
-        RESULT.write_text(
-            f"# Attention on the CPU\n\n`{command}`\n\n{device_name(torch.device('cpu'))}, "
-            f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; medians of {options.repeats} rounds\n\n"
-            + "\n".join(rows)
-            + "\n"
-        )
-        print(f"saved {RESULT}")
 
 
 if __name__ == "__main__":

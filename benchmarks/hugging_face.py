@@ -304,7 +304,7 @@ def main() -> None:
             lines.append(
                 f"| {about} | {way_name} | {' | '.join(cells)} | {way.peak:.2f} ({way.peak / ours.peak:.2f} ×) |"
             )
-            print(lines[-1], flush=True)
+            print(lines[-1], file=sys.stderr, flush=True)
         del found, ours
         gc.collect()
         torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ import functools
 import gc
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def compare(name: str, models: dict[str, Any], batch: dict[str, Tensor], rounds:
         shown = [f"{times[way]:.1f} ({peaks[way]:.1f})" if way in times else "out of memory" for way in models]
         ratio = f"{times['padded'] / times['patched']:.2f}" if len(times) == len(models) else ""
         lines.append(" | ".join(["", name, what, padding, *shown, ratio, ""]).strip())
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,7 +209,7 @@ def prefill(options: argparse.Namespace, device: torch.device) -> list[str]:
             cells = " | ".join(f"{statistics.median(times[name]):.0f}" if name in times else "" for name in found)
             query_heads, key_heads, head_dim = heads
             lines.append(f"| {query_heads}/{key_heads} × {head_dim} | {count} × {queries}, {keys} | {cells} |")
-            print(lines[-1], flush=True)
+            print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
@@ -265,7 +266,7 @@ def answers(options: argparse.Namespace, device: torch.device) -> list[str]:
             prompts, count, tokens = case
             pages = "shared" if is_shared else "nothing shared"
             lines.append(f"| {prompts} × {count}, {tokens} | {pages} | {' | '.join(row)} |")
-            print(lines[-1], flush=True)
+            print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
@@ -389,7 +390,7 @@ def table(options: argparse.Namespace, device: torch.device) -> list[str]:
         floor = case.bytes / options.bandwidth / 1e6
         cells = " | ".join(f"{us:.1f} ({error:.2f})" for error, us in found.values())
         lines.append(f"| {case.name} | {floor:.1f} | {case.target:.0f} | {cells} |")
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 

@@ -27,6 +27,7 @@ import copy
 import functools
 import platform
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -222,7 +223,7 @@ def compare_trainers(options: argparse.Namespace, config: LlamaConfig) -> list[s
             f" {generated[1]:.0f} | {steps[0]:.0f} | {steps[1]:.0f} | {steps[0] / steps[1]:.2f} | {ratio:.2f} |"
             f" {apart:.1e} |"
         )
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 

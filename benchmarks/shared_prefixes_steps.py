@@ -18,6 +18,7 @@ import argparse
 import copy
 import functools
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def main() -> None:
         shown = " | ".join(f"{times[way]:.0f} ({peaks[way]:.1f})" for way in times)
         ratios = f"{times['packed'] / times['shared']:.2f} | {times['padded'] / times['shared']:.2f}"
         lines.append(f"| {name} | {int(batch['attention_mask'].sum())} | {shown} | {ratios} |")
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     lines += ["", *str(handle.prefixes).splitlines()]
     show(lines, options.save)
 

@@ -211,7 +211,7 @@ def main() -> None:
     ]
     for task in options.task or (["language"] if options.device == "cuda" else ["sft", "dpo"]):
         lines.append(measure(task, options))
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     text = "\n".join(lines) + "\n"
     print(text)
     if options.save:

@@ -225,7 +225,7 @@ def main() -> None:
             lines.append(f"| shape | rows | bound | {' | '.join(measured[0].times)} |")
             lines.append("|---" * (len(measured[0].times) + 3) + "|")
         lines.append(f"| {measured[-1].line} |")
-        print(lines[-1], flush=True)
+        print(lines[-1], file=sys.stderr, flush=True)
     lines += ["", f"Speed relative to gather with {backends[0]}: geometric mean and least, forward; both.", ""]
     base = f"gather {backends[0]}"
     for way in measured[0].times:

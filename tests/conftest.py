@@ -141,7 +141,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--whole-sweeps") and not any("::" in argument for argument in config.args):
-        left_out = not_drawn([item for item in items if "sweep" in item.keywords])
+        left_out = not_drawn(items, least=config.getoption("--least-sweeps"))
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """mkdocs hook: links from a page to a file outside docs/ become links to the repository.
 
-A page links to such a file by its relative path, e.g. `../benchmarks/results/cpu_attention.md`. This also works where
+A page links to such a file by its relative path, e.g. `../benchmarks/results/attention_cpu.md`. This also works where
 the Markdown is read in the repository. A link to a file that does not exist is a warning, and `make docs` fails on
 warnings.
 """

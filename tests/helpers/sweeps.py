@@ -1,8 +1,9 @@
 """Products of parameters, of which ``make test`` runs a selection and ``make test-all`` more.
 
-``make test-all`` runs 872 of the 4,427 cases that are marked ``sweep``: of each test an eighth, at least one, always
-the same ones; and all of a test that is marked ``sweep(whole=True)``. With ``--whole-sweeps``, or for a test that is
-named by ``file::test``, all of them run.
+Cases that are marked ``sweep`` are not run by ``make test``. Of the others, ``make test-ci`` runs those of tests that
+have no other cases, and ``make test-all`` those of every test. Both run an eighth of a test, at least one, always the
+same ones; and all of a test that is marked ``sweep(whole=True)``. With ``--whole-sweeps``, or for a test that is named
+by ``file::test``, all of them run.
 """
 
 from __future__ import annotations
@@ -107,15 +108,23 @@ def sweep_product(names: str, *axes, strength: int = 1):
     return sweep(names, itertools.product(*axes), strength)
 
 
-def not_drawn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """The cases of sweeps that are left out, by the hash of their names."""
+def not_drawn(items: Iterable[pytest.Item], least: bool = False) -> set[pytest.Item]:
+    """The cases of sweeps that are left out, by the hash of their names.
+
+    Args:
+        least: leave out all cases of a sweep whose test has other cases too.
+    """
     tests: dict[str, list[pytest.Item]] = {}
+    with_other_cases = set()
     for item in items:
-        if item.get_closest_marker("sweep").kwargs.get("whole"):
-            continue
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        name, mark = item.nodeid.partition("[")[0], item.get_closest_marker("sweep")
+        if mark is None:
+            with_other_cases.add(name)
+        elif not mark.kwargs.get("whole"):
+            tests.setdefault(name, []).append(item)
     left_out = set()
-    for cases in tests.values():
+    for name, cases in tests.items():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        left_out |= {*cases[-(-len(cases) // 8) :]}
+        drawn = 0 if least and name in with_other_cases else -(-len(cases) // 8)
+        left_out |= {*cases[drawn:]}
     return left_out

@@ -105,68 +105,145 @@ def test_entry_of_the_index(entry):
     assert re.fullmatch("[0-9a-f]{7}", entry.commit)
     assert entry.basis in ("stated", "history")
     assert entry.gpu == ("NVIDIA" in entry.machine)
-    assert [path for path in entry.code if not (ROOT / path).exists()] == []
+    assert STALE["programs_of"](entry.command, STALE["tree_of"](ROOT, "HEAD")) != []
 
 
-CODE = "def double(x):\n    y = x + x\n    return y\n" + "".join(f"\n\nlong_enough_{i} = {i}\n" for i in range(5))
+FILES = {
+    "nt_attention/__init__.py": "from .public import double, unused\nfrom .classes import Number, Sizes\n",
+    "nt_attention/public.py": """
+from . import parts
+def double(x):
+    y = parts.add(x, x)
+    return y
+def unused():
+    return 1
+""",
+    "nt_attention/parts.py": """
+FACTOR = 1
+def add(x, y):
+    return FACTOR * (x + y)
+def subtract(x, y):
+    return x - y
+""",
+    "nt_attention/classes.py": """
+class Number:
+    def half(self):
+        return open(FOLDER / "data" / "table.json")
+    def third(self):
+        return 3
+class Sizes(dict):
+    def __missing__(self, key):
+        return self.get(key)
+    def values(self):
+        return 4
+""",
+    "nt_attention/data/table.json": "[1, 2]\n",
+    "nt_attention/kernels/__init__.py": "",
+    "nt_attention/kernels/backends/__init__.py": "",
+    "nt_attention/kernels/backends/cpu.py": "def run():\n    return 1\n",
+    "nt_attention/kernels/backends/torch_flash.py": "def run():\n    return 2\n",
+    "benchmarks/show.py": "def show(x):\n    print(x)\n",
+    "benchmarks/measure.py": """
+import nt_attention as nta
+from nt_attention.kernels.backends import cpu, torch_flash
+from show import show
+show(nta.double(nta.Number().half()) + cpu.run() + torch_flash.run(), nta.Sizes())
+""",
+}
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository with one result, whose code is in code.py and old.py."""
+    """A repository with a program and one result of it."""
 
     def git(*arguments):
         identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
         command = ["git", *identity, *arguments]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
-    def commit(**files):
+    def commit(files):
         for name, text in files.items():
-            path = tmp_path / f"{name}.py"
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink() if text is None else path.write_text(text)
         git("add", "--all")
         git("commit", "--quiet", "--message", "change")
         return git("rev-parse", "--short=7", "HEAD").strip()
 
     git("init", "--quiet")
-    measured = commit(code=CODE, other="y = 1\n")
+    measured = commit(FILES)
     index = tmp_path / "benchmarks" / "results" / "index.toml"
     index.parent.mkdir(parents=True)
 
-    def write_index(commit):
+    def write_index(commit=measured, gpu=False):
         index.write_text(
-            f'[[result]]\nfile = "a.md"\ncommand = "c"\nmachine = "m"\ngpu = false\ncommit = "{commit}"\n'
-            'basis = "stated"\ncode = ["code.py", "new.py"]\n'
+            '[[result]]\nfile = "a.md"\ncommand = "python benchmarks/measure.py --fast"\nmachine = "m"\n'
+            f'gpu = {str(gpu).lower()}\ncommit = "{commit}"\nbasis = "stated"\n'
         )
 
-    write_index(measured)
+    write_index()
     return tmp_path, commit, write_index
 
 
 def run(root, capsys, *arguments):
+    STALE["tree_of"].cache_clear()  # HEAD is another commit
     status = STALE["main"](list(arguments), root)
-    STALE["changes"].cache_clear()
     return status, capsys.readouterr().out
 
 
-def test_result_is_stale_if_its_code_changed(repository, capsys):
+def edit(file, old, new):
+    assert old in FILES[file]
+    return {file: FILES[file].replace(old, new)}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "reason"),
+    [
+        ("nt_attention/public.py", "return y", "return y + 0", "public.py: double 2"),
+        ("nt_attention/public.py", "return 1", "return 2", None),
+        ("nt_attention/parts.py", "x + y", "y + x", "parts.py: add 2"),
+        ("nt_attention/parts.py", "x - y", "-y + x", None),
+        ("nt_attention/parts.py", "FACTOR = 1", "FACTOR = 2", "parts.py: FACTOR 2"),
+        ("nt_attention/classes.py", "open(", "open(*", "classes.py: Number.half 2"),
+        ("nt_attention/classes.py", "return 3", "return 4", None),
+        ("nt_attention/classes.py", "return 4", "return 5", "classes.py: Sizes.values 2"),  # dict can call it
+        ("nt_attention/data/table.json", "[1", "[0", "table.json: 2"),
+        ("nt_attention/kernels/backends/cpu.py", "return 1", "return 2", "cpu.py: run 2"),
+        ("nt_attention/kernels/backends/torch_flash.py", "return 2", "return 1", None),
+        ("benchmarks/show.py", "print(x)", "print(2 * x)", "show.py: show 2"),
+        ("benchmarks/measure.py", "show(nta", "show(1 + nta", "measure.py: 2"),
+    ],
+)
+def test_result_is_stale_if_what_it_uses_changed(file, old, new, reason, repository, capsys):
     root, commit, _ = repository
-    commit(other="y = 2\n")
-    assert run(root, capsys, "--strict")[0] == 0
-    commit(code=CODE.replace("x + x", "2 * x"))
+    commit(edit(file, old, new))
     status, text = run(root, capsys, "--strict")
-    assert status == 1
-    assert re.search(r"a\.md +\w{7} +1 +2\n", text)
-    assert "1 of 1 results are stale" in text
+    assert status == (reason is not None)
+    assert reason is None or reason in text
+    assert f"{status} of 1 results are stale" in text
     assert run(root, capsys)[0] == 0
 
 
-def test_comments_docstrings_and_renames_do_not_count(repository, capsys):
-    root, commit, _ = repository
-    described = CODE.replace("x):\n", 'x):\n    """Twice x."""\n').replace("return y", "return (y)  # twice")
-    commit(code=described)
+def test_backends_of_the_other_device_type_do_not_count(repository, capsys):
+    root, commit, write_index = repository
+    write_index(gpu=True)
+    commit(edit("nt_attention/kernels/backends/cpu.py", "return 1", "return 2"))
     assert run(root, capsys, "--strict")[0] == 0
-    commit(code=None, new=described)
+    commit(edit("nt_attention/kernels/backends/torch_flash.py", "return 2", "return 1"))
+    assert run(root, capsys, "--strict")[0] == 1
+
+
+def test_comments_docstrings_and_moves_do_not_count(repository, capsys):
+    root, commit, _ = repository
+    described = (
+        FILES["nt_attention/public.py"]
+        .replace("x):\n", 'x):\n    """Twice x."""\n')
+        .replace("return y", "return (y)  # ok")
+    )
+    commit({"nt_attention/public.py": described})
+    assert run(root, capsys, "--strict")[0] == 0
+    moved = FILES["nt_attention/__init__.py"].replace(".public", ".moved")
+    commit({"nt_attention/public.py": None, "nt_attention/moved.py": described, "nt_attention/__init__.py": moved})
     assert run(root, capsys, "--strict")[0] == 0
 
 
@@ -176,3 +253,42 @@ def test_commit_that_is_not_in_the_clone(repository, capsys):
     status, text = run(root, capsys, "--strict")
     assert status == 0
     assert "not in this clone" in text
+
+
+def test_results_are_kept_and_merged(tmp_path, monkeypatch):
+    new, results = tmp_path / "new", tmp_path / "results"
+    results.mkdir()
+    entry = (
+        '[[result]]\nfile = "{}_cpu.md"\ncommand = "c"\nmachine = "m"\ngpu = false\ncommit = "0123abc"\nbasis = ""\n'
+    )
+    (results / "index.toml").write_text("# about\n\n" + "\n".join(entry.format(name) for name in ("one", "two", "two")))
+    keep = runpy.run_path(str(ROOT / "benchmarks" / "keep.py"))
+    monkeypatch.setitem(keep["merge"].__globals__, "RESULTS", results)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COMMIT", "456789abcdef")
+    assert keep["keep"](new, "two", ["-c", 'print("| 1 |")']) == 0
+    assert keep["keep"](new, "two", ["-c", 'print("lost", 1 / 0)']) == 1
+    keep["merge"](new)
+    text = (results / "two_cpu.md").read_text()
+    assert text.startswith("`python -c 'print(\"| 1 |\")'`, at commit 456789a\n")
+    assert text.endswith("\n\n| 1 |\n")
+    assert "ZeroDivisionError" in (new / "two_cpu.err").read_text()
+    monkeypatch.setitem(STALE["read_index"].__globals__, "RESULTS", Path("results"))
+    one, two = STALE["read_index"](tmp_path)
+    assert (one.file, one.commit) == ("one_cpu.md", "0123abc")
+    assert (two.file, two.commit, two.command) == ("two_cpu.md", "456789a", """python -c 'print("| 1 |")'""")
+
+
+@pytest.mark.parametrize("script", ["on_this_gpu.sh", "on_this_cpu.sh"])
+def test_scripts_run_programs_that_exist(script):
+    text = (ROOT / "benchmarks" / script).read_text()
+    parts = subprocess.run([ROOT / "benchmarks" / script, "--list"], capture_output=True, text=True, check=True).stdout
+    assert set(parts.split()) <= set(re.findall(r"^part_(\w+)\(\)", text, re.MULTILINE))
+    programs = re.findall(r"(?:benchmarks|examples|tests/helpers)/[\w/]+\.py", text)
+    assert len(programs) > 6
+    assert [name for name in programs if not (ROOT / name).exists()] == []
+    wrong = subprocess.run(
+        [ROOT / "benchmarks" / script, "--part", "none"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert "There is no part 'none'" in wrong.stdout

@@ -31,11 +31,12 @@ _OF_TEXT = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ", "TOKEN_CLASSIFICATION", "MUL
 def text_classes() -> list[tuple[str, str, str]]:
     """Model type, class name and head of every text model, each class once."""
     text = {kind for name in MAPPINGS if any(part in name for part in _OF_TEXT) for kind in _mapping(name)}
+    names = set(dir(transformers))  # hasattr would import the code of every model
     found: dict[str, tuple[str, str, str]] = {}
     for name, head in MAPPINGS.items():
         for model_type, class_names in _mapping(name).items():
             for class_name in [class_names] if isinstance(class_names, str) else class_names:
-                if model_type in text and hasattr(transformers, class_name):
+                if model_type in text and class_name in names:
                     found.setdefault(f"{model_type} {class_name}", (model_type, class_name, head))
     return sorted(found.values())
 
