@@ -38,11 +38,16 @@ NEMOTRON = {
     "hybrid_override_pattern": "M*M-", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
     "chunk_size": 8,
 }  # fmt: skip
+INKLING = {
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 16,
+    "d_rel": 4, "rel_extent": 32, "mlp_layer_types": ["dense"] * 4,
+}  # fmt: skip
 MODELS = {
     "qwen3_5_text": {**SMALL, **DELTA},
     "lfm2": {**SMALL, "full_attn_idxs": [1, 3], "conv_L_cache": 3},
     "nemotron_h": {**{name: x for name, x in SMALL.items() if name != "num_hidden_layers"}, **NEMOTRON},
     "mamba2": MAMBA2,
+    "inkling_text": {**SMALL, **INKLING},  # its convolutions come after sums of hidden states
 }
 LENGTHS = (7, 1, 23, 12)
 
@@ -98,7 +103,7 @@ def test_as_each_sequence_alone(name, reentrant):
     handle = nta.patch(patched, packing="always", logits="padded", on_fallback="raise")
     check_same(patched, model, batch_of())
     assert handle.calls == {None: 1}
-    how = "zeros between sequences" if name == "lfm2" else "padded"
+    how = "zeros between sequences" if name in ("lfm2", "inkling_text") else "padded"
     assert how in str(handle.layers), "the handle names the modules that mix the tokens of a row"
 
 
@@ -223,10 +228,23 @@ def test_groups(lengths, most):
     assert len(groups) == most or positions <= MOST_PADDED * lengths.sum()
 
 
-def test_a_copy_of_the_input_of_a_checkpoint_is_an_error():
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+def test_a_checkpoint_of_transformers_may_copy_its_inputs(name):
+    model = new(name)
+    patched = copy.deepcopy(model)
+    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    with (
+        nta.patch(patched, packing="always", logits="padded", on_fallback="raise"),
+        torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x),
+    ):
+        check_same(patched, model, batch_of())
+
+
+def test_a_copy_of_the_input_of_a_checkpoint_around_a_layer_is_an_error():
     model = new("lfm2")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     nta.patch(model, packing="always")
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
         loss = model(**batch_of()).loss
         with pytest.raises(RuntimeError, match="lengths of its sequences are not known"):

@@ -39,6 +39,7 @@ MOST_PADDED = 1.15  # positions that are computed for each token
 # states took 241 ms with 3 groups, 345 with 5, and 466 with one (H100).
 LEAST_TOKENS = 2700
 _LEVEL = 1.04
+_CHECKPOINT = "_gradient_checkpointing_func"  # of a layer: what transformers calls to make a checkpoint of it
 # Arguments that describe the packed row. A padded row is read from its beginning, so it needs none.
 _OF_ROW = ("attention_mask", "mask", "padding_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
@@ -140,10 +141,7 @@ def add_islands(base: nn.Module, proof: Proof, handle: Handle, grouping: Groupin
             keep_apart(module)
             override_forward(module, run_convolution, handle)
     for path in {_layer_of(base, path) for path in paths} - {"", *paths}:
-        layer = base.get_submodule(path)
-        for module in (layer, *layer.children()):
-            if type(module).__name__ not in proof.mixers:
-                override_forward(module, run_layer, handle)
+        override_forward(base.get_submodule(path), run_layer, handle)
     return bool(paths)
 
 
@@ -169,13 +167,35 @@ def _layer_of(base: nn.Module, path: str) -> str:
     return ""
 
 
-# Gradient checkpointing computes a layer again in the backward, when no row is set. So the storage of hidden states
-# keeps the row, or None for padded rows. A checkpoint of transformers runs the class's forward, so children look too.
+# Gradient checkpointing computes a layer again in the backward, when no row is set. A checkpoint in the layer, as those
+# of transformers, carries the row. For a checkpoint around the layer, the storage of hidden states keeps the row, or
+# None for padded rows.
+
+
+class _WithRow:
+    """A layer's function that makes a checkpoint, `checkpoint(function, *args)`, for a function that needs its row."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        row, padded = current_row(), runs_padded()
+        if is_compiling() or (row is None and not padded):
+            return self.checkpoint(function, *args)
+
+        def run(*args: Any) -> Any:
+            with running(row=row, padded=padded):
+                return function(*args)
+
+        return self.checkpoint(run, *args)
 
 
 def run_layer(module: nn.Module, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of a layer with islands, or of another module in it."""
+    """The `forward` of a layer with islands."""
     hidden, row = _first_tensor((*args, *kwargs.values())), current_row()
+    checkpoint = vars(module).get(_CHECKPOINT)
+    if checkpoint is not None and not isinstance(checkpoint, _WithRow):
+        setattr(module, _CHECKPOINT, _WithRow(checkpoint))
     if hidden is None or is_compiling() or is_transformed():  # in torch.func, tensors have no storage
         return original(*args, **kwargs)
     kept = _kept_row(hidden)
