@@ -214,7 +214,7 @@ def check_readable(tensor: Tensor, name: str) -> None:
         ValueError: the tensor is on the meta device or a FakeTensor, or torch.vmap maps over it, or make_fx is tracing.
     """
     refuse_jit_trace()
-    if is_transformed() and _is_mapped(tensor):
+    if is_transformed() and is_in_vmap(tensor):
         raise ValueError(
             f"{name} has other values in each sample of torch.vmap, and a layout has the lengths of one batch: make "
             "the layout outside of vmap. A patched model runs outside of vmap, or after remove() of its handle."
@@ -230,7 +230,7 @@ def check_readable(tensor: Tensor, name: str) -> None:
         )
 
 
-def _is_mapped(tensor: Tensor) -> bool:
+def is_in_vmap(tensor: Tensor) -> bool:
     """Whether torch.vmap maps over a dimension of the tensor."""
     while (inner := unwrapped(tensor)) is not tensor:
         if is_mapped(tensor):

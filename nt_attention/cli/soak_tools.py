@@ -81,6 +81,8 @@ def compare(got: Results, exact: Results, dtype: torch.dtype) -> float:
         size = squares.mean(-1, keepdim=True).sqrt() + 0.1 * squares.mean().sqrt() + 0.01
         if name.startswith("gradient"):  # an element can be the small difference of large numbers
             terms = len(exact["out"]) if name in ("gradient of bias", "gradient of sinks") else 1
+            if name in ("gradient of query_bias", "gradient of key_bias"):  # of the products of `out` and its gradient
+                terms = max(1, exact["out"].shape[-1] // 16)
             size = size + want.abs().amax() + terms**0.5 if want.numel() else size
         error = ((rows - want).abs() / size).masked_fill(rows == want, 0).nan_to_num(torch.inf)
         errors[name] = float(error.amax()) / TOLERANCES[dtype] if error.numel() else 0.0

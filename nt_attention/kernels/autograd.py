@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiler import EAGER, call_mode, is_compiling, is_tracing
+from ..compiler import EAGER, call_mode, is_compiling, is_in_vmap, is_tracing
 from ..layouts.protocol import Layout
 from ..torch_private import forward_ad_level, is_legacy_mapped, is_transformed
 from . import adapters, flops, paged, tree
@@ -53,6 +53,8 @@ def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Ca
         if call.spec.tree:
             tensors, call = tree.with_copied_keys(tensors, call)
         out, lse = backend.forward(*tensors, call)[:2]
+    elif call.spec.dropout_p and not is_compiling() and is_transformed() and any(map(is_in_vmap, tensors)):
+        raise NotImplementedError(f"dropout in torch.vmap {_NOT_SUPPORTED}")
     elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not (call.spec.paged or call.spec.tree):
         out, lse, _ = adapters.forward(backend, tensors, call)
     elif not needs_grad or call.spec.paged:

@@ -85,9 +85,9 @@ def _window_size(name: str, value: object) -> tuple[int, int]:
 
 
 def _softcap(name: str, value: object) -> float:
-    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-        raise ValueError(f"{name} must be 0 (off) or a positive number, got {value}.")
-    return float(value)
+    if isinstance(value, (int, float)) and value is not True and (value == 0 or 1e-30 <= value < math.inf):
+        return float(value)
+    raise ValueError(f"{name} must be 0 (off) or a positive number, got {value}. The least is 1e-30.")
 
 
 def _probability(name: str, value: object) -> float:

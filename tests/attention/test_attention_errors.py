@@ -172,6 +172,8 @@ REFUSED = {
     "softcap-none": ({"softcap": None}, "softcap must be 0 (off) or a positive number, got None"),
     "softcap-below-0": ({"softcap": -1.0}, "softcap must be 0 (off) or a positive number, got -1.0"),
     "softcap-nan": ({"softcap": float("nan")}, "softcap must be 0 (off) or a positive number, got nan"),
+    "softcap-subnormal": ({"softcap": 1e-42}, "softcap must be 0 (off) or a positive number, got 1e-42. The least is"),
+    "softcap-true": ({"softcap": True}, "softcap must be 0 (off) or a positive number, got True"),
     "softcap-infinite": ({"softcap": float("inf")}, "softcap must be 0 (off) or a positive number, got inf"),
     "dropout-below-0": ({"dropout_p": -0.1}, "dropout_p must be in [0, 1), got -0.1"),
     "dropout-none": ({"dropout_p": None}, "dropout_p must be in [0, 1), got None"),

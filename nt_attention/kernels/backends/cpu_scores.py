@@ -117,8 +117,6 @@ def backward(
     scores, pull_back = _with_derivative(products, rules)
     masked = lse == -torch.inf
     weights = scores.sub(lse.masked_fill(masked, 0.0).unsqueeze(-1)).exp_()
-    if spec.has_mods:
-        _check_mods(weights, lse)
     grad = grad.to(dtype)
     grad_scores = (_by_group(grad, groups) @ v.to(dtype).mT).view_as(weights)
     dropped = weights
@@ -127,7 +125,11 @@ def backward(
         grad_scores.mul_(factors)
         dropped = factors.mul_(weights)
     dv = _by_group(dropped, groups).mT @ _by_group(grad, groups)
-    delta = (grad * out.to(dtype)).sum(-1, keepdim=True)
+    of_out = grad * out.to(dtype)
+    delta = of_out.sum(-1, keepdim=True)
+    if spec.has_mods:
+        used = (v != 0).any(-2, keepdim=True).repeat_interleave(q.shape[1] // groups, 1)
+        _check_mods(weights, lse, grad_scores, of_out.masked_fill_(~used, 0.0), torch.finfo(out.dtype).eps)
     grad_scores = pull_back(grad_scores.sub_(delta).mul_(weights))
     grad_products = _by_group(grad_scores if slope is None else grad_scores * slope, groups)
     dq = (grad_products @ k.to(dtype)).view(q.shape).mul_(spec.scale)
@@ -135,14 +137,23 @@ def backward(
     return dq, dk, dv, grad_scores
 
 
-def _check_mods(weights: Tensor, lse: Tensor) -> None:
-    """Check that mods changed the scores as in the forward, so that weights (…, rows, keys) have the sum 1, or 0.
+def _check_mods(weights: Tensor, lse: Tensor, grad_weights: Tensor, of_out: Tensor, eps: float) -> None:
+    """Check that mods changed the scores as in the forward.
+
+    Then the weights P (…, rows, keys) have the sum 1, or 0. And out = P v in the forward, so ⟨dout, out⟩ = ⟨dP, P⟩ in
+    each row. `of_out` is dout · out (…, rows, Dv), 0 in the columns that were added for the gradient of lse. `eps` is
+    the precision of out.
 
     Raises:
         RuntimeError: They did not.
     """
-    error = (weights.sum(-1) - (lse != -torch.inf).to(lse.dtype)).abs()
-    if bool((error > 1e-3 + 1e-5 * lse.abs().nan_to_num(posinf=0.0)).any()):  # NaN is not larger
+    sums = (weights.sum(-1) - (lse != -torch.inf).to(lse.dtype)).abs()
+    is_wrong = sums > 1e-3 + 1e-5 * lse.abs().nan_to_num(posinf=0.0)  # NaN is not larger
+    products = weights * grad_weights
+    least = torch.finfo(weights.dtype).tiny
+    limit = least + 1e-3 * products.abs().sum(-1) + 2 * eps * of_out.abs().sum(-1)
+    is_wrong |= (products.sum(-1) - of_out.sum(-1)).abs() > limit
+    if bool(is_wrong.any()):
         raise RuntimeError(MODS_CHANGED)
 
 
@@ -165,7 +176,7 @@ def _with_derivative(products: Tensor, rules: ScoreRules) -> tuple[Tensor, Calla
         return rules.apply(products), lambda grad: grad
     leaf = products if rules.bias is None else products.add_(rules.bias)
     with torch.enable_grad():
-        scores = rules.mod(leaf.requires_grad_())
+        scores = rules.mod(leaf.requires_grad_().clone())  # a copy, which it may change in place
 
     def pull_back(grad: Tensor) -> Tensor:
         if not scores.requires_grad:  # score_mod ignores the score
