@@ -243,7 +243,7 @@ def _mismatch(inputs: CaseInputs, got: dict[str, Tensor]) -> float:
     layout, (_, _, value) = inputs.layout, inputs.qkv
 
     def product(x: Tensor, y: Tensor) -> Tensor:
-        of_rows = (x.double() * y.double())[: layout.total].sum(-1)
+        of_rows = (x.double() * y.double()).sum(-1)
         return of_rows.new_zeros(layout.batch_size, of_rows.shape[1]).index_add_(0, layout.sequence_ids, of_rows)
 
     forward, backward = product(got["out"], inputs.grad[: layout.total]), product(value[: layout.total], got["dv"])

@@ -247,8 +247,7 @@ def _row_of(module: nn.Module, hidden: Tensor | None) -> PackedRow | None:
     if row is _UNKNOWN:
         raise RuntimeError(
             f"{type(module).__name__} is computed again in the backward, where the lengths of its sequences are not "
-            "known: use the model's gradient_checkpointing_enable, without saved-tensor hooks such as save_on_cpu, "
-            "which copy its inputs, and without torch.compile."
+            "known: use the model's gradient_checkpointing_enable, without torch.compile."
         )
     return row
 

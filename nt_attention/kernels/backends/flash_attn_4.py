@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 
 def refuses(spec: AttentionSpec) -> list[str]:
-    """Grouped heads at (192, 128), to which these head dims are padded, have no right gradients on Hopper."""
+    """Gradients of grouped heads at (192, 128), to which these head dims are padded, are not verified."""
     is_grouped = spec.num_heads != spec.num_kv_heads
     if spec.needs_grad and is_grouped and 128 < spec.head_dim <= 192 and spec.value_dim <= 128:
         dims = f"head dim {spec.head_dim} with values of {spec.value_dim}"

@@ -87,8 +87,9 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor]) -> Recording | None:
         """The recording; None if the call did more than allocate memory and call compiled functions."""
-        slots = {_place(x): _Slot(i) for i, x in enumerate([*inputs, *[x for _, x in self.made]]) if x is not None}
-        addresses = {x.untyped_storage().data_ptr() for x in [*inputs, *[x for _, x in self.made]] if x is not None}
+        tensors = [(i, x) for i, x in enumerate([*inputs, *[x for _, x in self.made]]) if x is not None]
+        slots = {_place(x): _Slot(i) for i, x in tensors}
+        addresses = {x.untyped_storage().data_ptr() for _, x in tensors}
 
         def slot(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.untyped_storage().data_ptr() not in addresses:
