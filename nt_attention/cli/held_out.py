@@ -2,12 +2,15 @@
 
 The batches are drawn: lengths, heads, head dims and masks. Expected times are fitted to others (``tune.py``). Every
 backend that can run a batch takes part but ``flex``, which compiles for each, and the reference. Bursts take turns.
+The times are those of the device. A call takes at least the host's time, unless a CUDA graph replays it: the second
+ratio is of the longer of both.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -44,25 +47,27 @@ Times = dict[str, float]
 
 @dataclass
 class Result:
-    """The times of the backends on a batch, in ms, and the expected ones, in µs."""
+    """The times of the backends on a batch: of the device and of the host, in ms, and the expected ones, in µs."""
 
     about: str
     direction: str
     auto: str
     times: Times
+    host: Times
     expected: Times
     counts: tuple[float, ...] = field(repr=False)
 
-    @property
-    def ratio(self) -> float:
-        return self.times[self.auto] / min(self.times.values())
+    def ratio(self, with_host: bool = False) -> float:
+        times = {name: max(ms, self.host[name] if with_host else 0.0) for name, ms in self.times.items()}
+        return times[self.auto] / min(times.values())
 
     def __str__(self) -> str:
-        times = ", ".join(
-            f"{name} {ms:.3f}" + (f" (expected {self.expected[name] / 1000:.3f})" if name in self.expected else "")
-            for name, ms in sorted(self.times.items(), key=lambda item: item[1])
-        )
-        return f"{self.ratio:.2f}  {self.direction:<7}  {self.about}; auto is {self.auto}; ms: {times}"
+        times = []
+        for name, ms in sorted(self.times.items(), key=lambda item: item[1]):
+            expected = f", expected {self.expected[name] / 1000:.3f}" if name in self.expected else ""
+            times.append(f"{name} {ms:.3f} (host {self.host[name]:.3f}{expected})")
+        ratios = f"{self.ratio():.2f} ({self.ratio(True):.2f})"
+        return f"{ratios}  {self.direction:<7}  {self.about}; auto is {self.auto}; ms: {', '.join(times)}"
 
 
 def main(options: argparse.Namespace, device: torch.device) -> int:
@@ -85,13 +90,14 @@ def main(options: argparse.Namespace, device: torch.device) -> int:
 def summary(results: list[Result], seed: int) -> str:
     """The ratios of each direction, and the worst five results."""
     lines = [f"\nseed {seed}; the time of auto over that of the fastest backend:"]
-    for direction in ("forward", "both"):
-        ratios = sorted(each.ratio for each in results if each.direction == direction)
+    for direction, with_host in itertools.product(("forward", "both"), (False, True)):
+        ratios = sorted(each.ratio(with_host) for each in results if each.direction == direction)
         if ratios:
             most = ratios[math.ceil(0.9 * len(ratios)) - 1]
             numbers = f"median {statistics.median(ratios):.3f}, 90 % at most {most:.3f}, largest {ratios[-1]:.3f}"
-            lines.append(f"{direction:<7}  {len(ratios):>3} batches: {numbers}")
-    worst = sorted(results, key=lambda each: -each.ratio)[:5]
+            about = f"{direction}, {'device or host' if with_host else 'device'}"
+            lines.append(f"{about:<23}  {len(ratios):>3} batches: {numbers}")
+    worst = sorted(results, key=lambda each: -each.ratio())[:5]
     return "\n".join([*lines, "the worst:", *map(str, worst)])
 
 
@@ -161,13 +167,12 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype = torch
             try:
                 function()
                 functions[name] = function
-            except RuntimeError as error:  # of other libraries' kernels, or no memory is left
+            except (RuntimeError, ValueError) as error:  # as in tune.py
                 print(f"{name} failed: {(str(error).splitlines() or [''])[0]}; {workload.about}")
         if explanation.chosen not in functions:
             continue
         times = timing.device_ms_by_turns(functions, ROUNDS, BURST)
-        counts = inputs.counts(direction == "both")
-        results.append(
-            Result(workload.about, direction, explanation.chosen, times, explanation.expected_us or {}, counts)
-        )
+        host = {name: timing.host_us(function) / 1000 for name, function in functions.items()}
+        counts, expected = inputs.counts(direction == "both"), explanation.expected_us or {}
+        results.append(Result(workload.about, direction, explanation.chosen, times, host, expected, counts))
     return results

@@ -29,29 +29,36 @@ from .workloads import CAUSAL, SHORT, Workload, draw_lengths
 
 # (lengths, tokens, share of the heads, query heads of a key head)
 GRID = (
-    *(("uniform:16", 32768, 1.0, 1), ("equal:64", 16384, 1.0, 1), ("lognormal:256", 2048, 1.0, 1)),
-    *(("lognormal:512", 65536, 1.0, 4), ("lognormal:2048", 32768, 1.0, 1), ("equal:1024", 16384, 1.0, 4)),
-    *(("lognormal:8192", 65536, 1.0, 4), ("one long", 32768, 1.0, 1), ("equal:32768", 32768, 0.25, 1)),
-    ("lognormal:1024", 262144, 0.25, 1),
+    *(("uniform:16", 32768, 1.0, 1), ("equal:64", 16384, 1.0, 1), ("lognormal:64", 16384, 1.0, 4)),
+    *(("lognormal:256", 2048, 1.0, 1), ("lognormal:512", 65536, 1.0, 4), ("lognormal:2048", 32768, 1.0, 1)),
+    *(("equal:1024", 16384, 1.0, 4), ("lognormal:8192", 65536, 1.0, 4), ("one long", 32768, 1.0, 1)),
+    *(("equal:16384", 16384, 1.0, 1), ("lognormal:1024", 262144, 0.25, 1), ("equal:1500", 1500, 0.5, 1)),
 )
 # (sequences, queries of each, keys, query heads of a key head)
 FEW_QUERIES = (
     *((64, 1, "lognormal:8192", 4), (8, 1, "lognormal:8192", 4), (1, 1, "equal:65536", 4), (256, 1, "equal:512", 4)),
     *((16, 4, "lognormal:4096", 4), (64, 1, "lognormal:2048", 1), (32, 1, "lognormal:8192", 32)),
     *((512, 1, "uniform:256", 1), (1, 64, "equal:32768", 4), (1, 128, "equal:16384", 4)),
+    *((12, 4, "uniform:256", 4), (256, 1, "lognormal:512", 32), (8, 1, "uniform:512", 1)),
 )
 HEADS_OF_FEW = 32
-# kind of call → options
-KINDS: dict[str, dict[str, Any]] = {
-    "causal": CAUSAL,
-    "full": {},
-    cost_model.FEW_QUERIES: CAUSAL,
-    "narrow window behind": CAUSAL | {"window_size": (127, 0)},
-    "window behind": CAUSAL | {"window_size": (1023, 0)},
-    "narrow window": {"window_size": (64, 64)},
-    "nonlinear": CAUSAL | {"softcap": 30.0},
-    "sinks": CAUSAL | {"sinks": True},
-    "window": {"window_size": (256, 256)},
+
+
+def _windows(*sizes: tuple[int, int]) -> tuple[dict[str, Any], ...]:
+    return tuple((CAUSAL if right == 0 else {}) | {"window_size": (left, right)} for left, right in sizes)
+
+
+# kind of call → options, which the batches have by turns; of two windows, the fit learns what pairs and tokens take
+KINDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "causal": (CAUSAL,),
+    "full": ({},),
+    cost_model.FEW_QUERIES: (CAUSAL,),
+    "narrow window behind": _windows((127, 0), (31, 0)),
+    "window behind": _windows((511, 0), (2047, 0)),
+    "narrow window": _windows((64, 64), (16, 16)),
+    "nonlinear": (CAUSAL | {"softcap": 30.0},),
+    "sinks": (CAUSAL | {"sinks": True},),
+    "window": _windows((256, 256), (1024, 1024)),
 }
 HEAD_DIMS = ("64", "128", "256", "96", "32", "192/128", "192", "512", "384")
 WIDTH = 1024  # of all heads
@@ -61,7 +68,7 @@ BACKENDS = {
 }
 ABOVE_256 = ("token_tiled", "torch_efficient")  # head dims
 SHARE_OF_FLOAT32 = 4  # a fourth of the tokens: its kernels take many times as long
-BURST, REPEATS = 0.002, 3  # seconds
+BURST, REPEATS = 0.001, 3  # seconds
 Unit = tuple[torch.dtype, str, str]
 
 
@@ -170,7 +177,7 @@ def workloads(dtype: torch.dtype, dims: str, kind: str) -> list[Workload]:
     if kind == cost_model.FEW_QUERIES:
         return [of_few_queries(*each, dims, share) for each in FEW_QUERIES]
     (head_dim, value_dim), found = dims_of(dims), []
-    for text, tokens, of_heads, group in GRID:
+    for (text, tokens, of_heads, group), options in zip(GRID, itertools.cycle(KINDS[kind])):
         if text == "one long":
             lengths: tuple[int, ...] = (tokens // 4 // share, *SHORT[: 800 // share])
         else:
@@ -178,7 +185,7 @@ def workloads(dtype: torch.dtype, dims: str, kind: str) -> list[Workload]:
             lengths = draw_lengths(f"{distribution}:{min(int(most), tokens // share)}", tokens // share, seed=9)
         kv_heads = max(1, int(of_heads * WIDTH / head_dim) // group)
         heads = (kv_heads * group, kv_heads)
-        found.append(Workload(text, text, lengths, *heads, head_dim, KINDS[kind], value_dim=value_dim))
+        found.append(Workload(text, text, lengths, *heads, head_dim, options, value_dim=value_dim))
     return found
 
 
@@ -187,8 +194,8 @@ def of_few_queries(sequences: int, queries: int, keys: str, group: int, dims: st
     longest = int(most) // share
     lengths = draw_lengths(f"{distribution}:{longest}", sequences * longest, seed=9)[:sequences]
     (head_dim, value_dim), key_lengths = dims_of(dims), tuple(max(queries, n) for n in lengths)
-    heads, options = (HEADS_OF_FEW, HEADS_OF_FEW // group), KINDS[cost_model.FEW_QUERIES]
-    return Workload(keys, keys, (queries,) * sequences, *heads, head_dim, options, key_lengths, value_dim)
+    heads = HEADS_OF_FEW, HEADS_OF_FEW // group
+    return Workload(keys, keys, (queries,) * sequences, *heads, head_dim, CAUSAL, key_lengths, value_dim)
 
 
 def measure(
@@ -214,7 +221,10 @@ def measure(
                 us = 1000 * timing.device_ms(function, REPEATS, BURST)
             except NotSupportedError:
                 continue
-            except RuntimeError as error:  # of other libraries' kernels, or no memory is left
+            except (
+                RuntimeError,
+                ValueError,
+            ) as error:  # the kernel fails or refuses the size, or no memory is left
                 print(f"{name} failed on {workload.about} × {dims}, {kind}: {(str(error).splitlines() or [''])[0]}")
                 continue
             rows[direction, name].append((us, *inputs.counts(direction == "both")))

@@ -1,8 +1,9 @@
 """The cost model: the expected time of a call on each backend, fitted to times that were measured on a GPU.
 
 The time of a varlen kernel is modeled as a constant for the launch, plus costs per sequence, per token and per (query,
-key) pair of a head, plus the time of the query that sees the most keys, for which one multiprocessor works alone.
-`measured/*.json` has these five numbers for each backend, kind of call and head dim. `python -m nt_attention tune`
+key) pair of a head, plus the time of the query that sees the most keys, for which one multiprocessor works alone. Some
+kernels work on all query heads of a key head at once, so there is also a cost per sequence of a key head.
+`measured/*.json` has these six numbers for each backend, kind of call and head dim. `python -m nt_attention tune`
 measures and fits them. `measurements.py` says which file holds for a GPU.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 from importlib import resources
 from typing import NamedTuple
 
@@ -36,7 +38,7 @@ class CallCosts(NamedTuple):
     """The rows of the backends for one kind of call, and where they are from."""
 
     rows: tuple[tuple[str, Row], ...]
-    of_key_heads: bool  # sequences and tokens are counted for each key head
+    has_few_queries: bool
     about: str
 
 
@@ -46,19 +48,21 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
     if costs is None:
         return {}
     least = LAUNCH_US["both" if spec.needs_grad else "forward"]
-    heads = spec.num_heads / 1000
-    rows = heads if not costs.of_key_heads else spec.num_kv_heads / 1000
-    sequences, tokens, pairs, keys = rows * size[0], rows * size[1], heads * size[2] / 1000, size[4] / 1000
-    return {
-        name: max(least, call + a * sequences + b * tokens + c * pairs + d * keys)
-        for name, (call, a, b, c, d) in costs.rows
-    }
+    numbers = _counts(spec, size, costs.has_few_queries)
+    return {name: max(least, sum(map(operator.mul, row, numbers))) for name, row in costs.rows}
 
 
-def counts(spec: AttentionSpec, size: CallSize) -> tuple[float, ...]:
+def counts(spec: AttentionSpec, size: CallSize) -> Row:
     """The numbers in which an expected time is linear, in the order of a `Row`."""
-    rows = (spec.num_kv_heads if kind_of(spec, size) == FEW_QUERIES else spec.num_heads) / 1000
-    return 1.0, rows * size.sequences, rows * size.tokens, spec.num_heads * size.pairs / 1e6, size.most_keys / 1000
+    return _counts(spec, size, kind_of(spec, size) == FEW_QUERIES)
+
+
+def _counts(spec: AttentionSpec, size: CallSize, few_queries: bool) -> Row:
+    """`counts`. With few queries, most tokens are keys, so they are counted for each key head."""
+    heads, key_heads = spec.num_heads / 1000, spec.num_kv_heads / 1000
+    tokens = (key_heads if few_queries else heads) * size.tokens
+    pairs, sequences = heads * size.pairs / 1000, size.sequences
+    return 1.0, heads * sequences, tokens, pairs, size.most_keys / 1000, key_heads * sequences
 
 
 def costs_of(spec: AttentionSpec, size: CallSize) -> CallCosts | None:

@@ -23,9 +23,9 @@ import torch
 
 from .._warnings import warn
 
-# µs for each call; ns for each head and sequence, for each head and token, for each head and 1000 pairs, and for each
-# key of the query that sees the most
-Row = tuple[float, float, float, float, float]
+# µs for each call; ns for each head and sequence, for each head and token, for each head and 1000 pairs, for each key
+# of the query that sees the most, and for each key head and sequence
+Row = tuple[float, float, float, float, float, float]
 # ("float32" or "16-bit", "forward" or "both", kind of call) → head dims (D, Dv) → backend → row
 Costs = dict[tuple[str, str, str], dict[tuple[int, int], dict[str, Row]]]
 # Operations of the tensor cores of a multiprocessor in a clock, relative to capability 9.0; others as the next lower.
@@ -102,7 +102,7 @@ def _nearest(files: list[dict[str, Any]], card: Card) -> Table:
 
     file = min(files, key=lambda each: math.hypot(*map(math.log, ratios(each)[:2])))
     memory, all_multiprocessors, one_multiprocessor = ratios(file)
-    factors = (1.0, all_multiprocessors, memory, all_multiprocessors, one_multiprocessor)
+    factors = (1.0, all_multiprocessors, memory, all_multiprocessors, one_multiprocessor, all_multiprocessors)
     costs = {
         key: {
             dim: {name: tuple(x * by for x, by in zip(row, factors, strict=True)) for name, row in rows.items()}
@@ -153,11 +153,10 @@ def read_costs(written: Mapping[str, Any]) -> Costs:
 
 
 def _row(numbers: list[float]) -> Row:
-    a, b, c, d, *last = map(float, numbers)
-    (e,) = last or (0.0,)  # files from before this number have four
-    if not all(0 <= x < math.inf for x in (a, b, c, d, e)):
+    a, b, c, d, e, f = row = tuple(map(float, numbers))
+    if not all(0 <= x < math.inf for x in row):
         raise ValueError(f"numbers must be ≥ 0, got {numbers}")
-    return a, b, c, d, e
+    return a, b, c, d, e, f
 
 
 def dims_of(which: str) -> tuple[int, int]:

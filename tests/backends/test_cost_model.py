@@ -70,10 +70,10 @@ def of_tables(monkeypatch):
 
 
 def read(table):
-    """Rows of four numbers get a fifth. A head dim is that of values too."""
+    """Rows of four or five numbers get zeros. A head dim is that of values too."""
     return {
         key: {
-            dim if isinstance(dim, tuple) else (dim, dim): {name: (*row, 0.0)[:5] for name, row in rows.items()}
+            dim if isinstance(dim, tuple) else (dim, dim): {name: (*row, 0.0, 0.0)[:6] for name, row in rows.items()}
             for dim, rows in by_dim.items()
         }
         for key, by_dim in table.items()
@@ -153,11 +153,16 @@ class TestExpectedTime:
         of_heads = [expected_us(call(num_heads=heads), CallSize(7, 1009.0, 100_003, 300.0, 300.0)) for heads in (5, 10)]
         assert of_heads == [{"torch_flash": pytest.approx(1 + 5e-3 * 300)}] * 2  # heads run side by side
 
-    def test_few_queries_are_counted_for_each_key_head(self, of_tables):
+    def test_tokens_of_few_queries_are_counted_for_each_key_head(self, of_tables):
         of_tables({("16-bit", "forward", "few queries"): {64: {"split_kv": (1.0, 2.0, 3.0, 5.0, 0.0)}}})
         got = expected_us(call(num_heads=8, num_kv_heads=2, equal_lengths=False), CallSize(7, 1009.0, 100_003, 1, 900))
-        assert got == {"split_kv": pytest.approx(1 + 2e-3 * (2 * 7 + 3 * 1009) + 8e-3 * 5 * 100.003)}
+        assert got == {"split_kv": pytest.approx(1 + 2e-3 * 3 * 1009 + 8e-3 * (2 * 7 + 5 * 100.003))}
         assert expected_us(call(num_heads=8, num_kv_heads=2, needs_grad=True), CallSize(7, 1009.0, 100_003, 1)) == {}
+
+    def test_sequences_of_key_heads(self, of_tables):
+        of_tables({("16-bit", "forward", "full"): {64: {"torch_flash": (1.0, 0.0, 0.0, 0.0, 0.0, 7.0)}}})
+        of_heads = [expected_us(call(num_heads=8, num_kv_heads=n), CallSize(11, 1009.0, 100_003)) for n in (2, 8)]
+        assert of_heads == [{"torch_flash": pytest.approx(1 + 1e-3 * 7 * 11 * n)} for n in (2, 8)]
 
     @pytest.mark.parametrize(
         ("spec", "kinds"),

@@ -23,12 +23,12 @@ from nt_attention.kernels.select import BACKENDS, explain_spec
 
 CPU = torch.device("cpu")
 
-# µs for a call, ns for a head's sequence, token and 1000 pairs, and for a key of the longest query
+# µs for a call, ns for a head's sequence, token and 1000 pairs, a key of the longest query, and a key head's sequence
 NUMBERS = {
-    "token_tiled": (10.0, 0.0, 3.0, 40.0, 0.0),
-    "flash_attn_4": (20.0, 70.0, 0.0, 10.0, 3.0),
-    "torch_flash": (0.0, 0.0, 1.0, 90.0, 90.0),
-    "split_kv": (30.0, 0.0, 9.0, 1.0, 0.0),
+    "token_tiled": (10.0, 0.0, 3.0, 40.0, 0.0, 0.0),
+    "flash_attn_4": (20.0, 70.0, 0.0, 10.0, 3.0, 50.0),
+    "torch_flash": (0.0, 0.0, 1.0, 90.0, 90.0, 0.0),
+    "split_kv": (30.0, 0.0, 9.0, 1.0, 0.0, 20.0),
 }
 
 SMALL_GRID = (
@@ -42,7 +42,9 @@ SMALL_GRID = (
 )
 
 SMALL_FEW = tuple(
-    (n, 1, f"lognormal:{most}", group) for n, most in ((3, 64), (9, 200), (1, 500)) for group in (1, 4, 8)
+    (n, queries, f"lognormal:{most}", group)
+    for n, queries, most in ((3, 1, 64), (9, 1, 200), (1, 1, 500), (5, 2, 90))
+    for group in (1, 4, 8)
 )
 
 
@@ -73,7 +75,7 @@ def test_batches_are_of_their_kind_and_have_different_sizes(kind, dims, dtype):
         assert workload.heads % workload.kv_heads == 0
         rows.append(counts(spec, size))
     assert len(rows) >= 10
-    assert np.linalg.matrix_rank(np.array(rows) / np.max(rows, axis=0)) == 5
+    assert np.linalg.matrix_rank(np.array(rows) / np.max(rows, axis=0)) == 6
 
 
 def test_units_are_all_and_the_most_important_come_first():
@@ -88,7 +90,7 @@ def test_units_are_all_and_the_most_important_come_first():
 def test_times_are_at_least_zero_where_a_linear_fit_would_not_be():
     source = np.random.default_rng(3)
     for _ in range(20):
-        a, truth = source.uniform(0, 1, (12, 5)), source.uniform(-1, 1, 5)
+        a, truth = source.uniform(0, 1, (12, 6)), source.uniform(-1, 1, 6)
         b = a @ truth
         x = tune.nonnegative_least_squares(a, b)
         assert (x >= 0).all()
@@ -99,7 +101,7 @@ def test_times_are_at_least_zero_where_a_linear_fit_would_not_be():
 
 def test_fit_finds_the_numbers_and_its_error():
     source = np.random.default_rng(5)
-    rows = [(float(x @ NUMBERS["flash_attn_4"]), *x) for x in source.uniform(0, 9, (11, 5))]
+    rows = [(float(x @ NUMBERS["flash_attn_4"]), *x) for x in source.uniform(0, 9, (11, 6))]
     numbers, median, largest = tune.fit(rows)
     assert numbers == pytest.approx(NUMBERS["flash_attn_4"], rel=1e-4, abs=1e-6)
     assert median <= largest < 1e-6
@@ -194,7 +196,7 @@ def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(stubbed, gp
     file = tmp_path / "file.json"
     run(gpu, file, [("64", "causal"), ("128", "full")])
     first = json.loads(file.read_text())["costs"]["16-bit"]["forward"]
-    monkeypatch.setitem(NUMBERS, "flash_attn_4", (1.0, 2.0, 3.0, 4.0, 5.0))
+    monkeypatch.setitem(NUMBERS, "flash_attn_4", (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
     monkeypatch.delitem(NUMBERS, "torch_flash")
     run(gpu, file, [("64", "causal")])
     second = json.loads(file.read_text())["costs"]["16-bit"]["forward"]
@@ -202,7 +204,7 @@ def test_numbers_of_other_runs_are_kept_and_those_of_a_unit_replaced(stubbed, gp
     assert first["causal"]["64"].keys() == {"token_tiled", "flash_attn_4", "torch_flash"}
     assert second["causal"]["64"] == {
         "token_tiled": first["causal"]["64"]["token_tiled"],
-        "flash_attn_4": pytest.approx([1, 2, 3, 4, 5], rel=1e-3),
+        "flash_attn_4": pytest.approx([1, 2, 3, 4, 5, 6], rel=1e-3),
     }
 
 
@@ -291,20 +293,25 @@ class TestHeldOut:
             return {"cpu": next(times), "reference": 1.0}
 
         monkeypatch.setattr(timing, "device_ms_by_turns", by_turns)
+        monkeypatch.setattr(timing, "host_us", lambda function: 1100.0)
         options = SimpleNamespace(held_out=3, seed=7, minutes=None, rows=tmp_path / "rows.json")
         assert held_out.main(options, CPU) == 0
         assert ran == [["cpu", "reference"]] * 6
         out = capsys.readouterr().out
-        assert "forward    3 batches: median 1.000, 90 % at most 1.200, largest 1.200" in out
-        assert "both       3 batches: median 1.500, 90 % at most 4.000, largest 4.000" in out
+        assert "forward, device            3 batches: median 1.000, 90 % at most 1.200, largest 1.200" in out
+        assert "forward, device or host    3 batches: median 1.000, 90 % at most 1.091, largest 1.091" in out
+        assert "both, device               3 batches: median 1.500, 90 % at most 4.000, largest 4.000" in out
+        assert "both, device or host       3 batches: median 1.364, 90 % at most 3.636, largest 3.636" in out
         worst = out.partition("the worst:\n")[2].splitlines()
-        assert [line[:13] for line in worst[:3]] == ["4.00  both   ", "1.50  both   ", "1.20  forward"]
-        assert worst[0] == "4.00  both     a small batch; auto is cpu; ms: reference 1.000, cpu 4.000"
+        assert [line[:13] for line in worst[:3]] == ["4.00 (3.64)  ", "1.50 (1.36)  ", "1.20 (1.09)  "]
+        ms = "reference 1.000 (host 1.100), cpu 4.000 (host 1.100)"
+        assert worst[0] == f"4.00 (3.64)  both     a small batch; auto is cpu; ms: {ms}"
         rows = json.loads((tmp_path / "rows.json").read_text())
         assert [row["times"]["cpu"] for row in rows] == [1.0, 1.5, 1.2, 4.0, 1.0, 1.0]
-        assert len(rows[0]["counts"]) == 5
+        assert len(rows[0]["counts"]) == 6
 
     def test_held_out_ends_when_the_time_is_over(self, small, monkeypatch, capsys):
+        monkeypatch.setattr(timing, "host_us", lambda function: 1.0)
         monkeypatch.setattr(timing, "device_ms_by_turns", lambda functions, *_: dict.fromkeys(functions, 1.0))
         options = SimpleNamespace(held_out=3, seed=7, minutes=1e-9, rows=None)
         held_out.main(options, CPU)
@@ -314,7 +321,7 @@ class TestHeldOut:
 def test_counts_of_inputs_are_those_of_the_call():
     workload = Workload("", "", (5, 17), 4, 2, 16, CAUSAL)
     inputs = CaseInputs.random(workload, CPU, torch.float32)
-    assert inputs.counts(True) == pytest.approx((1.0, 0.008, 4e-3 * 22, 4e-6 * (15 + 153), 17e-3))
+    assert inputs.counts(True) == pytest.approx((1.0, 0.008, 4e-3 * 22, 4e-6 * (15 + 153), 17e-3, 0.004))
 
 
 def test_every_measured_backend_exists():
