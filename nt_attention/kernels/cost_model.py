@@ -23,8 +23,8 @@ from .call_size import CallSize
 from .masks import Window
 from .measurements import Row, Table
 
-# The smallest expected time: the host needs about this long to launch, and the fits are not more accurate.
-LAUNCH_US = {"forward": 50.0, "both": 150.0}
+# The smallest expected time: the fits are not more accurate. Among such backends, the first of the table is selected.
+LEAST_US = {"forward": 10.0, "both": 30.0}
 FEW_ROWS = 16  # the rows of the smallest tiles of `split_kv`: each query has one for each head of its group
 # Of other backends: the query rows of a tile, and half of the multiprocessors of an H100.
 TILE_ROWS, FEW_TILES = 64, 66
@@ -47,7 +47,7 @@ def expected_us(spec: AttentionSpec, size: CallSize) -> dict[str, float]:
     costs = costs_of(spec, size)
     if costs is None:
         return {}
-    least = LAUNCH_US["both" if spec.needs_grad else "forward"]
+    least = LEAST_US["both" if spec.needs_grad else "forward"]
     numbers = _counts(spec, size, costs.has_few_queries)
     return {name: max(least, sum(map(operator.mul, row, numbers))) for name, row in costs.rows}
 

@@ -83,15 +83,15 @@ def read(table):
 @pytest.fixture
 def measured(of_tables, monkeypatch):
     of_tables(TABLE)
-    monkeypatch.setattr(cost_model, "LAUNCH_US", {"forward": 0.0, "both": 0.0})
+    monkeypatch.setattr(cost_model, "LEAST_US", {"forward": 0.0, "both": 0.0})
 
 
-def test_expected_time_is_at_least_the_launch_time(of_tables):
-    """Calls with so little work are all expected to take the launch time. The order of the table decides."""
-    of_tables(TABLE)
-    assert expected_us(SPEC, CallSize(1, 1.0, 1)) == dict.fromkeys(TABLE["16-bit", "forward", "full"][64], 50.0)
+def test_expected_times_below_the_accuracy_of_the_fits_are_equal(of_tables):
+    """The order of the table decides."""
+    of_tables({("16-bit", "forward", "full"): {64: {"token_tiled": (9.0, 0, 0, 1), "torch_flash": (5.0, 0, 0, 0)}}})
+    assert expected_us(SPEC, CallSize(1, 1.0, 1)) == {"token_tiled": 10.0, "torch_flash": 10.0}
     assert select.fastest_first(SPEC, CallSize(1, 1.0, 1))[0] == "token_tiled"
-    assert max(expected_us(SPEC, CallSize(10**6, 1.0, 1)).values()) > 50
+    assert expected_us(SPEC, CallSize(1, 1.0, 10**6))["token_tiled"] > 10
 
 
 def call(**changes):
@@ -338,7 +338,7 @@ class TestMeasurements:
                 assert 0 < min(dims) <= max(dims) <= 576, at
                 assert rows.keys() <= set(BACKENDS) - {"cpu", "reference"}, at
                 for name, row in rows.items():
-                    assert len(row) == 5, (*at, name)
+                    assert len(row) == 6, (*at, name)
                     assert all(isinstance(x, (int, float)) and 0 <= x < math.inf for x in row), (*at, name)
                     assert any(row), (*at, name)
                     measured = torch.float32 if dtype == "float32" else torch.bfloat16

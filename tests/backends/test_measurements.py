@@ -40,8 +40,8 @@ def folders(tmp_path, monkeypatch):
     (tmp_path / "measured").mkdir()
     slow = Card(20, 1000.0, 300, 0.25)
     for one in (
-        content("NVIDIA H200", {"torch_flash": [1, 2, 3, 4, 5]}),
-        content("A Slow GPU", {"torch_flash": [9, 9, 9, 9]}, slow),
+        content("NVIDIA H200", {"torch_flash": [1, 2, 3, 4, 5, 6]}),
+        content("A Slow GPU", {"torch_flash": [9, 9, 9, 9, 9, 9]}, slow),
     ):
         (tmp_path / "measured" / f"{measurements.slug(one['gpu'])}.json").write_text(json.dumps(one))
     (tmp_path / "measured" / "trees_sm90.json").write_text("not read")
@@ -83,27 +83,27 @@ def test_files_are_found_by_the_name_of_the_gpu():
     assert measurements.slug("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3"
     (table,) = tables_for("NVIDIA H200", H200)
     assert table.about == "measured on NVIDIA H200"
-    assert rows([table]) == [(1, 2, 3, 4, 5)]
+    assert rows([table]) == [(1, 2, 3, 4, 5, 6)]
     (table,) = tables_for("A Slow GPU", H200)
-    assert rows([table]) == [(9, 9, 9, 9, 0)]  # a file from before the fifth number
-    assert rows(tables_for(None, None)) == [(1, 2, 3, 4, 5)]
+    assert rows([table]) == [(9, 9, 9, 9, 9, 9)]
+    assert rows(tables_for(None, None)) == [(1, 2, 3, 4, 5, 6)]
 
 
 def test_other_gpus_use_scaled_numbers_of_the_nearest():
     """Sequences and pairs scale with FLOPs, tokens with bandwidth, the longest query with one multiprocessor."""
     (table,) = tables_for("NVIDIA H199", Card(66, 990.0, 2450, 1.0))
-    assert rows([table])[0] == pytest.approx((1, 2 * 4, 3 * 2, 4 * 4, 5 * 2))
+    assert rows([table])[0] == pytest.approx((1, 2 * 4, 3 * 2, 4 * 4, 5 * 2, 6 * 4))
     assert table.about == "estimated for this GPU from NVIDIA H200, 0.50 × its bandwidth and 0.25 × its FLOPs"
     (table,) = tables_for("Another Slow GPU", Card(22, 1000.0, 300, 0.25))
     assert "from A Slow GPU, 1.00 × its bandwidth and 1.10 × its FLOPs" in table.about
     (table,) = tables_for("A GPU that reports nothing", Card(132, 0.0, 0, 1.0))
-    assert rows([table]) == [(1, 2, 3, 4, 5)]
+    assert rows([table]) == [(1, 2, 3, 4, 5, 6)]
     assert "which reports no clock or bandwidth" in table.about
 
 
 def test_users_numbers_come_first(save_of_user):
-    save_of_user("NVIDIA H200", content("NVIDIA H200", {"torch_flash": [6, 6, 6, 6, 6]}))
-    assert rows(tables_for("NVIDIA H200", H200)) == [(6, 6, 6, 6, 6), (1, 2, 3, 4, 5)]
+    save_of_user("NVIDIA H200", content("NVIDIA H200", {"torch_flash": [6, 6, 6, 6, 6, 6]}))
+    assert rows(tables_for("NVIDIA H200", H200)) == [(6, 6, 6, 6, 6, 6), (1, 2, 3, 4, 5, 6)]
     assert tables_for("NVIDIA H200", H200)[0].about == "measured on this GPU"
     assert len(tables_for("A Slow GPU", H200)) == 1
 
@@ -126,8 +126,8 @@ def test_other_versions_are_told(save_of_user, monkeypatch):
         "[]",
         "{}",
         '{"versions": {}, "costs": 3}',
-        content("x", {"torch_flash": [1, 2]}),
-        content("x", {"torch_flash": [1, 2, 3, -4]}),
+        content("x", {"torch_flash": [1, 2, 3, 4, 5]}),
+        content("x", {"torch_flash": [1, 2, 3, -4, 5, 6]}),
     ],
     ids=str,
 )
@@ -135,11 +135,11 @@ def test_file_that_cannot_be_read_is_left_out_with_a_warning(save_of_user, text)
     save_of_user("NVIDIA H200", text)
     with pytest.warns(UserWarning, match=r"nvidia_h200.json is not read .* run python -m nt_attention tune again"):
         tables = tables_for("NVIDIA H200", H200)
-    assert rows(tables) == [(1, 2, 3, 4, 5)]
+    assert rows(tables) == [(1, 2, 3, 4, 5, 6)]
 
 
 def test_explain_says_where_expected_times_are_from(card, save_of_user, monkeypatch):
-    monkeypatch.setattr(cost_model, "LAUNCH_US", {"forward": 0.0, "both": 0.0})
+    monkeypatch.setattr(cost_model, "LEAST_US", {"forward": 0.0, "both": 0.0})
 
     def last_line(name, reported):
         card(name, reported)
@@ -150,7 +150,7 @@ def test_explain_says_where_expected_times_are_from(card, save_of_user, monkeypa
     assert last_line("NVIDIA H200", H200) == "  expected times: measured on NVIDIA H200"
     expected = "  expected times: estimated for this GPU from NVIDIA H200, 2.00 × its bandwidth and 1.00 × its FLOPs"
     assert last_line("NVIDIA H300", H200._replace(bandwidth=9800)) == expected
-    save_of_user("NVIDIA H300", content("NVIDIA H300", {"torch_flash": [1000, 0, 0, 0, 0]}))
+    save_of_user("NVIDIA H300", content("NVIDIA H300", {"torch_flash": [1000, 0, 0, 0, 0, 0]}))
     assert last_line("NVIDIA H300", H200) == "  expected times: measured on this GPU"
     assert cost_model.expected_us(SPEC, SIZE) == {"torch_flash": 1000}
 

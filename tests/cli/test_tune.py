@@ -141,7 +141,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H199")
     monkeypatch.setattr(Card, "of", lambda device: card)
-    monkeypatch.setattr(cost_model, "LAUNCH_US", {"forward": 0.0, "both": 0.0})
+    monkeypatch.setattr(cost_model, "LEAST_US", {"forward": 0.0, "both": 0.0})
     caches = measurements.tables_for, cost_model._find
     for cache in caches:
         cache.cache_clear()
