@@ -27,7 +27,7 @@ from .environment import device_name, devices, minutes, output_file, positive
 from .implementations import CaseInputs, NotSupportedError, backend
 from .workloads import CAUSAL, SHORT, Workload, draw_lengths
 
-# (lengths, tokens, share of the heads, query heads of a key head); mostly odd, as flash_attn_4 with softcap is slow then
+# (lengths, tokens, share of the heads, query heads of a key head); odd lengths, where flash_attn_4 with softcap is slow
 GRID = (
     *(("uniform:16", 32768, 1.0, 1), ("equal:64", 16384, 1.0, 1), ("lognormal:64", 16384, 1.0, 4)),
     *(("lognormal:256", 2048, 1.0, 1), ("lognormal:512", 65536, 1.0, 4), ("lognormal:2048", 32768, 1.0, 1)),

@@ -11,6 +11,7 @@ BACKEND = Backend(
     about="this library's Triton kernels that split the keys of a sequence (GPU; inference, keys in pools or packed)",
     missing=missing,
     forward=launches.forward,
+    prepare_forward=launches.prepare_forward,
     paged_forward=launches.paged_forward,
     inference_only=True,
     features=COMMON | {"scale ≤ 0", "window", "softcap", "alibi", "batch_invariant", "bounds", "paged"},

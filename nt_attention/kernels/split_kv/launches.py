@@ -6,9 +6,9 @@ Dimensions: B sequences, T query tokens, H query heads, G key heads, D and V hea
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ...layouts.protocol import Layout
 from .. import bounds, device
 from ..bounds import Checked
 from ..call import AttentionSpec, Call
-from ..launch import Launch, launch
+from ..launch import Launch, Ready, launch, launch_again, launch_cached
 from ..triton_support import block_size, column_parts, input_precision, shared_memory
 from . import sharing
 from .keys import NO_LIMIT, Keys
@@ -131,24 +131,36 @@ def _tiles(layout: Layout, keys: Keys, spec: AttentionSpec) -> list[SplitTile]:
 def paged_forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """out (T, H, V) and lse (T, H) in float32, with keys in pools."""
     checked = bounds.check(call.layout, call.layout) if call.spec.bounded else None
-    return _forward(query, key, value, call, Keys.in_pool(call.paged), checked)
+    return _run(_all_work(call, Keys.in_pool(call.paged), checked), checked, query, key, value)
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The same with packed keys."""
     checked = bounds.check(call.layout, call.key_layout) if call.spec.bounded else None
-    return _forward(query, key, value, call, Keys.packed(call.key_layout, checked), checked)
+    return _run(_all_work(call, Keys.packed(call.key_layout, checked), checked), checked, query, key, value)
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, keys: Keys, checked: Checked | None
+def prepare_forward(
+    query: Tensor, key: Tensor, value: Tensor, call: Call
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`forward` for other tensors of the same geometry."""
+    checked = bounds.check(call.layout, call.key_layout) if call.spec.bounded else None
+    all_work = _all_work(call, Keys.packed(call.key_layout, checked), checked)
+    prepared = [replace(work, parts=work.parts.to("meta"), ready={}) for work in all_work]
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return _run([work.with_new_parts(query.device) for work in prepared], checked, query, key, value)
+
+    return run
+
+
+def _run(
+    works: Iterable[SplitWork], checked: Checked | None, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    layout = call.layout
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32).T
-    offsets = layout.device_offsets if checked is None else checked.cu_seqlens
     with device.current(query.device):
-        for work in _all_work(call, keys, offsets):
+        for work in works:
             work.attend(query, key, value, out, lse)
             if work.is_combined:
                 work.combine(out, lse)
@@ -158,8 +170,9 @@ def _forward(
     return out, lse
 
 
-def _all_work(call: Call, keys: Keys, offsets: Tensor) -> Iterator[SplitWork]:
+def _all_work(call: Call, keys: Keys, checked: Checked | None) -> Iterator[SplitWork]:
     """What is launched for a call."""
+    offsets = call.layout.device_offsets if checked is None else checked.cu_seqlens
     batch_size, tiles = call.layout.batch_size, _tiles(call.layout, keys, call.spec)
     if sharing.can_win(call, keys):
         yield from SplitWork.of_bundles(tiles[0], call, keys, offsets)
@@ -181,10 +194,12 @@ class SplitWork:
         parts, part_lse: (B, S, G, R, V) and (B, S, G, R) float32, the results of splits.
         part: "all", or "shared" if the sequences are bundles, or "other" for the keys that no bundle shares.
         bundles, bundle_tile: of "other", the bundles and their tiles. Their parts follow in `parts`.
+        ready: the launches that were made before, by the function of the kernel. None if the geometry of the tensors
+            may differ.
     """
 
     tile: SplitTile
-    call: Call
+    spec: AttentionSpec
     keys: Keys
     offsets: Tensor
     slopes: Tensor | None
@@ -193,6 +208,7 @@ class SplitWork:
     part: str = "all"
     bundles: Bundles | None = None
     bundle_tile: SplitTile | None = None
+    ready: dict[Any, Ready] | None = None
 
     @classmethod
     def make(cls, tile: SplitTile, call: Call, keys: Keys, offsets: Tensor, first: int, last: int) -> SplitWork:
@@ -203,7 +219,7 @@ class SplitWork:
         shape = (last - first, tile.splits, spec.num_kv_heads, tile.split_rows)
         parts = torch.empty(*shape, spec.value_dim, dtype=torch.float32, device=spec.device)
         offsets = offsets[first : last + 1]
-        return cls(tile, call, keys.select(first, last), offsets, slopes, parts, parts.new_empty(shape))
+        return cls(tile, spec, keys.select(first, last), offsets, slopes, parts, parts.new_empty(shape))
 
     @classmethod
     def of_bundles(cls, tile: SplitTile, call: Call, keys: Keys, offsets: Tensor) -> list[SplitWork]:
@@ -215,8 +231,13 @@ class SplitWork:
         all_rows = at + bundles.keys.batch_size * bundle_tile.part_rows(spec)
         lse = torch.empty(all_rows, dtype=torch.float32, device=spec.device)
         parts = lse.new_empty(len(lse), spec.value_dim)
-        shared = cls(bundle_tile, call, bundles.keys, bundles.offsets, None, parts[at:], lse[at:], "shared")
-        return [shared, cls(tile, call, keys, offsets, None, parts, lse, "other", bundles, bundle_tile)]
+        shared = cls(bundle_tile, spec, bundles.keys, bundles.offsets, None, parts[at:], lse[at:], "shared")
+        return [shared, cls(tile, spec, keys, offsets, None, parts, lse, "other", bundles, bundle_tile)]
+
+    def with_new_parts(self, where: torch.device) -> SplitWork:
+        """The same work in memory of its own."""
+        parts = torch.empty_like(self.parts, device=where)
+        return replace(self, parts=parts, part_lse=parts.new_empty(parts.shape[:-1]))
 
     @property
     def batch_size(self) -> int:
@@ -230,12 +251,12 @@ class SplitWork:
     @property
     def group(self) -> int:
         """The number of query heads of a key head."""
-        return self.call.spec.num_heads // self.call.spec.num_kv_heads
+        return self.spec.num_heads // self.spec.num_kv_heads
 
     @property
     def warps(self) -> int:
         """The warps of a program. If bundles have few items, each has twice as many, so that it ends earlier."""
-        tile, spec = self.tile, self.call.spec
+        tile, spec = self.tile, self.spec
         warps = warps_of(tile.block_m, spec)
         items = self.batch_size * spec.num_kv_heads * tile.splits * -(-tile.split_rows // tile.block_m)
         return min(8, 2 * warps) if self.part == "shared" and items < 2 * _fewest_items(spec) else warps
@@ -245,14 +266,30 @@ class SplitWork:
         """The last integers of both kernels, from `max_seqlen` on."""
         tile, window = self.tile, (NO_LIMIT, NO_LIMIT)
         if self.part != "shared":  # all queries see the shared keys
-            window = window_of(self.call.spec)
+            window = window_of(self.spec)
         return (self.keys.max_seqlen, *window, tile.least, tile.most, *tile.splitting)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
         """Run the items: write `out` and `lse`, or parts of them."""
         from . import triton_kernels as kernels
 
-        spec, tile, keys, slopes = self.call.spec, self.tile, self.keys, self.slopes
+        first_keys = None if self.bundles is None else self.bundles.first_keys
+        parts, keys = (self.parts, self.part_lse), (self.slopes, self.keys.table, self.keys.table_offsets, first_keys)
+        make = functools.partial(self._attention, kernels.attention_kernel, query, key, value, out, lse)
+        self._launch(kernels.attention_kernel, (query, key, value, out, lse, *parts, *keys), make)
+
+    def _launch(self, kernel: Any, first: tuple[Tensor | None, ...], make: Callable[[], Launch]) -> None:
+        """Launch a kernel, again if it was launched with the same numbers."""
+        if self.ready is None:
+            launch(make(), first)
+        elif (ready := self.ready.get(kernel.fn)) is not None:
+            launch_again(ready, first)
+        elif (ready := launch_cached({}, None, first, make)) is not None:
+            self.ready[kernel.fn] = ready
+
+    def _attention(self, kernel: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> Launch:
+        """The launch of `attention_kernel`."""
+        spec, tile, keys, slopes = self.spec, self.tile, self.keys, self.slopes
         most_tiles = min(self.batch_size, len(query)) + len(query) * self.group // tile.block_m
         programs = min(most_tiles * tile.splits, programs_at_once(tile.block_m, spec) // spec.num_kv_heads)
         integers = (
@@ -272,33 +309,37 @@ class SplitWork:
         )
         grid, floats = (max(1, programs), spec.num_kv_heads), (spec.scale, spec.softcap)
         tensors, sizes = (self.offsets, keys.lengths), (self.warps, stages_of(tile.block_m, spec))
-        first = None if self.bundles is None else self.bundles.first_keys
-        launch(
-            Launch(kernels.attention_kernel, grid, tensors, integers, floats, constants, *sizes),
-            (query, key, value, out, lse, self.parts, self.part_lse, slopes, keys.table, keys.table_offsets, first),
-        )
+        return Launch(kernel, grid, tensors, integers, floats, constants, *sizes)
 
     def combine(self, out: Tensor, lse: Tensor) -> None:
         """Write `out` and `lse` of the sequences that are split."""
         from . import triton_kernels as kernels
 
-        spec, tile = self.call.spec, self.tile
+        bundles: tuple[Tensor | None, ...] = (None, None, None)
+        if self.bundles is not None:
+            bundles = (self.bundles.first_keys, self.bundles.offsets, self.bundles.keys.lengths)
+        make = functools.partial(self._combination, kernels.combine_kernel, out, lse)
+        self._launch(kernels.combine_kernel, (out, lse, self.parts, self.part_lse, *bundles), make)
+
+    def _combination(self, kernel: Any, out: Tensor, lse: Tensor) -> Launch:
+        """The launch of `combine_kernel`."""
+        spec, tile = self.spec, self.tile
         programs_per_row = -(-spec.value_dim // COLUMNS)
         grid = (self.batch_size * tile.split_rows * programs_per_row, spec.num_kv_heads)
-        bundles: tuple[Tensor | None, ...] = (None, None, None)
         splitting: tuple[int, ...] = (0, 0, 0, 0, 0)
-        if self.bundles is not None and self.bundle_tile is not None:
-            bundles = (self.bundles.first_keys, self.bundles.offsets, self.bundles.keys.lengths)
+        if self.bundle_tile is not None:
             splitting = (*self.bundle_tile.splitting, self.batch_size * tile.part_rows(spec))
         tensors, integers = (self.offsets, self.keys.lengths), (*out.stride()[:2], lse.stride(1), *self.limits)
-        constants = (self.group, spec.value_dim, not spec.lower_right, tile.block_m, SPLITS_AT_ONCE, COLUMNS)
-        launch(
-            Launch(
-                *(kernels.combine_kernel, grid, tensors, (*integers, *splitting), ()),
-                *((*constants, self.part, sharing.BUNDLE), COMBINE_WARPS, 1),
-            ),
-            (out, lse, self.parts, self.part_lse, *bundles),
+        constants: tuple[Any, ...] = (
+            self.group,
+            spec.value_dim,
+            not spec.lower_right,
+            tile.block_m,
+            SPLITS_AT_ONCE,
+            COLUMNS,
         )
+        constants = (*constants, self.part, sharing.BUNDLE)
+        return Launch(kernel, grid, tensors, (*integers, *splitting), (), constants, COMBINE_WARPS, 1)
 
 
 def _strides(pool: Tensor, page: int) -> tuple[int, int, int]:
