@@ -35,7 +35,7 @@ from ..layouts.reading import to_device
 from .exchange import Exchange
 from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
 from .planner import Mask, Piece, needed_keys
-from .rows import KeyRows, RowTable
+from .rows import RowTable, joined_width
 from .sharded_layout import ShardedLayout, concatenate
 
 if TYPE_CHECKING:
@@ -306,9 +306,18 @@ class KeysExchange(Exchange):
         self.options, self.needs_grad = options, needs_grad
         self.plan, self.parts = schedule.plan, schedule.parts
         self.saved = [None] * len(self.parts)
+        self.tables = self._tables()
+
+    def _tables(self) -> Tables | None:
+        """The tables of the parts with pieces of cut sequences, which other layers share. None without such a part."""
+        part = self.parts[-1]
+        if not part.has_cut:
+            return None
+        key = ("tables", self.plan.mask, part.has_whole)
+        return self.sharded.cached(key, lambda: self.plan.make_tables(part.has_whole))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        travelling = [self._send(key[:, group], value[:, group]) for group in self.schedule.groups]
+        travelling = [self._send(_of_group(key, group), _of_group(value, group)) for group in self.schedule.groups]
         is_one = len(self.parts) == 1
         if not is_one:
             out = query.new_empty(*query.shape[:2], value.shape[2])
@@ -317,7 +326,7 @@ class KeysExchange(Exchange):
             if part.has_cut:
                 received, wait = travelling.pop(0)
                 wait()
-                keys = self._visible(part, received, key[:, part.key_heads], value[:, part.key_heads])
+                keys = self._visible(received, _of_group(key, part.key_heads), _of_group(value, part.key_heads))
             else:
                 keys = part.of_keys(key), part.of_keys(value)
             if is_one:
@@ -334,23 +343,18 @@ class KeysExchange(Exchange):
 
     def _send(self, key: Tensor, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
         """Start to exchange some heads. Returns the received rows, and a function that waits for them."""
-        plan, own = self.plan, KeyRows.of(key, value)
-        sent = key.new_empty(len(plan.sent), sum(own.widths))
-        plan.sent.gather(KeyRows.joined(sent, own.widths), own)
-        received = sent.new_empty(plan.num_received, sent.shape[1])
+        plan, width = self.plan, joined_width(key, value)
+        sent, received = key.new_empty(len(plan.sent), width), key.new_empty(plan.num_received, width)
+        plan.sent.gather(sent, key, value)
         return received, self._start(received, sent, plan.receive_splits, plan.send_splits)
 
-    def _tables(self, part: Part) -> Tables:
-        """The tables of a part, which other layers with this layout share."""
-        key = ("tables", self.plan.mask, part.has_whole)
-        return self.sharded.cached(key, lambda: self.plan.make_tables(part.has_whole))
-
-    def _visible(self, part: Part, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _visible(self, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a part, from those of this rank and the received rows."""
-        table = self._tables(part).visible
-        found = [x.new_empty(len(table), *x.shape[1:]) for x in (key, value)]
-        table.gather(KeyRows.of(*found), KeyRows.of(key, value), received)
-        return found[0], found[1]
+        assert self.tables is not None
+        table = self.tables.visible
+        found = key.new_empty(len(table), *key.shape[1:]), value.new_empty(len(table), *value.shape[1:])
+        table.gather(found, key, value, received)
+        return found
 
     def _run(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, given: Tensor | None = None
@@ -408,7 +412,7 @@ class KeysExchange(Exchange):
             elif of_query is not given:
                 given.copy_(of_query)
             if part.has_cut:
-                finish.append(self._return(part, of_key, of_value, part.of_keys(dk), part.of_keys(dv)))
+                finish.append(self._return(of_key, of_value, part.of_keys(dk), part.of_keys(dv)))
             else:
                 part.of_keys(dk).copy_(of_key)
                 part.of_keys(dv).copy_(of_value)
@@ -430,36 +434,34 @@ class KeysExchange(Exchange):
         query, key, value = (x.empty(0) for x in inputs)
         finish = []
         for group in reversed(self.schedule.groups):
-            none = key[:, group], value[:, group]
-            finish.append(self._return(self.parts[0], *none, *none))
+            none = _of_group(key, group), _of_group(value, group)
+            finish.append(self._return(*none, *none))
         if saved is not None:
             query, key, value = saved.backward(tensors, out, grad, grad_lse)
         for each in finish:
             each()
         return query, key, value
 
-    def _return(self, part: Part, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor) -> Callable[[], object]:
+    def _return(self, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor) -> Callable[[], object]:
         """Start to return the gradients of received keys.
 
         Args:
-            part: the part.
-            key, value: (K, g, D) and (K, g, Dv), the gradients of its visible keys and values.
+            key, value: (K, g, D) and (K, g, Dv), the gradients of the visible keys and values of a part.
             dk, dv: (C or N, g, ·), the gradients of the rows of this rank, not written yet.
 
         Returns:
             A function that waits for the returned gradients, and writes the sums to dk and dv.
         """
-        plan, visible = self.plan, KeyRows.of(key, value)
-        sent = key.new_empty(plan.num_received, sum(visible.widths))
-        returned = sent.new_empty(len(plan.sent), sent.shape[1])
-        if part.has_cut:
-            self._tables(part).uses_of_received.gather(KeyRows.joined(sent, visible.widths), visible)
+        plan, tables, width = self.plan, self.tables, joined_width(key, value)
+        sent, returned = key.new_empty(plan.num_received, width), key.new_empty(len(plan.sent), width)
+        if tables is not None:
+            tables.uses_of_received.gather(sent, key, value)
         wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
 
         def finish() -> None:
             wait()
-            if part.has_cut:
-                self._tables(part).sums.gather(KeyRows.of(dk, dv), visible, returned)
+            if tables is not None:
+                tables.sums.gather((dk, dv), key, value, returned)
 
         return finish
 
@@ -473,6 +475,11 @@ class KeysExchange(Exchange):
             output, given, output_splits, given_splits, group=self.sharded.group, async_op=self.schedule.is_async
         )
         return _nothing if work is None else work.wait
+
+
+def _of_group(x: Tensor, heads: slice) -> Tensor:
+    """Some heads of a tensor (N, G, …)."""
+    return x if heads is _ALL else x[:, heads]
 
 
 def _nothing() -> None:
