@@ -6,7 +6,7 @@ cut for several ranks. With a causal mask each of these ranks gets one part near
 keys, and one near the end, as in the training of Llama 3 (Grattafiori et al. 2024).
 
 If no sequence must be cut, whole sequences are swapped between ranks until each has its number of tokens. Then there is
-nothing to exchange. An exchange has a fixed time, so small batches are only cut if a sequence is too long for a rank.
+nothing to exchange. An exchange has a fixed time, so small batches are rather unbalanced than cut.
 
 A few numbers of cut sequences are tried, and the cheapest plan is taken. It depends on the lengths, the mask and the
 number of ranks alone, so all ranks make the same plan.
@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 from ..kernels.masks import Window
 
 # A received row costs as much as this number of visible (query, key) pairs. With 32 query heads, 8 key heads and a head
-# dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s, and a row is sent twice with
-# 2 · 8 · 128 elements of 2 bytes at 200 GB/s.
-PAIRS_PER_ROW = 300
+# dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s. A row is sent twice with
+# 2 · 8 · 128 elements of 2 bytes at 200 GB/s, and read or written 6 times at 2 TB/s.
+PAIRS_PER_ROW = 390
 PAIRS_PER_EXCHANGE = 1_400_000  # the fixed time of the two collectives if a sequence is cut, 200 µs, in the same unit
 GOOD = 1.06  # a plan whose cost is at most this factor of the mean work is taken at once
-BALANCED = 1.1  # plans whose largest work is at most this factor of the mean are preferred, whatever rows they need
+BALANCED = 1.12  # plans whose largest work is at most this factor of the mean are preferred, whatever rows they need
 _BUNDLES = 48  # short sequences are placed in groups, about this number of groups for each rank
 # Sequences are cut whose work exceeds this part of the mean work of a rank. If no plan is balanced, the next attempt is
 # made. The last one cuts them for all ranks.
