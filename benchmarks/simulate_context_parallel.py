@@ -1,9 +1,10 @@
-"""What one ragged batch over 4 to 64 GPUs may cost. A simulation: nothing here was measured on more than two GPUs.
+"""What one ragged batch over 4 to 64 GPUs may cost. A simulation.
 
     python benchmarks/simulate_context_parallel.py [--network 25] [--save FILE]
 
 Forward and backward of one call of attention: 32 query heads, 8 key heads, head dim 128, bfloat16, causal. GPUs are in
-hosts of 8, with NVLink inside of a host and a network between hosts. Each GPU has 8,192 tokens.
+hosts of 8, with NVLink inside of a host and a network between hosts. First the batches of `context_parallel.py` over 2
+and 4 GPUs, beside what was measured; then batches with 8,192 tokens for each GPU.
 
 - keys: the exchange of keys over all GPUs.
 - heads: the exchange of heads over all GPUs, up to one query head for each. More than 8 GPUs repeat key heads.
@@ -13,11 +14,11 @@ hosts of 8, with NVLink inside of a host and a network between hosts. Each GPU h
 Rows, bytes and visible pairs are exact: they are counted from the library's plans. The times are a model:
 
 - Kernels: FLOPs at a fixed rate, and a time for each token, which matters for short sequences. Both are fitted to the
-  times of one GPU and of "no exchange" in `MEASURED`.
+  times of one GPU and of "no exchange" of two GPUs in `MEASURED`.
 - Exchange: a collective takes as long as its slowest GPU. A GPU sends and receives at once, over both links at once.
   Messages of any size get the full bandwidth.
 - Copies: what is exchanged is read and written 3 times. Of keys, these are all that the queries of a GPU see.
-- Latency: a fixed time for each collective. It is chosen to fit `MEASURED`.
+- Latency: a fixed time for each collective. It is chosen to fit the times of two GPUs.
 - Host: not modelled. Its time matters for few tokens.
 - Nothing overlaps. In the library, other heads or whole sequences can run during the exchange of keys.
 
@@ -44,13 +45,16 @@ from nt_attention.cli.workloads import draw_lengths
 from nt_attention.distributed.exchange_heads import Heads
 from nt_attention.distributed.planner import Mask, ShardPlan, chunk_sizes, make_plan, needed_keys
 
-# torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100. ms of calls in a row: on one GPU, and
-# on two with the exchange of keys, with that of heads, and with no exchange.
-MEASURED = {
-    "160 short, 64k": (6.64, 3.37, 9.65, 3.38),
-    "11 with a long tail, 16k": (4.24, 2.85, 4.19, 2.42),
-    "one of 16k": (12.67, 7.00, 8.09, 6.49),
-    "one of 131k": (818.4, 413.5, 419.6, 412.5),
+# GPUs → batch → ms of calls in a row: on one GPU, with the exchange of keys, with that of heads, and with no exchange.
+# From torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100.
+MEASURED: dict[int, dict[str, tuple[float, float, float, float]]] = {
+    2: {
+        "160 short, 64k": (6.64, 3.37, 9.65, 3.38),
+        "11 with a long tail, 16k": (4.24, 2.85, 4.19, 2.42),
+        "one of 16k": (12.67, 7.00, 8.09, 6.49),
+        "one of 131k": (818.4, 413.5, 419.6, 412.5),
+    },
+    4: {},
 }
 HOST = 8  # GPUs
 TOKENS = 8192  # of a GPU
@@ -156,7 +160,7 @@ def by_link(received: Array) -> tuple[Array, Array]:
 def fit_kernels() -> list[float]:
     """`tflops` and `token`, with the least squares of relative errors."""
     rows, times = [], []
-    for name, (one, *_, no_exchange) in MEASURED.items():
+    for name, (one, *_, no_exchange) in MEASURED[2].items():
         plan, tokens = make_plan(workloads(1)[name], 2, MASK), sum(workloads(1)[name])
         rows += [(FLOPS * sum(plan.work) / 1e15, tokens / 1e6), (FLOPS * max(plan.work) / 1e15, tokens / 2e6)]
         times += [one, no_exchange]
@@ -164,17 +168,19 @@ def fit_kernels() -> list[float]:
     return [round(1e6 / flops), round(token)]
 
 
-def compare(model: Model) -> list[str]:
-    """A table of modelled and measured times on two GPUs."""
-    lines = ["| two GPUs | one GPU, ms: measured | model | keys, share of linear: measured | model | "
-             "heads: measured | model |", "|---" * 7 + "|"]  # fmt: skip
-    for name, (one, *measured) in MEASURED.items():
-        lengths = workloads(1)[name]
+def compare(model: Model, ranks: int) -> list[str]:
+    """A table of modelled and measured times on 2 or 4 GPUs."""
+    lines = [f"| {ranks} GPUs | one GPU, ms: measured | model | keys, share of linear: measured | model | "
+             "heads: measured | model | slowest work over the mean | rows received |", "|---" * 9 + "|"]  # fmt: skip
+    for name in MEASURED[2]:
+        lengths, measured = workloads(1)[name], MEASURED[ranks].get(name)
         modelled = float(model.kernels(MASK.pairs(np.array(lengths)).sum(), sum(lengths)))
-        cells = [f"{one:.4g}", f"{modelled:.3g}"]
-        for ms, way in zip(measured, (over_keys, over_heads), strict=False):
-            cells += [f"{one / ms / 2:.0%}", f"{modelled / model.total(way(lengths, 2)) / 2:.0%}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = ["–" if measured is None else f"{measured[0]:.4g}", f"{modelled:.3g}"]
+        for index, way in enumerate((over_keys, over_heads), 1):
+            cells += ["–" if measured is None else f"{measured[0] / measured[index] / ranks:.0%}"]
+            cells += [f"{modelled / model.total(way(lengths, ranks)) / ranks:.0%}"]
+        plan = make_plan(lengths, ranks, MASK)
+        lines.append(f"| {name} | {' | '.join(cells)} | {plan.imbalance:.3f} | {max(plan.received)} |")
     return [*lines, ""]
 
 
@@ -226,11 +232,11 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     model = Model(**{name: getattr(args, name) for name in defaults})
-    lines = ['A simulation. Only the columns "measured" were measured, on two NVIDIA H100.', "",
+    lines = ['A simulation. Only the columns "measured" were measured, on NVIDIA H100.', "",
              f"{model.tflops:g} TFLOP/s, {model.token:g} ns for each token. NVLink "
              f"{model.nvlink:g} GB/s, copies {model.memory:g} GB/s, {model.latency:g} µs for each collective. An "
              f"assumption: the network, {model.network:g} GB/s.", "",
-             *compare(model),
+             *compare(model, 2), *compare(model, 4),
              "MB: received by the GPU with the most, forward and backward. Work: visible pairs of the slowest GPU over "
              "the mean. All: with copies and latency.", ""]  # fmt: skip
     for name in batches(1):

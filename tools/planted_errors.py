@@ -656,6 +656,27 @@ ERRORS = [
         "distributed/test_planner.py",
     ),
     Error(
+        "a swap changes the tokens of a rank by too many",
+        "distributed/planner.py",
+        "sizes - tokens, sorter=order)",
+        "sizes - tokens + 1, sorter=order)",
+        "distributed/test_planner.py",
+    ),
+    Error(
+        "whole sequences are not swapped",
+        "distributed/planner.py",
+        "if cut or not draft.swap(rest):",
+        "if True:",
+        "distributed/test_planner.py",
+    ),
+    Error(
+        "the lse of two groups of heads are joined as rows",
+        "distributed/exchange_keys.py",
+        "torch.cat(of_lse, 1 - schedule.dim).T",
+        "torch.cat(of_lse, schedule.dim).T",
+        "distributed/test_sharded_attention.py",
+    ),
+    Error(
         "received rows are used by other keys",
         "distributed/exchange_keys.py",
         "uses[uses >= 0] += whole",

@@ -27,7 +27,7 @@ EXCHANGES = ("keys", "heads")
 _PLAIN = {Tensor, torch.nn.Parameter}  # not DTensors or NestedTensors
 # Rates of one GPU, for the choice: FLOPs in a µs, received bytes in a µs, and bytes read and written in a µs.
 FLOPS_PER_US, BYTES_PER_US, COPIED_BYTES_PER_US = 4e8, 2e5, 2e6
-SECOND_CALL_US = 300.0  # the host time of another call, forward and backward
+SECOND_CALL_US = 600.0  # the host time of another exchange and call, forward and backward
 SMALL_PART = 0.02  # if the exchange takes less than this part of the work, it may be hidden by half
 
 
@@ -115,7 +115,7 @@ def sharded_attention(
         plan = schedule.plan
         slopes = slopes_of(plan.whole_sequences, request.slopes)
         out, lse = varlen_attention(
-            *request[:3], plan.whole_layout, alibi_slopes=slopes, return_lse=True, backend=backend, **request.options
+            *request[:3], plan.whole_layout, alibi_slopes=slopes, return_lse=True, backend=backend, **options
         )
     else:
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in request[:3])
@@ -314,7 +314,7 @@ def schedule_of(request: Request) -> Schedule:
     work_us = _flops_of_pair(request) * max(_work(sharded, mask)) / FLOPS_PER_US
     received_us = 2 * max(plan.received) * of_keys / BYTES_PER_US
     # A second call takes host time, for which a GPU with enough work does not wait. It joins out and all gradients.
-    call_us = SECOND_CALL_US if work_us < 10 * SECOND_CALL_US else 0.0
+    call_us = SECOND_CALL_US if work_us < 5 * SECOND_CALL_US else 0.0
     # Only a part of the first group is not hidden. With two halves, kernels need the least memory for sums.
     first = kv_heads // 2 if received_us < SMALL_PART * work_us else max(1, kv_heads // 4)
     join_us = 2 * sharded.sizes[0] * of_queries / COPIED_BYTES_PER_US

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,9 +33,9 @@ from torch import Tensor
 from ..layouts.known import SequenceLayout
 from ..layouts.reading import to_device
 from .exchange import Exchange
-from .local_attention import LocalAttention, Saved, TensorInfo, accumulation_dtype
+from .local_attention import LocalAttention, TensorInfo, accumulation_dtype
 from .planner import Mask, Piece, needed_keys
-from .rows import KeyRows, RowTable
+from .rows import RowTable, joined_width
 from .sharded_layout import ShardedLayout, concatenate
 
 if TYPE_CHECKING:
@@ -224,26 +224,16 @@ _ALL = slice(None)
 
 
 class Part(NamedTuple):
-    """One call on this rank: some rows and heads of the queries, and the key heads of these.
+    """One call on this rank: some rows or some heads.
 
     Attributes:
-        rows, heads, key_heads: the slices.
-        has_whole, has_cut: whether the rows are whole sequences, pieces of cut ones, or both.
+        heads: its query heads.
+        has_whole, has_cut: whether its rows are whole sequences, pieces of cut ones, or both.
     """
 
-    rows: slice
     heads: slice
-    key_heads: slice
     has_whole: bool
     has_cut: bool
-
-    def of(self, x: Tensor) -> Tensor:
-        """The rows and heads of a tensor (N, H, …)."""
-        return x if self.rows is _ALL and self.heads is _ALL else x[self.rows, self.heads]
-
-    def of_keys(self, x: Tensor) -> Tensor:
-        """The rows and key heads of a tensor (N, G, …)."""
-        return x if self.rows is _ALL and self.key_heads is _ALL else x[self.rows, self.key_heads]
 
 
 class Schedule(NamedTuple):
@@ -251,38 +241,56 @@ class Schedule(NamedTuple):
 
     Attributes:
         plan: the rows that are exchanged.
-        groups: the key heads of each exchange, the same on all ranks; empty if no sequence is cut.
+        groups: the number of key heads of each exchange, the same on all ranks; empty if no sequence is cut.
         parts: the calls of this rank. The whole sequences are the first one if they run alone.
         is_async: whether something runs during an exchange.
+        dim: the dimension that several parts divide: 0 for rows, 1 for heads.
+        sizes, key_sizes: the rows or heads of each part, of queries and of keys.
     """
 
     plan: KeysPlan
-    groups: list[slice]
+    groups: list[int]
     parts: list[Part]
     is_async: bool
+    dim: int = 0
+    sizes: Sequence[int] = ()
+    key_sizes: Sequence[int] = ()
 
     @classmethod
     def of(cls, plan: KeysPlan, heads: int, groups: Sequence[int], runs_whole_alone: bool) -> Schedule:
-        """The schedule for H query heads, the number of key heads of each exchange, and this choice."""
+        """The schedule for H query heads, the number of key heads of each exchange, and this choice.
+
+        Several groups and whole sequences in a call of their own exclude each other.
+        """
         is_async = len(groups) > 1 or runs_whole_alone
-        of_keys = _slices(groups, 1) if plan.is_cut else []
+        of_keys = list(groups) if plan.is_cut else []
         if not plan.layout.total:  # nothing is cut on this rank
-            return cls(plan, of_keys, [Part(_ALL, _ALL, _ALL, True, False)], is_async)
-        parts, rows, has_whole = [], _ALL, plan.whole > 0
-        if has_whole and runs_whole_alone:
-            parts = [Part(slice(plan.whole), _ALL, _ALL, True, False)]
-            rows, has_whole = slice(plan.whole, None), False
-        of_queries = _slices(groups, heads // sum(groups))
-        parts += [Part(rows, *each, has_whole, True) for each in zip(of_queries, of_keys, strict=True)]
-        return cls(plan, of_keys, parts, is_async)
+            return cls(plan, of_keys, [Part(_ALL, True, False)], is_async)
+        if len(groups) > 1:
+            sizes = [heads // sum(groups) * count for count in groups]
+            slices = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+            return cls(plan, of_keys, [Part(x, plan.whole > 0, True) for x in slices], is_async, 1, sizes, of_keys)
+        if plan.whole and runs_whole_alone:
+            sizes = [plan.whole, plan.layout.total]
+            return cls(plan, of_keys, [Part(_ALL, True, False), Part(_ALL, False, True)], is_async, 0, sizes, sizes)
+        return cls(plan, of_keys, [Part(_ALL, plan.whole > 0, True)], is_async)
+
+    def of_groups(self, x: Tensor) -> Sequence[Tensor]:
+        """The key heads (N, g, …) of each exchange."""
+        return x.split(self.groups, 1) if len(self.groups) > 1 else (x,) * len(self.groups)
+
+    def of_parts(self, x: Tensor, are_keys: bool = False) -> Sequence[Tensor]:
+        """The rows or heads of each part, of a tensor (N, H, …), or of one (N, G, …) if they are keys."""
+        return x.split(self.key_sizes if are_keys else self.sizes, self.dim) if len(self.parts) > 1 else (x,)
 
 
-def _slices(counts: Sequence[int], factor: int) -> list[slice]:
-    """Consecutive slices of `factor` times these sizes. One is `slice(None)`."""
-    if len(counts) == 1:
-        return [_ALL]
-    ends = list(accumulate(counts, initial=0))
-    return [slice(factor * a, factor * b) for a, b in pairwise(ends)]
+class _Travelling(NamedTuple):
+    """Some heads of this rank, the received rows, and a function that waits for them."""
+
+    key: Tensor
+    value: Tensor
+    received: Tensor
+    wait: Callable[[], object]
 
 
 class KeysExchange(Exchange):
@@ -306,51 +314,52 @@ class KeysExchange(Exchange):
         self.options, self.needs_grad = options, needs_grad
         self.plan, self.parts = schedule.plan, schedule.parts
         self.saved = [None] * len(self.parts)
+        self.tables = self._tables()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        travelling = [self._send(key[:, group], value[:, group]) for group in self.schedule.groups]
-        is_one = len(self.parts) == 1
-        if not is_one:
-            out = query.new_empty(*query.shape[:2], value.shape[2])
-            lse = query.new_empty(query.shape[1::-1], dtype=accumulation_dtype(query.dtype)).T
-        for index, part in enumerate(self.parts):
-            if part.has_cut:
-                received, wait = travelling.pop(0)
-                wait()
-                keys = self._visible(part, received, key[:, part.key_heads], value[:, part.key_heads])
-            else:
-                keys = part.of_keys(key), part.of_keys(value)
-            if is_one:
-                out, lse = self._run(index, query, *keys)
-            else:
-                own = part.of(out)
-                found, of_lse = self._run(index, part.of(query), *keys, own)
-                part.of(lse).copy_(of_lse)
-                if found is not own:
-                    own.copy_(found)
-        for _, wait in travelling:  # nothing is cut on this rank
-            wait()
-        return out, lse
-
-    def _send(self, key: Tensor, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """Start to exchange some heads. Returns the received rows, and a function that waits for them."""
-        plan, own = self.plan, KeyRows.of(key, value)
-        sent = key.new_empty(len(plan.sent), sum(own.widths))
-        plan.sent.gather(KeyRows.joined(sent, own.widths), own)
-        received = sent.new_empty(plan.num_received, sent.shape[1])
-        return received, self._start(received, sent, plan.receive_splits, plan.send_splits)
-
-    def _tables(self, part: Part) -> Tables:
-        """The tables of a part, which other layers with this layout share."""
+    def _tables(self) -> Tables | None:
+        """The tables of the parts with pieces of cut sequences, which other layers share. None without such a part."""
+        part = self.parts[-1]
+        if not part.has_cut:
+            return None
         key = ("tables", self.plan.mask, part.has_whole)
         return self.sharded.cached(key, lambda: self.plan.make_tables(part.has_whole))
 
-    def _visible(self, part: Part, received: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a part, from those of this rank and the received rows."""
-        table = self._tables(part).visible
-        found = [x.new_empty(len(table), *x.shape[1:]) for x in (key, value)]
-        table.gather(KeyRows.of(*found), KeyRows.of(key, value), received)
-        return found[0], found[1]
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        schedule = self.schedule
+        groups = zip(schedule.of_groups(key), schedule.of_groups(value), strict=True)
+        travelling = [self._send(*group) for group in groups]
+        if len(self.parts) == 1:
+            out, lse = self._run(0, query, *self._keys(0, key, value, travelling))
+        else:
+            out = query.new_empty(*query.shape[:2], value.shape[2])
+            of_lse = []
+            for i, (x, given) in enumerate(zip(schedule.of_parts(query), schedule.of_parts(out), strict=True)):
+                found, lse = self._run(i, x, *self._keys(i, key, value, travelling), given)
+                of_lse.append(lse.T)
+                if found is not given:
+                    given.copy_(found)
+            lse = torch.cat(of_lse, 1 - schedule.dim).T
+        for each in travelling:  # nothing is cut on this rank
+            each.wait()
+        return out, lse
+
+    def _send(self, key: Tensor, value: Tensor) -> _Travelling:
+        """Start to exchange some heads."""
+        plan, width = self.plan, joined_width(key, value)
+        sent, received = key.new_empty(len(plan.sent), width), key.new_empty(plan.num_received, width)
+        plan.sent.gather(sent, key, value)
+        return _Travelling(key, value, received, self._start(received, sent, plan.receive_splits, plan.send_splits))
+
+    def _keys(self, index: int, key: Tensor, value: Tensor, travelling: list[_Travelling]) -> tuple[Tensor, Tensor]:
+        """The keys and values of a part. Waits for the first of `travelling` and removes it, if the part needs it."""
+        if not self.parts[index].has_cut:
+            return self.schedule.of_parts(key, True)[index], self.schedule.of_parts(value, True)[index]
+        assert self.tables is not None
+        table, (key, value, received, wait) = self.tables.visible, travelling.pop(0)
+        visible = key.new_empty(len(table), *key.shape[1:]), value.new_empty(len(table), *value.shape[1:])
+        wait()
+        table.gather(visible, key, value, received)
+        return visible
 
     def _run(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, given: Tensor | None = None
@@ -390,76 +399,69 @@ class KeysExchange(Exchange):
         grad: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        of_parts = list(zip(self.parts, self.saved, self.split(tensors), strict=True))
-        if not self.parts[0].has_cut and len(of_parts) == 1:
-            return self._backward_of_whole(of_parts[0], inputs, out, grad, grad_lse)
-        query, key, value = inputs
-        dk, dv = key.empty(self.sharded.total), value.empty(self.sharded.total)
-        is_one = len(of_parts) == 1
-        dq = None if is_one else query.empty(self.sharded.total)
+        if len(self.parts) == 1:
+            return self._backward_of_one(tensors, inputs, out, grad, grad_lse)
+        dq, dk, dv = (x.empty(self.sharded.total) for x in inputs)
+        schedule, tensors_of = self.schedule, self.split(tensors)
+        outs, grads, dqs = (schedule.of_parts(x) for x in (out, grad, dq))
+        grads_lse = [None] * len(self.parts) if grad_lse is None else schedule.of_parts(grad_lse)
+        dks, dvs = schedule.of_parts(dk, True), schedule.of_parts(dv, True)
         finish = []
-        for part, saved, own in reversed(of_parts):  # whole sequences run last, while gradients travel
+        for i in reversed(range(len(self.parts))):  # whole sequences run last, while gradients travel
+            saved = self.saved[i]
             assert saved is not None
-            of_lse = None if grad_lse is None else part.of(grad_lse)
-            given = None if dq is None else part.of(dq)
-            of_query, of_key, of_value = saved.backward(own, part.of(out), part.of(grad), of_lse, given)
-            if given is None:
-                dq = of_query
-            elif of_query is not given:
-                given.copy_(of_query)
-            if part.has_cut:
-                finish.append(self._return(part, of_key, of_value, part.of_keys(dk), part.of_keys(dv)))
+            of_query, of_key, of_value = saved.backward(tensors_of[i], outs[i], grads[i], grads_lse[i], dqs[i])
+            if of_query is not dqs[i]:
+                dqs[i].copy_(of_query)
+            if self.parts[i].has_cut:
+                finish.append(self._return(of_key, of_value, dks[i], dvs[i]))
             else:
-                part.of_keys(dk).copy_(of_key)
-                part.of_keys(dv).copy_(of_value)
+                dks[i].copy_(of_key)
+                dvs[i].copy_(of_value)
         for each in finish:
             each()
-        assert dq is not None
         return dq, dk, dv
 
-    def _backward_of_whole(
-        self,
-        of_part: tuple[Part, Saved | None, Sequence[Any]],
-        inputs: Sequence[TensorInfo],
-        out: Tensor,
-        grad: Tensor,
-        grad_lse: Tensor | None,
+    def _backward_of_one(
+        self, tensors: Sequence[Any], inputs: Sequence[TensorInfo], out: Tensor, grad: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`backward` on a rank where nothing is cut."""
-        _, saved, tensors = of_part
-        query, key, value = (x.empty(0) for x in inputs)
-        finish = []
-        for group in reversed(self.schedule.groups):
-            none = key[:, group], value[:, group]
-            finish.append(self._return(self.parts[0], *none, *none))
+        """`backward` on a rank with one part."""
+        saved, total = self.saved[0], self.sharded.total
+        if self.tables is not None:
+            assert saved is not None
+            query, of_key, of_value = saved.backward(tensors, out, grad, grad_lse)
+            key, value = (x.empty(total) for x in inputs[1:])
+            self._return(of_key, of_value, key, value)()
+            return query, key, value
+        query, key, value = (x.empty(0) for x in inputs)  # nothing is cut on this rank
+        groups = zip(self.schedule.of_groups(key), self.schedule.of_groups(value), strict=True)
+        finish = [self._return(*none, *none) for none in reversed(list(groups))]
         if saved is not None:
             query, key, value = saved.backward(tensors, out, grad, grad_lse)
         for each in finish:
             each()
         return query, key, value
 
-    def _return(self, part: Part, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor) -> Callable[[], object]:
+    def _return(self, key: Tensor, value: Tensor, dk: Tensor, dv: Tensor) -> Callable[[], object]:
         """Start to return the gradients of received keys.
 
         Args:
-            part: the part.
-            key, value: (K, g, D) and (K, g, Dv), the gradients of its visible keys and values.
+            key, value: (K, g, D) and (K, g, Dv), the gradients of the visible keys and values of a part.
             dk, dv: (C or N, g, ·), the gradients of the rows of this rank, not written yet.
 
         Returns:
             A function that waits for the returned gradients, and writes the sums to dk and dv.
         """
-        plan, visible = self.plan, KeyRows.of(key, value)
-        sent = key.new_empty(plan.num_received, sum(visible.widths))
-        returned = sent.new_empty(len(plan.sent), sent.shape[1])
-        if part.has_cut:
-            self._tables(part).uses_of_received.gather(KeyRows.joined(sent, visible.widths), visible)
+        plan, tables, width = self.plan, self.tables, joined_width(key, value)
+        sent, returned = key.new_empty(plan.num_received, width), key.new_empty(len(plan.sent), width)
+        if tables is not None:
+            tables.uses_of_received.gather(sent, key, value)
         wait = self._start(returned, sent, plan.send_splits, plan.receive_splits)
 
         def finish() -> None:
             wait()
-            if part.has_cut:
-                self._tables(part).sums.gather(KeyRows.of(dk, dv), visible, returned)
+            if tables is not None:
+                tables.sums.gather((dk, dv), key, value, returned)
 
         return finish
 

@@ -5,6 +5,9 @@ key) pairs of its queries. Short sequences stay whole, because only cut sequence
 cut for several ranks. With a causal mask each of these ranks gets one part near the beginning, where queries see few
 keys, and one near the end, as in the training of Llama 3 (Grattafiori et al. 2024).
 
+If no sequence must be cut, whole sequences are swapped between ranks until each has its number of tokens. Then there is
+nothing to exchange. An exchange has a fixed time, so small batches are rather unbalanced than cut.
+
 A few numbers of cut sequences are tried, and the cheapest plan is taken. It depends on the lengths, the mask and the
 number of ranks alone, so all ranks make the same plan.
 
@@ -28,15 +31,17 @@ from numpy.typing import NDArray
 from ..kernels.masks import Window
 
 # A received row costs as much as this number of visible (query, key) pairs. With 32 query heads, 8 key heads and a head
-# dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s, and a row is sent twice with
-# 2 · 8 · 128 elements of 2 bytes at 200 GB/s.
-PAIRS_PER_ROW = 300
+# dim of 128, forward and backward, a pair takes about 14 · 32 · 128 FLOPs at 400 TFLOP/s. A row is sent twice with
+# 2 · 8 · 128 elements of 2 bytes at 200 GB/s, and read or written 6 times at 2 TB/s.
+PAIRS_PER_ROW = 390
+PAIRS_PER_EXCHANGE = 1_400_000  # the fixed time of the two collectives if a sequence is cut, 200 µs, in the same unit
 GOOD = 1.06  # a plan whose cost is at most this factor of the mean work is taken at once
-BALANCED = 1.1  # plans whose largest work is at most this factor of the mean are preferred, whatever rows they need
+BALANCED = 1.12  # plans whose largest work is at most this factor of the mean are preferred, whatever rows they need
 _BUNDLES = 48  # short sequences are placed in groups, about this number of groups for each rank
 # Sequences are cut whose work exceeds this part of the mean work of a rank. If no plan is balanced, the next attempt is
 # made. The last one cuts them for all ranks.
-_ATTEMPTS = (((1.0, 0.5, 0.12), False), ((0.03, 0.0), False), ((0.5, 0.12, 0.03, 0.0), True))
+_ATTEMPTS = (((math.inf, 1.0, 0.5, 0.12), False), ((0.03, 0.0), False), ((0.5, 0.12, 0.03, 0.0), True))
+_MOST_SWAPPED = 48  # the sequences of a rank that may be swapped, the shortest ones
 _FULL = 0.98  # cut sequences may fill a rank up to this part of the mean work; short ones need the rest
 _NO_LIMIT = 2**40
 
@@ -206,8 +211,9 @@ class _Batch:
         rest: list[int] = []
         for first, last in self._bundles(cut):
             rest += draft.place(first, last)
-        for b in rest:
-            draft.fill(b)
+        if cut or not draft.swap(rest):
+            for b in rest:
+                draft.fill(b)
         return draft
 
     def _bundles(self, first: int) -> list[tuple[int, int]]:
@@ -293,6 +299,34 @@ class _Draft:
             return [batch.order[first]]
         return [b for one in range(first, last) for b in self.place(one, one + 1)]
 
+    def swap(self, rest: Sequence[int]) -> bool:
+        """Place sequences that have no room, and swap whole sequences so that each rank has its number of tokens.
+
+        Returns False, and changes nothing, if no such swaps were found.
+        """
+        lengths, of_sequence = self.batch.lengths, self.batch.work
+        whole, rooms, work = [list(each) for each in self.whole], list(self.rooms), list(self.work)
+        for b in rest:
+            rank = max(range(len(rooms)), key=rooms.__getitem__)
+            whole[rank].append(b)
+            rooms[rank] -= lengths[b]
+            work[rank] += of_sequence[b]
+        while any(rooms):
+            a = min([rank for rank, room in enumerate(rooms) if room], key=lambda rank: abs(rooms[rank]))
+            b = max(range(len(rooms)), key=lambda rank: -rooms[rank] if rooms[a] > 0 else rooms[rank])
+            found = _swap(whole[a], whole[b], -rooms[a], work[a] - work[b], self.batch)
+            if found is None:
+                return False
+            for source, target, moved in ((a, b, found[0]), (b, a, found[1])):
+                for sequence in moved:
+                    whole[source].remove(sequence)
+                    whole[target].append(sequence)
+                    work[source] -= of_sequence[sequence]
+                    work[target] += of_sequence[sequence]
+            rooms[a], rooms[b] = 0, rooms[a] + rooms[b]
+        self.whole, self.rooms, self.work = whole, rooms, work
+        return True
+
     def fill(self, sequence: int) -> None:
         """Cut a sequence into the room that is left. Later parts have more work, so ranks with less work get them."""
         at, length = 0, self.batch.lengths[sequence]
@@ -315,11 +349,13 @@ class _Draft:
     @property
     def rating(self) -> tuple[bool, int]:
         """Plans with a smaller rating are better."""
-        return not self.is_balanced, self.cost
+        return not self.is_balanced, self.cost + PAIRS_PER_EXCHANGE * any(self.pieces)
 
     @property
     def is_balanced(self) -> bool:
-        return max(self.work) <= BALANCED * self.batch.mean_work
+        mean = self.batch.mean_work
+        most = BALANCED * mean if any(self.pieces) else max(BALANCED * mean, mean + PAIRS_PER_EXCHANGE)
+        return max(self.work) <= most
 
     def finish(self) -> ShardPlan:
         """The plan, when all tokens are placed. Pieces that follow each other are joined."""
@@ -332,6 +368,33 @@ class _Draft:
             all_whole.append(tuple(whole))
             all_cut.append(tuple(cut))
         return ShardPlan(lengths, tuple(all_whole), tuple(all_cut), tuple(self.work), tuple(self.received))
+
+
+def _swap(
+    first: Sequence[int], second: Sequence[int], tokens: int, excess: int, batch: _Batch
+) -> tuple[list[int], list[int]] | None:
+    """Up to two sequences of each of two ranks which the ranks swap, so that the first loses this number of tokens.
+
+    Of all such swaps, the one that balances the work best, for which `excess` is that of the first rank minus that of
+    the second. None if there is no such swap.
+    """
+    (ids, sizes, work), (other_ids, other_sizes, other_work) = _pairs_of(first, batch), _pairs_of(second, batch)
+    order = np.argsort(other_sizes, kind="stable")
+    at = np.minimum(np.searchsorted(other_sizes, sizes - tokens, sorter=order), len(order) - 1)
+    matches = order[at]
+    fits = np.flatnonzero(other_sizes[matches] == sizes - tokens)
+    if not len(fits):
+        return None
+    best = fits[np.abs(excess - 2 * (work[fits] - other_work[matches[fits]])).argmin()]
+    return [int(b) for b in ids[best] if b >= 0], [int(b) for b in other_ids[matches[best]] if b >= 0]
+
+
+def _pairs_of(sequences: Sequence[int], batch: _Batch) -> tuple[NDArray[np.int64], ...]:
+    """(n, 2) all choices of at most two sequences, with −1 for none, and (n,) their tokens and their work."""
+    shortest = sorted(sequences, key=batch.lengths.__getitem__)[:_MOST_SWAPPED]
+    each = np.array([(b, batch.lengths[b], batch.work[b]) for b in shortest] + [(-1, 0, 0)] * 2)
+    pairs = each[np.stack(np.triu_indices(len(each), 1), 1)]  # (n, 2, 3)
+    return pairs[:, :, 0], pairs[:, :, 1].sum(1), pairs[:, :, 2].sum(1)
 
 
 def _parts(ranks: Sequence[int], shares: Sequence[int], mask: Mask) -> list[tuple[int, int]]:

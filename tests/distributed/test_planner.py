@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nt_attention as nta
+from nt_attention.cli.workloads import draw_lengths
 from nt_attention.distributed.planner import GOOD, Mask, Piece, chunk_sizes, make_plan, needed_keys
 from nt_attention.kernels.masks import Window
 from nt_attention.layouts.bounded import BoundedLayout
@@ -88,9 +89,22 @@ def test_one_long_sequence_gives_each_rank_the_same_work(ranks):
 
 
 def test_short_sequences_stay_whole():
-    plan = make_plan([256] * 64, 8, Mask.of(True, (-1, -1)))
-    assert max(plan.received) == 0
-    assert plan.imbalance <= GOOD
+    for lengths, ranks in (([256] * 64, 8), (draw_lengths("lognormal:1700", 65536, seed=8), 4)):
+        plan = make_plan(lengths, ranks, Mask.of(True, (-1, -1)))
+        assert not any(plan.cut)
+        assert plan.imbalance <= GOOD
+
+
+def test_a_batch_that_takes_less_time_than_an_exchange_is_not_cut():
+    """Rank 0 has more than twice the work of the other one."""
+    assert not any(make_plan([1000] + [10] * 100, 2, Mask.of(True, (-1, -1))).cut)
+    assert any(make_plan([10000] + [100] * 100, 2, Mask.of(True, (-1, -1))).cut)
+
+
+def test_no_swap_makes_the_shards_equal():
+    """All lengths are even, and the shards are not."""
+    plan = make_plan([2] * 33 + [30] * 8, 2, Mask.of(True, (-1, -1)))
+    assert sum(len(cut) for cut in plan.cut) == 2
 
 
 def test_needed_keys_are_those_of_other_ranks():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nt_attention.distributed.rows import KeyRows, RowTable
+from nt_attention.distributed.rows import RowTable
 from nt_attention.kernels.triton_support import interpreted
 
 on_devices = pytest.mark.parametrize(
@@ -47,7 +47,7 @@ CASES = [
 def test_on_the_cpu(which):
     table, keys, second, want = case(*CASES[which])
     out = torch.full_like(want, torch.nan, dtype=torch.float32)
-    RowTable(table).gather(KeyRows.joined(out, CASES[which][2]), KeyRows.of(*keys), second)
+    RowTable(table).gather(out, *keys, second)
     torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-6)
 
 
@@ -56,11 +56,11 @@ def test_on_the_cpu(which):
 def test_kernel(which, device):
     table, keys, second, want = case(*CASES[which])
     out = torch.full(want.shape, torch.nan, device=device)
-    first = KeyRows.of(*[torch.empty_strided(x.shape, x.stride(), device=device).copy_(x) for x in keys])
+    keys = [torch.empty_strided(x.shape, x.stride(), device=device).copy_(x) for x in keys]
     second = None if second is None else second.to(device)
     table = RowTable(table.to(device))
     for _ in range(2):  # the second launch is cached on a GPU
-        table.launch(KeyRows.joined(out, CASES[which][2]), first, second)
+        table.launch(out, *keys, second)
     torch.testing.assert_close(out.cpu().double(), want, rtol=1e-6, atol=1e-6)
 
 
@@ -68,27 +68,28 @@ def test_kernel(which, device):
 def test_kernel_copies_bits(device):
     table, keys, _, want = case(40, 1, (64, 64), False, False, torch.bfloat16)
     out = torch.empty(want.shape, dtype=torch.bfloat16, device=device)
-    first = KeyRows.of(*[x.to(device) for x in keys])
-    RowTable(table.to(device)).launch(KeyRows.joined(out, (64, 64)), first)
+    RowTable(table.to(device)).launch(out, *[x.to(device) for x in keys])
     assert torch.equal(out.cpu().double(), want)
 
 
 def test_separate_keys_and_values_out():
     table, keys, _, want = case(9, 1, (24, 40), False, False)
     out = [torch.full((9, 2, 12), torch.nan), torch.full((9, 4, 10), torch.nan)]
-    RowTable(table).gather(KeyRows.of(*out), KeyRows.of(*keys))
+    RowTable(table).gather(out, *keys)
     torch.testing.assert_close(torch.cat([x.flatten(1) for x in out], 1).double(), want)
 
 
 def test_no_rows():
-    first, out = (KeyRows.of(*torch.randn(2, rows, 1, 4)) for rows in (3, 0))
-    RowTable(torch.empty(0, 1, dtype=torch.int32)).gather(out, first)
+    first, out = torch.randn(2, 3, 1, 4), torch.randn(2, 0, 1, 4).unbind()
+    RowTable(torch.empty(0, 1, dtype=torch.int32)).gather(out, *first)
 
 
-def test_elements_that_are_apart_are_copied():
-    x = torch.randn(5, 3, 12)
-    for apart in (x[:, :, ::3], x[:, ::2], x.transpose(0, 1)):
-        found = KeyRows.of(apart, apart)
-        assert torch.equal(found.flat[0], apart.flatten(1))
-        assert found.key[0].is_contiguous()
-    assert KeyRows.of(x[:, :2], x).key.data_ptr() == x.data_ptr()
+@on_devices
+def test_elements_that_are_apart_are_copied(device):
+    x = torch.randn(5, 4, 12, device=device)
+    table = RowTable(torch.arange(5, dtype=torch.int32, device=device)[:, None])
+    table._has_kernel = True
+    for apart in (x[:, :, ::3], x[:, ::2], x.transpose(1, 2)):
+        out = torch.full((2, *apart.shape), torch.nan, device=device)
+        table.gather(out.unbind(), apart, apart)
+        assert torch.equal(out, torch.stack([apart, apart]))

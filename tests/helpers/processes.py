@@ -140,6 +140,9 @@ def _work(rank: int, world: int, backend: str, store: str, path: list[str], task
     gc.freeze()  # the objects of the imported packages
     gc.set_threshold(10_000, 20, 50)
     torch.set_num_threads(1)
+    from nt_attention.distributed import planner
+
+    planner.PAIRS_PER_EXCHANGE = 0  # small batches are cut too, so that something is exchanged
     if backend == "gloo":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     else:
