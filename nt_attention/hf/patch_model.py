@@ -87,7 +87,7 @@ def patch_model(
     for path, module in model.named_modules():
         if _takes_packed_images(module):
             # only this module's copy of the config gets the special name
-            handle.on_remove(functools.partial(setattr, module, "config", module.config))
+            handle.on_remove(module, setattr, "config", module.config)
             module.config = copy.copy(cast(Any, module.config))
             vars(module.config)[ATTENTION] = _VISION_NAME
             handle.change(f"{name}.{path}" if path else name, "one call for all images")

@@ -44,9 +44,16 @@ class Handle(Protocol):
     def change(self, name: str, description: str) -> None: ...
     def change_layers(self, name: str, layers: dict[str, str]) -> None: ...
     def skip(self, name: str, reason: str) -> None: ...
-    def on_remove(self, undo: Callable[[], None]) -> None: ...
+    def on_remove(self, changed: Any, undo: Callable[..., None], *args: Any) -> None: ...
     def count(self, reason: str | None) -> None: ...
     def fall_back(self, reason: str, what: str = "this call") -> None: ...
+
+
+class WeakReference(weakref.ref[Any]):
+    """A weak reference that can be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeakReference, (self(),)
 
 
 class PatchedForward:
@@ -60,12 +67,35 @@ class PatchedForward:
     __name__ = "forward"
 
     def __init__(self, module: nn.Module, forward: Forward, before: Callable[..., Any] | None, handle: Handle) -> None:
-        self.module, self.forward, self.before, self.handle = module, forward, before, handle
+        self._reference = weakref.ref(module)  # a strong one would be a cycle, which only the gc frees
+        self.forward, self.before, self.handle = forward, before, handle
+
+    @property
+    @inline_only
+    def module(self) -> nn.Module:
+        """The module.
+
+        Raises:
+            ReferenceError: it does not exist any more, and somebody has kept its `forward`.
+        """
+        module = self._reference()
+        if module is None:
+            raise ReferenceError("the model of this forward does not exist any more: keep the model, not its forward.")
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reference": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
 
     @property
     @inline_only
     def original(self) -> Callable[..., Any]:
-        return functools.partial(type(self.module).forward, self.module) if self.before is None else self.before
+        if self.before is not None:
+            return self.before
+        module = self.module
+        return functools.partial(type(module).forward, module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -181,7 +211,7 @@ def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> Non
     patched = PatchedForward(module, forward, before, handle)
     module.forward = patched
     setattr(module, REPLICATE, functools.partial(_replicate, patched))
-    handle.on_remove(functools.partial(_restore_forward, module, patched))
+    handle.on_remove(module, _restore_forward, patched)
 
 
 def _replicate(patched: PatchedForward) -> nn.Module:

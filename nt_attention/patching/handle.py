@@ -15,7 +15,7 @@ from torch import nn
 from .._warnings import warn
 from ..compiler import is_compiling, outside_of_graphs
 from ..graphs.cache import CapturedCalls, CudaGraphs
-from .forwards import CONTINUES_FROM_CACHE
+from .forwards import CONTINUES_FROM_CACHE, WeakReference
 
 OnFallback = Literal["warn", "raise"]
 
@@ -146,7 +146,7 @@ class PatchHandle:
         # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
         self.replacements: dict[nn.Module, tuple[Any, dict[str, bool]]] = {}
         self._model = model
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[tuple[WeakReference, Callable[..., None], tuple[Any, ...]]] = []
         self._warned: set[str] = set()
 
     def remove(self) -> None:
@@ -166,7 +166,9 @@ class PatchHandle:
         if self.graphs is not None:
             self.graphs.clear()
         while self._undo:
-            self._undo.pop()()
+            reference, undo, args = self._undo.pop()
+            if (changed := reference()) is not None:
+                undo(changed, *args)
 
     def __dir__(self) -> list[str]:
         """What users read. The other methods are for the code that changes models and runs their calls."""
@@ -214,9 +216,13 @@ class PatchHandle:
         """Say why a module was not changed."""
         self.left[name.removeprefix(".") or "model"] = reason
 
-    def on_remove(self, undo: Callable[[], None]) -> None:
-        """Make `remove` call `undo`. Functions are called in reverse order."""
-        self._undo.append(undo)
+    def on_remove(self, changed: Any, undo: Callable[..., None], *args: Any) -> None:
+        """Make `remove` call `undo(changed, *args)`, if `changed` still exists, in reverse order of these calls.
+
+        `changed` is a module or this handle. Modules refer to the handle, so `args` must refer to neither: the gc alone
+        would free the model.
+        """
+        self._undo.append((WeakReference(changed), undo, args))
 
     def count(self, reason: str | None) -> None:
         """Count a call: with the reason why it did not run packed, or with None if it did."""
