@@ -22,10 +22,6 @@ from ..torch_private import REPLICATE
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
-CANNOT_EXPORT = (
-    "torch.export and torch.jit.trace can't record a patched model, because its call depends on the lengths of the "
-    "batch: call remove() on the handle of the patch first."
-)
 CONTINUES_FROM_CACHE = "it continues from a cache"
 GRADIENTS_PER_SAMPLE = (
     "Opacus computes gradients for each sample of the batch, and would take a packed row for one sample"
@@ -129,7 +125,7 @@ class PatchedForward:
 
     @property
     def __code__(self) -> CodeType:
-        raise AttributeError(CANNOT_EXPORT)  # torch.export asks for it
+        return inspect.unwrap(type(self.module).forward).__code__  # torch.export asks for it
 
     def _for(self, module: nn.Module) -> PatchedForward:
         """The same patch for a copy of the module."""
@@ -156,14 +152,9 @@ def copies_of(handle: Handle) -> list[nn.Module]:
 
 
 @inline_only
-def refuse_export() -> None:
-    """Raise an error in torch.export and torch.jit.trace.
-
-    Raises:
-        RuntimeError: one of them is tracing.
-    """
-    if (is_compiling() and is_exporting()) or is_in_jit_trace():
-        raise RuntimeError(CANNOT_EXPORT)
+def is_recorded() -> bool:
+    """Whether torch.export or torch.jit.trace records the call: its graph would keep the lengths of this batch."""
+    return (is_compiling() and is_exporting()) or is_in_jit_trace()
 
 
 def is_context_parallel() -> bool:

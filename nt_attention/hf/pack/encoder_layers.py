@@ -28,8 +28,8 @@ from ...patching.forwards import (
     has_gradients_per_sample,
     is_context_parallel,
     is_patched,
+    is_recorded,
     override_forward,
-    refuse_export,
     replacement_of,
 )
 from ...torch_private import (
@@ -127,7 +127,8 @@ class EncoderCall:
 
     @inline_only
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
+        if is_recorded():
+            return original(*args, **kwargs)
         if is_unpatched(model) or current_layers() is not None:  # the model around it counts the call
             return original(*args, **kwargs)
         layers = self._begin(model, args, kwargs, active_compiler())
@@ -263,7 +264,7 @@ class LayerCall:
 
     @inline_only
     def __call__(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_compiling() or is_recorded():
             return original(*args, **kwargs)
         return self._run(module, original, args, kwargs)
 
