@@ -212,7 +212,10 @@ def test_handle_lists_layers_and_calls():
         model(**batch)
         model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
         model(**batch)
-        assert "2 calls ran packed\n  1 call did not run packed: there is no padding to skip" in str(handle)
+        tokens, positions = 2 * int(batch["attention_mask"].sum()), 2 * batch["attention_mask"].numel()
+        assert f"2 calls ran packed: {tokens} tokens in {positions} positions\n  1 call did not run" in str(handle)
+        assert (handle.counts.tokens, handle.counts.positions) == (tokens, positions)
+        assert handle.counts.pad_ratio == pytest.approx(1 - tokens / positions)
 
 
 def test_attention_mask_of_other_numbers():

@@ -65,6 +65,12 @@ class _Sides(NamedTuple):
         return self.source.layout
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of positions and tokens of both sides."""
+        (positions, tokens), (more_positions, more_tokens) = self.source.sizes, self.target.sizes
+        return positions + more_positions, tokens + more_tokens
+
+    @property
     def length(self) -> int:
         """The length of the longest padded row."""
         return max(self.source.length, self.target.length)

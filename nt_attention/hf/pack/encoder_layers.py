@@ -138,7 +138,7 @@ class EncoderCall:
         with running(layers=layers):
             out = original(*args, **kwargs)
         if layers.reason is None or layers.packed:
-            self.handle.count(None if layers.packed else _NO_PADDING)
+            self.handle.count(None if layers.packed else _NO_PADDING, *(layers.packed or ()))
         return out
 
     @outside_of_graphs
@@ -320,7 +320,7 @@ class LayerCall:
                 return None
             if not packing.has_holes or self.proof.holes:
                 if layers is not None:
-                    layers.packed = True
+                    layers.packed = packing.sizes
                 return _Rows.of(packing)
             reason = "its rows have padding between tokens"
         if reason is not None and layers is not None:
