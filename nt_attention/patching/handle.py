@@ -189,6 +189,7 @@ class PatchHandle:
         self.left: dict[str, str] = {}
         self.counts = counts or Counts()
         self.active = True
+        self.is_automatic = False  # whether `patch_all` has made it
         self.on_fallback = on_fallback
         self.graphs = CapturedCalls.of_option(cuda_graphs)
         self.mesh = mesh

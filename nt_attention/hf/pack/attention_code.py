@@ -94,6 +94,11 @@ def _run_method(
     return replacement(module) if is_packed else method(module, *args, **kwargs)
 
 
+def is_override(value: Any) -> bool:
+    """Whether an attribute is a method that `override_methods` has set."""
+    return isinstance(value, functools.partial) and value.func is _run_method
+
+
 # Method → what it returns in a packed row.
 _METHODS: dict[str, Callable[[Any], Any]] = {
     "build_alibi_tensor": lambda model: None,  # BLOOM

@@ -85,6 +85,11 @@ def _check_not_patched(model: PreTrainedModel, configs: list[Any], handles: list
         )
 
 
+def is_patched_by_user(config: Any) -> bool:
+    """Whether our name is in a config because the program has called `patch`."""
+    return config in _patched and any(not handle.is_automatic for handle in _patched[config].active())
+
+
 def _parts(model: nn.Module) -> list[PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
