@@ -70,16 +70,16 @@ class PatchAllHandle:
             if number > 0:
                 calls = [f"    {line}" for line in repr(self.counts[name]).splitlines()]
                 lines += [f"  {name}: {number} model{'s' if number > 1 else ''} patched", *calls]
-        lines += [f"  {name}: not patched, {reason}" for name, reason in self.left.items()]
+        lines += [f"  {name}: not patched: {reason}" for name, reason in self.left.items()]
         return "\n".join(lines if len(lines) > 1 else [*lines, "  no Hugging Face model was built"])
 
     def listener(self, model: nn.Module) -> None:
         """Patch a model that is complete. Whatever keeps it from being patched does not stop the program."""
-        from .hf.pickling import leave_out_patches  # imports transformers, which the program has done now
+        from .hf.pickling import PreTrainedModel, leave_out_patches  # imports transformers, as the program has
         from .hf.prove.store import keeping_all_proofs
 
         leave_out_patches()
-        name = type(model).__name__
+        name = next(type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel))
         for part in set(active_handles(model)):
             if not part.is_automatic:
                 return  # the program has patched it
@@ -91,9 +91,10 @@ class PatchAllHandle:
             with keeping_all_proofs():
                 apply_patch(handle, model, True, self._logits, self._packing)
         except Exception as error:  # the code of any model ran
-            self.left[name] = " ".join(str(error).partition(":")[2].split()) or repr(error)
+            reason = next(iter(handle.left.values()), repr(error))
+            self.left[name] = reason.partition(" (proof ")[0].removeprefix(f"{name} ").rstrip(".")
             return
-        reason = handle.changed.get("model", "").partition(", not packed, because ")[2]
+        reason = "".join(handle.changed.values()).partition(", not packed, because ")[2]
         if reason:
             handle.remove()
             self.left[name] = reason

@@ -10,7 +10,7 @@ import sys
 from typing import Any, cast
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..patching.building import has_listeners
 from ..patching.forwards import PatchedForward
@@ -21,6 +21,8 @@ from .pack.islands import WithRow
 from .patch_model import VISION_NAME
 from .route.attention import NAME_OVER
 from .transformers_private import ATTENTION
+
+__all__ = ["PreTrainedModel", "leave_out_patches"]
 
 _BEFORE = {name: over for over, name in NAME_OVER.items()} | {VISION_NAME: "sdpa"}
 

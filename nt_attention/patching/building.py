@@ -17,7 +17,11 @@ from typing import Any
 
 from torch import nn
 
-_FILE = "transformers.modeling_utils"
+# The second one reads states at padding for ColBERT, so it has to be patched with the model that it builds.
+_CLASSES = {
+    "transformers.modeling_utils": "PreTrainedModel",
+    "sentence_transformers.base.modules.transformer": "Transformer",
+}
 # `from_config` of the Auto classes calls the second one. It is not in hf/transformers_private.py, whose import takes
 # transformers: programs set environment variables before they import that.
 _CLASS_METHODS = ("from_pretrained", "_from_config")
@@ -38,7 +42,8 @@ def add_listener(listener: Callable[[nn.Module], None]) -> None:
     Models that the listener builds are not passed to it.
     """
     _listeners.append(listener)
-    after_import(_FILE, _watch)
+    for file in _CLASSES:
+        after_import(file, _watch)
 
 
 def remove_listener(listener: Callable[[nn.Module], None]) -> None:
@@ -82,7 +87,7 @@ class _Finder(MetaPathFinder):
 
 
 def _watch(file: Any) -> None:
-    base = file.PreTrainedModel
+    base: Any = getattr(file, _CLASSES[file.__name__], object)
     if "__new__" in vars(base):
         return
     for name in _CLASS_METHODS:
