@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from .graphs.cache import CudaGraphs
+from .graphs.cache import CapturedCalls, CudaGraphs
 from .patch import apply_patch, check_options
 from .patching import building
 from .patching.forwards import Handle, active_handles
@@ -79,7 +79,9 @@ class PatchAllHandle:
         from .hf.prove.store import keeping_all_proofs
 
         leave_out_patches()
-        name = next(type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel))
+        name = next((type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+        if name is None:
+            return
         for part in set(active_handles(model)):
             if not part.is_automatic:
                 return  # the program has patched it
@@ -94,7 +96,7 @@ class PatchAllHandle:
             reason = next(iter(handle.left.values()), repr(error))
             self.left[name] = reason.partition(" (proof ")[0].removeprefix(f"{name} ").rstrip(".")
             return
-        reason = "".join(handle.changed.values()).partition(", not packed, because ")[2]
+        reason = "".join(handle.changed.values()).partition(", not packed, because ")[2].partition("; ")[0]
         if reason:
             handle.remove()
             self.left[name] = reason
@@ -151,6 +153,7 @@ def patch_all(
         >>> handle.remove()
     """
     check_options(logits, packing, on_fallback)
+    CapturedCalls.of_option(cuda_graphs)  # raises an error for another value
     handle = PatchAllHandle(logits, packing, on_fallback, cuda_graphs, shared_prefixes)
     building.add_listener(handle.listener)
     return handle

@@ -98,8 +98,9 @@ def _watch(file: Any) -> None:
 
 def _new(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """Make an instance, after its class got a constructor that reports. Classes that are not used stay as they are."""
-    if _listeners and not hasattr(vars(kind).get("__init__"), _MARK):
-        kind.__init__ = _reporting(kind.__init__)
+    owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
+    if _listeners and not hasattr(owner.__init__, _MARK):
+        owner.__init__ = _reporting(owner.__init__)
     return object.__new__(kind)
 
 
@@ -116,8 +117,10 @@ def _reporting(build: Callable[..., Any]) -> Callable[..., Any]:
         _thread.is_building = True
         try:
             result = build(self_or_class, *args, **kwargs)
-            model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
-            _listeners[-1](self_or_class if result is None else model)
+            # A constructor returns None, and from_pretrained with output_loading_info a tuple.
+            model = self_or_class if result is None else result[0] if isinstance(result, tuple) else result
+            if isinstance(model, nn.Module):
+                _listeners[-1](model)
         finally:
             _thread.is_building = False
         return result

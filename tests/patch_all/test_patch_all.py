@@ -10,10 +10,20 @@ import tiny
 import torch
 from patched_models import close, every_kind, gradients, loss_of, make, make_batch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, BertConfig, BertModel, EncoderDecoderModel, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    EncoderDecoderModel,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
 
 import nt_attention as nta
 from nt_attention.hf.prove import store
+from nt_attention.patching import building
 
 
 def bert_config(**more):
@@ -157,13 +167,17 @@ def test_models_that_are_not_patched_run_as_they_are():
     batch = make_batch("base")
     with nta.patch_all() as handle:
         models = [Refused(bert_config()).eval() for _ in range(2)] + [Raising(bert_config(), 1).eval()]
+        models.append(ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)))
         for model in models:
             assert "forward" not in vars(model)
+            assert model.config._attn_implementation == "sdpa"
+        for model in models[:3]:
             model(**batch)
         with pytest.raises(KeyError):
             Raising(bert_config())
-    assert handle.left.keys() == {"Refused", "Raising"}
-    assert str(handle).count("not patched: ") == 2
+    assert handle.left.keys() == {"Refused", "Raising", "ViTModel"}
+    assert str(handle).count("not patched: ") == 3
+    assert "ViTModel: not patched: its images have equal lengths" in str(handle).splitlines()[-1]
     assert not handle.models
 
 
@@ -205,8 +219,10 @@ def test_models_are_freed_without_the_garbage_collector():
 
 
 def test_wrong_options_are_refused_at_once():
-    with pytest.raises(ValueError, match="packing must be"):
-        nta.patch_all(packing="never")
+    for name, value in {"packing": "never", "logits": "x", "on_fallback": "x", "cuda_graphs": "x"}.items():
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            nta.patch_all(**{name: value})
+    assert not building.has_listeners()
 
 
 def test_numbers_that_the_program_draws_stay_the_same():
