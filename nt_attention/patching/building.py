@@ -93,7 +93,7 @@ def _watch(file: Any) -> None:
     for name in _CLASS_METHODS:
         if (method := vars(base).get(name)) is not None:
             setattr(base, name, classmethod(_reporting(method.__func__)))
-    base.__new__ = _new
+    base.__new__ = staticmethod(_new)
 
 
 def _new(kind: Any, *args: Any, **kwargs: Any) -> Any:

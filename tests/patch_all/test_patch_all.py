@@ -79,6 +79,9 @@ def test_models_give_what_they_give_without_it(kind, tmp_path):
         built.append(copy.deepcopy(built[0]))
         for one in built:
             close(gradients(one, batch), want)
+            replica = one._replicate_for_data_parallel()  # of DataParallel
+            assert type(replica) is type(one)
+            assert replica.forward.module is replica
     assert handle.models == {type(model).__name__: 3}
     counts = handle.counts[type(model).__name__]
     assert counts.calls == {None: 4}
