@@ -17,7 +17,6 @@ from ..patching.forwards import PatchedForward
 from ..torch_private import REPLICATE
 from .pack.attention_code import is_override
 from .pack.change_model import is_patched_by_user
-from .pack.islands import WithRow
 from .patch_model import VISION_NAME
 from .route.attention import NAME_OVER
 from .transformers_private import ATTENTION
@@ -47,7 +46,7 @@ def _reduce(self: Any, reduce: Any, unpatched: Any, protocol: Any) -> Any:
 
 
 def _of_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    state = {name: x.checkpoint if isinstance(x, WithRow) else x for name, x in state.items() if not is_override(x)}
+    state = {name: x for name, x in state.items() if not is_override(x)}
     forward = state.get("forward")
     if isinstance(forward, PatchedForward) and forward.handle.is_automatic:
         del state["forward"]

@@ -172,7 +172,7 @@ def _layer_of(base: nn.Module, path: str) -> str:
 # None for padded rows.
 
 
-class WithRow:
+class _WithRow:
     """A layer's function that makes a checkpoint, `checkpoint(function, *args)`, for a function that needs its row."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
@@ -194,8 +194,8 @@ def run_layer(module: nn.Module, original: Callable[..., Any], /, *args: Any, **
     """The `forward` of a layer with islands."""
     hidden, row = _first_tensor((*args, *kwargs.values())), current_row()
     checkpoint = vars(module).get(_CHECKPOINT)
-    if checkpoint is not None and not isinstance(checkpoint, WithRow):
-        setattr(module, _CHECKPOINT, WithRow(checkpoint))
+    if checkpoint is not None and not isinstance(checkpoint, _WithRow):
+        setattr(module, _CHECKPOINT, _WithRow(checkpoint))
     if hidden is None or is_compiling() or is_transformed():  # in torch.func, tensors have no storage
         return original(*args, **kwargs)
     kept = _kept_row(hidden)
