@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    BloomConfig,
+    BloomModel,
     EncoderDecoderModel,
     LlamaForCausalLM,
     ViTConfig,
@@ -137,6 +139,13 @@ def test_pickles_have_no_trace_of_it(kind):
             kept = pickle.loads(pickle.dumps(model))
     loss_of(kept, batch)
     assert kept.forward.handle.calls[None] == 1
+
+
+def test_pickles_have_no_methods_of_it():
+    with nta.patch_all():
+        model = BloomModel(BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4))
+        assert "build_alibi_tensor" in vars(model)
+        assert b"nt_attention" not in pickle.dumps(model)
 
 
 def test_models_that_share_a_config():
