@@ -14,6 +14,7 @@ from .layouts.tree import TreeLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
 from .patch import NotPackedError, NotPackedWarning, patch
+from .patch_all import patch_all
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "explain",
     "hf",
     "patch",
+    "patch_all",
     "register_backend",
     "use_backend",
     "varlen_attention",

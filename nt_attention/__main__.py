@@ -14,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
     "check": "verify the backends on this machine against float64",
+    "run": "run a program in which every Hugging Face model is patched",
     "check-models": "prove which Hugging Face text models can be packed",
     "tune": "measure the expected times of the backends on this GPU, by which auto selects",
 }
@@ -46,7 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """`main` as a program: "?" for characters that stdout can't encode; 1 and no message if the reader has ended."""
+    """`main` as a program: "?" for characters that stdout can't encode; 1 and no message if the reader has ended.
+
+    With ``run``, the program of the user has stdout as it is.
+    """
+    if sys.argv[1:2] == ["run"]:
+        importlib.import_module(".cli.run", __package__).main(sys.argv[2:])
+        return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:

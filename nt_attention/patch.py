@@ -9,6 +9,7 @@ from torch import nn
 
 from .graphs.cache import CudaGraphs
 from .modules.multihead import VarlenMultiheadAttention
+from .patching.forwards import active_handles
 from .patching.handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 from .torch_models import stacks
 from .torch_models.attention_modules import swap_attention
@@ -130,19 +131,43 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-    if logits not in (None, "padded"):
-        raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
-    if packing not in ("auto", "always"):
-        raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
-    if on_fallback not in ("warn", "raise"):
-        raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+    check_options(logits, packing, on_fallback)
     if not isinstance(need_weights, bool):
         raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
     if mesh is not None:
         _check_mesh(mesh, bool(cuda_graphs), padding_free)
     if shared_prefixes and (mesh is not None or not padding_free):
         raise ValueError("shared_prefixes needs packed batches on one device: leave out mesh and padding_free=False.")
+    for earlier in set(active_handles(model)):
+        if earlier.is_automatic:  # of `patch_all`
+            earlier.remove()
     handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes)
+    apply_patch(handle, model, padding_free, logits, packing)
+    return handle
+
+
+def check_options(logits: object, packing: object, on_fallback: object) -> None:
+    """Raise a ValueError for another value than those of `patch`."""
+    if logits not in (None, "padded"):
+        raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
+    if packing not in ("auto", "always"):
+        raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
+    if on_fallback not in ("warn", "raise"):
+        raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+
+
+def apply_patch(
+    handle: PatchHandle,
+    model: nn.Module,
+    padding_free: bool,
+    logits: Literal["padded"] | None,
+    packing: Literal["auto", "always"],
+) -> None:
+    """Change a model. If this is not possible, it stays as it was.
+
+    Raises:
+        ValueError: as in `patch`.
+    """
     try:
         _patch_modules("", model, handle, padding_free, logits, packing)
         if not (handle.changed or handle.layers):
@@ -155,7 +180,6 @@ def patch(
         handle.remove()
         raise
     handle.replacements.clear()
-    return handle
 
 
 def _check_mesh(mesh: Any, cuda_graphs: bool, padding_free: bool) -> None:

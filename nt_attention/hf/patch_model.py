@@ -36,7 +36,7 @@ from .route.rope import scales_by_length
 from .transformers_private import ATTENTION, attention_of
 
 # Vision towers that get all images in one row only run them in one call if the name contains "flash".
-_VISION_NAME = "nt_attention_flash_for_packed_images"
+VISION_NAME = "nt_attention_flash_for_packed_images"
 
 
 def patch_model(
@@ -87,9 +87,9 @@ def patch_model(
     for path, module in model.named_modules():
         if _takes_packed_images(module):
             # only this module's copy of the config gets the special name
-            handle.on_remove(functools.partial(setattr, module, "config", module.config))
+            handle.on_remove(module, setattr, "config", module.config)
             module.config = copy.copy(cast(Any, module.config))
-            vars(module.config)[ATTENTION] = _VISION_NAME
+            vars(module.config)[ATTENTION] = VISION_NAME
             handle.change(f"{name}.{path}" if path else name, "one call for all images")
     return True
 
@@ -248,4 +248,4 @@ def _takes_packed_images(module: nn.Module) -> bool:
     return "cu_seqlens" in inspect.signature(type(module).forward).parameters
 
 
-AttentionInterface.register(_VISION_NAME, functools.partial(attention, over="sdpa"))
+AttentionInterface.register(VISION_NAME, functools.partial(attention, over="sdpa"))

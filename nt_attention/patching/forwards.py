@@ -22,10 +22,6 @@ from ..torch_private import REPLICATE
 
 Forward = Callable[..., Any]  # forward(module, original, *args, **kwargs)
 CALL_REMOVE_FIRST = "call remove() on the handle of that patch first."
-CANNOT_EXPORT = (
-    "torch.export and torch.jit.trace can't record a patched model, because its call depends on the lengths of the "
-    "batch: call remove() on the handle of the patch first."
-)
 CONTINUES_FROM_CACHE = "it continues from a cache"
 GRADIENTS_PER_SAMPLE = (
     "Opacus computes gradients for each sample of the batch, and would take a packed row for one sample"
@@ -37,6 +33,7 @@ class Handle(Protocol):
     """The part of `PatchHandle` that the code which changes models uses. See there for the methods."""
 
     active: bool
+    is_automatic: bool
     graphs: CapturedCalls | None
     mesh: Any
     prefixes: Any
@@ -44,9 +41,17 @@ class Handle(Protocol):
     def change(self, name: str, description: str) -> None: ...
     def change_layers(self, name: str, layers: dict[str, str]) -> None: ...
     def skip(self, name: str, reason: str) -> None: ...
-    def on_remove(self, undo: Callable[[], None]) -> None: ...
-    def count(self, reason: str | None) -> None: ...
+    def on_remove(self, changed: Any, undo: Callable[..., None], *args: Any) -> None: ...
+    def remove(self) -> None: ...
+    def count(self, reason: str | None, positions: int = 0, tokens: int = 0) -> None: ...
     def fall_back(self, reason: str, what: str = "this call") -> None: ...
+
+
+class WeakReference(weakref.ref[Any]):
+    """A weak reference that can be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeakReference, (self(),)
 
 
 class PatchedForward:
@@ -60,12 +65,35 @@ class PatchedForward:
     __name__ = "forward"
 
     def __init__(self, module: nn.Module, forward: Forward, before: Callable[..., Any] | None, handle: Handle) -> None:
-        self.module, self.forward, self.before, self.handle = module, forward, before, handle
+        self._reference = weakref.ref(module)  # a strong one would be a cycle, which only the gc frees
+        self.forward, self.before, self.handle = forward, before, handle
+
+    @property
+    @inline_only
+    def module(self) -> nn.Module:
+        """The module.
+
+        Raises:
+            ReferenceError: it does not exist any more, and somebody has kept its `forward`.
+        """
+        module = self._reference()
+        if module is None:
+            raise ReferenceError("the model of this forward does not exist any more: keep the model, not its forward.")
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reference": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
 
     @property
     @inline_only
     def original(self) -> Callable[..., Any]:
-        return functools.partial(type(self.module).forward, self.module) if self.before is None else self.before
+        if self.before is not None:
+            return self.before
+        module = self.module
+        return functools.partial(type(module).forward, module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -99,7 +127,7 @@ class PatchedForward:
 
     @property
     def __code__(self) -> CodeType:
-        raise AttributeError(CANNOT_EXPORT)  # torch.export asks for it
+        return inspect.unwrap(type(self.module).forward).__code__  # torch.export asks for it
 
     def _for(self, module: nn.Module) -> PatchedForward:
         """The same patch for a copy of the module."""
@@ -126,14 +154,9 @@ def copies_of(handle: Handle) -> list[nn.Module]:
 
 
 @inline_only
-def refuse_export() -> None:
-    """Raise an error in torch.export and torch.jit.trace.
-
-    Raises:
-        RuntimeError: one of them is tracing.
-    """
-    if (is_compiling() and is_exporting()) or is_in_jit_trace():
-        raise RuntimeError(CANNOT_EXPORT)
+def is_recorded() -> bool:
+    """Whether torch.export or torch.jit.trace records the call: its graph would keep the lengths of this batch."""
+    return (is_compiling() and is_exporting()) or is_in_jit_trace()
 
 
 def is_context_parallel() -> bool:
@@ -181,7 +204,7 @@ def override_forward(module: nn.Module, forward: Forward, handle: Handle) -> Non
     patched = PatchedForward(module, forward, before, handle)
     module.forward = patched
     setattr(module, REPLICATE, functools.partial(_replicate, patched))
-    handle.on_remove(functools.partial(_restore_forward, module, patched))
+    handle.on_remove(module, _restore_forward, patched)
 
 
 def _replicate(patched: PatchedForward) -> nn.Module:

@@ -6,7 +6,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from .._warnings import warn
 from ..compiler import is_compiling, outside_of_graphs
 from ..graphs.cache import CapturedCalls, CudaGraphs
-from .forwards import CONTINUES_FROM_CACHE
+from .forwards import CONTINUES_FROM_CACHE, WeakReference
 
 OnFallback = Literal["warn", "raise"]
 
@@ -57,6 +57,55 @@ class PrefixCounts:
         return "\n    ".join([f"  shared prefixes: {share}", *counts])
 
 
+class Counts:
+    """How the calls of a model ran. All of it is known to the host, so counting never waits for a device.
+
+    Attributes:
+        calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
+        positions, tokens: of the packed calls of Hugging Face models, the number of positions in the padded batches,
+            and of those that are tokens. The others were not computed.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+        >>> handle = nta.patch(model)
+        >>> out = model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+        >>> handle.counts
+        1 call ran packed: 5 tokens in 6 positions
+        >>> round(handle.counts.pad_ratio, 2)
+        0.17
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str | None] = Counter()
+        self.positions, self.tokens = 0, 0
+        self._warned: set[str] = set()
+
+    @property
+    def pad_ratio(self) -> float:
+        """The share of padding in the batches of packed calls."""
+        return 1 - self.tokens / self.positions if self.positions else 0.0
+
+    def add(self, reason: str | None, positions: int = 0, tokens: int = 0, warns: bool = False) -> bool:
+        """Count a call. Returns whether to warn: if `warns`, for the first call with a reason."""
+        with nullcontext() if is_compiling() else _lock:  # a graph can't hold a lock
+            self.calls[reason] += 1
+            self.positions += positions
+            self.tokens += tokens
+            is_new = warns and reason not in self._warned
+            if is_new:
+                self._warned.add(str(reason))
+        return is_new
+
+    def __repr__(self) -> str:
+        with _lock:
+            calls = dict(self.calls)
+        sizes = f": {self.tokens} tokens in {self.positions} positions" if self.positions else ""
+        how = {why: f"did not run packed: {why}" for why in calls} | {None: f"ran packed{sizes}"}
+        return "\n".join(f"{n} call{'s' if n > 1 else ''} {how[why]}" for why, n in calls.items()) or "no calls yet"
+
+
 class NotPackedWarning(UserWarning):
     """A call of a patched model ran padded. The message says why.
 
@@ -90,7 +139,7 @@ class NotPackedError(ValueError):
 _lock = threading.Lock()
 
 
-_PUBLIC = ("active", "calls", "changed", "graphs", "layers", "left", "mesh", "remove")
+_PUBLIC = ("active", "calls", "changed", "counts", "graphs", "layers", "left", "mesh", "remove")
 
 
 class PatchHandle:
@@ -103,6 +152,7 @@ class PatchHandle:
         layers: module name → the attention layer that `nt_attention` now runs.
         left: module name → why the module was not changed.
         calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
+        counts: these calls, and how much padding was not computed, as `Counts`.
         active: False after `remove()`.
         graphs: the CUDA graphs, or None without `cuda_graphs`. `graphs.calls` counts the calls that could run as
             graphs: those that did under None, and others under the reason. `len(graphs)` is the number of graphs,
@@ -132,12 +182,14 @@ class PatchHandle:
         mesh: Any = None,
         need_weights: bool = True,
         shared_prefixes: bool = False,
+        counts: Counts | None = None,
     ) -> None:
         self.changed: dict[str, str] = {}
         self.layers: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self.calls: Counter[str | None] = Counter()
+        self.counts = counts or Counts()
         self.active = True
+        self.is_automatic = False  # whether `patch_all` has made it
         self.on_fallback = on_fallback
         self.graphs = CapturedCalls.of_option(cuda_graphs)
         self.mesh = mesh
@@ -146,8 +198,12 @@ class PatchHandle:
         # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
         self.replacements: dict[nn.Module, tuple[Any, dict[str, bool]]] = {}
         self._model = model
-        self._undo: list[Callable[[], None]] = []
-        self._warned: set[str] = set()
+        self._undo: list[tuple[WeakReference, Callable[..., None], tuple[Any, ...]]] = []
+
+    @property
+    def calls(self) -> Counter[str | None]:
+        """The number of calls by the reason why they did not run packed."""
+        return self.counts.calls
 
     def remove(self) -> None:
         """Restore the original model. Later calls do nothing.
@@ -166,7 +222,9 @@ class PatchHandle:
         if self.graphs is not None:
             self.graphs.clear()
         while self._undo:
-            self._undo.pop()()
+            reference, undo, args = self._undo.pop()
+            if (changed := reference()) is not None:
+                undo(changed, *args)
 
     def __dir__(self) -> list[str]:
         """What users read. The other methods are for the code that changes models and runs their calls."""
@@ -179,16 +237,11 @@ class PatchHandle:
         self.remove()
 
     def __repr__(self) -> str:
-        with _lock:
-            calls = dict(self.calls)
         lines = [f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}:"]
         lines += [f"  {name}: {description}" for name, description in self.changed.items()]
         lines += [f"    {names}: {description}" for names, description in _in_ranges(self.layers)]
         lines += [f"  {name}: not changed, {reason}" for name, reason in self.left.items()]
-        lines += [
-            f"  {count} call{'s' if count > 1 else ''} {'ran packed' if why is None else f'did not run packed: {why}'}"
-            for why, count in calls.items()
-        ] or ["  no calls yet"]
+        lines += [f"  {line}" for line in repr(self.counts).splitlines()]
         if self.graphs is not None:
             megabytes = self.graphs.memory / 2**20
             lines.append(f"  CUDA graphs: {len(self.graphs)}, inputs and outputs {megabytes:.1f} MiB")
@@ -214,14 +267,17 @@ class PatchHandle:
         """Say why a module was not changed."""
         self.left[name.removeprefix(".") or "model"] = reason
 
-    def on_remove(self, undo: Callable[[], None]) -> None:
-        """Make `remove` call `undo`. Functions are called in reverse order."""
-        self._undo.append(undo)
+    def on_remove(self, changed: Any, undo: Callable[..., None], *args: Any) -> None:
+        """Make `remove` call `undo(changed, *args)`, if `changed` still exists, in reverse order of these calls.
 
-    def count(self, reason: str | None) -> None:
-        """Count a call: with the reason why it did not run packed, or with None if it did."""
-        with _counting():
-            self.calls[reason] += 1
+        `changed` is a module or this handle. Modules refer to the handle, so `args` must refer to neither: the gc alone
+        would free the model.
+        """
+        self._undo.append((WeakReference(changed), undo, args))
+
+    def count(self, reason: str | None, positions: int = 0, tokens: int = 0) -> None:
+        """Count a call: with the reason why it did not run packed, or with None and its sizes if it did."""
+        self.counts.add(reason, positions, tokens)
 
     def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
         """Count a call that falls back to the padded forward, and warn once for each reason, or raise an error.
@@ -238,20 +294,12 @@ class PatchHandle:
             NotPackedError: the model was patched with `on_fallback="raise"`.
         """
         is_quiet = reason == CONTINUES_FROM_CACHE and not torch.is_grad_enabled()
-        with _counting():
-            self.calls[reason] += 1
-            warns = not is_quiet and reason not in self._warned
-            if warns:
-                self._warned.add(reason)
+        warns = self.counts.add(reason, warns=not is_quiet)
         if self.on_fallback == "raise":
             hint = 'With on_fallback="warn" it runs padded, as before the patch.'
             raise NotPackedError(f"{what} can't run packed: {reason}. {hint} {advice}".rstrip())
         if warns:
             warn(f"{what} runs padded, as before the patch: {reason}. {advice}".rstrip(), NotPackedWarning)
-
-
-def _counting() -> AbstractContextManager[Any]:
-    return nullcontext() if is_compiling() else _lock  # a graph can't hold a lock
 
 
 def _in_ranges(layers: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import cast
 from weakref import WeakKeyDictionary, ref
@@ -75,7 +74,7 @@ def swap_attention(
     ragged.patched = Patched(handle.need_weights, padded_because, Report(handle) if counts else None)
     _swapped_by[ragged] = ref(handle)
     parent.register_module(name, ragged)
-    handle.on_remove(functools.partial(_restore_attention, parent, name, ragged, stock, before))
+    handle.on_remove(parent, _restore_attention, name, ragged, stock, before)
     return None
 
 

@@ -1,11 +1,13 @@
 """Copies of patched Hugging Face models: deepcopy, pickle, torch.save, save_pretrained; each runs its own weights."""
 
 import copy
+import gc
 import io
 import json
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -49,6 +51,21 @@ def torch_saved(model):
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+@every_kind
+def test_patched_model_is_freed_without_the_garbage_collector(kind):
+    model = make(kind)
+    handle = nta.patch(model)
+    model(**make_batch(kind))
+    freed = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()
+    handle.remove()
 
 
 @every_kind

@@ -135,7 +135,7 @@ def test_layout_is_made_once_per_forward(kind, monkeypatch):
 def test_names_that_users_see():
     handle = nta.patch(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 1, enable_nested_tensor=False))
     public = {name for name in dir(handle) if not name.startswith("__")}
-    assert public == {"active", "calls", "changed", "graphs", "layers", "left", "mesh", "remove"}
+    assert public == {"active", "calls", "changed", "counts", "graphs", "layers", "left", "mesh", "remove"}
     assert all(hasattr(handle, name) for name in dir(handle))
     assert {name for name in dir(nta) if not name.startswith("__")} == set(nta.__all__)
     assert all(hasattr(nta, name) for name in dir(nta))

@@ -141,15 +141,21 @@ def test_model_inside_of_another_module_is_patched():
 
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_models_that_share_a_config(padding_free):
-    """One patch may change both. A second patch would not know what to restore."""
+    """One patch may change both, or each has its own. The config is restored with the last one."""
     config = BertConfig(**COMMON, **BERT)
     models = nn.ModuleList([BertModel(config).double().eval() for _ in range(2)])
     kept, batch = dict(vars(config)), make_batch()
     want = [model(**batch) for model in models]
-    with nta.patch(models[0], padding_free):
-        with pytest.raises(ValueError, match="shares its config object with a patched model"):
-            nta.patch(models[1], padding_free)
-        assert_same_outputs(models[1](**batch), want[1], batch["attention_mask"])
+    for first in (0, 1):
+        handles = [nta.patch(model, padding_free) for model in models]
+        with pytest.raises(ValueError, match="already patched"):
+            nta.patch(models[0], padding_free)
+        handles[first].remove()
+        assert config._attn_implementation == "nt_attention"
+        assert_same_outputs(models[1 - first](**batch), want[1 - first], batch["attention_mask"])
+        assert handles[1 - first].calls == ({None: 1} if padding_free else {})
+        handles[1 - first].remove()
+        assert vars(config) == kept
     with nta.patch(models, padding_free):
         for model, before in zip(models, want, strict=True):
             assert_same_outputs(model(**batch), before, batch["attention_mask"])
@@ -206,7 +212,10 @@ def test_handle_lists_layers_and_calls():
         model(**batch)
         model(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"]))
         model(**batch)
-        assert "2 calls ran packed\n  1 call did not run packed: there is no padding to skip" in str(handle)
+        tokens, positions = 2 * int(batch["attention_mask"].sum()), 2 * batch["attention_mask"].numel()
+        assert f"2 calls ran packed: {tokens} tokens in {positions} positions\n  1 call did not run" in str(handle)
+        assert (handle.counts.tokens, handle.counts.positions) == (tokens, positions)
+        assert handle.counts.pad_ratio == pytest.approx(1 - tokens / positions)
 
 
 def test_attention_mask_of_other_numbers():

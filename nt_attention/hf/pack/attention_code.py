@@ -26,7 +26,7 @@ from ...kernels.relative import RelativeBias
 from ...layouts.known import SequenceLayout
 from ...layouts.protocol import Layout
 from ...layouts.reading import creating_cached_tensors
-from ...patching.forwards import Handle, override_forward
+from ...patching.forwards import Handle, WeakReference, override_forward
 from ..route.packed_mask import PackedMask, packed_mask_in
 from ..route.packed_row import current_row
 from ..transformers_private import bucket_of_t5
@@ -82,15 +82,21 @@ def override_methods(model: nn.Module, handle: Handle) -> None:
         for name, replacement in _METHODS.items():
             method = getattr(type(module), name, None)
             if method is not None and name not in vars(module):
-                setattr(module, name, functools.partial(_run_method, replacement, method, module))
-                handle.on_remove(functools.partial(module.__delattr__, name))
+                setattr(module, name, functools.partial(_run_method, replacement, method, WeakReference(module)))
+                handle.on_remove(module, delattr, name)
 
 
 def _run_method(
-    replacement: Callable[[Any], Any], method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    replacement: Callable[[Any], Any], method: Callable[..., Any], reference: WeakReference, *args: Any, **kwargs: Any
 ) -> Any:
+    module = reference()
     is_packed = current_row() is not None or packed_mask_in(args, kwargs) is not None
     return replacement(module) if is_packed else method(module, *args, **kwargs)
+
+
+def is_override(value: Any) -> bool:
+    """Whether an attribute is a method that `override_methods` has set."""
+    return isinstance(value, functools.partial) and value.func is _run_method
 
 
 # Method → what it returns in a packed row.

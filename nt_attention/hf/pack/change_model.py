@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, cast
 
 from torch import nn
@@ -28,8 +27,26 @@ from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
 from .replaced_modules import classes_to_watch
 from .small_batches import Size
 
-# Config → a weak reference to the handle of the last patch that has set our name in it.
-_patched_by = WeakIdKeyDictionary()
+
+class _Patched:
+    """A config in which patches have set our name. Models may share it: the name stays until the last one is removed.
+
+    Attributes:
+        before: what the config stored about its attention before.
+        handles: the models whose patches have set our name → the handle.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.before = attention_attributes(config)
+        self.handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+
+    def active(self, models: Container[nn.Module] | None = None) -> list[Handle]:
+        """The handles that are active, of all models or of some."""
+        of_models = [reference() for model, reference in self.handles.items() if models is None or model in models]
+        return [handle for handle in of_models if handle is not None and handle.active]
+
+
+_patched = WeakIdKeyDictionary()  # config → `_Patched`
 
 
 def set_attention(model: PreTrainedModel, handle: Handle) -> str:
@@ -38,14 +55,16 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     handles = [forward.handle for forward in forwards if isinstance(forward, PatchedForward)]
     _check_not_patched(model, configs, handles, handle)
-    before: str = attention_of(model.config)
+    for config in configs:
+        if config not in _patched or not _patched[config].active():
+            _patched[config] = _Patched(config)
+        _patched[config].handles.update(dict.fromkeys(_parts(model), weakref.ref(handle)))
+    kept = [(config, _patched[config].before) for config in configs]
+    before: str = _patched[model.config].before.get(ATTENTION, "eager")
     over = next((over for over, name in NAME_OVER.items() if name == before), None)
     if over is not None and handles:
         before = over  # the model is a copy, made before the patch of the original was removed
-    kept = [(config, attention_attributes(config)) for config in configs]
-    for config in configs:
-        _patched_by[config] = weakref.ref(handle)
-    handle.on_remove(functools.partial(_restore_configs, handle, kept, over and before))
+    handle.on_remove(handle, _restore_configs, kept, over and before)
     if not model.config.output_attentions:  # if set, no call is packed, and transformers only saves an eager config
         # calls that are not packed run on the implementation that the model had, eager or sdpa
         name = register(over or ("sdpa" if before != "eager" and supports_sdpa(model) else "eager"))
@@ -58,20 +77,27 @@ def set_attention(model: PreTrainedModel, handle: Handle) -> str:
 
 
 def _check_not_patched(model: PreTrainedModel, configs: list[Any], handles: list[Handle], handle: Handle) -> None:
-    references = [_patched_by[config] for config in configs if config in _patched_by]
-    for other in (*handles, *(reference() for reference in references)):
-        if other is not None and other.active and other is not handle:
-            raise ValueError(
-                f"{type(model).__name__} or a part of it is already patched, or shares its config object with a patched"
-                f" model: {CALL_REMOVE_FIRST} For a copied or loaded model, it is model.forward.handle. To patch two "
-                "models, make each with a copy.deepcopy of the config."
-            )
+    of_parts = [x for config in configs if config in _patched for x in _patched[config].active(set(_parts(model)))]
+    if any(other.active and other is not handle for other in (*handles, *of_parts)):
+        raise ValueError(
+            f"{type(model).__name__} or a part of it is already patched: {CALL_REMOVE_FIRST} For a copied or loaded "
+            "model, it is model.forward.handle."
+        )
+
+
+def is_patched_by_user(config: Any) -> bool:
+    """Whether our name is in a config because the program has called `patch`."""
+    return config in _patched and any(not handle.is_automatic for handle in _patched[config].active())
+
+
+def _parts(model: nn.Module) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
     """The configs of a model and its parts, without duplicates."""
     configs: dict[int, Any] = {}
-    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    waiting = [part.config for part in _parts(model)]
     while waiting:
         config = waiting.pop()
         if config is not None and id(config) not in configs:
@@ -90,11 +116,13 @@ def _configs_of_layers(model: PreTrainedModel, configs: list[Any]) -> list[Any]:
 def _restore_configs(handle: Handle, kept: list[tuple[Any, dict[str, Any]]], replace_ours: str | None) -> None:
     before = {type(config): attributes for config, attributes in reversed(kept)}
     for copied in copies_of(handle):  # their patch also ends
-        for model in [module for module in copied.modules() if isinstance(module, PreTrainedModel)]:
-            for config in _configs(model) + _configs_of_layers(model, []):
+        for part in _parts(copied):
+            for config in _configs(part) + _configs_of_layers(part, []):
                 if attention_of(config) in NAME_OVER.values() and type(config) in before:
                     config.__dict__.update(before[type(config)])
     for config, attributes in kept:
+        if config in _patched and _patched[config].active():
+            continue  # another model needs our name
         for key in attention_attributes(config).keys() - attributes.keys():
             del config.__dict__[key]
         config.__dict__.update(attributes)

@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 from ...compiler import inline_only, outside_of_graphs
 from ...layouts.protocol import Layout
-from ...patching.forwards import Handle, refuse_export
+from ...patching.forwards import Handle, is_recorded
 from .. import families
 from ..proof import Proof
 from ..route.hand_packed import is_packed, mixed_rows_error
@@ -65,6 +65,12 @@ class _Sides(NamedTuple):
         return self.source.layout
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of positions and tokens of both sides."""
+        (positions, tokens), (more_positions, more_tokens) = self.source.sizes, self.target.sizes
+        return positions + more_positions, tokens + more_tokens
+
+    @property
     def length(self) -> int:
         """The length of the longest padded row."""
         return max(self.source.length, self.target.length)
@@ -90,7 +96,8 @@ class EncoderDecoderCall:
 
     @inline_only
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
+        if is_recorded():
+            return original(*args, **kwargs)
         arguments = arguments_of(self.defaults, args, kwargs)
         if arguments is None or isinstance(arguments.get("decoder_attention_mask"), PackedMask):
             return original(*args, **kwargs)  # if it is None, this raises an error

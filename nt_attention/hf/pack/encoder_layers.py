@@ -28,8 +28,8 @@ from ...patching.forwards import (
     has_gradients_per_sample,
     is_context_parallel,
     is_patched,
+    is_recorded,
     override_forward,
-    refuse_export,
     replacement_of,
 )
 from ...torch_private import (
@@ -127,7 +127,8 @@ class EncoderCall:
 
     @inline_only
     def __call__(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
+        if is_recorded():
+            return original(*args, **kwargs)
         if is_unpatched(model) or current_layers() is not None:  # the model around it counts the call
             return original(*args, **kwargs)
         layers = self._begin(model, args, kwargs, active_compiler())
@@ -137,7 +138,7 @@ class EncoderCall:
         with running(layers=layers):
             out = original(*args, **kwargs)
         if layers.reason is None or layers.packed:
-            self.handle.count(None if layers.packed else _NO_PADDING)
+            self.handle.count(None if layers.packed else _NO_PADDING, *(layers.packed or ()))
         return out
 
     @outside_of_graphs
@@ -263,7 +264,7 @@ class LayerCall:
 
     @inline_only
     def __call__(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_compiling() or is_recorded():
             return original(*args, **kwargs)
         return self._run(module, original, args, kwargs)
 
@@ -319,7 +320,7 @@ class LayerCall:
                 return None
             if not packing.has_holes or self.proof.holes:
                 if layers is not None:
-                    layers.packed = True
+                    layers.packed = packing.sizes
                 return _Rows.of(packing)
             reason = "its rows have padding between tokens"
         if reason is not None and layers is not None:

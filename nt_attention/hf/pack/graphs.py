@@ -130,8 +130,8 @@ def run_as_graph(
     holes: bool,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
-) -> Any:
-    """Run a packed call as a CUDA graph. Syncs with the device once, to read the mask.
+) -> tuple[Any, Sizes]:
+    """Run a packed call as a CUDA graph, and return its result and sizes. Syncs with the device once, for the mask.
 
     Args:
         graphs: the graphs of the model.
@@ -179,7 +179,7 @@ def run_as_graph(
         part=lambda x, form: _part(x, form, sizes),
         prepare=lambda bucket: extend_tables(model, bucket[0].longest),
     )
-    return graphs.run(work, (sizes,))
+    return graphs.run(work, (sizes,)), sizes
 
 
 def _divide(arguments: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...compiler import TRACING, active_compiler, can_be_read, inline_only, outside_of_graphs
 from ...graphs.cache import is_part_of_a_graph
 from ...graphs.device import NotCapturedError
-from ...patching.forwards import Handle, refuse_export
+from ...patching.forwards import Handle, is_recorded
 from .. import families
 from ..families import Family
 from ..proof import Head, Proof
@@ -46,6 +46,8 @@ class SequenceHeadCall:
 
     @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if is_recorded():
+            return original(*args, **kwargs)
         arguments = arguments_of(self.defaults, args, kwargs) or {}
         if not self.is_known:
             _refuse_packed_rows(model, arguments)
@@ -114,7 +116,8 @@ class PackedCall:
     # Only `original` is compiled: the code around it is the same for all models, so it would soon have too many graphs.
     @inline_only
     def __call__(self, model: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refuse_export()
+        if is_recorded():
+            return original(*args, **kwargs)
         while isinstance(original, functools.partial) and not original.args:  # a wrapper passes some arguments
             kwargs = {**original.keywords, **kwargs}
             original = original.func

@@ -103,6 +103,11 @@ class Packing:
         return 1, self.layout.total
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of positions in the padded batch, and of tokens."""
+        return self.rows * self.length, self.layout.total
+
+    @property
     def saves_nothing(self) -> bool:
         """Whether every row is one sequence without padding, or the batch has no tokens."""
         full = self.index is None and self.layout.batch_size == self.rows

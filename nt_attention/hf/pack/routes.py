@@ -192,8 +192,8 @@ class Packed:
     @classmethod
     def take(cls, call: ModelCall) -> Packed:
         """Count the call, and return its route."""
-        call.entry.handle.count(None)
         packing: Any = call.packing
+        call.entry.handle.count(None, *packing.sizes)
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(call.model, packing.layout.device)
         extend_tables(call.model, packing.length)
@@ -304,14 +304,14 @@ class AsGraph:
                 raise NotCapturedError("modules that run padded need the lengths on the host")
             if call.entry.proof.convolutions:
                 raise NotCapturedError("its convolutions along the row are not supported there")
-            out = run_as_graph(
+            out, sizes = run_as_graph(
                 graphs, call.model, call.arguments, is_compiled, holes, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
             raise
         graphs.count(None)
-        call.entry.handle.count(None)
+        call.entry.handle.count(None, sizes.sequences * sizes.longest, sizes.tokens)
         return out
 
     def _run_packed(self, packing: BoundedPacking, arguments: dict[str, Any]) -> Any:

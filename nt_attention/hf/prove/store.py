@@ -17,7 +17,10 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from .parts import marks_of, name_of, parts_of
 from .prover import prove
 from .twin import has_packages, may_need_gpu, new_model
 from .twin_config import twin_config
-from .user_code import classes_of, has_other_code
+from .user_code import classes_of, has_other_code, replaced_functions
 
 SHIPPED = Path(__file__).parent / "proofs"
 PACKAGE = Path(__file__).parents[2]
@@ -45,6 +48,22 @@ DEPENDS_ON = (
 
 _logger = logging.getLogger(__name__)
 _made: dict[str, Proof] = {}
+# Class with other code → what else is compared of a model → its proof, in `keeping_all_proofs`.
+_made_of_class: weakref.WeakKeyDictionary[type, dict[str, tuple[Proof, str]]] = weakref.WeakKeyDictionary()
+_keeps_all: ContextVar[bool] = ContextVar("keeps_all", default=False)
+
+
+@contextmanager
+def keeping_all_proofs() -> Iterator[None]:
+    """A context in which a class with code that is not from transformers is tried once for each config.
+
+    Elsewhere it is tried for each model, because its code may also read what no config says.
+    """
+    token = _keeps_all.set(True)
+    try:
+        yield
+    finally:
+        _keeps_all.reset(token)
 
 
 def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
@@ -54,8 +73,13 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
     is kept in the cache if all code of the model is from transformers.
     """
     if (key := key_of(model)) is None:
-        proof, where = _made_now(model)
-        return proof, f"{where}, not kept, because code that is not from transformers may change"
+        if not _keeps_all.get():
+            proof, where = _made_now(model)
+            return proof, f"{where}, not kept, because code that is not from transformers may change"
+        kept, of_model = _made_of_class.setdefault(class_of(model), {}), _canonical(_compared(model))
+        if of_model not in kept:
+            kept[of_model] = _made_now(model)
+        return kept[of_model]
     if key in shipped():
         return shipped()[key], f"shipped with nt_attention for transformers {transformers.__version__}"
     if key in _made:
@@ -119,6 +143,12 @@ def key_of(model: PreTrainedModel) -> str | None:
         **{"attention": None, "replaced": [], "own code": []},  # they were other values in models with other code
     }
     return hashlib.sha256(_canonical(fields).encode()).hexdigest()[:24]
+
+
+def _compared(model: PreTrainedModel) -> list[Any]:
+    """What is compared of a model with other code: its config, its modules and flags, and replaced functions."""
+    functions = [id(function) for _, function in replaced_functions(classes_of(model))]
+    return [families.config_of(model).to_dict(), parts_of(model), marks_of(model), functions]
 
 
 def _canonical(value: Any) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from ...patching import building
 from ..families import class_of
 from .parts import OF_LAYERS, is_of_layers
 
@@ -145,7 +146,8 @@ class UserCode:
                 self._add_value(value)
 
     def _add_function(self, function: FunctionType) -> None:
-        if id(function) not in self._done and not is_known(str(function.__module__)):
+        is_ours = function.__globals__.get("__name__") == building.__name__  # around a constructor of the user
+        if id(function) not in self._done and not is_known(str(function.__module__)) and not is_ours:
             self._done.add(id(function))
             self._waiting.append(function)
 

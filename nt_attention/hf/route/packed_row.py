@@ -39,7 +39,7 @@ class LayerCalls:
         fall_back: called once with the reason why layers run padded.
 
     Attributes:
-        packed: whether a layer ran packed.
+        packed: the number of positions and tokens of the rows, if a layer ran packed; else None.
         reason: why layers ran padded, or None.
         token: stands for this call.
         last: what the last layer gave, for the next one.
@@ -47,7 +47,7 @@ class LayerCalls:
 
     def __init__(self, fall_back: Callable[[str], None]) -> None:
         self._fall_back = fall_back
-        self.packed = False
+        self.packed: tuple[int, int] | None = None
         self.reason: str | None = None
         self.token = object()
         self.last: Any = None

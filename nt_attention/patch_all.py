@@ -1,0 +1,159 @@
+"""`patch_all`: patches every Hugging Face model that a program builds."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Literal
+
+from torch import nn
+
+from .graphs.cache import CapturedCalls, CudaGraphs
+from .patch import apply_patch, check_options
+from .patching import building
+from .patching.forwards import Handle, active_handles
+from .patching.handle import Counts, OnFallback, PatchHandle
+
+__all__ = ["PatchAllHandle", "patch_all"]
+
+
+class PatchAllHandle:
+    """The result of `patch_all`: which models were patched, how their calls ran, and `remove()` to undo all patches.
+
+    Print it to see all of this. As a context manager it calls `remove()` at the end of the `with` block.
+
+    Attributes:
+        models: class name → the number of models that were patched.
+        counts: class name → how the calls of these models ran, as `Counts`.
+        left: class name → why models were not patched. They run as they are.
+        active: False after `remove()`.
+    """
+
+    def __init__(
+        self,
+        logits: Literal["padded"] | None,
+        packing: Literal["auto", "always"],
+        on_fallback: OnFallback,
+        cuda_graphs: CudaGraphs,
+        shared_prefixes: bool,
+    ) -> None:
+        self.models: Counter[str] = Counter()
+        self.counts: dict[str, Counts] = {}
+        self.left: dict[str, str] = {}
+        self.active = True
+        self._logits, self._packing, self._on_fallback = logits, packing, on_fallback
+        self._cuda_graphs, self._shared_prefixes = cuda_graphs, shared_prefixes
+        self._handles: weakref.WeakKeyDictionary[Handle, str] = weakref.WeakKeyDictionary()
+
+    def remove(self) -> None:
+        """Restore all models that were patched, and patch no further ones. Later calls do nothing.
+
+        Example:
+            >>> import nt_attention as nta
+            >>> nta.patch_all().remove()
+        """
+        if self.active:
+            self.active = False
+            building.remove_listener(self.listener)
+            for handle in list(self._handles):
+                handle.remove()
+
+    def __enter__(self) -> PatchAllHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        lines = [f"nt_attention.patch_all{'' if self.active else ' (removed)'}:"]
+        for name, number in self.models.items():
+            if number > 0:
+                calls = [f"    {line}" for line in repr(self.counts[name]).splitlines()]
+                lines += [f"  {name}: {number} model{'s' if number > 1 else ''} patched", *calls]
+        lines += [f"  {name}: not patched: {reason}" for name, reason in self.left.items()]
+        return "\n".join(lines if len(lines) > 1 else [*lines, "  no Hugging Face model was built"])
+
+    def listener(self, model: nn.Module) -> None:
+        """Patch a model that is complete. Whatever keeps it from being patched does not stop the program."""
+        from .hf.pickling import PreTrainedModel, leave_out_patches  # imports transformers, as the program has
+        from .hf.prove.store import keeping_all_proofs
+
+        leave_out_patches()
+        name = next((type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+        if name is None:
+            return
+        for part in set(active_handles(model)):
+            if not part.is_automatic:
+                return  # the program has patched it
+            self._take_back(part)
+        counts = self.counts.get(name, Counts())
+        handle = PatchHandle(name, self._on_fallback, self._cuda_graphs, None, True, self._shared_prefixes, counts)
+        handle.is_automatic = True
+        try:
+            with keeping_all_proofs():
+                apply_patch(handle, model, True, self._logits, self._packing)
+        except Exception as error:  # the code of any model ran
+            reason = next(iter(handle.left.values()), repr(error))
+            self.left[name] = reason.partition(" (proof ")[0].removeprefix(f"{name} ").rstrip(".")
+            return
+        reason = "".join(handle.changed.values()).partition(", not packed, because ")[2].partition("; ")[0]
+        if reason:
+            handle.remove()
+            self.left[name] = reason
+            return
+        self.models[name] += 1
+        self.counts[name] = counts
+        self._handles[handle] = name
+
+    def _take_back(self, handle: Handle) -> None:
+        """Remove the patch of a model that has become a part of another one."""
+        handle.remove()
+        if (name := self._handles.pop(handle, None)) is not None:
+            self.models[name] -= 1
+
+
+def patch_all(
+    *,
+    logits: Literal["padded"] | None = None,
+    packing: Literal["auto", "always"] = "auto",
+    on_fallback: OnFallback = "warn",
+    cuda_graphs: CudaGraphs = False,
+    shared_prefixes: bool = False,
+) -> PatchAllHandle:
+    """Make every Hugging Face model padding-free that the program builds from now on, in this process.
+
+    A model is patched as by `patch` when it is complete: when its constructor, `from_pretrained` or `from_config`
+    returns. A model that another one builds for itself is a part of that one. A deep copy of a patched model is patched
+    too. A model that can't be patched runs as it is, and the handle says why. Models that exist already, and those of
+    processes that are started without fork, are not patched.
+
+    Pickled and saved models and configs have no trace of the patch, and load without this package. If the program calls
+    `patch` for a model, its options replace those of this function.
+
+    Args:
+        logits, packing, on_fallback, cuda_graphs, shared_prefixes: as in `patch`. With `on_fallback="warn"`, each
+            reason is shown once for each class.
+
+    Returns:
+        A `PatchAllHandle`. Its `remove()` restores the models, as does the end of `with patch_all():`.
+
+    Raises:
+        ValueError: an option has another value than those of `patch`.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> from transformers import BertConfig, BertModel
+        >>> handle = nta.patch_all()
+        >>> model = BertModel(BertConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+        >>> out = model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+        >>> print(handle)
+        nt_attention.patch_all:
+          BertModel: 1 model patched
+            1 call ran packed: 5 tokens in 6 positions
+        >>> handle.remove()
+    """
+    check_options(logits, packing, on_fallback)
+    CapturedCalls.of_option(cuda_graphs)  # raises an error for another value
+    handle = PatchAllHandle(logits, packing, on_fallback, cuda_graphs, shared_prefixes)
+    building.add_listener(handle.listener)
+    return handle
