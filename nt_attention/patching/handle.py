@@ -72,9 +72,9 @@ class Counts:
         >>> handle = nta.patch(model)
         >>> out = model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
         >>> handle.counts
-        1 call ran packed: 5 tokens in 6 positions
+        1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20
         >>> round(handle.counts.pad_ratio, 2)
-        0.17
+        1.2
     """
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class Counts:
 
     @property
     def pad_ratio(self) -> float:
-        """The share of padding in the batches of packed calls."""
-        return 1 - self.tokens / self.positions if self.positions else 0.0
+        """The number of positions for each token; 1 before the first packed call."""
+        return self.positions / self.tokens if self.tokens else 1.0
 
     def add(self, reason: str | None, positions: int = 0, tokens: int = 0, warns: bool = False) -> bool:
         """Count a call. Returns whether to warn: if `warns`, for the first call with a reason."""
@@ -102,6 +102,7 @@ class Counts:
         with _lock:
             calls = dict(self.calls)
         sizes = f": {self.tokens} tokens in {self.positions} positions" if self.positions else ""
+        sizes += f", pad ratio {self.pad_ratio:.2f}" if sizes else ""
         how = {why: f"did not run packed: {why}" for why in calls} | {None: f"ran packed{sizes}"}
         return "\n".join(f"{n} call{'s' if n > 1 else ''} {how[why]}" for why, n in calls.items()) or "no calls yet"
 

@@ -64,4 +64,4 @@ def test_losses_and_gradient_norms(name, tmp_path):
     (counts,) = handle.counts.values()
     assert counts.calls[None] >= 3
     assert set(counts.calls) <= {None, "there is no padding to skip"}
-    assert counts.pad_ratio > 0.05
+    assert counts.pad_ratio > 1.05
