@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import torch_registry
+from . import data, torch_registry
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
 from .kernels.registry import register_backend
@@ -28,6 +28,7 @@ __all__ = [
     "TreeLayout",
     "VarlenMultiheadAttention",
     "available_backends",
+    "data",
     "distributed",
     "explain",
     "hf",
