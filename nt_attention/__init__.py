@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import data, torch_registry
+from . import torch_registry
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
 from .kernels.registry import register_backend
@@ -43,7 +43,7 @@ if torch_registry.is_supported():
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("distributed", "hf"):  # imported on first use, because they import torch.distributed and transformers
+    if name in ("data", "distributed", "hf"):  # imported on first use, for numpy, torch.distributed and transformers
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

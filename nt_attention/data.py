@@ -124,8 +124,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
             more = math.ceil(max(left_over / self.max_tokens / 4, batches / 1000))  # few tries, few batches too many
             batches = min(batches + more, most) if batches < most else most + 1
         raise ValueError(
-            f"{len(self.lengths)} examples can't be in equally many batches of {self.max_tokens} tokens on each of {ranks} "
-            "ranks: pass more examples, or a larger max_tokens."
+            f"{len(self.lengths)} examples are too few for as many batches of {self.max_tokens} tokens on each of "
+            f"{ranks} ranks: pass more examples, or a larger max_tokens."
         )
 
     def _order(self, rng: np.random.Generator, parts: int) -> list[int]:

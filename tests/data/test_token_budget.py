@@ -84,7 +84,7 @@ def test_resume(world_size):
         (([3], 0), {}, "max_tokens is 0"),
         (([3, 4], 8), {"rank": 1}, "pass both"),
         (([3, 4], 8), {"rank": 2, "world_size": 2}, "pass both"),
-        (([8, 8, 8], 8), {"rank": 0, "world_size": 2}, "3 examples can't"),
+        (([8, 8, 8], 8), {"rank": 0, "world_size": 2}, "3 examples are too few"),
     ],
 )
 def test_refused(arguments, options, message):
