@@ -29,6 +29,7 @@ __all__ = [
     "TreeLayout",
     "VarlenMultiheadAttention",
     "available_backends",
+    "data",
     "distributed",
     "explain",
     "hf",
@@ -44,7 +45,7 @@ if torch_registry.is_supported():
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("distributed", "hf"):  # imported on first use, because they import torch.distributed and transformers
+    if name in ("data", "distributed", "hf"):  # imported on first use, for numpy, torch.distributed and transformers
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

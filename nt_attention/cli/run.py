@@ -112,7 +112,7 @@ def _run_script(path: str, variables: dict[str, Any]) -> None:
         with io.open_code(file) as opened:
             code = pkgutil.read_code(opened)
         with io.open_code(file) as opened:
-            code = code or compile(opened.read(), path, "exec")
+            code = code or compile(opened.read(), file, "exec")
     except OSError as error:
         print(f"{sys.orig_argv[0]}: can't open file {file!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
         sys.exit(2)

@@ -218,6 +218,14 @@ def test_handle_lists_layers_and_calls():
         assert handle.counts.pad_ratio == pytest.approx(positions / tokens)
 
 
+def test_model_on_meta_gives_shapes():
+    with torch.device("meta"):
+        model = make(LlamaForCausalLM)
+        nta.patch(model)
+        ids = torch.zeros(2, 4, dtype=torch.long)
+    assert model(ids).logits.shape == (2, 4, model.config.vocab_size)
+
+
 def test_attention_mask_of_other_numbers():
     model, batch = make(BertModel), make_batch()
     want = model(**batch)

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     module = sys.modules["__main__"]
     names = {name: str(x)[:60] for name, x in sorted(vars(module).items()) if name.startswith("__")}
     names["__loader__"] = type(module.__loader__).__name__
-    print(names, sys.argv, sys.path[0], vars(module) is globals(), sorted(os.environ))
+    print(names, sys.argv, sys.path[0], vars(module) is globals(), sorted(os.environ), add.__code__.co_filename)
     for how in ("spawn", "forkserver", "fork"):
         with multiprocessing.get_context(how).Pool(1) as pool:
             print(how, pool.map(add, [1, 2]), pool.apply(is_thing))

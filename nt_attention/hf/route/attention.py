@@ -235,7 +235,7 @@ def _layouts_of_call(
         forward_token, mask = mask, None
     if cu_seq_lens_q is not None:
         layouts = _layouts_of_offsets(call, cu_seq_lens_q, cu_seq_lens_k, traced, forward_token)
-    elif ids is not None and _may_be_packed(call, ids):
+    elif ids is not None and not ids.is_meta and _may_be_packed(call, ids):
         layouts, mask = _layouts_of_positions(call, mask, ids, forward_token)
     if mask is not None and not traced and masks.source_of(mask) is None and _is_self(call):
         layout = masks.layout_beside(call.over, mask, query.shape[0], query.shape[2])
