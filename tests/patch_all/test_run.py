@@ -78,7 +78,9 @@ def test_summary(tmp_path):
     (tmp_path / "main.py").write_text(MODEL)
     got = python("-m", "nt_attention", "run", "main.py", cwd=tmp_path)
     assert got.returncode == 0, got.stderr
-    assert got.stderr.endswith("  BertModel: 1 model patched\n    1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20\n")
+    assert got.stderr.endswith(
+        "  BertModel: 1 model patched\n    1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20\n"
+    )
 
 
 def test_programs_that_accelerate_launches_run_in_it(monkeypatch):
