@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -160,7 +161,8 @@ def tune(
             print(f"{where:<52} off by {median:.1%} in the median, {largest:.1%} at most: {numbers}", flush=True)
         content = header | {"error of the fit (median, largest)": errors, "costs": costs}
         unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        text = re.sub(r"\[[^\[\]]*\]", lambda row: re.sub(r"\s+", " ", row[0]), json.dumps(content, indent=1))
+        unfinished.write_text(text + "\n", "utf-8")  # each list in one line
         unfinished.replace(file)  # other programs may read the file at any time
         if rows_file:
             rows_file.write_text(json.dumps(kept) + "\n", "utf-8")
