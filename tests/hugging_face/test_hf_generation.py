@@ -256,11 +256,11 @@ def test_continuous_batching_under_an_accepted_name_gives_the_reason():
     """It accepts names with "flash" in them."""
     from transformers import GenerationConfig
 
-    from nt_attention.hf.patch_model import _VISION_NAME
+    from nt_attention.hf.patch_model import VISION_NAME
 
     model = make("llama", "LlamaForCausalLM", "sdpa")
     asked = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=1)
-    model.config._attn_implementation_internal = _VISION_NAME
+    model.config._attn_implementation_internal = VISION_NAME
     prompts = [[5, 6, 7], [9, 11, 7, 8]]
     found = model.generate_batch(prompts, asked, small_cache(), progress_bar=False)
     assert len(found) == 2
