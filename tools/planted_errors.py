@@ -715,8 +715,8 @@ ERRORS = [
     Error(
         "remove restores in the wrong order",
         "patching/handle.py",
-        "self._undo.pop()()",
-        "self._undo.pop(0)()",
+        "self._undo.pop()",
+        "self._undo.pop(0)",
         "patch/test_torch_models.py patch/test_patch_handle.py patch/test_patch_attention_modules.py",
     ),
     # cli
