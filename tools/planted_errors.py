@@ -701,15 +701,15 @@ ERRORS = [
     Error(
         "a fallback is not counted",
         "patching/handle.py",
-        "            self.calls[reason] += 1\n            warns",
-        "            warns",
+        "            self.calls[reason] += 1\n            self.positions",
+        "            self.positions",
         "patch/test_patch_handle.py patch/test_patch_packing.py",
     ),
     Error(
         "each fallback warns",
         "patching/handle.py",
-        "warns = not is_quiet and reason not in self._warned",
-        "warns = not is_quiet",
+        "is_new = warns and reason not in self._warned",
+        "is_new = warns",
         "patch/test_torch_models.py patch/test_patch_handle.py",
     ),
     Error(
