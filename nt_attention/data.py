@@ -121,7 +121,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
             left_over = max(self._deal(order, batches)[1] for order in orders)
             if not left_over:
                 return batches
-            more = math.ceil(max(left_over / self.max_tokens / 4, batches / 1000))  # few tries, few batches too many
+            more = math.ceil(
+                max(left_over / self.max_tokens / 4, batches / 1000)
+            )  # a larger step takes fewer tries, but leaves batches less full
             batches = min(batches + more, most) if batches < most else most + 1
         raise ValueError(
             f"{len(self.lengths)} examples are too few for as many batches of {self.max_tokens} tokens on each of "

@@ -1,7 +1,6 @@
 """Copies of patched Hugging Face models: deepcopy, pickle, torch.save, save_pretrained; each runs its own weights."""
 
 import copy
-import gc
 import io
 import json
 import pickle
@@ -11,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from freeing import without_garbage_collector
 from patched_models import (
     KINDS,
     assert_plain,
@@ -59,12 +59,9 @@ def test_patched_model_is_freed_without_the_garbage_collector(kind):
     handle = nta.patch(model)
     model(**make_batch(kind))
     freed = weakref.ref(model)
-    gc.disable()
-    try:
+    with without_garbage_collector():
         del model
         assert freed() is None
-    finally:
-        gc.enable()
     handle.remove()
 
 

@@ -1,13 +1,13 @@
 """patch_all: which models are patched, and that the program does what it does without it."""
 
 import copy
-import gc
 import pickle
 import weakref
 
 import pytest
 import tiny
 import torch
+from freeing import without_garbage_collector
 from patched_models import close, every_kind, gradients, loss_of, make, make_batch
 from torch import nn
 from transformers import (
@@ -221,12 +221,9 @@ def test_models_are_freed_without_the_garbage_collector():
         model = make()
         loss_of(model, make_batch())
         freed = weakref.ref(model)
-        gc.disable()
-        try:
+        with without_garbage_collector():
             del model
             assert freed() is None
-        finally:
-            gc.enable()
     assert handle.counts["LlamaForCausalLM"].calls == {None: 1}
 
 

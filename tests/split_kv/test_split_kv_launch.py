@@ -1,10 +1,10 @@
 """Prepared launches of `split_kv`. Triton's interpreter keeps none, so these tests keep the first launch themselves."""
 
-import gc
 import weakref
 
 import pytest
 import torch
+from freeing import without_garbage_collector
 
 import nt_attention as nta
 from nt_attention.functional import plan
@@ -60,10 +60,7 @@ def test_prepared_run_keeps_no_layout(kept):
     call = plan(*layer(layout, key_layout), layout, key_layout, backend="split_kv").call
     run = launches.prepare_forward(*layer(layout, key_layout), call)
     gone = weakref.ref(layout)
-    gc.disable()
-    try:
+    with without_garbage_collector():
         del layout, call
         assert gone() is None
-    finally:
-        gc.enable()
     assert callable(run)

@@ -330,15 +330,10 @@ class SplitWork:
         if self.bundle_tile is not None:
             splitting = (*self.bundle_tile.splitting, self.batch_size * tile.part_rows(spec))
         tensors, integers = (self.offsets, self.keys.lengths), (*out.stride()[:2], lse.stride(1), *self.limits)
-        constants: tuple[Any, ...] = (
-            self.group,
-            spec.value_dim,
-            not spec.lower_right,
-            tile.block_m,
-            SPLITS_AT_ONCE,
-            COLUMNS,
+        constants = (
+            *(self.group, spec.value_dim, not spec.lower_right, tile.block_m, SPLITS_AT_ONCE, COLUMNS),
+            *(self.part, sharing.BUNDLE),
         )
-        constants = (*constants, self.part, sharing.BUNDLE)
         return Launch(kernel, grid, tensors, (*integers, *splitting), (), constants, COMBINE_WARPS, 1)
 
 
