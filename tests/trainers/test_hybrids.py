@@ -24,12 +24,14 @@ SMALL = {
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
-# Model type → fields of its config, and the modules that LoRA adapts.
+# Model type → fields of its config, the modules that LoRA adapts, and the tolerance of what they learn relative to the
+# largest change. Qwen 3.5 computes its delta rule in float32, so the rounding depends on the CPU.
 MODELS = {
-    "lfm3": (SMALL, ["conv.in_proj", "conv.out_proj", "q_proj", "v_proj"]),
+    "lfm3": (SMALL, ["conv.in_proj", "conv.out_proj", "q_proj", "v_proj"], 1e-5),
     "qwen3_5_text": (
         {**SMALL, **DELTA},
         ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "linear_attn.out_proj", "q_proj", "v_proj"],
+        1e-4,
     ),
 }
 TEXTS = [text[: 9 + 13 * (i % 5)] for i, text in enumerate(paragraphs(90, 24))]
@@ -37,8 +39,7 @@ STEPS = 4
 
 
 def make(name):
-    fields, _ = MODELS[name]
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields)).double()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODELS[name][0])).double()
 
 
 def lora(name):
@@ -99,4 +100,4 @@ def test_losses_and_adapters(trainer, name, when, tmp_path):
     largest = max(float(change.abs().max()) for change in want.changes.values())
     for path, change in want.changes.items():
         assert float(change.abs().max()) > 1e-3 * largest
-        assert float((got.changes[path] - change).abs().max()) <= 1e-5 * largest, path
+        assert float((got.changes[path] - change).abs().max()) <= MODELS[name][2] * largest, path
