@@ -25,6 +25,7 @@ from patched_models import (
 )
 
 import nt_attention as nta
+from nt_attention.hf.prove import store
 
 
 @every_kind
@@ -54,7 +55,11 @@ def torch_saved(model):
 
 
 @every_kind
-def test_patched_model_is_freed_without_the_garbage_collector(kind):
+@pytest.mark.parametrize("tried_before", [True, False])
+def test_patched_model_is_freed_without_the_garbage_collector(kind, tried_before, tmp_path, monkeypatch):
+    if not tried_before:
+        monkeypatch.setenv("NT_ATTENTION_CACHE", str(tmp_path))
+        monkeypatch.setattr(store, "_made", {})
     model = make(kind)
     handle = nta.patch(model)
     model(**make_batch(kind))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import logging
@@ -99,6 +100,7 @@ def _made_now(model: PreTrainedModel) -> tuple[Proof, str]:
     _logger.warning("nt_attention: no proof says yet if %s with this config can be packed; trying a small model.", name)
     begin = time.perf_counter()
     proof = make(model)
+    gc.collect()  # exceptions of the trial refer to their frames, and those to the model
     return proof, f"made in {time.perf_counter() - begin:.1f} s"
 
 
