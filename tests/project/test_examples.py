@@ -1,5 +1,6 @@
-"""Every example runs with little data and gives the documented results."""
+"""Every example and notebook runs with little data and gives the documented results."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -12,24 +13,26 @@ from processes import run_in_processes
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 # The trainers of these are also tested in tests/trainers.
 HEAVY = (
-    *("fine_tune_with_trainer", "sentence_embeddings", "sentence_transformers_training", "trl_grpo", "trl_sft"),
-    "trl_grpo_shared_prompts",
+    *("fine_tune_with_trainer", "sentence_embeddings", "sentence_transformers_training"),
+    *("embeddings_and_rerankers", "fine_tune_with_trl", "shared_prompts"),
 )
-PROGRAMS = [
-    pytest.param(path, id=path.stem, marks=pytest.mark.sweep if path.stem in HEAVY else ())
-    for path in sorted(EXAMPLES.glob("*.py"))
-    if path.stem != "shared_data"
-]
+
+
+def files(pattern):
+    return [
+        pytest.param(path, id=path.stem, marks=pytest.mark.sweep if path.stem in HEAVY else ())
+        for path in sorted(EXAMPLES.glob(pattern))
+        if path.stem != "shared_data"
+    ]
+
+
 ARGUMENTS = {
+    "sentence_embeddings": ["--limit", "24", "--batch-size", "8", "--repeats", "1"],
     "embed_paragraphs": ["--limit", "12", "--batch-size", "4"],
     "long_context": ["--steps", "3", "--length", "512"],
     "fine_tune_lora": ["--steps", "4", "--hidden-size", "32"],
     "fine_tune_with_trainer": ["--steps", "5", "--hidden-size", "32"],
     "sentence_transformers_training": ["--steps", "4", "--hidden-size", "32"],
-    "trl_grpo": ["--steps", "3", "--hidden-size", "32"],
-    "trl_grpo_shared_prompts": ["--steps", "2", "--hidden-size", "32"],
-    "trl_sft": ["--steps", "4", "--hidden-size", "32"],
-    "sentence_embeddings": ["--limit", "24", "--batch-size", "8", "--repeats", "1"],
 }
 
 
@@ -40,7 +43,7 @@ def long_context_on_each_rank(path, arguments):
     return result["losses"], result["tokens"]
 
 
-@pytest.mark.parametrize("path", PROGRAMS)
+@pytest.mark.parametrize("path", files("*.py"))
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -65,26 +68,46 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
             np.testing.assert_allclose(losses, result["losses"], rtol=1e-4)
             for part, total in zip(tokens, result["tokens"], strict=True):
                 assert part in (total // 2, total - total // 2)
-    if path.stem in ("trl_sft", "sentence_transformers_training"):
+    if path.stem == "sentence_embeddings":
+        for values in result.values():
+            assert values["packed"] > 0
+            assert values["difference"] < 1e-5 < values["spread"]
+    if path.stem == "sentence_transformers_training":
         padded, patched = (torch.tensor(result[name]["losses"]) for name in ("padded", "nta.patch"))
         assert len(padded) == 4
         torch.testing.assert_close(patched, padded, rtol=0, atol=1e-4)
         assert set(result["nta.patch"]["calls"]) == {None}
-    if path.stem == "trl_grpo":
-        for what in ("rewards", "norms"):
-            padded, patched = (torch.tensor(result[name][what]) for name in ("padded", "nta.patch"))
-            torch.testing.assert_close(patched, padded, rtol=1e-4, atol=1e-5)
-        assert result["nta.patch"]["calls"][None] == 3
-    if path.stem == "trl_grpo_shared_prompts":
-        for what in ("rewards", "norms"):
-            packed, shared = (torch.tensor(result[name][what]) for name in ("packed", "shared"))
-            torch.testing.assert_close(shared, packed, rtol=1e-4, atol=1e-5)
-        prefixes = result["shared"]["handle"].prefixes
-        assert prefixes.computed < 0.5 * prefixes.tokens
-    if path.stem == "sentence_embeddings":
-        for found in result.values():
-            assert found["packed"] > 0
-            assert found["difference"] < 1e-5 < found["spread"]
+
+
+@pytest.mark.parametrize("path", files("*.ipynb"))
+def test_notebook_runs(path):
+    cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "clear the outputs"
+    install, *cells = ("".join(cell["source"]) for cell in cells)
+    assert install.startswith("%pip install")
+    namespace = {}
+    for cell in cells:
+        exec(cell.replace("LIMIT = 256", "LIMIT = 24"), namespace)
+    handle = namespace.get("handle")
+    assert handle is None or handle.calls[None] > 0
+    if path.stem == "patch_a_model":
+        assert namespace["difference"] < 1e-5
+    if path.stem == "embeddings_and_rerankers":
+        assert max(namespace["embeddings_differ"], namespace["scores_differ"]) < 1e-5
+        assert namespace["scorer_handle"].calls[None] > 0
+    if path.stem == "nested_tensors":
+        losses = namespace["losses"]
+        assert sum(losses[-5:]) < sum(losses[:5])
+    if path.stem == "fine_tune_with_trl":
+        losses = {name: torch.tensor(values) for name, values in namespace["losses"].items()}
+        assert len(losses["padded"]) == 4
+        torch.testing.assert_close(losses["packed"], losses["padded"], rtol=0, atol=1e-4)
+    if path.stem == "shared_prompts":
+        for what in ("reward", "grad_norm"):
+            padded, *others = (torch.tensor([step[what] for step in each]) for each in namespace["steps"].values())
+            for each in others:
+                torch.testing.assert_close(each, padded, rtol=1e-4, atol=1e-5)
+        assert handle.prefixes.computed < 0.5 * handle.prefixes.tokens
 
 
 def test_ten_lines_of_the_demo_run(capsys):
