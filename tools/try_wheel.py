@@ -52,6 +52,8 @@ def main() -> int:
     if not options.wheel.name.endswith("-py3-none-any.whl"):
         parser.error(f"the wheel must run on every platform (py3-none-any), got {options.wheel.name}.")
     (metadata,) = (x for x in ZipPath(options.wheel).iterdir() if x.name.endswith(".dist-info"))
+    if relative := re.findall(r"\]\((?!https:|#)[^)]*|src=\"(?!https:)[^\"]*", (metadata / "METADATA").read_text()):
+        raise SystemExit(f"a package index does not resolve the links {relative}: see pyproject.toml.")
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "readme.py")
