@@ -17,7 +17,7 @@ from ..compiler import is_compiling, outside_of_graphs
 from ..graphs.cache import CapturedCalls, CudaGraphs
 from .forwards import CONTINUES_FROM_CACHE, WeakReference
 
-OnFallback = Literal["warn", "raise"]
+OnFallback = Literal["warn", "raise", "silent"]
 
 
 class PrefixCounts:
@@ -281,7 +281,7 @@ class PatchHandle:
         self.counts.add(reason, positions, tokens)
 
     def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
-        """Count a call that falls back to the padded forward, and warn once for each reason, or raise an error.
+        """Count a call that falls back to the padded forward. Then do what `on_fallback` says.
 
         Without gradients, a call that continues from a cache is generation, which nobody expects to be packed. So it
         gives no warning.
@@ -295,7 +295,7 @@ class PatchHandle:
             NotPackedError: the model was patched with `on_fallback="raise"`.
         """
         is_quiet = reason == CONTINUES_FROM_CACHE and not torch.is_grad_enabled()
-        warns = self.counts.add(reason, warns=not is_quiet)
+        warns = self.counts.add(reason, warns=self.on_fallback == "warn" and not is_quiet)
         if self.on_fallback == "raise":
             hint = 'With on_fallback="warn" it runs padded, as before the patch.'
             raise NotPackedError(f"{what} can't run packed: {reason}. {hint} {advice}".rstrip())
