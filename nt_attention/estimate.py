@@ -128,7 +128,7 @@ def estimate(
         training: True measures forward and backward in training mode, False the forward in evaluation mode; by
             default, in the mode of the model. The backward is that of the first output with a gradient: the loss, if
             the batches have labels.
-        seconds: about how long to measure. At least one batch runs six times.
+        seconds: about how long to measure. At least one batch runs five times.
         options: of `patch`, such as `shared_prefixes=True`.
 
     Returns:
@@ -136,7 +136,7 @@ def estimate(
 
     Raises:
         TypeError: the model is not a module.
-        ValueError: the model is patched. Or there are no batches, or one has no padding mask. Or lengths are longer than
+        ValueError: the model is patched. Or there are no batches, or one has no padding mask. Or a length is more than
             the model takes, or it does not take `input_ids` alone. Or no output has a gradient, in training. Or
             `seconds` is not greater than 0.
 
