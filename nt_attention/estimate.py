@@ -153,7 +153,7 @@ def estimate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-    if any(True for _ in active_handles(model)):
+    if list(active_handles(model)):
         raise ValueError(f"estimate compares with the model as it is without a patch: {CALL_REMOVE_FIRST}")
     if not seconds > 0:
         raise ValueError(f"seconds must be greater than 0, got {seconds!r}.")
