@@ -3,6 +3,7 @@
 from typing import Any
 
 from . import torch_registry
+from .estimate import estimate
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
 from .kernels.registry import register_backend
@@ -31,6 +32,7 @@ __all__ = [
     "available_backends",
     "data",
     "distributed",
+    "estimate",
     "explain",
     "hf",
     "patch",

@@ -74,9 +74,9 @@ def patch(
             counts labels at padding. "always" packs every batch. So do CPUs, other GPUs, compiled models,
             encoder-decoders and modules of `torch.nn`.
         on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
-            such call. `generate` falls back, because it uses a cache. A batch without padding, or a row that is already
-            packed, is no fallback. A single `nn.MultiheadAttention` does not look for padding: each of its calls with a
-            `key_padding_mask` counts.
+            such call; "silent" only counts them. `generate` falls back, because it uses a cache. A batch without
+            padding, or a row that is already packed, is no fallback. A single `nn.MultiheadAttention` does not look for
+            padding: each of its calls with a `key_padding_mask` counts.
         cuda_graphs: run packed calls on a CUDA device as CUDA graphs: with True, calls without gradients in evaluation
             mode; with "training", also calls with gradients. They take a fraction of the host time, so this also
             applies to batches that `packing="auto"` would run padded. A graph is captured when a bucket of sizes is
@@ -152,8 +152,8 @@ def check_options(logits: object, packing: object, on_fallback: object) -> None:
         raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
     if packing not in ("auto", "always"):
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
-    if on_fallback not in ("warn", "raise"):
-        raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+    if on_fallback not in ("warn", "raise", "silent"):
+        raise ValueError(f'on_fallback must be "warn", "raise" or "silent", got {on_fallback!r}.')
 
 
 def apply_patch(

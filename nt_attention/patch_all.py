@@ -149,7 +149,7 @@ def patch_all(
         >>> print(handle)
         nt_attention.patch_all:
           BertModel: 1 model patched
-            1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20
+            1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
         >>> handle.remove()
     """
     check_options(logits, packing, on_fallback)

@@ -719,6 +719,42 @@ ERRORS = [
         "self._undo.pop(0)",
         "patch/test_torch_models.py patch/test_patch_handle.py patch/test_patch_attention_modules.py",
     ),
+    # estimate
+    Error(
+        "the model is not restored",
+        "estimate.py",
+        "                before.restore()",
+        "                pass",
+        "patch/test_estimate.py",
+    ),
+    Error(
+        "rows are not sorted",
+        "estimate.py",
+        "iter(sorted((row for batch in rows for row in batch), reverse=True))",
+        "iter([row for batch in rows for row in batch])",
+        "patch/test_estimate.py",
+    ),
+    Error(
+        "packed calls run without the patch",
+        "estimate.py",
+        "        packed, packed_bytes = _rounds(timed, measured, seconds / 4, device)\n    calls = handle.calls\n",
+        "    packed, packed_bytes = _rounds(timed, measured, seconds / 4, device)\n    calls = handle.calls\n",
+        "patch/test_estimate.py",
+    ),
+    Error(
+        "random tokens may be padding",
+        "estimate.py",
+        "    ids[ids == pad] = 1 if pad == 0 else 0",
+        "    ids[0, 0] = pad",
+        "patch/test_estimate.py",
+    ),
+    Error(
+        "a silent fallback warns",
+        "patching/handle.py",
+        'self.on_fallback == "warn" and not is_quiet',
+        "not is_quiet",
+        "patch/test_patch_handle.py",
+    ),
     # cli
     Error(
         "the best result of the cases counts",

@@ -28,7 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(name, usage=usage, description=__doc__, allow_abbrev=False)
     parser.add_argument("--logits", choices=["padded"], help="pad the logits of training with labels too")
     parser.add_argument("--packing", choices=["auto", "always"], default="auto", help="always: also small batches")
-    parser.add_argument("--on-fallback", choices=["warn", "raise"], default="warn", help="if a call can't run packed")
+    parser.add_argument(
+        "--on-fallback", choices=["warn", "raise", "silent"], default="warn", help="if a call can't run packed"
+    )
     parser.add_argument("--cuda-graphs", choices=list(GRAPHS), help="run packed calls as CUDA graphs")
     parser.add_argument("--shared-prefixes", action="store_true", help="compute first tokens of rows once")
     parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")

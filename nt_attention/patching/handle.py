@@ -17,7 +17,7 @@ from ..compiler import is_compiling, outside_of_graphs
 from ..graphs.cache import CapturedCalls, CudaGraphs
 from .forwards import CONTINUES_FROM_CACHE, WeakReference
 
-OnFallback = Literal["warn", "raise"]
+OnFallback = Literal["warn", "raise", "silent"]
 
 
 class PrefixCounts:
@@ -62,8 +62,8 @@ class Counts:
 
     Attributes:
         calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
-        positions, tokens: of the packed calls of Hugging Face models, the number of positions in the padded batches,
-            and of those that are tokens. The others were not computed.
+        positions, tokens: of the packed calls, the number of positions in the padded batches, and of those that are
+            tokens. The others were not computed. Calls of an `nn.MultiheadAttention` by itself are not in them.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -72,7 +72,7 @@ class Counts:
         >>> handle = nta.patch(model)
         >>> out = model(torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
         >>> handle.counts
-        1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20
+        1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
         >>> round(handle.counts.pad_ratio, 2)
         1.2
     """
@@ -102,7 +102,7 @@ class Counts:
         with _lock:
             calls = dict(self.calls)
         sizes = f": {self.tokens} tokens in {self.positions} positions" if self.positions else ""
-        sizes += f", pad ratio {self.pad_ratio:.2f}" if sizes else ""
+        sizes += f", pad ratio {self.pad_ratio:.2f} ({1 - 1 / self.pad_ratio:.0%} skipped)" if sizes else ""
         how = {why: f"did not run packed: {why}" for why in calls} | {None: f"ran packed{sizes}"}
         return "\n".join(f"{n} call{'s' if n > 1 else ''} {how[why]}" for why, n in calls.items()) or "no calls yet"
 
@@ -171,7 +171,7 @@ class PatchHandle:
         >>> print(handle)
         nt_attention.patch of TransformerEncoder:
           model: nn.TransformerEncoder of 1 layer, packed at the entry, padded at the exit
-          1 call ran packed
+          1 call ran packed: 4 tokens in 6 positions, pad ratio 1.50 (33% skipped)
         >>> handle.remove()
     """
 
@@ -281,7 +281,7 @@ class PatchHandle:
         self.counts.add(reason, positions, tokens)
 
     def fall_back(self, reason: str, what: str = "this call", advice: str = "") -> None:
-        """Count a call that falls back to the padded forward, and warn once for each reason, or raise an error.
+        """Count a call that falls back to the padded forward. Then do what `on_fallback` says.
 
         Without gradients, a call that continues from a cache is generation, which nobody expects to be packed. So it
         gives no warning.
@@ -295,7 +295,7 @@ class PatchHandle:
             NotPackedError: the model was patched with `on_fallback="raise"`.
         """
         is_quiet = reason == CONTINUES_FROM_CACHE and not torch.is_grad_enabled()
-        warns = self.counts.add(reason, warns=not is_quiet)
+        warns = self.counts.add(reason, warns=self.on_fallback == "warn" and not is_quiet)
         if self.on_fallback == "raise":
             hint = 'With on_fallback="warn" it runs padded, as before the patch.'
             raise NotPackedError(f"{what} can't run packed: {reason}. {hint} {advice}".rstrip())

@@ -11,7 +11,7 @@ around it are not changed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -324,7 +324,7 @@ def _plan_transformer(
     packed = _pack_both(model, call) if in_memory == "same" else None
     if packed is None:
         return "one by one"
-    handle.count(None)
+    handle.count(None, *_sizes((call.src, call.tgt), packed))
     return packed
 
 
@@ -382,8 +382,13 @@ def _pack_and_count(
         handle.fall_back(packed)
         return None
     if packed is not None:
-        handle.count(None)
+        handle.count(None, *_sizes([x.values for x in inputs], packed))
     return packed
+
+
+def _sizes(padded: Sequence[Tensor], packed: tuple[PackedInput, ...]) -> tuple[int, int]:
+    """The number of positions of padded inputs, (B, L, E), (L, B, E) or (L, E), and of tokens."""
+    return sum(x.shape[:-1].numel() for x in padded), sum(x.layout.total for x in packed)
 
 
 def _run(

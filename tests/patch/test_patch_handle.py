@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import pytest
 import tiny
@@ -139,3 +140,15 @@ def test_names_that_users_see():
     assert all(hasattr(handle, name) for name in dir(handle))
     assert {name for name in dir(nta) if not name.startswith("__")} == set(nta.__all__)
     assert all(hasattr(nta, name) for name in dir(nta))
+
+
+def test_silent_fallbacks_are_counted_without_a_warning():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    x, padding = torch.randn(2, 3, 16), torch.tensor([[False] * 3, [False, True, True]])
+    with nta.patch(encoder, on_fallback="silent") as handle, warnings.catch_warnings():
+        warnings.simplefilter("error", nta.NotPackedWarning)
+        encoder(x, mask=torch.eye(3, dtype=torch.bool), src_key_padding_mask=padding)
+        encoder(x, src_key_padding_mask=padding)
+    assert handle.calls == {None: 1, "mask is neither None nor causal": 1}
+    assert "1 call ran packed: 4 tokens in 6 positions, pad ratio 1.50 (33% skipped)" in str(handle)

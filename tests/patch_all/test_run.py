@@ -79,7 +79,7 @@ def test_summary(tmp_path):
     got = python("-m", "nt_attention", "run", "main.py", cwd=tmp_path)
     assert got.returncode == 0, got.stderr
     assert got.stderr.endswith(
-        "  BertModel: 1 model patched\n    1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20\n"
+        "  BertModel: 1 model patched\n    1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)\n"
     )
 
 
