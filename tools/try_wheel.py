@@ -21,6 +21,7 @@ from zipfile import Path as ZipPath
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^(?:```|<!--- invisible-code-block: )python\n(.*?)^(?:```|-->)", re.DOTALL | re.MULTILINE)
 
 
 def needed_by(package: Distribution, extras: set[str]) -> dict[str, Distribution]:
@@ -52,7 +53,7 @@ def main() -> int:
     if not options.wheel.name.endswith("-py3-none-any.whl"):
         parser.error(f"the wheel must run on every platform (py3-none-any), got {options.wheel.name}.")
     (metadata,) = (x for x in ZipPath(options.wheel).iterdir() if x.name.endswith(".dist-info"))
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "readme.py")
         program.write_text("\n".join(blocks))

@@ -21,6 +21,10 @@ CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 GPU = re.compile(r"\b(H100|H200|GPU)\b")
 FIGURE = re.compile(r"\d\s?(×|ms|µs|TFLOPS|GiB|tokens/s|steps/s)|\d\.\d+ / \d")
 
+PERFORMANCE = re.compile(r"\]\([^)\s]*performance\.md\)")
+HEADLINE = re.compile(r"(\d+(?:\.(\d+))?)\s(×|GiB)")
+MEASURED = HEADLINE.findall((ROOT / "docs" / "performance.md").read_text())
+
 
 def sections(text):
     """The text under each heading, without code."""
@@ -38,8 +42,16 @@ def blocks(section):
             yield from re.split(r"\n(?=\s*[-*] )", block)
 
 
+def is_rounded(figure, decimals, unit):
+    """Whether docs/performance.md, which names the results, has this figure with as many decimals or more."""
+    return figure in {f"{float(x):.{len(decimals)}f}" for x, _, its_unit in MEASURED if its_unit == unit}
+
+
 def check_page(text):
-    """Messages about figures of a GPU without a result, and results with another commit than the index names."""
+    """Messages about figures of a GPU without a result, and results with another commit than the index names.
+
+    A section that links to docs/performance.md may have figures of that page, rounded.
+    """
     problems = []
     if len(COMMIT.findall(text)) != sum(bool(commit) for _, commit in LINK.findall(text)):
         problems.append("a commit is not in the form `[result](FILE), measured at `COMMIT``, which is checked")
@@ -50,7 +62,15 @@ def check_page(text):
                 problems.append(f"{file} is not in benchmarks/results/index.toml")
             elif commit and commit not in COMMITS[file]:
                 problems.append(f"{file} is said to be measured at {commit}, the index names {COMMITS[file]}")
-        if not any(commit for _, commit in links):
+        if PERFORMANCE.search(section):
+            problems += [
+                f"docs/performance.md has no figure that is {figure} {unit} when it is rounded"
+                for block in blocks(section)
+                if GPU.search(block)
+                for figure, decimals, unit in HEADLINE.findall(block)
+                if not is_rounded(figure, decimals, unit)
+            ]
+        elif not any(commit for _, commit in links):
             problems += [
                 f"no result for a GPU figure: {block.strip()[:80]!r}: write `([result](../benchmarks/results/FILE), "
                 "measured at `COMMIT`)` into the section, with the commit of benchmarks/results/index.toml"
@@ -80,6 +100,8 @@ def test_gpu_figures_name_a_kept_result_and_its_commit(page):
         ("On an H200 3.4 ms ([r](../benchmarks/results/trainers_h200.md), measured at `8e74535`).", None),
         ("[r](benchmarks/results/no_such_file.md)", "is not in"),
         ("[r](benchmarks/results/trainers_h200.md), of which half was measured at `8e74535`", "not in the form"),
+        ("On an H200 **4.4 ×** ([all](docs/performance.md)).", None),
+        ("On an H200 **99.9 ×** ([all](docs/performance.md)).", "no figure that is 99.9 ×"),
         ("On a GPU, choose 2 streams.\n\nOn a CPU it takes 3.4 ms.", None),
         ("```\nH200: 3.4 ms\n```", None),
     ],
