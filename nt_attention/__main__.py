@@ -15,7 +15,7 @@ COMMANDS = {
     "bench": "compare and time every backend, padded SDPA and NestedTensor SDPA",
     "check": "verify the backends on this machine against float64",
     "run": "run a program in which every Hugging Face model is patched",
-    "check-models": "prove which Hugging Face text models can be packed",
+    "check-models": "check which Hugging Face text models can be packed",
     "tune": "measure the expected times of the backends on this GPU, by which auto selects",
 }
 
