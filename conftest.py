@@ -1,6 +1,7 @@
 """Runs every code block of README.md, of the pages in docs/ and of the package's docstrings (`make docs`).
 
-- `python`: run; the blocks of a page are one program. Lines with `>>>` are compared with the output below them.
+- `python`, `pycon`: run; the blocks of a page are one program. In `pycon`, lines with `>>>` are compared with the
+  output below them.
 - `console`: each line that starts with `$ python` is run, and its output compared with the lines below it.
 - `bash`, `text`, `toml`: shown only (installation, long benchmarks, files).
 
@@ -27,15 +28,16 @@ from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
 ROOT = Path(__file__).parent
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-LANGUAGES = {"python", "console", "bash", "text", "toml"}
+LANGUAGES = {"python", "pycon", "console", "bash", "text", "toml"}
 
 
 def check_languages(document):
     """A block in a language that is not listed would not be run, and nobody would notice."""
     for region in FencedCodeBlockLexer(language=".*", mapping={"language": "language", "source": "source"})(document):
-        if region.lexemes["language"] not in LANGUAGES:
-            language = region.lexemes["language"]
+        if (language := region.lexemes["language"]) not in LANGUAGES:
             raise ValueError(f"{document.path}: a code block has the language {language!r}: use one of {LANGUAGES}.")
+        if (language == "pycon") != region.lexemes["source"].startswith(">>>"):
+            raise ValueError(f"{document.path}: blocks with the language pycon, and only those, begin with >>>.")
     return ()
 
 
@@ -59,11 +61,14 @@ def start_page(namespace):
     torch.manual_seed(0)
 
 
+sessions = PythonCodeBlockParser(doctest_optionflags=OPTIONS)
+sessions.codeblock_parser.language = "pycon"
 pages = Sybil(
     parsers=[
         check_languages,
         SkipParser(),
-        PythonCodeBlockParser(doctest_optionflags=OPTIONS),
+        PythonCodeBlockParser(),
+        sessions,
         CodeBlockParser(language="console", evaluator=run_console),
     ],
     patterns=["README.md", "docs/*.md", "docs/**/*.md"],

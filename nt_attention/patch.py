@@ -77,23 +77,12 @@ def patch(
             such call; "silent" only counts them. `generate` falls back, because it uses a cache. A batch without
             padding, or a row that is already packed, is no fallback. A single `nn.MultiheadAttention` does not look for
             padding: each of its calls with a `key_padding_mask` counts.
-        cuda_graphs: run packed calls on a CUDA device as CUDA graphs: with True, calls without gradients in evaluation
-            mode; with "training", also calls with gradients. They take a fraction of the host time, so this also
-            applies to batches that `packing="auto"` would run padded. A graph is captured when a bucket of sizes is
-            first met. The number of sequences is rounded up to a power of two, and so is the longest length, to 16 or
-            more. The number of tokens is rounded up to one of eight numbers between two powers of two, in steps of 64
-            or more. A graph is replayed for every batch that fits. A handle keeps at most 128 graphs of a module, with
-            at most 16 GiB of inputs and outputs (2 GiB each), and frees the least recently used first. Results are
-            copies, and stay valid. A graph is captured again after parameters, modules or attributes of a module were
-            replaced, and for another dtype, device, autocast, adapter, backend or attention implementation. If the
-            model or its layers are compiled, so is what the graphs hold. Changes inside of other objects, such as a
-            field of the config, need `handle.graphs.clear()`. With "training", the memory for the activations of the
-            largest batch stays reserved, and gradients are stored once more. A call can have one backward, which
-            computes all gradients: a second one raises a RuntimeError, as do parameters that were changed in place
-            before it. While a call of a module waits for its backward, further ones run without a graph. Calls
-            that can't run as graphs run as without this option: with hooks of modules, in checkpoints, in
-            encoder-decoders of Hugging Face, or if the host reads values of tensors, as in some mixtures of experts.
-            `handle.graphs.calls` counts them with the reason.
+        cuda_graphs: run packed calls on a CUDA device as CUDA graphs, also small batches: with True, calls without
+            gradients in evaluation mode; with "training", also calls with gradients. A graph serves all batches of
+            similar sizes. Calls that can't run as graphs run as without this option, and `handle.graphs.calls` counts
+            them with the reason. After a change inside of an object that is no module, such as a field of the config,
+            call `handle.graphs.clear()`. The guides "Embed and serve" and "Fine-tune" have the sizes, the memory, and
+            what a backward can't do with "training".
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
             parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
             batch is checked. In training with labels, packed logits are those of a rank's own tokens, in an order of
@@ -152,8 +141,8 @@ def check_options(logits: object, packing: object, on_fallback: object) -> None:
         raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
     if packing not in ("auto", "always"):
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
-    if on_fallback not in ("warn", "raise", "silent"):
-        raise ValueError(f'on_fallback must be "warn", "raise" or "silent", got {on_fallback!r}.')
+    if on_fallback not in ("warn", "raise"):
+        raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
 
 
 def apply_patch(

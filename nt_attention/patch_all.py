@@ -94,7 +94,7 @@ class PatchAllHandle:
                 apply_patch(handle, model, True, self._logits, self._packing)
         except Exception as error:  # the code of any model ran
             reason = next(iter(handle.left.values()), repr(error))
-            self.left[name] = reason.partition(" (proof ")[0].removeprefix(f"{name} ").rstrip(".")
+            self.left[name] = reason.partition(" (check ")[0].removeprefix(f"{name} ").rstrip(".")
             return
         reason = "".join(handle.changed.values()).partition(", not packed, because ")[2].partition("; ")[0]
         if reason:

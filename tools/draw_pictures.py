@@ -7,7 +7,7 @@
 - token_tiled.svg: one batch, tiled by sequence and by token, from the plan that the kernels run.
 
 Each file contains what it shows as JSON, so that tests/project/test_pictures.py can compare it with the tables and the
-plan. The background is white, which a dark theme does not change.
+plan. The background is transparent, and all colours can be read on white and on black.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nt_attention.kernels.token_tiled.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
-GREY, BLUE, ORANGE, INK, PALE = "#a7adb5", "#2f6db3", "#d88228", "#1f2933", "#eef3f9"
+GREY, BLUE, ORANGE, INK = "#a7adb5", "#3f83d1", "#d88228", "#6f7985"
 
 
 def rows(file: str, after: str = "") -> Iterator[dict[str, str]]:
@@ -117,7 +117,7 @@ def jobs() -> list[Job]:
             "Train a Llama with TRL's SFTTrainer and nta.patch",
             round(1000 / find("trainers_cpu.md", "padded steps/s", "sft")),
             round(1000 / find("trainers_cpu.md", "patched steps/s", "sft")),
-            "ms per step",
+            "ms",
         ),
         Job(
             "CPU, 2 cores",
@@ -131,7 +131,7 @@ def jobs() -> list[Job]:
 
 def blank(width: float, height: float) -> tuple[Figure, Axes]:
     """A figure of so many inches with one invisible axis over all of it: 100 wide, downwards from 0."""
-    figure = Figure(figsize=(width, height), facecolor="white")
+    figure = Figure(figsize=(width, height), facecolor="none")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 100), ylim=(100 * height / width, 0))
     axes.axis("off")
@@ -139,24 +139,24 @@ def blank(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def padded_and_packed(data: list[dict[str, Any]]) -> Figure:
-    figure, axes = blank(7.2, 6.3)
-    left, full, y, machine = 3.0, 69.0, 4.0, ""
+    figure, axes = blank(5.4, 5.05)
+    left, full, y, machine = 0.5, 69.0, 2.5, ""
     for job in (Job(**each) for each in data):
         if job.machine != machine:
             y, machine = y + (3.0 if machine else 0.0), job.machine
             axes.text(left, y, machine, fontsize=12, fontweight="bold", color=INK, va="center")
             y += 4.6
         axes.text(left, y, job.name, fontsize=10.5, color=INK, va="center")
-        for top, value, color in ((y + 2.0, job.padded, GREY), (y + 4.8, job.packed, BLUE)):
+        for top, value, color in ((y + 2.2, job.padded, GREY), (y + 5.6, job.packed, BLUE)):
             length = full * value / job.padded
-            axes.add_patch(Rectangle((left, top), length, 2.5, color=color, lw=0))
+            axes.add_patch(Rectangle((left, top), length, 2.9, color=color, lw=0))
             digits = 0 if value >= 100 else 1 if value >= 10 else 2
             text, weight = f"padded: {value:.{digits}f} {job.unit}", "normal"
             if color == BLUE:
                 text = f"packed: {value:.{digits}f} {job.unit}, {job.padded / job.packed:.1f} × as fast"
                 weight = "bold"
-            axes.text(left + length + 1, top + 1.3, text, fontsize=10, color=INK, va="center", fontweight=weight)
-        y += 11.6
+            axes.text(left + length + 1, top + 1.5, text, fontsize=10, color=INK, va="center", fontweight=weight)
+        y += 12.6
     return figure
 
 
@@ -183,7 +183,7 @@ def data_flow(data: dict[str, list[str]]) -> Figure:
 
     def box(x: float, y: float, width: float, height: float, lines: list[str], bold: bool = False) -> None:
         shape = FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0,rounding_size=1.2", fc=PALE, ec=BLUE, lw=1.2
+            (x, y), width, height, boxstyle="round,pad=0,rounding_size=1.2", fc="none", ec=BLUE, lw=1.2
         )
         axes.add_patch(shape)
         step = height / (len(lines) + 1)
@@ -238,7 +238,7 @@ def tiles_data() -> list[dict[str, Any]]:
 
 
 def token_tiled(data: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(10, 5.4), facecolor="white")
+    figure = Figure(figsize=(10, 5.4), facecolor="none")
     for axes, each in zip(figure.subplots(1, 2, sharey=True), data, strict=True):
         ends = each["ends"]
         for begin, end in pairwise(ends):
@@ -261,6 +261,9 @@ DRAWINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
 
 
 def main() -> None:
+    colors = {"text": "color", "axes": "edgecolor", "xtick": "color", "ytick": "color"}
+    matplotlib.rcParams |= {f"{part}.{name}": INK for part, name in colors.items()}
+    matplotlib.rcParams |= {"axes.labelcolor": INK, "axes.titlecolor": INK, "axes.facecolor": "none"}
     matplotlib.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif"}
     for name, (data, draw) in DRAWINGS.items():
         matplotlib.rcParams["svg.hashsalt"] = name  # the same file each time

@@ -37,6 +37,14 @@ WORDS = {
     "counts positions along the row": "it counts positions along the whole row",
     "no small model of its class": "it could not be tried: no small model could be built",
     "an error without the patch": "it could not be tried: the small model raised an error",
+    "training updates its buffer": "in training, it updates statistics from all positions, with padding",
+    "mixes neighboring tokens": "a layer mixes neighboring tokens of the row",
+    " raises ": "its code raises an error on a packed row",
+    "differs between": "it gives other values in packed rows than for each sequence alone",
+    "other values in a packed row": "it gives other values in packed rows than for each sequence alone",
+    "its attention_mask is not (batch, length)": "its `attention_mask` is not (batch, length)",
+    "'attention_mask' is not known": "it returns a mask, which may have a value for each token",
+    "its input is": "its input is not `input_ids`",
     "no default config": "no model could be made from its default config; `patch` tries the config of your model",
 }
 
@@ -76,11 +84,15 @@ def tables(file: Path) -> str:
         heads[kind].add(entry["head"])
     by_heads, by_reason = defaultdict(list), defaultdict(list)
     for kind, found in packed.items():
-        by_heads[listed(found - {"base"}) or "–"].append(kind)
+        by_heads[listed(found)].append(kind)
     for (kind, reason), found in refused.items():
         by_reason[reason].append(kind + ("" if found == heads[kind] else f" ({listed(found)})"))
-    counts = f"Of {len(heads)} types in transformers {file.stem}, {len(packed)} are packed:"
-    return f"\n{counts}\n\n{table('heads', by_heads)}\n\nNot packed:\n\n{table('because', by_reason)}\n\n"
+    count = f"Packed: {len(packed)} of {len(heads)} types in transformers {file.stem}"
+    return "\n" + details(count, table("packed", by_heads)) + details("Not packed", table("not packed", by_reason))
+
+
+def details(summary: str, text: str) -> str:
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>\n\n'
 
 
 def read_outcomes(file: Path) -> list[dict[str, Any]]:
@@ -106,7 +118,7 @@ def rows_tables(file: Path) -> str:
                 by_reason[text].add(entry["type"])
     counts = f"{len(entries)} classes, each as a small model in float64, compared with each sequence alone:"
     types = table("registered, with rows packed by hand", {text: list(x) for text, x in by_reason.items()})
-    return f"\n{counts}\n\n" + "\n".join(lines) + f"\n\n{types}\n\n"
+    return f"\n{counts}\n\n" + "\n".join(lines) + "\n\n" + details("By type", types)
 
 
 def main(argv: list[str] | None = None, page: Path = PAGE) -> int:

@@ -21,6 +21,7 @@ from zipfile import Path as ZipPath
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^(?:```|<!--- invisible-code-block: )python\n(.*?)^(?:```|-->)", re.DOTALL | re.MULTILINE)
 
 
 def needed_by(package: Distribution, extras: set[str]) -> dict[str, Distribution]:
@@ -54,7 +55,7 @@ def main() -> int:
     (metadata,) = (x for x in ZipPath(options.wheel).iterdir() if x.name.endswith(".dist-info"))
     if relative := re.findall(r"\]\((?!https:|#)[^)]*|src=\"(?!https:)[^\"]*", (metadata / "METADATA").read_text()):
         raise SystemExit(f"a package index does not resolve the links {relative}: see pyproject.toml.")
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "readme.py")
         program.write_text("\n".join(blocks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,17 +23,24 @@ from .environment import output_file, positive
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model_types", nargs="*", metavar="TYPE", help="model types, such as bert; by default all")
-    parser.add_argument("--write", type=output_file, metavar="FILE", help="write the proofs to a JSON file")
+    about = "model types, such as bert; or names on the Hub or folders with a config.json; by default all types"
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=about)
+    parser.add_argument("--write", type=output_file, metavar="FILE", help="write the checks to a JSON file")
     parser.add_argument("--jobs", type=positive, default=1, help="number of processes (default: 1)")
 
 
 def main(options: argparse.Namespace) -> int:
     """Prove, print a line for each class, and return 1 if a proof differs from the shipped one."""
-    unknown = set(options.model_types) - {model_type for model_type, _, _ in text_models.text_classes()}
-    if unknown:
-        options.error(f"no text models of type {', '.join(sorted(unknown))}: pass values of config.model_type")
-    wanted = [row for row in text_models.text_classes() if not options.model_types or row[0] in options.model_types]
+    sources = [name for name in options.models if "/" in name or os.path.isdir(name)]
+    types, rows = set(options.models) - set(sources), text_models.text_classes()
+    if unknown := types - {model_type for model_type, _, _ in rows}:
+        names = ", ".join(sorted(unknown))
+        options.error(f"no text models of type {names}: pass values of config.model_type, Hub names or folders")
+    try:
+        of_configs = [row for source in sources for row in text_models.classes_of(source)]
+    except (OSError, ValueError) as error:
+        options.error(str(error))
+    wanted = [row for row in rows if not options.models or row[0] in types] + of_configs
     console, entries = Console(highlight=False, soft_wrap=True), []
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         for entry in pool.map(_prove, wanted):
@@ -45,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
     shipped = store.shipped()
     differ = [e for e in entries if e["key"] and e["key"] in shipped and shipped[e["key"]] != Proof(**e["proof"])]
     for entry in differ:
-        console.print(f"{entry['class']}: differs from the shipped proof")
+        console.print(f"{entry['class']}: differs from the shipped check")
     return 1 if differ else 0
 
 
@@ -53,10 +61,10 @@ def _prove(row: tuple[str, str, str]) -> dict[str, Any]:
     """The entry of a class: its key is empty if the class can't be built from its default config."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    model_type, class_name, head = row
-    entry: dict[str, Any] = {"type": model_type, "class": class_name, "head": head, "key": "", "proof": {}}
+    source, class_name, head = row
+    entry: dict[str, Any] = {"type": source, "class": class_name, "head": head, "key": "", "proof": {}}
     try:
-        model = text_models.on_meta_device(model_type, class_name)
+        model = text_models.on_meta_device(source, class_name)
     except Exception as error:  # whatever a class raises
         reason = f"no default config: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
         return {**entry, "proof": {"reason": reason}}

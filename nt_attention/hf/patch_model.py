@@ -59,7 +59,7 @@ def patch_model(
         how = f"not packed, because {not_packed}"
     elif packs_layers:
         how = f"each {' and '.join(proof.layers)} packed"
-        how += f"{'' if proof.trains else ', but not in training or with labels'}; proof {plan.where}"
+        how += f"{'' if proof.trains else ', but not in training or with labels'}; check {plan.where}"
     elif padding_free:
         how = "packed at the entry, padded at the exit"
         if logits is None and proof.head in ("token", "next token"):
@@ -67,7 +67,7 @@ def patch_model(
         if proof.islands:
             share = share_of_weights(model, proof.islands)
             how += f"; modules with {share:.0%} of its weights (no embeddings) run padded, in groups of like lengths"
-        how += f"; proof {plan.where}"
+        how += f"; check {plan.where}"
     if families.routes_attention(model):
         how += f"; attn_implementation was {set_attention(model, handle)!r}"
     if not_packed is not None:
@@ -117,7 +117,7 @@ def _plan(model: PreTrainedModel, padding_free: bool) -> _Plan:
     elif reason is None:
         proof, where = proof_of(model)
         if proof.reason is not None:
-            reason = f"can't be packed: {proof.reason} (proof {where})"
+            reason = f"can't be packed: {proof.reason} (check {where})"
             alone = _ALONE if attention_modules(model) else _WITHOUT_ATTENTION
             reason += f". {alone}" if not_routed is None else f". It {not_routed}. {_REWRITE}"
     return _Plan(proof, where, reason, not_packed)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from nt_attention.__main__ import main, run
 from nt_attention.cli import check_models, environment, timing
@@ -88,6 +89,17 @@ def test_check_models_refuses_before_it_works(arguments, message, monkeypatch, c
     with pytest.raises(SystemExit):
         main(["check-models", "bert", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_check_models_takes_a_config(tmp_path, capfd):
+    config = transformers.LlamaConfig(num_hidden_layers=3, architectures=["LlamaForSequenceClassification"])
+    config.save_pretrained(tmp_path)
+    assert main(["check-models", str(tmp_path)]) == 0
+    assert "LlamaForSequenceClassification" in (text := capfd.readouterr().out)
+    assert text.endswith("1 packed\n")
+    with pytest.raises(SystemExit):
+        main(["check-models", str(tmp_path / "none")])
+    assert "none" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["bench", "check"])

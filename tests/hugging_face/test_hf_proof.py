@@ -229,7 +229,7 @@ class OwnForReward(transformers.PreTrainedModel):
 @pytest.mark.parametrize("kind", [OwnModel, OwnForReward])
 def test_own_classes(kind):
     handle = check(kind(OwnConfig()).eval())
-    assert "proof made in" in str(handle)
+    assert "check made in" in str(handle)
 
 
 def test_restrictions_that_only_the_mask_has_are_refused():
@@ -519,7 +519,7 @@ def test_shipped_proof_needs_no_twin(monkeypatch, cache):
         pytest.skip("no proofs are shipped for this version of transformers")
     monkeypatch.setattr(store, "make", None)
     handle = nta.patch(llama())
-    assert f"proof shipped with nt_attention for transformers {transformers.__version__}" in str(handle)
+    assert f"check shipped with nt_attention for transformers {transformers.__version__}" in str(handle)
     assert not entries_of(cache)
 
 
@@ -532,7 +532,7 @@ def test_new_proof_is_said_and_kept(caplog, cache, monkeypatch):
     model.forward.handle.remove()
     monkeypatch.setattr(store, "_made", {})  # as in a new process
     monkeypatch.setattr(store, "make", None)
-    assert f"proof kept in {cache}" in str(nta.patch(model))
+    assert f"check kept in {cache}" in str(nta.patch(model))
 
 
 @pytest.fixture

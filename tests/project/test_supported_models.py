@@ -42,14 +42,16 @@ def test_tables(tmp_path):
         *(entry("c", head, state.format(head)) for head in ("base", "token")),
         *(entry("d", head, None if head == "base" else state) for head in ("base", "token")),
         entry("e", "base", "another reason"),
+        entry("f", "base", "layers.0 (F) raises RuntimeError: sizes must match"),
     ]
     file.write_text(json.dumps(entries))
     rows = [line for line in MODELS["tables"](file).splitlines() if line.startswith("| `") and "model_type" not in line]
     assert rows == [
-        "| `a-2`, `b` | causal LM, QA |",
-        "| `d` | – |",
+        "| `a-2`, `b` | base, causal LM, QA |",
+        "| `d` | base |",
         "| `c`, `d` (token) | a layer keeps a state along the row |",
         "| `e` | another reason |",
+        "| `f` | its code raises an error on a packed row |",
     ]
 
 

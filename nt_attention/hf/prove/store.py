@@ -97,7 +97,7 @@ def proof_of(model: PreTrainedModel) -> tuple[Proof, str]:
 
 def _made_now(model: PreTrainedModel) -> tuple[Proof, str]:
     name = class_of(model).__name__
-    _logger.warning("nt_attention: no proof says yet if %s with this config can be packed; trying a small model.", name)
+    _logger.warning("nt_attention: %s with this config was not checked yet; trying a small model of its class.", name)
     begin = time.perf_counter()
     proof = make(model)
     gc.collect()  # exceptions of the trial refer to their frames, and those to the model

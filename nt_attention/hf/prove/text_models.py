@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from .twin import fill_config
@@ -46,10 +46,23 @@ def _mapping(name: str) -> dict[str, Any]:
     return mapping
 
 
-def on_meta_device(model_type: str, class_name: str) -> PreTrainedModel:
-    """A model of a class with its default config, without values."""
+def classes_of(source: str) -> list[tuple[str, str, str]]:
+    """The source itself, class name and head of the classes that a config names, or of all classes of its model type.
+
+    Args:
+        source: a folder with a config.json, or a name on the Hub. Raises OSError or ValueError if it has no config.
+    """
+    config = AutoConfig.from_pretrained(source)
+    of_type = [(name, head) for model_type, name, head in text_classes() if model_type == config.model_type]
+    names = config.architectures or [name for name, _ in of_type]
+    return [(source, name, dict(of_type).get(name, "")) for name in names]
+
+
+def on_meta_device(source: str, class_name: str) -> PreTrainedModel:
+    """A model of a class without values, with the default config of a model type, or the config of `classes_of`."""
     kind: Any = getattr(transformers, class_name)
-    config = transformers.CONFIG_MAPPING[model_type]()
+    is_type = source in transformers.CONFIG_MAPPING
+    config = transformers.CONFIG_MAPPING[source]() if is_type else AutoConfig.from_pretrained(source)
     if not isinstance(config, kind.config_class):
         config = kind.config_class()
     with torch.device("meta"):
