@@ -141,8 +141,8 @@ def check_options(logits: object, packing: object, on_fallback: object) -> None:
         raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
     if packing not in ("auto", "always"):
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
-    if on_fallback not in ("warn", "raise"):
-        raise ValueError(f'on_fallback must be "warn" or "raise", got {on_fallback!r}.')
+    if on_fallback not in ("warn", "raise", "silent"):
+        raise ValueError(f'on_fallback must be "warn", "raise" or "silent", got {on_fallback!r}.')
 
 
 def apply_patch(
