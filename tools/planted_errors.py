@@ -59,7 +59,7 @@ ERRORS = [
     ),
     Error(
         "positions that jump ahead begin no sequence",
-        "layouts/known.py",
+        "layouts/reading.py",
         "begins[:, 1:] = rows.diff(dim=1) != 1",
         "begins[:, 1:] = rows.diff(dim=1) <= 0",
         "layout/test_layout_constructors.py",
@@ -87,7 +87,7 @@ ERRORS = [
     ),
     Error(
         "the gradient of pad takes the first rows",
-        "layouts/known.py",
+        "layouts/rows.py",
         "return packed.index_select(0, ctx.saved_tensors[0]), None, None, None",
         "return packed[: len(ctx.saved_tensors[0])], None, None, None",
         "layout/test_pack_pad_to_nested.py",
@@ -586,14 +586,14 @@ ERRORS = [
     # hf/pack
     Error(
         "the first token of a sequence is predicted",
-        "hf/pack/packed_forward.py",
+        "hf/pack/routes.py",
         ".masked_fill(layout.position_ids == 0, ignored)",
         "",
         "patch/test_patch_training.py patch/test_patch_hugging_face.py patch/test_patch_packing.py",
     ),
     Error(
         "positions of tokens in rows with left padding",
-        "hf/pack/packed_forward.py",
+        "hf/pack/inputs.py",
         "return packing.pack(is_token.cumsum(1) * is_token + padding)",
         "return packing.layout.position_ids.unsqueeze(0) + padding",
         "patch/test_conformance.py -k roberta",
@@ -636,8 +636,8 @@ ERRORS = [
     Error(
         "the outputs of the source are padded as the target",
         "hf/pack/encoder_decoder.py",
-        "pad_outputs(out, self.sides.source, None",
-        "pad_outputs(out, self.sides.target, None",
+        "pad_outputs(out, self.packing.source, None",
+        "pad_outputs(out, self.packing.target, None",
         "hugging_face/test_hf_encoder_decoder.py",
     ),
     # distributed
