@@ -526,7 +526,7 @@ def test_shipped_proof_needs_no_twin(monkeypatch, cache):
 def test_new_proof_is_said_and_kept(caplog, cache, monkeypatch):
     model = llama(attention_bias=True)
     first = str(nta.patch(model))
-    assert "LlamaForCausalLM with this config can be packed; trying a small model" in caplog.text
+    assert "LlamaForCausalLM with this config was not checked yet; trying a small model" in caplog.text
     assert f"kept in {cache}" in first
     assert len(entries_of(cache)) == 1
     model.forward.handle.remove()
