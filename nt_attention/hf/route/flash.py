@@ -2,6 +2,7 @@
 
 Libraries pack batches by themselves if the name of the implementation contains "flash". transformers loads the
 functions of flash-attn by that name, and gets those of `compat.flash_attn`, which also run and train on a CPU.
+Where packed sequences begin is read once in a forward, not in each layer, and also for models that do not pass it on.
 
 Dimensions: B rows, T query and S key tokens of a row, H query heads, G key heads, D and Dv head dims.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations import hub_kernels
@@ -18,7 +20,10 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, flash_attention_mask
 
 from ...compat import flash_attn
-from .masks import is_plain
+from ...compiler import is_in_jit_trace, is_tracing
+from ...layouts.protocol import Layout
+from .masks import is_plain, keeper
+from .running_call import running_call
 
 FLASH_NAME = "nt_attention_flash"
 _LEFT_OUT = ("position_bias", "s_aux", "sinks", "indices", "block_indices")
@@ -33,7 +38,7 @@ def attention(
     Args:
         module: the attention module of the model.
         query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, Dv).
-        attention_mask: (B, S), or None.
+        attention_mask: (B, S), or what `mask` returns for packed rows, or None.
         options: the options of `flash_attention_forward`.
 
     Returns:
@@ -45,7 +50,12 @@ def attention(
     for name in _LEFT_OUT:
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} passes {name}, which flash attention does not have: {_ADVICE}")
-    if attention_mask is not None and attention_mask.dim() != 2:
+    layout: Layout | None = None if attention_mask is None else getattr(keeper(attention_mask), _ROWS, None)
+    if layout is not None:
+        attention_mask = None
+        options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), layout.cu_seqlens)
+        options |= dict.fromkeys(("max_length_q", "max_length_k"), layout.max_seqlen)
+    elif attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             f"flash attention takes an attention mask (B, S), but got {tuple(attention_mask.shape)}: {_ADVICE}"
         )
@@ -53,16 +63,32 @@ def attention(
     return out
 
 
+_ROWS = "_nt_attention_rows"
+
+
 def mask(**arguments: Any) -> Tensor | None:
-    """transformers' `flash_attention_mask`, with an error for masks that it would leave out: (B, S), or None.
+    """transformers' `flash_attention_mask` (B, S), or None; or, for rows that the caller packed, what has their layout.
 
     Raises:
-        ValueError: the model's mask is not only made of causality, a window, packed rows and padding.
+        ValueError: the model's mask is not only made of causality, a window, packed rows and padding; or the model
+            would mix the sequences of a row; or such a row has padding.
     """
+    config, token_mask = arguments.get("config"), arguments.get("attention_mask")
     if arguments.get("use_vmap") or not is_plain(arguments.get("mask_function", causal_mask_function)):
-        model = getattr(arguments.get("config"), "model_type", "this model")
+        model = getattr(config, "model_type", "this model")
         raise ValueError(f"flash attention can't compute the attention mask of {model}: {_ADVICE}")
     made: Tensor | None = flash_attention_mask(**arguments)
+    rows, length, offset = arguments["batch_size"], arguments["q_length"], arguments.get("q_offset", 0)
+    is_whole = isinstance(offset, int) and offset == 0 and length == arguments["kv_length"]
+    call = running_call() if is_whole and not (is_tracing() or is_in_jit_trace()) else None
+    if call is None:
+        return made
+    call.check("flash")
+    if (layout := call.layout(rows, length, token_mask)) is not None:
+        if made is not None:
+            raise ValueError("a row with several sequences has padding: pack rows without padding, or one in each row.")
+        made = torch.ones(rows, 1, 1, length, dtype=torch.bool, device=layout.device)  # refused if it is changed
+        setattr(keeper(made), _ROWS, layout)
     return made
 
 
