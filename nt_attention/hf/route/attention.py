@@ -82,7 +82,7 @@ def is_stock(implementation: str | None) -> bool:
     if implementation in (None, "eager", *NAME_OVER.values()):
         return True
     function = ALL_ATTENTION_FUNCTIONS.get(cast(str, implementation))
-    return function is None or function.__module__.startswith("transformers.")
+    return function is None or function.__module__.startswith(("transformers.", "nt_attention."))
 
 
 _NOT_READ = (

@@ -86,7 +86,7 @@ def mask(*, over: str, **arguments: Any) -> Tensor | None:
         function = arguments.get("mask_function", stock.causal_mask_function)
         sees_all = function is stock.bidirectional_mask_function and not arguments.get("use_vmap") and layout is None
         source = Source(token_mask, call is None or call.names_sequences, sees_all)
-        setattr(_keeper(made), _SOURCE, source)
+        setattr(keeper(made), _SOURCE, source)
     return made
 
 
@@ -114,14 +114,14 @@ def layout_beside(over: str, made: Tensor, rows: int, length: int) -> Layout | N
     Raises:
         ValueError: the model can't keep them apart.
     """
-    keeper = _keeper(made)
-    if not hasattr(keeper, _ROWS):  # all layers get the same mask
+    storage = keeper(made)
+    if not hasattr(storage, _ROWS):  # all layers get the same mask
         call, layout = running_call(), None
         if call is not None and not call.has_own_mask:
             call.check(over)
             layout = call.layout(rows, length, None if call.token_mask is None else call.token_mask != 0)
-        setattr(keeper, _ROWS, layout)
-    of_rows: Layout | None = getattr(keeper, _ROWS)
+        setattr(storage, _ROWS, layout)
+    of_rows: Layout | None = getattr(storage, _ROWS)
     return of_rows
 
 
@@ -168,7 +168,7 @@ class Source(NamedTuple):
 _SOURCE = "_nt_attention_source"
 
 
-def _keeper(mask: Tensor) -> Any:
+def keeper(mask: Tensor) -> Any:
     """The object on which attributes of a mask are set."""
     return mask if is_traced(mask) or is_transformed() else mask.untyped_storage()
 
@@ -177,7 +177,7 @@ def source_of(attention_mask: Tensor | None) -> Source | None:
     """What a mask of this file was made from. None for a mask of the caller."""
     if attention_mask is None:
         return Source()
-    return getattr(_keeper(attention_mask), _SOURCE, None)
+    return getattr(keeper(attention_mask), _SOURCE, None)
 
 
 def is_plain(mask_function: MaskFunction) -> bool:

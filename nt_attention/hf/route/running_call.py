@@ -207,12 +207,12 @@ _FRAMES = {"wrapper", "forward"}
 
 
 def _call_of(innermost: PreTrainedModel, model: PreTrainedModel, variables: dict[str, Any]) -> RunningCall | None:
-    """The call of a model, from the variables of its frame. None if the patch has packed it."""
+    """The call of a model, from the variables of its frame. None if the patch, or transformers, has packed it."""
     arguments = {**{name: variables[name] for name in _NAMED & variables.keys()}, **(variables.get("kwargs") or {})}
     if args := variables.get("args"):
         arguments |= dict(zip(_parameters(cast(Any, type(model))), args, strict=False))
     mask, position_ids = (x if isinstance(x := arguments.get(name), Tensor) else None for name in sorted(_NAMED))
-    if isinstance(mask, PackedMask) or is_bypass_mask(mask):
+    if isinstance(mask, PackedMask) or is_bypass_mask(mask) or "read_index" in arguments:  # continuous batching
         return None
     lengths = {name: x for name in _LENGTHS if isinstance(x := arguments.get(name), Tensor)}
     return RunningCall(

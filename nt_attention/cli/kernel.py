@@ -1,0 +1,31 @@
+"""``python -m nt_attention kernel FOLDER``: the functions of flash-attn as a kernel of the package ``kernels``.
+
+transformers loads it for an ``attn_implementation``, in programs that do not import this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+PROGRAM = "from nt_attention.compat.flash_attn import *\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write, such as nt-flash")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Write a variant for each backend of ``kernels``, and print the variable that transformers needs."""
+    for backend in ("cpu", "cuda", "rocm", "xpu"):
+        metadata = {"id": f"nt_flash_{backend}", "name": "nt-flash", "version": 1, "license": "Apache-2.0"}
+        variant = options.folder / "build" / f"torch-{backend}"
+        variant.mkdir(parents=True, exist_ok=True)
+        (variant / "metadata.json").write_text(
+            json.dumps({**metadata, "python-depends": [], "backend": {"type": backend}})
+        )
+        (variant / "__init__.py").write_text(PROGRAM)
+    print(f'export LOCAL_KERNELS="local/nt-flash={options.folder.resolve()}"')
+    return 0

@@ -1,0 +1,105 @@
+"""The attention implementation "nt_attention_flash": transformers' code for flash attention, on our functions.
+
+Libraries pack batches by themselves if the name of the implementation contains "flash". transformers loads the
+functions of flash-attn by that name, and gets those of `compat.flash_attn`, which also run and train on a CPU.
+Where packed sequences begin is read once in a forward, not in each layer, and also for models that do not pass it on.
+
+Dimensions: B rows, T query and S key tokens of a row, H query heads, G key heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations import hub_kernels
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, flash_attention_mask
+
+from ...compat import flash_attn
+from ...compiler import is_in_jit_trace, is_tracing
+from ...layouts.protocol import Layout
+from .masks import is_plain, keeper
+from .running_call import running_call
+
+FLASH_NAME = "nt_attention_flash"
+_LEFT_OUT = ("position_bias", "s_aux", "sinks", "indices", "block_indices")
+_ADVICE = "use attn_implementation=nt_attention.hf.register() instead."
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' `flash_attention_forward`, with errors for what it would leave out.
+
+    Args:
+        module: the attention module of the model.
+        query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, Dv).
+        attention_mask: (B, S), or what `mask` returns for packed rows, or None.
+        options: the options of `flash_attention_forward`.
+
+    Returns:
+        The output (B, T, H, Dv), and None.
+
+    Raises:
+        ValueError: the model passes an option that flash attention does not have, or a mask of other dimensions.
+    """
+    for name in _LEFT_OUT:
+        if options.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} passes {name}, which flash attention does not have: {_ADVICE}")
+    layout: Layout | None = None if attention_mask is None else getattr(keeper(attention_mask), _ROWS, None)
+    if layout is not None:
+        attention_mask = None
+        options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), layout.cu_seqlens)
+        options |= dict.fromkeys(("max_length_q", "max_length_k"), layout.max_seqlen)
+    elif attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"flash attention takes an attention mask (B, S), but got {tuple(attention_mask.shape)}: {_ADVICE}"
+        )
+    out: tuple[Tensor, None] = flash_attention_forward(module, query, key, value, attention_mask, **options)
+    return out
+
+
+_ROWS = "_nt_attention_rows"
+
+
+def mask(**arguments: Any) -> Tensor | None:
+    """transformers' `flash_attention_mask` (B, S), or None; or, for rows that the caller packed, what has their layout.
+
+    Raises:
+        ValueError: the model's mask is not only made of causality, a window, packed rows and padding; or the model
+            would mix the sequences of a row; or such a row has padding.
+    """
+    config, token_mask = arguments.get("config"), arguments.get("attention_mask")
+    if arguments.get("use_vmap") or not is_plain(arguments.get("mask_function", causal_mask_function)):
+        model = getattr(config, "model_type", "this model")
+        raise ValueError(f"flash attention can't compute the attention mask of {model}: {_ADVICE}")
+    made: Tensor | None = flash_attention_mask(**arguments)
+    rows, length, offset = arguments["batch_size"], arguments["q_length"], arguments.get("q_offset", 0)
+    is_whole = isinstance(offset, int) and offset == 0 and length == arguments["kv_length"]
+    call = running_call() if is_whole and not (is_tracing() or is_in_jit_trace()) else None
+    if call is None:
+        return made
+    call.check("flash")
+    if (layout := call.layout(rows, length, token_mask)) is not None:
+        if made is not None:
+            raise ValueError("a row with several sequences has padding: pack rows without padding, or one in each row.")
+        made = torch.ones(rows, 1, 1, length, dtype=torch.bool, device=layout.device)  # refused if it is changed
+        setattr(keeper(made), _ROWS, layout)
+    return made
+
+
+def register_flash() -> None:
+    """Register the implementation with transformers, which then takes its name like those of its own."""
+    AttentionInterface.register(FLASH_NAME, attention)
+    AttentionMaskInterface.register(FLASH_NAME, mask)
+    load = hub_kernels.load_and_register_attn_kernel
+
+    @functools.wraps(load)
+    def load_functions(name: str, *args: Any, **kwargs: Any) -> Any:
+        return flash_attn if name == FLASH_NAME else load(name, *args, **kwargs)
+
+    hub_kernels.load_and_register_attn_kernel = load_functions

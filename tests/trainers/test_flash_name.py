@@ -1,0 +1,113 @@
+"""The name "nt_attention_flash" alone, without a patch: libraries pack by themselves, with the results of sdpa."""
+
+import functools
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.losses import MultipleNegativesRankingLoss
+from test_sentence_transformers import TEXTS, contrast, embedder, saved
+from test_transformers import causal, make_trainer
+from test_trl import saved as saved_llama
+from test_trl import sft
+from training import assert_same, run
+from transformers import (
+    BertModel,
+    ContinuousBatchingConfig,
+    DataCollatorWithFlattening,
+    GenerationConfig,
+    T5Config,
+    T5EncoderModel,
+)
+from transformers.masking_utils import create_causal_mask
+
+import nt_attention.hf
+from nt_attention.compat import flash_attn
+
+NAME = "nt_attention_flash"
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The number of sequences and of tokens in each call of attention, without repeats."""
+    calls = {}
+
+    def attend(query, key, value, layout, *args, **options):
+        assert query.shape[0] == layout.total
+        calls[layout.batch_size, layout.total] = None
+        return function(query, key, value, layout, *args, **options)
+
+    function = flash_attn.varlen_attention
+    monkeypatch.setattr(flash_attn, "varlen_attention", attend)
+    return calls
+
+
+def by_name():
+    model = causal()
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def flattened(folder, model):
+    trainer, collate = make_trainer(folder, model), DataCollatorWithFlattening()
+    trainer.data_collator = lambda rows: collate([{"input_ids": row["input_ids"]} for row in rows])
+    return trainer
+
+
+@pytest.mark.parametrize("trainer", [flattened, make_trainer])
+def test_trainer(trainer, packed, tmp_path):
+    want = run(causal, functools.partial(make_trainer, tmp_path / "want"), None)
+    got = run(by_name, functools.partial(trainer, tmp_path / "got"), None)
+    assert_same(got, want)
+    assert [sequences for sequences, _ in packed] == [4, 4, 4]
+
+
+def test_trl_sft_without_padding(packed, tmp_path):
+    more = {"padding_free": True, "max_length": None, "model_init_kwargs": {"attn_implementation": NAME}}
+    want = run(saved_llama, functools.partial(sft, tmp_path / "want"), None)
+    got = run(saved_llama, functools.partial(sft, tmp_path / "got", **more), None)
+    assert_same(got, want)
+    assert [sequences for sequences, _ in packed] == [4, 4, 4]
+
+
+def by_name_embedder():
+    return SentenceTransformer(saved(BertModel), device="cpu", model_kwargs={"attn_implementation": NAME})
+
+
+def test_sentence_transformers(packed, tmp_path):
+    model = by_name_embedder()
+    torch.testing.assert_close(model.encode(TEXTS), embedder().encode(TEXTS), rtol=1e-4, atol=1e-5)
+    assert [sequences for sequences, _ in packed] == [32, 16]
+    train = functools.partial(contrast, MultipleNegativesRankingLoss)
+    want = run(embedder, functools.partial(train, tmp_path / "want"), None)
+    assert_same(run(by_name_embedder, functools.partial(train, tmp_path / "got"), None), want)
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [5, 6], [11, 12, 13]]
+
+
+def test_generation(packed):
+    model, greedy = causal().eval(), GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=256)
+    ids = torch.tensor([[256] * (5 - len(row)) + row for row in PROMPTS])
+    want = model.generate(ids, greedy, attention_mask=ids != 256)[:, 5:].tolist()
+    model.set_attn_implementation(NAME)
+    assert model.generate(ids, greedy, attention_mask=ids != 256)[:, 5:].tolist() == want
+    few = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)  # by default, most of the machine's memory
+    batches = model.generate_batch(PROMPTS, greedy, few)
+    assert [each.generated_tokens for each in batches.values()] == want
+    assert (3, 10) in packed
+
+
+def test_what_flash_attention_would_leave_out_is_refused():
+    biased = T5EncoderModel(T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4))
+    biased.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="T5Attention passes position_bias"):
+        biased(input_ids=torch.ones(2, 3, dtype=torch.long))
+    model, ids = by_name(), torch.ones(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"takes an attention mask \(B, S\), but got \(2, 1, 3, 3\)"):
+        model(input_ids=ids, attention_mask=torch.ones(2, 1, 3, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="can't compute the attention mask of llama"):
+        create_causal_mask(model.config, torch.zeros(2, 3, 32), None, None, or_mask_function=lambda b, h, q, k: k == 0)
+    attention, x = model.model.layers[0].self_attn, torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="LlamaAttention passes s_aux"):
+        nt_attention.hf.route.flash.attention(attention, x, x, x, None, s_aux=torch.zeros(4))
