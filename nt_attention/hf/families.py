@@ -99,10 +99,11 @@ OWN_ATTENTION = {
 TOKEN_INPUTS = {"input_ids", "inputs_embeds", "token_type_ids", "shift_labels", "labels"}
 # The sequences of rows that the caller packed, as transformers' DataCollatorWithFlattening gives them.
 ROW_INPUTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+CACHE = {"past_key_values", "cache"}  # its names as an argument and as an output; the second since transformers 5.24
 # Arguments of a model. A call with any other one can't run packed.
-INPUTS = TOKEN_INPUTS | ROW_INPUTS | {
+INPUTS = TOKEN_INPUTS | ROW_INPUTS | CACHE | {
     "attention_mask", "position_ids", "logits_to_keep", "start_positions", "end_positions", "next_sentence_label",
-    "num_items_in_batch", "ignore_index", "past_key_values", "encoder_hidden_states", "encoder_attention_mask",
+    "num_items_in_batch", "ignore_index", "encoder_hidden_states", "encoder_attention_mask",
     "return_dict", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits",
 }  # fmt: skip
 # Arguments that models ignore, unless they name them. sentence-transformers adds them to a dict of features, which may
@@ -112,7 +113,7 @@ IGNORED = {"token_embeddings", "sentence_embedding", "all_layer_embeddings"}
 TOKEN_OUTPUTS = {"last_hidden_state", "hidden_states", "logits", "start_logits", "end_logits"}
 LOWEST_AT_PADDING = {"start_logits", "end_logits"}
 # Other outputs. An output in no table is padded if its shape is (1, T, …); if not, the call may fall back.
-OTHER_OUTPUTS = {"loss", "pooler_output", "past_key_values", "attentions", "aux_loss"}
+OTHER_OUTPUTS = CACHE | {"loss", "pooler_output", "attentions", "aux_loss"}
 
 
 def add_family(

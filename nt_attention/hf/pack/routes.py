@@ -330,7 +330,7 @@ class AsGraph:
             with torch.random.fork_rng(devices[:1]), torch.no_grad():
                 out = Unpatched(replace(self.call, args=(), kwargs={**arguments, "return_dict": True})).run()
             before.restore()
-            _returns_cache[model] = out.get("past_key_values") is not None
+            _returns_cache[model] = any(out.get(name) is not None for name in families.CACHE)
         return _returns_cache[model]
 
 

@@ -167,8 +167,7 @@ AFTER_GRAPH: tuple[Rule, ...] = (
 
 # Argument → why a call with it falls back to the padded forward.
 _NOT_PACKED = {
-    "past_key_values": CONTINUES_FROM_CACHE,
-    "cache_params": CONTINUES_FROM_CACHE,
+    **dict.fromkeys((*families.CACHE, "cache_params"), CONTINUES_FROM_CACHE),
     "use_cache": "it asks for a cache",
     "output_attentions": "it asks for attention weights",
     "output_router_logits": "it asks for router logits, whose loss needs the padded mask",

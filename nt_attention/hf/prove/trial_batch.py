@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..families import CACHE
 from ..pack.encoder_decoder import OF_SOURCE
 
 LENGTHS = (7, 1, 23, 12)
@@ -162,7 +163,7 @@ def _put(tokens: Tensor, special: Tensor, starts: Tensor, generator: torch.Gener
 def _tensors(out: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of an output, by name. Of a tuple or a list they are numbered."""
     for name, value in out.items():
-        if name in ("past_key_values", "loss"):
+        if name in CACHE or name == "loss":
             continue
         parts = enumerate(value) if isinstance(value, tuple | list) else [("", value)]
         for number, part in parts:

@@ -149,7 +149,8 @@ def counts_positions(module: nn.Module) -> bool:
     if "Positional" not in type(module).__name__:
         return False
     names = list(inspect.signature(type(module).forward).parameters)
-    return "past_key_values_length" in names and names[1] != "position_ids"
+    counted = {"past_key_values_length", "cache_length"} & set(names)  # the second since transformers 5.24
+    return bool(counted) and names[1] != "position_ids"
 
 
 @inline_only  # a graph that starts here would be compiled for each row
