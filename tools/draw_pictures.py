@@ -32,7 +32,7 @@ from nt_attention.kernels.token_tiled.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
-GREY, BLUE, ORANGE, INK = "#a7adb5", "#3f83d1", "#d88228", "#6f7985"
+GREY, BLUE, ORANGE, INK = "#a7adb5", "#3f83d1", "#d88228", "#76808b"
 
 
 def rows(file: str, after: str = "") -> Iterator[dict[str, str]]:
