@@ -27,5 +27,5 @@ def main(options: argparse.Namespace) -> int:
             json.dumps({**metadata, "python-depends": [], "backend": {"type": backend}})
         )
         (variant / "__init__.py").write_text(PROGRAM)
-    print(f'export LOCAL_KERNELS="local/nt-flash={options.folder.resolve()}"')
+    print(f'export LOCAL_KERNELS="nt_attention/flash={options.folder.resolve()}"')
     return 0

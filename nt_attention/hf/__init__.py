@@ -1,6 +1,6 @@
 """Support for Hugging Face transformers. Importing this package imports transformers.
 
-It also registers the attention implementation "nt_attention_flash" with transformers.
+It also registers the attention implementation "nt_attention/flash" with transformers.
 """
 
 from .families import add_family

@@ -25,7 +25,7 @@ model = transformers.LlamaForCausalLM(config).eval()
 ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
 given = dict(attention_mask=ids != 0, max_new_tokens=6, do_sample=False)
 want = model.generate(ids, **given)
-model.set_attn_implementation("local/nt-flash")
+model.set_attn_implementation("nt_attention/flash")
 assert "nt_attention" in sys.modules and "nt_attention.hf" not in sys.modules
 print(torch.equal(model.generate(ids, **given), want))
 """
@@ -33,10 +33,10 @@ print(torch.equal(model.generate(ids, **given), want))
 
 def test_kernel(tmp_path, capsys):
     assert main(["kernel", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f'export LOCAL_KERNELS="local/nt-flash={tmp_path}"\n'
+    assert capsys.readouterr().out == f'export LOCAL_KERNELS="nt_attention/flash={tmp_path}"\n'
     if find_spec("kernels") is None:
         pytest.skip("the folder was written, but not loaded: the package kernels is not installed")
-    environment = {**os.environ, "LOCAL_KERNELS": f"local/nt-flash={tmp_path}"}
+    environment = {**os.environ, "LOCAL_KERNELS": f"nt_attention/flash={tmp_path}"}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, timeout=120
     )

@@ -69,6 +69,36 @@ with transformers 5.23. Importing it with a version whose Trainer does not fit r
 
 """
 
+PLUGINS = """## Callbacks and plugins
+
+They patch the model when a trainer is made or starts, and log how many tokens ran packed, and how many positions of
+padding were not computed.
+
+In Axolotl's config:
+
+```text
+plugins:
+  - nt_attention.integrations.axolotl.Plugin
+```
+
+Axolotl 0.19 pins transformers 5.16.1, and this library needs 5.17, so the plugin was not run in Axolotl. It is tested
+with the calls that Axolotl makes, in their order, on a stand-in for its `BasePlugin`; by hand also on the `BasePlugin`
+and `PluginManager` of 0.19.
+
+::: nt_attention.integrations.trainer.PackingCallback
+    options:
+      show_root_full_path: false
+      heading_level: 3
+      members: []
+
+::: nt_attention.integrations.lightning.PackingCallback
+    options:
+      show_root_full_path: false
+      heading_level: 3
+      members: []
+
+"""
+
 
 def merge(before: list[dict[str, str]], found: list[dict[str, str]]) -> list[dict[str, str]]:
     """What was found now, and what was found before for libraries and machines that did not run now."""
@@ -92,7 +122,7 @@ def render(rows: list[dict[str, str]]) -> str:
             cells = (_cell(found.get(when), notes) for when in ("before", "after"))
             lines.append(f"| {task} | {' | '.join(cells)} |\n")
         lines.append("\n")
-    lines.append(SHARDED)
+    lines += [PLUGINS, SHARDED]
     lines.append("## Reasons\n\n")
     lines += [f"{number}. {reason}\n" for reason, number in notes.items()]
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""The name "nt_attention_flash" alone, without a patch: libraries pack by themselves, with the results of sdpa."""
+"""The name "nt_attention/flash" alone, without a patch: libraries pack by themselves, with the results of sdpa."""
 
 import functools
 
@@ -12,6 +12,8 @@ from test_trl import saved as saved_llama
 from test_trl import sft
 from training import assert_same, run
 from transformers import (
+    BartConfig,
+    BartModel,
     BertModel,
     ContinuousBatchingConfig,
     DataCollatorWithFlattening,
@@ -24,7 +26,7 @@ from transformers.masking_utils import create_causal_mask
 import nt_attention.hf
 from nt_attention.compat import flash_attn
 
-NAME = "nt_attention_flash"
+NAME = "nt_attention/flash"
 
 
 @pytest.fixture
@@ -103,6 +105,15 @@ def test_what_flash_attention_would_leave_out_is_refused():
     biased.set_attn_implementation(NAME)
     with pytest.raises(ValueError, match="T5Attention passes position_bias"):
         biased(input_ids=torch.ones(2, 3, dtype=torch.long))
+    crossing = BartModel(
+        BartConfig(
+            vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=37, decoder_ffn_dim=37,
+        )
+    )  # fmt: skip
+    crossing.set_attn_implementation(NAME)
+    with pytest.raises(ValueError, match="BartAttention may be cross-attention"):
+        crossing(input_ids=torch.full((2, 3), 7), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
     model, ids = by_name(), torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"takes an attention mask \(B, S\), but got \(2, 1, 3, 3\)"):
         model(input_ids=ids, attention_mask=torch.ones(2, 1, 3, 3, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""The attention implementation "nt_attention_flash": transformers' code for flash attention, on our functions.
+"""The attention implementation "nt_attention/flash": transformers' code for flash attention, on our functions.
 
 Libraries pack batches by themselves if the name of the implementation contains "flash". transformers loads the
 functions of flash-attn by that name, and gets those of `compat.flash_attn`, which also run and train on a CPU.
@@ -25,7 +25,7 @@ from ...layouts.protocol import Layout
 from .masks import is_plain, keeper
 from .running_call import running_call
 
-FLASH_NAME = "nt_attention_flash"
+FLASH_NAME = "nt_attention/flash"
 _LEFT_OUT = ("position_bias", "s_aux", "sinks", "indices", "block_indices")
 _ADVICE = "use attn_implementation=nt_attention.hf.register() instead."
 
@@ -45,7 +45,8 @@ def attention(
         The output (B, T, H, Dv), and None.
 
     Raises:
-        ValueError: the model passes an option that flash attention does not have, or a mask of other dimensions.
+        ValueError: the model passes an option that flash attention does not have, or a mask of other dimensions, or the
+            mask of padding to cross-attention.
     """
     for name in _LEFT_OUT:
         if options.get(name) is not None:
@@ -59,11 +60,21 @@ def attention(
         raise ValueError(
             f"flash attention takes an attention mask (B, S), but got {tuple(attention_mask.shape)}: {_ADVICE}"
         )
+    elif attention_mask is not None and _may_be_cross(module):  # transformers takes it for the mask of the queries too
+        raise ValueError(
+            f"{type(module).__name__} may be cross-attention, in which transformers' flash attention is wrong beside "
+            f"padding: call nt_attention.patch(model), or {_ADVICE}"
+        )
     out: tuple[Tensor, None] = flash_attention_forward(module, query, key, value, attention_mask, **options)
     return out
 
 
 _ROWS = "_nt_attention_rows"
+
+
+def _may_be_cross(module: Any) -> bool:
+    is_cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    return is_cross or getattr(getattr(module, "config", None), "is_encoder_decoder", False)
 
 
 def mask(**arguments: Any) -> Tensor | None:
