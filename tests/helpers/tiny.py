@@ -7,6 +7,8 @@ import functools
 import torch
 from seeds import seed
 
+from nt_attention.hf.families import CACHE
+
 VOCABULARY, PAD = 97, 1
 LENGTHS, LENGTH = [7, 1, 13, 11], 17
 TEXT = {
@@ -152,7 +154,7 @@ def run_alone(model, rows):
     with torch.no_grad():
         outs = [model(**row, output_hidden_states=True) for row in rows]
     found = {}
-    for key in (key for key in outs[0] if key != "past_key_values"):
+    for key in (key for key in outs[0] if key not in CACHE):
         if key == "hidden_states":
             found[key] = [torch.cat(layer, 1)[0] for layer in zip(*(out[key] for out in outs), strict=True)]
         elif key == "pooler_output" or (key == "logits" and per_sequence(type(model).__name__)):

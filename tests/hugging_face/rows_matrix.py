@@ -37,6 +37,7 @@ from transformers.models.auto import modeling_auto
 
 import nt_attention as nta
 from nt_attention.hf import families, patch_model
+from nt_attention.hf.families import CACHE
 from nt_attention.hf.pack import inputs
 from nt_attention.hf.pack.encoder_layers import encoder_layers, tokens_of, why_no_layers
 from nt_attention.hf.prove import store, twin
@@ -90,7 +91,7 @@ def tensors_of(out: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, value in out.items():
         parts = enumerate(value) if isinstance(value, tuple | list) else [("", value)]
-        if name not in ("past_key_values", "loss", "attentions"):
+        if name not in CACHE | {"loss", "attentions"}:
             found |= {f"{name}{number}": part for number, part in parts if isinstance(part, torch.Tensor)}
     return found
 

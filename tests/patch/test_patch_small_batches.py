@@ -11,6 +11,7 @@ from sweeps import sweep_except
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
+from nt_attention.hf.families import CACHE
 from nt_attention.hf.pack import packed_forward, small_batches
 from nt_attention.hf.pack.change_model import attention_modules
 from nt_attention.hf.pack.small_batches import Costs, Size
@@ -62,7 +63,7 @@ def batch_of(model, side, *, empty_row=False):
 def solve(model, batch, *, hidden_states=True):
     """All outputs, and the gradients of the parameters."""
     out = model(**batch, output_hidden_states=hidden_states)
-    values = {name: out[name] for name in out if name != "past_key_values"}
+    values = {name: out[name] for name in out if name not in CACHE}
     loss = values.get("loss")
     if loss is None:
         loss = sum(x.square().sum() for x in values.values() if isinstance(x, torch.Tensor))

@@ -26,6 +26,7 @@ from torch.utils import checkpoint
 
 import nt_attention as nta
 from nt_attention.graphs import cache as graph_cache
+from nt_attention.hf.families import CACHE
 
 pytestmark = [*IGNORED_WARNINGS, pytest.mark.usefixtures("cuda_graphs")]
 
@@ -83,7 +84,7 @@ def loss_of(out):
     """The loss, or a number that depends on all outputs."""
     if "loss" in out:
         return out["loss"]
-    values = (x for name, x in out.items() if name != "past_key_values")
+    values = (x for name, x in out.items() if name not in CACHE)
     tensors = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
     return sum((x * torch.linspace(0.5, 1.5, x.shape[-1], device=x.device)).sum() for x in tensors)
 
@@ -97,7 +98,7 @@ def solve(model, batch, **more):
     model.zero_grad()
     out = model(**batch, **more)
     loss_of(out).backward()
-    return {name: x for name, x in out.items() if name != "past_key_values"}, gradients(model)
+    return {name: x for name, x in out.items() if name not in CACHE}, gradients(model)
 
 
 def check(model, other, batch, **more):
