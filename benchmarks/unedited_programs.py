@@ -5,7 +5,8 @@
 FOLDER has checkouts of the repositories ``transformers``, ``sentence-transformers`` and ``evaluate``. TRL's programs
 are in its wheel. The programs need ``evaluate``, ``seqeval``, ``rouge_score`` and ``nltk``. Nothing is downloaded:
 models (4 layers, 128 wide, random weights, no dropout) and data (Python's documentation) are made in a temporary
-folder, under the names that the programs load.
+folder, under the names that the programs load. Other training programs of sentence-transformers than the one here ask
+for float16 or bfloat16 on a GPU.
 
 Both runs of a program have the same seed. Times are CPU seconds of ``Trainer.train``, the smallest of all rounds: other
 programs on the machine change them less than wall-clock times. The start of the process and the trial of a model
@@ -118,10 +119,6 @@ PROGRAMS = {
         f"{SENTENCES}/sentence_transformer/training/other/training_batch_hard_trec.py",
         "sentence-transformers/all-distilroberta-v1",
     ),
-    "training_stsbenchmark": Program(
-        f"{SENTENCES}/cross_encoder/training/sts/training_stsbenchmark.py", "distilbert/distilroberta-base", "",
-        "bfloat16 autocast",
-    ),
 }  # fmt: skip
 
 TYPES: dict[str, Any] = {
@@ -199,9 +196,6 @@ ROWS: dict[str, Callable[[int, int, str, str], dict[str, Any]]] = {  # row, topi
     "pairs": lambda row, topic, text, other: {"prompt": text[:60], "chosen": text[60:] + ".", "rejected": other},
     "prompts": lambda row, topic, text, other: {"prompt": text[:90]},
     "omkar334/trec": lambda row, topic, text, other: {"text": text, "coarse_label": topic, "fine_label": topic},
-    "sentence-transformers/stsb": lambda row, topic, text, other: {
-        "sentence1": text, "sentence2": other, "score": 1 / (1 + abs(len(text) - len(other)) / 50)
-    },
 }  # fmt: skip
 
 
