@@ -28,7 +28,7 @@ test-all: $(VENV)/.dev
 
 # of the sweeps only those of tests that have no other cases; a submission must pass this and the soak
 test-ci: $(VENV)/.dev
-	$(PYTEST) --dist worksteal --least-sweeps
+	$(PYTEST) --dist worksteal --least-sweeps --durations=40
 
 # a minute of random calls of the CPU's backend, in one process
 soak: $(VENV)/.dev
