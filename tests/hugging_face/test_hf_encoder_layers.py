@@ -174,7 +174,8 @@ def test_outputs_are_those_of_each_row_alone(name):
         alone = {n: x if n == "spatial_shapes" else x[:, :count] for n, x in alone.items()}
         with torch.no_grad():
             want = model(**alone).last_hidden_state[0]
-        assert float((out[row, :tokens] - want).abs().max()) <= 1e-9 * max(1.0, float(want.abs().max()))
+        tolerance = 1e-7 if name == "siglip2" else 1e-9  # SigLIP2 resizes its positions in float32
+        assert float((out[row, :tokens] - want).abs().max()) <= tolerance * max(1.0, float(want.abs().max()))
 
 
 def test_packing_works_on_the_layers_and_their_results_are_zero_at_padding():
