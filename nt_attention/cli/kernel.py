@@ -22,7 +22,10 @@ def main(options: argparse.Namespace) -> int:
     for backend in ("cpu", "cuda", "rocm", "xpu"):
         metadata = {"id": f"nt_flash_{backend}", "name": "nt-flash", "version": 1, "license": "Apache-2.0"}
         variant = options.folder / "build" / f"torch-{backend}"
-        variant.mkdir(parents=True, exist_ok=True)
+        try:
+            variant.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            options.error(str(error))
         (variant / "metadata.json").write_text(
             json.dumps({**metadata, "python-depends": [], "backend": {"type": backend}})
         )

@@ -23,11 +23,17 @@ class Saved:
 
     def start(self, model: nn.Module) -> None:
         """Patch the model, if neither it nor a part of it is patched."""
-        self.handles = list(dict.fromkeys(active_handles(model))) or [patch(model, **self.options)]
+        handles = list(dict.fromkeys(active_handles(model))) or [patch(model, **self.options)]
+        if handles != self.handles:
+            self.handles = handles
+            self._before = self._totals()  # what ran before, for example in another trainer, is not of this one
 
     def metrics(self) -> dict[str, float]:
         """The number of tokens in packed calls, and of positions of padding that were not computed. Needs no sync."""
-        tokens, positions = (sum(getattr(x.counts, name) for x in self.handles) for name in ("tokens", "positions"))
+        tokens, positions = self._totals()
         new_tokens, new_positions = tokens - self._before[0], positions - self._before[1]
         self._before = tokens, positions
         return {"packed_tokens": new_tokens, "padding_saved": new_positions - new_tokens}
+
+    def _totals(self) -> tuple[int, int]:
+        return sum(x.counts.tokens for x in self.handles), sum(x.counts.positions for x in self.handles)

@@ -15,7 +15,8 @@ class PackingCallback(Callback):
     """Patches the models in a LightningModule, and logs `packed_tokens` and `padding_saved` with each training batch.
 
     Both are of this process: the number of tokens in packed calls, and the number of positions of padding that were not
-    computed. Models that are patched already stay as they are. The patch stays after training.
+    computed. Models that are patched already stay as they are. The patch stays after training. Lightning calls
+    `configure_model` later: patch models that it makes in it, with `nta.patch`.
 
     Args:
         options: those of `nta.patch`, such as `packing="always"`.
@@ -35,6 +36,10 @@ class PackingCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Patch the models, before a strategy has wrapped them."""
         self.saved.start(pl_module)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Leave out what ran since the last batch, such as a validation."""
+        self.saved.metrics()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the numbers."""

@@ -31,6 +31,13 @@ print(torch.equal(model.generate(ids, **given), want))
 """
 
 
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["kernel", str(tmp_path / "file")])
+    assert "Not a directory" in capsys.readouterr().err
+
+
 def test_kernel(tmp_path, capsys):
     assert main(["kernel", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f'export LOCAL_KERNELS="nt_attention/flash={tmp_path}"\n'

@@ -18,6 +18,8 @@ from transformers import (
     ContinuousBatchingConfig,
     DataCollatorWithFlattening,
     GenerationConfig,
+    GPT2Config,
+    GPT2Model,
     T5Config,
     T5EncoderModel,
 )
@@ -98,6 +100,14 @@ def test_generation(packed):
     batches = model.generate_batch(PROMPTS, greedy, few)
     assert [each.generated_tokens for each in batches.values()] == want
     assert (3, 10) in packed
+
+
+def test_attention_without_nn_linear():
+    model = GPT2Model(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2)).eval()
+    ids, mask = torch.randint(99, (2, 5)), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    want = model(ids, attention_mask=mask).last_hidden_state[mask == 1]
+    model.set_attn_implementation(NAME)
+    torch.testing.assert_close(model(ids, attention_mask=mask).last_hidden_state[mask == 1], want)
 
 
 def test_what_flash_attention_would_leave_out_is_refused():

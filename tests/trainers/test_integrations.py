@@ -49,6 +49,17 @@ def test_trainer(patched, tmp_path):
     assert handle is None or handle.calls[None] == 2
 
 
+def test_counts_are_those_of_this_training(tmp_path):
+    trainer = with_callback(tmp_path, causal(), PackingCallback(packing="always"))
+    trainer.model_init = causal
+    for _ in range(2):  # each training makes a model
+        trainer.train()
+        assert_logged(trainer)
+    again = with_callback(tmp_path, trainer.model, PackingCallback())
+    again.train()
+    assert_logged(again)
+
+
 @pytest.fixture
 def axolotl(monkeypatch):
     """Axolotl can't be installed beside the versions of torch and transformers that are needed here."""
@@ -79,6 +90,9 @@ class Module(lightning.LightningModule):
     def training_step(self, batch):
         return self.model(**batch).loss
 
+    def validation_step(self, batch):
+        self.model(**batch)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1e-2)
 
@@ -89,8 +103,10 @@ def test_lightning(tmp_path):
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, callbacks=[LightningCallback(packing="always")],
+        val_check_interval=2,
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
+    batches = torch.utils.data.DataLoader(BATCHES, batch_size=None)
+    trainer.fit(module, batches, batches)
     mask = BATCHES[2]["attention_mask"]
     assert trainer.callback_metrics["packed_tokens"] == mask.sum()
     assert trainer.callback_metrics["padding_saved"] == (mask == 0).sum() > 0

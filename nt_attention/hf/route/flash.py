@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations import hub_kernels
-from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations import flash_attention, hub_kernels
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, flash_attention_mask
 
 from ...compat import flash_attn
@@ -65,7 +64,8 @@ def attention(
             f"{type(module).__name__} may be cross-attention, in which transformers' flash attention is wrong beside "
             f"padding: call nt_attention.patch(model), or {_ADVICE}"
         )
-    out: tuple[Tensor, None] = flash_attention_forward(module, query, key, value, attention_mask, **options)
+    forward = flash_attention.flash_attention_forward
+    out: tuple[Tensor, None] = forward(module, query, key, value, attention_mask, **options)
     return out
 
 
@@ -107,10 +107,18 @@ def register_flash() -> None:
     """Register the implementation with transformers, which then takes its name like those of its own."""
     AttentionInterface.register(FLASH_NAME, attention)
     AttentionMaskInterface.register(FLASH_NAME, mask)
-    load = hub_kernels.load_and_register_attn_kernel
+    load, dtype_to_cast_to = hub_kernels.load_and_register_attn_kernel, flash_attention.get_target_dtype
 
     @functools.wraps(load)
     def load_functions(name: str, *args: Any, **kwargs: Any) -> Any:
         return flash_attn if name == FLASH_NAME else load(name, *args, **kwargs)
 
+    @functools.wraps(dtype_to_cast_to)
+    def target_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
+        try:
+            return dtype_to_cast_to(query, module)
+        except StopIteration:  # it reads the dtype of an nn.Linear, and the attention of GPT-2 has none
+            return None
+
     hub_kernels.load_and_register_attn_kernel = load_functions
+    flash_attention.get_target_dtype = target_dtype
