@@ -98,5 +98,5 @@ def test_on_fallback_raise():
 
 
 def test_on_fallback_refuses_other_values():
-    with pytest.raises(ValueError, match=r'on_fallback must be "warn" or "raise", got \'ignore\''):
+    with pytest.raises(ValueError, match=r'on_fallback must be "warn", "raise" or "silent", got \'ignore\''):
         nta.patch(make(), on_fallback="ignore")
