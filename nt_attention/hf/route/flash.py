@@ -10,6 +10,7 @@ Dimensions: B rows, T query and S key tokens of a row, H query heads, G key head
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,18 +108,23 @@ def register_flash() -> None:
     """Register the implementation with transformers, which then takes its name like those of its own."""
     AttentionInterface.register(FLASH_NAME, attention)
     AttentionMaskInterface.register(FLASH_NAME, mask)
-    load, dtype_to_cast_to = hub_kernels.load_and_register_attn_kernel, flash_attention.get_target_dtype
+    _wrap(hub_kernels, "load_and_register_attn_kernel", _load_functions)
+    _wrap(flash_attention, "get_target_dtype", _target_dtype)
 
-    @functools.wraps(load)
-    def load_functions(name: str, *args: Any, **kwargs: Any) -> Any:
-        return flash_attn if name == FLASH_NAME else load(name, *args, **kwargs)
 
-    @functools.wraps(dtype_to_cast_to)
-    def target_dtype(query: Tensor, module: nn.Module) -> torch.dtype | None:
-        try:
-            return dtype_to_cast_to(query, module)
-        except StopIteration:  # it reads the dtype of an nn.Linear, and the attention of GPT-2 has none
-            return None
+def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function of transformers. In a version without it, only this attention implementation does not run."""
+    if (original := getattr(module, name, None)) is not None:
+        setattr(module, name, functools.wraps(original)(functools.partial(wrapper, original)))
 
-    hub_kernels.load_and_register_attn_kernel = load_functions
-    flash_attention.get_target_dtype = target_dtype
+
+def _load_functions(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn if name == FLASH_NAME else original(name, *args, **kwargs)
+
+
+def _target_dtype(original: Callable[..., Any], query: Tensor, module: nn.Module) -> torch.dtype | None:
+    try:
+        dtype: torch.dtype | None = original(query, module)
+    except StopIteration:  # it reads the dtype of an nn.Linear, and the attention of GPT-2 has none
+        return None
+    return dtype
