@@ -71,7 +71,7 @@ def drops_too_few(q, k, v, call):
 
 def depends_on_the_batch(q, k, v, call):
     out, *more = cpu.forward(q, k, v, call)
-    return out * (1 + 1e-6 * call.layout.batch_size), *more
+    return out * (1 + 1.2e-7 * call.layout.batch_size), *more
 
 
 OTHER_FIELDS = {
@@ -115,7 +115,7 @@ def program_in(printed):
 )
 def test_planted_error_is_found_and_its_program_repeats_it(name, message, right, capsys):
     with nta.register_backend(planted(name)):
-        assert check("--backends", "planted", "--draws", "300") == 1
+        assert check("--backends", "planted", "--draws", "60", "--seed", "3") == 1
         printed = capsys.readouterr().out
         program = program_in(printed)
         with pytest.raises(AssertionError, match=message) as raised:

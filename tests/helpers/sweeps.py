@@ -2,8 +2,7 @@
 
 Cases that are marked ``sweep`` are not run by ``make test``. Of the others, ``make test-ci`` runs those of tests that
 have no other cases, and ``make test-all`` those of every test. Both run an eighth of a test, at least one, always the
-same ones; and all of a test that is marked ``sweep(whole=True)``. With ``--whole-sweeps``, or for a test that is named
-by ``file::test``, all of them run.
+same ones. With ``--whole-sweeps``, or for a test that is named by ``file::test``, all of them run.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def not_drawn(items: Iterable[pytest.Item], least: bool = False) -> set[pytest.I
         name, mark = item.nodeid.partition("[")[0], item.get_closest_marker("sweep")
         if mark is None:
             with_other_cases.add(name)
-        elif not mark.kwargs.get("whole"):
+        else:
             tests.setdefault(name, []).append(item)
     left_out = set()
     for name, cases in tests.items():

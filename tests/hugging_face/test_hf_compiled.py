@@ -84,7 +84,7 @@ ROWS = [[11, 4, 7], [3, 30], [1, 1, 1, 9], [40], [5, 0, 13, 2], [8, 24]]
 def test_training_of_packed_rows_is_one_graph_without_a_mask(model_type, with_offsets, checkpointing, autocast):
     """No tensor of a graph has T × T elements, and one graph serves all lengths."""
     torch._dynamo.reset()
-    model = tiny.make(model_type, MODELS[model_type], nta.hf.register()).train()
+    model = tiny.make(model_type, MODELS[model_type], nta.hf.register(), num_hidden_layers=1).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     recorder = Recorder()

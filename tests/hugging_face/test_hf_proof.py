@@ -656,10 +656,8 @@ CLASSES = [(entry["type"], entry["class"]) for entry in SHIPPED if entry["key"] 
 SELECTED = {("bert", "BertForMaskedLM"), ("llama", "LlamaForCausalLM"), ("jamba", "JambaForCausalLM")}
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(x, marks=() if x in ("bert", "llama", "jamba") else pytest.mark.sweep(whole=True)) for x in TYPES],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", TYPES)
 def test_keys_of_shipped_proofs(model_type):
     for entry in SHIPPED:
         if entry["type"] == model_type and entry["key"]:

@@ -18,9 +18,9 @@ def items(name, count, mark=None):
 
 @pytest.mark.parametrize(("least", "run"), [(False, {"some": 3, "all": 2, "few": 1}), (True, {"all": 2})])
 def test_an_eighth_of_a_sweep_runs(least, run):
-    sweep, whole = pytest.mark.sweep.mark, pytest.mark.sweep(whole=True).mark
+    sweep = pytest.mark.sweep.mark
     swept = {"some": items("some", 17, sweep), "all": items("all", 9, sweep), "few": items("few", 2, sweep)}
-    kept = [*items("some", 2), *items("few", 1), *items("plain", 3), *items("whole", 4, whole)]
+    kept = [*items("some", 2), *items("few", 1), *items("plain", 3)]
     left_out = not_drawn([*kept, *swept["some"], *swept["all"], *swept["few"]], least)
     assert not left_out & {*kept}
     assert {name: sum(item not in left_out for item in each) for name, each in swept.items()} == {

@@ -212,13 +212,17 @@ class Trial(Runs):
         """How the head of the model may run. Empty if it has none."""
         if self.pairs:
             return ["token"] if "labels" in inspect.signature(self.twin.forward).parameters else []
-        shape = self._run(self.twin, self._batch("right").inputs)
-        if self.base is self.twin and "logits" not in shape:
+        batch = self._batch("right")
+        out = self._run(self.twin, batch.inputs)
+        if self.base is self.twin and "logits" not in out:
             return []
         if self.known is not None and self.known.head is not None:
             return [self.known.head]
-        heads: list[Head] = ["span"] if "start_logits" in shape else ["next token", "token"]
-        return heads if self.base is self.twin else [*heads, "sequence"]
+        logits, has_base = out.get("logits"), self.base is not self.twin
+        if has_base and isinstance(logits, Tensor) and logits.shape[:2] != batch.mask.shape:
+            return ["sequence"]
+        heads: list[Head] = ["span"] if "start_logits" in out else ["next token", "token"]
+        return [*heads, "sequence"] if has_base else heads
 
     def _find_head(self, proof: Proof, heads: list[Head]) -> Proof:
         failure = None

@@ -14,7 +14,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import NoneType
 from typing import Any
 
@@ -48,7 +48,7 @@ def _isolate() -> Iterator[None]:
     dtype, verbosity, threads = torch.get_default_dtype(), logging.get_verbosity(), torch.get_num_threads()
     with (
         torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
+        torch.device("cpu") if torch.get_default_device().type != "cpu" else nullcontext(),  # it slows each operator
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
