@@ -247,9 +247,7 @@ class TestTilesOfScores:
             monkeypatch.setattr(cpu_tiles, name, value)
 
     @pytest.mark.usefixtures("small_tiles")
-    @pytest.mark.parametrize("extra", ["sinks", "relative-alibi-gqa", "narrow-values"])
-    @pytest.mark.parametrize("geometry", GEOMETRIES)
-    @pytest.mark.parametrize("lengths", LENGTHS)
+    @sweep_product("lengths, geometry, extra", LENGTHS, GEOMETRIES, ["sinks", "relative-alibi-gqa", "narrow-values"])
     def test_mods_get_the_positions_of_each_tile(self, lengths, geometry, extra):
         gains = torch.rand(7, 6, dtype=torch.float64)
         mods = {

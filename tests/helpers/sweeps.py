@@ -1,7 +1,7 @@
 """Products of parameters, of which ``make test`` runs a selection and ``make test-all`` more.
 
-Cases that are marked ``sweep`` are not run by ``make test``. Of the others, ``make test-ci`` runs those of tests that
-have no other cases, and ``make test-all`` those of every test. Both run an eighth of a test, at least one, always the
+Cases that are marked ``sweep`` are not run by ``make test``. ``make test-all`` runs an eighth of those of each test.
+``make test-ci`` runs a thirty-second of those of tests that have no other cases. Both run at least one, and always the
 same ones. With ``--whole-sweeps``, or for a test that is named by ``file::test``, all of them run.
 """
 
@@ -111,7 +111,7 @@ def not_drawn(items: Iterable[pytest.Item], least: bool = False) -> set[pytest.I
     """The cases of sweeps that are left out, by the hash of their names.
 
     Args:
-        least: leave out all cases of a sweep whose test has other cases too.
+        least: draw a thirty-second and not an eighth, and none if the test has other cases too.
     """
     tests: dict[str, list[pytest.Item]] = {}
     with_other_cases = set()
@@ -124,6 +124,6 @@ def not_drawn(items: Iterable[pytest.Item], least: bool = False) -> set[pytest.I
     left_out = set()
     for name, cases in tests.items():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        drawn = 0 if least and name in with_other_cases else -(-len(cases) // 8)
+        drawn = 0 if least and name in with_other_cases else -(-len(cases) // (32 if least else 8))
         left_out |= {*cases[drawn:]}
     return left_out
