@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --expect torch==$(TORCH) --expect t
 .PHONY: demo test test-all test-ci soak docs site code-blocks lint types bench wheel clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/embed_paragraphs.py --every 4 --batch-size 16
+	$(BIN)/python examples/embed_paragraphs.py --every 6
 
 # all features, in a few minutes; tests of DeepSpeed and lm-evaluation-harness are skipped, unless `pip install`
 # has added deepspeed and lm-eval to .venv

