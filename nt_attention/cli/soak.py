@@ -19,6 +19,7 @@ import torch
 from ..kernels import registry
 from ..kernels.backend import Backend
 from ..kernels.relative import TERMS
+from ..torch_private import FakeTensor
 from .environment import device_name
 from .soak_tools import FORMS, OF_KEYS, OF_QUERIES, TOLERANCES
 
@@ -237,5 +238,5 @@ def main(options: argparse.Namespace, names: list[str]) -> int:
 def held(device: torch.device) -> tuple[int, int]:
     """The number of tensors that exist, and the bytes that are allocated on a GPU."""
     gc.collect()
-    tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+    tensors = sum(issubclass(kind := type(x), torch.Tensor) and kind is not FakeTensor for x in gc.get_objects())
     return tensors, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

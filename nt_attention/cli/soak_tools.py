@@ -78,7 +78,7 @@ def compare(got: Results, exact: Results, dtype: torch.dtype) -> float:
         rows, past = got[name][: len(want)].double(), got[name][len(want) :]
         assert (past == (-torch.inf if name == "lse" else 0)).all(), f"{name}: rows past the last sequence are not 0"
         squares = want.masked_fill(want.isinf(), 0).square()
-        size = squares.mean(-1, keepdim=True).sqrt() + 0.1 * squares.mean().sqrt() + 0.01
+        size = squares.mean(-1, keepdim=True).sqrt() + squares.mean().sqrt() / min(10, want.shape[-1]) + 0.01
         if name.startswith("gradient"):  # an element can be the small difference of large numbers
             terms = len(exact["out"]) if name in ("gradient of bias", "gradient of sinks") else 1
             if name in ("gradient of query_bias", "gradient of key_bias"):  # of the products of `out` and its gradient

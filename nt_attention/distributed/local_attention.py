@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..functional import plan
-from ..kernels.adapters import Tensors
+from ..kernels.adapters import Tensors, differentiable_forward
 from ..kernels.autograd import Kernel, as_in_forward
 from ..kernels.backend import Backend, BackwardInputs
 from ..kernels.call import Call
@@ -66,7 +66,7 @@ class LocalAttention:
                 warn_if_slow(planned.call, self.backend)
             if backend.differentiable:
                 with saved_tensors_hooks(_keep, _kept):
-                    out, lse = backend.forward(*inputs, planned.call)[:2]
+                    out, lse = differentiable_forward(backend, inputs, planned.call)
                 return out.detach(), lse.detach(), _SavedGraph(inputs, out, lse)
         kernel = Kernel(backend)
         if not backend.is_reference:  # it may be slow, and then warns

@@ -90,6 +90,15 @@ def forward(
     return out, lse, states[0] if states else None
 
 
+def differentiable_forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tensor]:
+    """out (T, H, Dv) and lse (T, H) of a backend whose forward PyTorch differentiates. Head dims are padded."""
+    dims = _head_dims(backend, call)
+    if not backend.is_reference:  # the reference reads any strides
+        inputs = Tensors(*contiguous_in_head_dim(*_pad_all(inputs, dims)))
+    out, lse = backend.forward(*inputs, call)[:2]
+    return out[..., : call.spec.value_dim] if out.shape[-1] != call.spec.value_dim else out, lse
+
+
 def _adapted_forward(backend: Backend, inputs: Tensors, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     query, key, value = inputs
     rows = query.shape[0]

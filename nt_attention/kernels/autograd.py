@@ -52,7 +52,7 @@ def run(backend: Backend | str, tensors: Tensors, sinks: Tensor | None, call: Ca
     if isinstance(backend, Backend) and backend.differentiable and not call.spec.paged:
         if call.spec.tree:
             tensors, call = tree.with_copied_keys(tensors, call)
-        out, lse = backend.forward(*tensors, call)[:2]
+        out, lse = adapters.differentiable_forward(backend, tensors, call)
     elif call.spec.dropout_p and not is_compiling() and is_transformed() and any(map(is_in_vmap, tensors)):
         raise NotImplementedError(f"dropout in torch.vmap {_NOT_SUPPORTED}")
     elif mode == EAGER and not needs_grad and isinstance(backend, Backend) and not (call.spec.paged or call.spec.tree):

@@ -112,7 +112,8 @@ class Backend:
             (`geometry` in `kernels/call.py`). It runs in place of `forward` or `backward` if the call has no tensors
             but query, key and value, and needs no adapter. None if there is nothing to save by it.
         differentiable: Whether `forward` consists of differentiable operations. Outside of graphs, PyTorch then
-            differentiates these, any number of times, and neither `backward` nor adapters are used.
+            differentiates these, any number of times, and neither `backward` nor adapters are used, except that head
+            dims are padded and made contiguous.
         inference_only: Whether the kernel has no gradients. One of `backward`, `differentiable` and `inference_only` is
             needed.
         paged_forward: `forward` for calls in which `call.key_layout` is a `PagedLayout`, and key and value are pools

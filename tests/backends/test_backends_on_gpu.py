@@ -241,6 +241,19 @@ def test_score_mod_and_mask_mod_on_packed_rows(backend):
         assert error(result, exactly) < 8e-3, name
 
 
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((5, 1), torch.float32), ((72, 192), torch.bfloat16), ((192, 192), torch.float32)], ids=str
+)
+def test_flex_with_other_head_dims_and_strides(dims, dtype):
+    """Some of these it can't run as they are, and those that are not contiguous it would read at wrong places."""
+    drawn = [torch.randn(4, dim, 300, device="cuda", dtype=dtype).permute(2, 0, 1) for dim in (*dims[:1] * 2, dims[1])]
+    ours = supported_call("flex", drawn, [5, 295], [5, 295], is_causal=True)
+    exact = supported_call("reference", drawn, [5, 295], [5, 295], is_causal=True)
+    grad = torch.randn(300, 4, dims[1], device="cuda", dtype=dtype)
+    for x, y in zip(bits(ours, drawn, grad), bits(exact, [x.double() for x in drawn], grad.double()), strict=True):
+        assert error(x, y) < (1e-4 if dtype == torch.float32 else 8e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ON_A_GPU)
 def test_deterministic_calls_give_the_same_bits(backend, dtype):
@@ -274,6 +287,9 @@ def test_dropout_keeps_the_mean_and_its_own_gradient(backend):
         {"window_size": (-1, 5)},
         {"window_size": (5, -1), "causal_alignment": "upper_left"},
         {"window_size": (-1, 5), "causal_alignment": "upper_left"},
+        {"window_size": (-1, 40)},
+        {"window_size": (3, 40)},
+        {"window_size": (40, 3), "causal_alignment": "upper_left"},
     ],
     ids=str,
 )

@@ -135,6 +135,25 @@ class TestByName:
         for x, y in zip(found, call("reference", with_lse=False, **options), strict=True):
             torch.testing.assert_close(x, y)
 
+    def test_a_differentiable_backend_gets_its_head_dims_and_strides(self):
+        query, key = (torch.randn(4, 5, 12).permute(2, 0, 1).requires_grad_() for _ in range(2))
+        inputs, seen = (query, key, torch.randn(12, 4, 3, requires_grad=True)), []
+
+        def forward(query, key, value, call):
+            seen.extend((x.shape[-1], x.stride(-1)) for x in (query, key, value))
+            return attend(query, key, value, call)
+
+        def results(backend):
+            out = nta.varlen_attention(*inputs, nta.SequenceLayout.from_lengths([5, 7]), backend=backend)
+            return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+        head_dims = nta.HeadDims(64, least=16, equal=True)
+        with nta.register_backend(variant(DIFFERENTIABLE, forward=forward, head_dims=head_dims)):
+            found = results("toy")
+        assert seen == [(16, 1)] * 3
+        for x, y in zip(found, results("reference"), strict=True):
+            torch.testing.assert_close(x, y)
+
     def test_runs_once_and_nothing_else(self, attention_inputs, backends_that_ran, counting, ran):
         with nta.register_backend(counting):
             nta.varlen_attention(**attention_inputs, backend="toy")

@@ -23,9 +23,12 @@ def longest(layout: Layout) -> int:
 
 
 def longest_keys(call: Call) -> int:
-    """`longest` of the keys. The kernels take it for the right side of a window that is open on this side only."""
+    """`longest` of the keys; of the queries, if they are more and the right side of the window is no shorter than keys.
+
+    The kernels take it for such a side, or take that side as open. The first of many queries are further from the keys.
+    """
     most, (left, right) = longest(call.key_layout), call.spec.window.sizes
-    return max(most, longest(call.layout)) if left >= 0 > right else most
+    return max(most, longest(call.layout)) if left >= 0 > right or right >= most else most
 
 
 def tokens_first(lse: Tensor, spec: AttentionSpec) -> Tensor:
