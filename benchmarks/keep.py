@@ -54,8 +54,10 @@ def measured_commit() -> str:
 
 def machine() -> tuple[str, bool]:
     """The names of the GPUs, or of the CPU with its threads; and whether it is a GPU."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi"):
-        names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible != "" and shutil.which("nvidia-smi"):
+        of_these = ["-i", visible] if visible else []
+        names = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", *of_these).splitlines()
         return (f"{len(names)} × " if len(names) > 1 else "") + names[0], True
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
