@@ -108,7 +108,7 @@ class Draw:
             options["softcap"] = "5.0"
         if chance(0.2, "alibi"):
             shape = f"{sequences}, {heads}" if form != "tree" and chance(0.5) else str(heads)
-            options["alibi_slopes"] = f"torch.rand({shape}, device=device) / 8"
+            options["alibi_slopes"] = f"torch.rand({shape}, device=device) / 32"
         for name, mod in (("score_mod", "tilt"), ("mask_mod", "every_third")):
             if form != "tree" and chance(0.15, name):
                 options[name] = mod

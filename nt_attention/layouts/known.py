@@ -722,15 +722,16 @@ class Unwrapped(NamedTuple):
 def unwrap_each(*, for_weights: bool = True, **named: Tensor) -> tuple[Unwrapped, ...]:
     """Convert NestedTensors to packed tokens. Those with the same offsets share a layout; see `nested.take_apart`."""
     parts = nested_tensors.take_apart(for_weights=for_weights, **named)
-    in_graph: dict[int, Layout] = {}
+    in_graph: list[tuple[Tensor, Layout]] = []
     unwrapped = []
     for values, offsets, facts, rewrap in parts:
         if facts is not None:
             layout: Layout = SequenceLayout.of_facts(facts)
-        elif id(offsets) in in_graph:
-            layout = in_graph[id(offsets)]
+        elif same := [known for other, known in in_graph if other is offsets]:  # torch 2.11 has no id() in graphs
+            layout = same[0]
         else:
-            layout = in_graph[id(offsets)] = SequenceLayout.from_offsets(offsets)
+            layout = SequenceLayout.from_offsets(offsets)
+            in_graph.append((offsets, layout))
         unwrapped.append(Unwrapped(values, layout, rewrap))
     return tuple(unwrapped)
 

@@ -61,3 +61,12 @@ def test_captured_graph_of_a_packed_row():
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+def test_an_encoder_layer_on_nested_tensors_is_one_graph():
+    """On a GPU, this runs with versions of torch that no CPU runs. The offsets of what a norm gives have no source."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True, device="cuda")
+    layer.self_attn = nta.VarlenMultiheadAttention.from_torch(layer.self_attn)
+    x = nta.SequenceLayout.from_lengths([5, 17, 3], device="cuda").to_nested(torch.randn(25, 64, device="cuda"))
+    got = torch.compile(layer, backend="aot_eager", fullgraph=True)(x.requires_grad_())
+    torch.testing.assert_close(got.values(), layer(x).values(), rtol=1e-3, atol=1e-3)

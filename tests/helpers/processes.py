@@ -1,7 +1,8 @@
 """Runs test functions in several processes with a process group: gloo on the CPU, or NCCL with a GPU each.
 
-The processes stay for further tests of the same number of processes. They are forked from a server that has imported
-torch, so a start takes less than a second.
+The processes stay for further tests of the same number of processes. Those on the CPU are forked from a server that has
+imported torch, so a start takes less than a second. No GPU can be used in a fork of a process that has used one, as the
+server does if an imported package asks for the GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ class Pool:
     """Processes that wait for functions to run."""
 
     def __init__(self, world: int, backend: str) -> None:
+        context: Any = _context if backend == "gloo" else multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self._tasks = [_context.Queue() for _ in range(world)]
-        self._results = _context.Queue()
+        self._tasks = [context.Queue() for _ in range(world)]
+        self._results = context.Queue()
         store = os.path.join(self._folder.name, "store")
         self.processes = [
-            _context.Process(
+            context.Process(
                 target=_work, args=(rank, world, backend, store, sys.path, tasks, self._results), daemon=True
             )
             for rank, tasks in enumerate(self._tasks)

@@ -24,7 +24,7 @@ from .. import families
 from ..route.attention import OtherLengthError
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, bypass_mask
-from ..route.packed_row import PackedRow, extend_tables, is_unpatched, running
+from ..route.packed_row import PackedRow, SmallCall, extend_tables, is_unpatched, running
 from .attention_code import make_cached_tensors
 from .graphs import BoundedPacking, run_as_graph
 from .inputs import default_position_ids, read_packing, tokens_to_keep
@@ -97,6 +97,7 @@ class Unpatched:
     """The original forward with the arguments as they came. The patched models in it run so too, and count nothing."""
 
     call: ModelCall
+    small: SmallCall | None = None
 
     @classmethod
     def take(cls, call: ModelCall, reason: str) -> Unpatched:
@@ -107,11 +108,14 @@ class Unpatched:
     @inline_only
     def run(self) -> Any:
         """Run the call."""
-        call, known = self.call, {}
+        call = self.call
+        known: dict[str, Any] = {}
         if "position_ids" in call.arguments or "cu_seq_lens_q" in call.arguments:
             known = {"known": ()}
         elif call.inner and not call.is_inner:  # else the model around it may know more
             known = {"known": (call.model, *call.inner)}
+        if not call.is_inner:
+            known |= {"small": self.small}
         with running(row=None, padded=True, unpatched=call.inner, **known):
             return call.original(*call.args, **call.kwargs)
 
@@ -167,7 +171,8 @@ class SmallBatch(Unpatched):
         """Run the call."""
         call, entry = self.call, self.call.entry
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
-        out = Unpatched(replace(call, args=(), kwargs={**call.arguments, "return_dict": True})).run()
+        stock = replace(call, args=(), kwargs={**call.arguments, "return_dict": True})
+        out = Unpatched(stock, SmallCall(call.model)).run()
         rows = PaddedPacking(call.arguments["attention_mask"] == 0)
         done = set()
         if entry.keeps_logits_packed(call.model, call.arguments):
@@ -216,7 +221,7 @@ class Packed:
         if kept is not None:
             packed["logits_to_keep"] = kept[0].flatten()
         row = PackedRow(packing.layout, packed["position_ids"], packing.length)
-        with running(row=row if entry.needs_row else None, known=(call.model, *call.inner)):
+        with running(row=row if entry.needs_row else None, known=(call.model, *call.inner), small=None):
             out = entry.run_row(call.model, call.original, packed)
         self._finish_loss(out, share)
         if done and isinstance(packing, BoundedPacking) and "logits" in out:

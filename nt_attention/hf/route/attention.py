@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,7 +35,7 @@ from ..transformers_private import supports_sdpa
 from . import masks, positions
 from .dropout import rate_of
 from .packed_mask import CannotMaskError, PackedMask, is_bypass_mask
-from .packed_row import current_row
+from .packed_row import SmallCall, current_row, small_call_of
 
 Layouts = tuple[Layout, Layout]  # of the queries and of the keys, over all B rows concatenated
 
@@ -179,6 +180,15 @@ def attention(
     for name, x in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
         if x is not None:
             options[name] = x
+    small = small_call_of(module)
+    if (
+        small is not None
+        and over == "sdpa"
+        and (softcap is None and s_aux is None and position_bias is None and cu_seq_lens_q is None)
+        and (attention_mask is not None or not sliding_window)
+        and not isinstance(attention_mask, PackedMask)
+    ):
+        return _run_small(small, module, query, key, value, attention_mask, is_causal=is_causal, **options)
     call = _AttentionCall(over, module, query, key, value, is_causal, sliding_window, options)
     layouts, mask = None, attention_mask
     if isinstance(mask, PackedMask):  # such a mask has no causality of its own
@@ -304,6 +314,37 @@ def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Ten
         dropout_p=rate_of(dropout) if dropout else 0.0,
     )
     return cast(Tensor, out).unflatten(0, (call.query.shape[0], -1))
+
+
+def _run_small(
+    small: SmallCall,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' sdpa computes, in less host time.
+
+    A checkpoint runs the layer again outside of this call, by transformers' sdpa. Both save the same tensors.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if mask is None and (groups > 1 or query.shape[2] == 1):
+        options |= {"is_causal": is_causal, "scaling": scaling, "dropout": dropout}
+        return cast(Any, ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options))
+    if mask is None:
+        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    else:
+        is_causal, mask = False, small.additive(mask, query.dtype)
+    if groups > 1:
+        key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _run_padded(call: _AttentionCall, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...compiler import inline_only, is_compiling, outside_of_graphs
@@ -30,6 +31,34 @@ class PackedRow(NamedTuple):
     position_ids: Tensor
     length: int
     of_layer: bool = False
+
+
+class SmallCall:
+    """A call of a small batch, whose host time counts. Its rows have one sequence each, and its masks are ours.
+
+    Args:
+        model: the model that runs.
+
+    Attributes:
+        modules: its modules when it ran first. Others run as in any call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if (modules := _modules.get(model)) is None:
+            modules = _modules[model] = weakref.WeakSet(model.modules())
+        self.modules = modules
+        self._additive: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def additive(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """A bool mask as numbers to add to the scores. All layers get the same mask, so it is converted once."""
+        if mask.dtype != torch.bool:
+            return mask
+        if id(mask) not in self._additive:
+            self._additive[id(mask)] = mask, torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        return self._additive[id(mask)][1]
+
+
+_modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 class LayerCalls:
@@ -72,6 +101,7 @@ class _Thread(threading.local):
             said where sequences begin, or they run a packed row.
         layers: the layers of the model that runs, if they pack; None in other models, and if a checkpoint runs a layer
             again.
+        small: a call that runs as in the unpatched model over sdpa, and whose rows have one sequence each; or None.
     """
 
     def __init__(self) -> None:  # runs in each thread; a graph would take defaults of the class for constants
@@ -81,6 +111,7 @@ class _Thread(threading.local):
         self.rows_of_head: tuple[Any, dict[str, Any]] = (None, {})
         self.known: tuple[Any, ...] = ()
         self.layers: LayerCalls | None = None
+        self.small: SmallCall | None = None
 
 
 _thread = _Thread()
@@ -99,6 +130,12 @@ def runs_padded() -> bool:
 def current_layers() -> LayerCalls | None:
     """The layers of the model that runs now in this thread, if they pack."""
     return _thread.layers
+
+
+def small_call_of(module: nn.Module) -> SmallCall | None:
+    """The call of a small batch that runs in this thread, if this module is a part of its model. None in a graph."""
+    small = None if is_compiling() else _thread.small
+    return small if small is not None and module in small.modules else None
 
 
 def is_unpatched(model: Any) -> bool:
