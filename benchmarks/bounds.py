@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from by_turns import show
 
-from nt_attention.cli.implementations import Inputs, attention
+from nt_attention.cli.implementations import CaseInputs, attention
 from nt_attention.cli.timing import device_ms
 from nt_attention.cli.workloads import WORKLOADS
 from nt_attention.functional import varlen_attention
@@ -26,7 +26,7 @@ from nt_attention.layouts.bounded import BoundedLayout
 WAYS = {"exact": 0.0, "same size": 1.0, "twice": 2.0}  # → the bounds over the real size
 
 
-def with_bounds(inputs: Inputs, bound: float) -> Inputs:
+def with_bounds(inputs: CaseInputs, bound: float) -> CaseInputs:
     """The inputs with a layout that only knows bounds, which are `bound` times the real sizes."""
     layout, rows = inputs.layout, round(bound * inputs.layout.total)
     bounded = BoundedLayout(layout.cu_seqlens.clone(), round(bound * layout.max_seqlen), rows)
@@ -48,7 +48,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for name in ("A", "D", "E"):
-        exact = Inputs.random(WORKLOADS[name], torch.device("cuda"), torch.bfloat16)
+        exact = CaseInputs.random(WORKLOADS[name], torch.device("cuda"), torch.bfloat16)
         ways = {way: with_bounds(exact, bound) if bound else exact for way, bound in WAYS.items()}
         for backend in options.backends:
             calls = {way: attention(backend, inputs) for way, inputs in ways.items()}
@@ -62,10 +62,12 @@ def main() -> None:
                 lines.append(f"| {name} | {backend} | {direction} | {ms['exact']:.3f} | {cells} |")
     lines += ["", "| workload | plan and first forward, µs | forward, µs |", "|---|---|---|"]
     for name in ("A", "D", "E"):
-        inputs = with_bounds(Inputs.random(WORKLOADS[name], torch.device("cuda"), torch.bfloat16), 2.0)
+        inputs = with_bounds(CaseInputs.random(WORKLOADS[name], torch.device("cuda"), torch.bfloat16), 2.0)
         offsets, longest, total = inputs.layout.cu_seqlens, inputs.layout.max_seqlen, inputs.layout.total
 
-        def first(inputs: Inputs = inputs, given: tuple[torch.Tensor, int, int] = (offsets, longest, total)) -> None:
+        def first(
+            inputs: CaseInputs = inputs, given: tuple[torch.Tensor, int, int] = (offsets, longest, total)
+        ) -> None:
             varlen_attention(*inputs.qkv, BoundedLayout(*given), backend="token_tiled", **inputs.options)
 
         again = attention("token_tiled", inputs).forward

@@ -77,15 +77,16 @@ def speed(options: argparse.Namespace) -> list[str]:
         for i in range(options.rounds):
             batch = draw(rows, shortest, longest)
             for way, model in models.items():
-                ms = wall_clock_ms(partial(model, **batch))
-                times[way] += [ms] if i >= 3 else []
+                took = wall_clock_ms(partial(model, **batch))
+                times[way] += [took] if i >= 3 else []
         ms = {way: statistics.median(each) for way, each in times.items()}
         padded = min(each for way, each in ms.items() if "padded" in way)
         cells = [f"{ms[way]:.2f}" for way in models]
         for way, handle in handles.items():
             assert handle.graphs is not None
             assert set(handle.graphs.calls) == {None}, handle
-            busy = device_ms(list(handle.graphs._graphs.values())[-1].replay)  # the graph that ran last
+            (of_module,) = handle.graphs._modules.values()
+            busy = device_ms(list(of_module.graphs.values())[-1]._replay)  # the graph that ran last
             cells += [f"{padded / ms[way]:.2f} ×", f"{busy:.2f}"]
         lines.append(f"| {name} | {rows} of {shortest} to {longest} | {' | '.join(cells)} |")
     return lines

@@ -28,7 +28,7 @@ from torch.nn.attention.varlen import varlen_attn
 import nt_attention as nta
 from nt_attention.cli.timing import host_us
 from nt_attention.functional import plan
-from nt_attention.kernels.select import BACKENDS
+from nt_attention.kernels.registry import BACKENDS
 
 LENGTHS = [30, 7, 64, 27]
 CALLS = 100

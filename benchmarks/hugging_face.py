@@ -237,6 +237,15 @@ def packed_by_hand(kind: Any, config: Any, layout: nta.SequenceLayout, ids: Tens
 
 
 def measure(found: dict[str, Way], rounds: int) -> None:
+    for name in list(found):
+        try:
+            found[name].model.train()
+            wall_clock_ms(found[name].train)
+        except torch.OutOfMemoryError:
+            print(f"{name}: not enough memory", file=sys.stderr)
+            del found[name]
+        gc.collect()
+        torch.cuda.empty_cache()
     for what in ("infer", "train"):
         for way in found.values():
             way.model.train(what == "train")

@@ -26,7 +26,7 @@ from torch import Tensor
 import nt_attention as nta
 from nt_attention.cli.environment import device_name
 from nt_attention.functional import plan
-from nt_attention.kernels import adapters, custom_ops, select
+from nt_attention.kernels import adapters, custom_ops, registry
 from nt_attention.kernels.adapters import Tensors
 from nt_attention.kernels.backend import Backend, BackwardInputs, Gradients
 from nt_attention.kernels.backends import cpu
@@ -44,7 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = select.BACKENDS[options.backend] if device.type == "cuda" else without_kernels()
+    backend = registry.BACKENDS[options.backend] if device.type == "cuda" else without_kernels()
     kernels = f"kernels of {backend.name}" if device.type == "cuda" else "no kernels"
     lines = [
         f"{device_name(device)}, torch {torch.__version__}, {kernels}: µs of host time for a call",
@@ -67,7 +67,7 @@ def without_kernels() -> Backend:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
     backend = dataclasses.replace(cpu.BACKEND, name="none", forward=forward, backward=backward)
-    select.BACKENDS[backend.name] = backend
+    registry.BACKENDS[backend.name] = backend
     return backend
 
 

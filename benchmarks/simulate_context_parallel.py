@@ -46,7 +46,7 @@ from nt_attention.distributed.exchange_heads import Heads
 from nt_attention.distributed.planner import Mask, ShardPlan, chunk_sizes, make_plan, needed_keys
 
 # GPUs → batch → ms of calls in a row: on one GPU, with the exchange of keys, with that of heads, and with no exchange.
-# From torchrun --nproc-per-node 2 benchmarks/context_parallel.py, on two NVIDIA H100.
+# From torchrun benchmarks/context_parallel.py, on two and on four NVIDIA H100.
 MEASURED: dict[int, dict[str, tuple[float, float, float, float]]] = {
     2: {
         "160 short, 64k": (6.64, 3.37, 9.65, 3.38),
@@ -54,7 +54,11 @@ MEASURED: dict[int, dict[str, tuple[float, float, float, float]]] = {
         "one of 16k": (12.67, 7.00, 8.09, 6.49),
         "one of 131k": (818.4, 413.5, 419.6, 412.5),
     },
-    4: {},
+    4: {
+        "160 short, 64k": (6.58, 1.75, 5.47, 1.74),
+        "11 with a long tail, 16k": (4.14, 1.88, 4.07, 1.37),
+        "one of 16k": (12.59, 4.26, 4.42, 3.28),
+    },
 }
 HOST = 8  # GPUs
 TOKENS = 8192  # of a GPU

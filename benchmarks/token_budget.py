@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from importlib.resources import files
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -65,7 +65,7 @@ def samplers(lengths: list[int], rows: int) -> dict[str, Callable[[int], list[li
     }
 
 
-def steps(ids: list[list[int]], patched: bool) -> Iterator[float]:
+def steps(ids: list[list[int]], patched: bool) -> Generator[float, list[int], None]:
     """Take a batch of indices, train on it, and give the seconds that it took."""
     torch.manual_seed(0)
     config = BertConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512)

@@ -35,7 +35,7 @@ from nt_attention.cli.environment import device_name
 from nt_attention.functional import plan
 from nt_attention.kernels import tree as ways
 from nt_attention.kernels.call_size import CallSize
-from nt_attention.kernels.select import BACKENDS
+from nt_attention.kernels.registry import BACKENDS
 
 # name → the most tokens of a segment and the number of its continuations at each depth, roots, heads, key heads, D
 SHAPES: dict[str, tuple[list[tuple[int, int]], int, int, int, int]] = {

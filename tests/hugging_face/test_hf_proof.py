@@ -20,7 +20,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, L
 
 import nt_attention as nta
 from nt_attention.hf import families
-from nt_attention.hf.prove import store
+from nt_attention.hf.prove import diagnosis, store
 from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 from nt_attention.hf.prove.trial_runs import relative_error
 from nt_attention.hf.prove.user_code import replaced_functions
@@ -671,6 +671,28 @@ def test_shipped_proofs_are_what_is_found_now(model_type, class_name):
         found = store.as_fields(store.make(model))
         assert found.keys() == entry["proof"].keys(), found
         assert found | {"reason": ""} == entry["proof"] | {"reason": ""}
+
+
+def test_checks_shipped_for_older_versions_were_made_by_the_same_code():
+    """A class that is packed with the newest version is packed with the others, but for what they can't do."""
+    files = sorted(store.SHIPPED.glob("*.json"))
+    *older, newest = ({x["class"]: x["proof"].get("reason") for x in store.read_entries(file)} for file in files)
+    assert older
+    for refused in older:
+        only = {name for name, reason in refused.items() if reason and newest.get(name, reason) is None}
+        assert only <= {"UMT5Model", "UMT5ForConditionalGeneration", "UMT5ForQuestionAnswering"}
+
+
+def test_a_change_that_a_later_module_makes_larger_is_that_of_the_earlier_one():
+    """A state that decays fast changes the next sequence by 3e-6, and the norm after it by 2e-5."""
+    values = torch.ones(3, 4, dtype=torch.float64)
+    mixer, norm = (diagnosis._Seen(name, name, [values], [values]) for name in ("Mixer", "Norm"))
+    changed_mixer = mixer._replace(outputs=[values * (1 + 3e-6)])
+    changed_norm = norm._replace(inputs=changed_mixer.outputs, outputs=[values * (1 + 2e-5)])
+    assert diagnosis._first_change([mixer, norm], [changed_mixer, changed_norm]).name == "Mixer"
+    assert diagnosis._first_change([norm], [changed_norm]).name == "Norm"
+    assert diagnosis._first_change([mixer, norm], [mixer, changed_norm._replace(inputs=[values])]).name == "Norm"
+    assert diagnosis._first_change([mixer], [changed_mixer]) is None
 
 
 @pytest.mark.sweep  # it imports all models

@@ -19,6 +19,7 @@ from ..route.packed_mask import PackedMask
 from .twin import padding_of, vocabulary_of
 
 _TOLERANCE = 1e-5
+_LOWER_TOLERANCE = 1e-7  # for changes that later modules make larger
 _WIDEST = 4  # tokens that a convolution reaches; a state that decays reaches more
 
 
@@ -123,30 +124,33 @@ def _changed(base: Any, one: list[Tensor], two: list[Tensor]) -> _Cause | None:
     return _first_change(_run(base, one, 1), _run(base, two, 1))
 
 
-def _first_change(one: list[_Seen], two: list[_Seen]) -> _Cause | None:
-    for before, after in zip(one, two, strict=False):
+def _first_change(one: list[_Seen], two: list[_Seen], tolerance: float = _TOLERANCE) -> _Cause | None:
+    """The first module whose outputs change, though its inputs do not. If they change a little, the cause is before."""
+    for index, (before, after) in enumerate(zip(one, two, strict=False)):
         if before.name != after.name:
             return None
-        if _differ(before.inputs, after.inputs):
+        if _differ(before.inputs, after.inputs, tolerance):
             continue
         for x, y in zip(before.outputs, after.outputs, strict=False):
-            if (changed := _by_token(x, y)).any():
-                return _Cause(before.name, before.kind, changed.tolist())
+            if (changed := _by_token(x, y, tolerance)).any():
+                grown = tolerance > _LOWER_TOLERANCE and _differ(before.inputs, after.inputs, _LOWER_TOLERANCE)
+                cause = _first_change(one[:index], two[:index], _LOWER_TOLERANCE) if grown else None
+                return cause or _Cause(before.name, before.kind, changed.tolist())
     return None
 
 
-def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
-    return any(bool(_by_token(x, y).any()) for x, y in zip(some, others, strict=False))
+def _differ(some: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
+    return any(bool(_by_token(x, y, tolerance).any()) for x, y in zip(some, others, strict=False))
 
 
-def _by_token(x: Tensor, y: Tensor) -> Tensor:
+def _by_token(x: Tensor, y: Tensor, tolerance: float) -> Tensor:
     """(n,) bool, whether the values of a token differ."""
     if x.shape != y.shape:
         return torch.ones(1, dtype=torch.bool)
     if not x.numel():
         return torch.zeros(1, dtype=torch.bool)
     x, y = x.double().reshape(len(x), -1), y.double().reshape(len(y), -1)
-    return (x - y).abs().amax(1) > _TOLERANCE * max(1e-6, float(x.abs().max()))
+    return (x - y).abs().amax(1) > tolerance * max(1e-6, float(x.abs().max()))
 
 
 def _run(base: Any, row: list[Tensor], which: int) -> list[_Seen]:

@@ -180,16 +180,9 @@ def attention(
     for name, x in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
         if x is not None:
             options[name] = x
-    small = small_call_of(module)
-    if (
-        small is not None
-        and over == "sdpa"
-        and (softcap is None and s_aux is None and position_bias is None and cu_seq_lens_q is None)
-        and (attention_mask is not None or not sliding_window)
-        and not isinstance(attention_mask, PackedMask)
-    ):
-        return _run_small(small, module, query, key, value, attention_mask, is_causal=is_causal, **options)
     call = _AttentionCall(over, module, query, key, value, is_causal, sliding_window, options)
+    if cu_seq_lens_q is None and (small := small_call_of(module)) and _may_run_small(call, attention_mask):
+        return _run_small(small, call, attention_mask), None
     layouts, mask = None, attention_mask
     if isinstance(mask, PackedMask):  # such a mask has no causality of its own
         row = current_row()
@@ -316,35 +309,36 @@ def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Ten
     return cast(Tensor, out).unflatten(0, (call.query.shape[0], -1))
 
 
-def _run_small(
-    small: SmallCall,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    is_causal: bool | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[Tensor, None]:
+def _may_run_small(call: _AttentionCall, mask: Tensor | None) -> bool:
+    """Whether `_run_small` can run a call of a small batch: sdpa would, and has no mask to make."""
+    has_mask = mask is not None and not isinstance(mask, PackedMask)
+    options = call.options
+    is_plain = "softcap" not in options and "s_aux" not in options and "position_bias" not in options
+    return call.over == "sdpa" and is_plain and (has_mask or (mask is None and not call.sliding_window))
+
+
+def _run_small(small: SmallCall, call: _AttentionCall, mask: Tensor | None) -> Tensor:
     """What transformers' sdpa computes, in less host time.
 
     A checkpoint runs the layer again outside of this call, by transformers' sdpa. Both save the same tensors.
     """
+    _, module, query, key, value, is_causal, _, options = call
     groups = query.shape[1] // key.shape[1]
     if mask is None and (groups > 1 or query.shape[2] == 1):
-        options |= {"is_causal": is_causal, "scaling": scaling, "dropout": dropout}
-        return cast(Any, ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options))
+        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, is_causal=is_causal, **options)
+        return cast(Tensor, out)
     if mask is None:
         is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     else:
         is_causal, mask = False, small.additive(mask, query.dtype)
     if groups > 1:
         key, value = (x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (key, value))
-    out = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale=scaling)
-    return out.transpose(1, 2).contiguous(), None
+    dropout, scale = options.get("dropout", 0.0), options.get("scaling")
+    return (
+        F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale=scale)
+        .transpose(1, 2)
+        .contiguous()
+    )
 
 
 def _run_padded(call: _AttentionCall, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
