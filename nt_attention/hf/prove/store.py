@@ -134,13 +134,14 @@ def key_of(model: PreTrainedModel) -> str | None:
     quirks = [function for function in (family.pool, family.embed) if function is not None]
     if has_other_code(model) or any(not str(getattr(x, "__module__", "")).startswith("nt_attention.") for x in quirks):
         return None
+    of_others = [each for each in classes_of(model) if not each.__module__.startswith("torch.")]  # as in other versions
     fields = {
         "class": name_of(kind),
         "config": twin_config(kind, families.config_of(model)),
         "parts": sorted(parts_of(model)),
         "marks": sorted(marks_of(model)),
         "family": [family.positions, *([x.__module__, x.__qualname__] for x in quirks)],
-        "sources": sorted({_digest(file) for each in classes_of(model) if (file := _file_of(each))}),
+        "sources": sorted({_digest(file) for each in of_others if (file := _file_of(each))}),
         "versions": [transformers.__version__, has_packages(), *(["cuda"] if may_need_gpu() else [])],
         **{"attention": None, "replaced": [], "own code": []},  # they were other values in models with other code
     }
