@@ -15,6 +15,7 @@ from nt_attention.hf.families import CACHE
 from nt_attention.hf.pack import packed_forward, small_batches
 from nt_attention.hf.pack.change_model import attention_modules
 from nt_attention.hf.pack.small_batches import Costs, Size
+from nt_attention.hf.route.packed_row import SmallCall
 from nt_attention.patch import NotPackedWarning
 
 SMALL = "the batch is too small to gain from packing"
@@ -130,6 +131,13 @@ def test_few_more_operations_than_without_the_patch(everything_is_small):
             counts.append(launches.count)
         assert handle.calls == {SMALL: 1}
         assert counts[1] <= counts[0] + 2, counts
+
+
+def test_layers_of_two_dtypes_share_a_mask():
+    small, mask = SmallCall(torch.nn.Linear(2, 2)), torch.tensor([[True, False]])
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        assert torch.equal(small.additive(mask, dtype), torch.tensor([[0.0, -torch.inf]], dtype=dtype))
+        assert small.additive(mask, dtype) is small.additive(mask, dtype)
 
 
 def test_logits_have_one_form(everything_is_small):

@@ -310,7 +310,7 @@ def _run_packed(call: _AttentionCall, layout: Layout, key_layout: Layout) -> Ten
 
 
 def _may_run_small(call: _AttentionCall, mask: Tensor | None) -> bool:
-    """Whether `_run_small` can run a call of a small batch: sdpa would, and has no mask to make."""
+    """Whether `_run_small` can run a call of a small batch: one that sdpa runs with this mask as it is."""
     has_mask = mask is not None and not isinstance(mask, PackedMask)
     options = call.options
     is_plain = "softcap" not in options and "s_aux" not in options and "position_bias" not in options

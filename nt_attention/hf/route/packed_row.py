@@ -47,15 +47,16 @@ class SmallCall:
         if (modules := _modules.get(model)) is None:
             modules = _modules[model] = weakref.WeakSet(model.modules())
         self.modules = modules
-        self._additive: dict[int, tuple[Tensor, Tensor]] = {}
+        self._additive: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def additive(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """A bool mask as numbers to add to the scores. All layers get the same mask, so it is converted once."""
         if mask.dtype != torch.bool:
             return mask
-        if id(mask) not in self._additive:
-            self._additive[id(mask)] = mask, torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-        return self._additive[id(mask)][1]
+        key = id(mask), dtype  # layers may compute in other dtypes
+        if key not in self._additive:
+            self._additive[key] = mask, torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        return self._additive[key][1]
 
 
 _modules: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
