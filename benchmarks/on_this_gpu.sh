@@ -68,9 +68,10 @@ part_models() {
 part_more_models() { keep more_models benchmarks/hugging_face.py --models camembert mixtral olmo2 gemma bart --rounds 9; }
 part_relative_bias() { keep relative_bias_models benchmarks/hugging_face.py --models mpnet deberta-v3 t5 --rounds 9; }
 part_hybrids() {
-  keep hybrids benchmarks/hybrids.py --models lfm3 nemotron_h --width 2048
+  keep hybrids benchmarks/hybrids.py --models nemotron_h --width 2048
   keep hybrids benchmarks/hybrids.py --models qwen3_5 --width 1024
   keep encoder_layers benchmarks/encoder_layers.py --rounds 10
+  keep hybrids benchmarks/hybrids.py --models lfm3 --width 2048 # last: transformers 5.17 has no lfm3
 }
 part_compiled_bert() { keep compiled_bert benchmarks/compiled_models.py bert; }
 part_compiled_modernbert() { keep compiled_modernbert benchmarks/compiled_models.py modernbert; }
