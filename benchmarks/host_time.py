@@ -4,9 +4,10 @@
 
 For each backend: a direct call of its kernel, ``varlen_attention`` on packed tensors, and on NestedTensors that are
 leaves or the results of a projection; then NestedTensor SDPA. A second table has forward and backward, also of
-PyTorch's own ``varlen_attn``, and of an autograd function without any attention: the difference between packed tensors
-and NestedTensors is then PyTorch's own. It wraps values as PyTorch's operators do, or by its public function. Times are
-in µs, medians over bursts of calls in one run.
+PyTorch's own ``varlen_attn``, and of an autograd function without any attention, which copies tensors only: its time is
+PyTorch's own. It wraps values as PyTorch's operators do, or by its public function. "One thread" is under
+``torch.autograd.set_multithreading_enabled(False)``, or else a second thread runs backwards. Times are in µs, medians
+over bursts of calls in one run.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def main() -> None:
     options = parser.parse_args()
     layout = nta.SequenceLayout.from_lengths(LENGTHS, device="cuda")
     us = functools.partial(host_us, calls=CALLS)
-    step = functools.partial(host_us, calls=20)  # more would fill the device's queue
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: µs of host time, forward with gradients",
         "",
         "| backend | kernel alone | packed | overhead | NestedTensor | overhead | from a projection | overhead |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    both = ["", "Forward and backward:", "", "| backend | packed | NestedTensor | difference |", "|---|---|---|---|"]
+    both = ["", "Forward and backward:", "", "| backend | packed | packed, one thread | NestedTensor | difference |"]
+    both.append("|---|---|---|---|---|")
     for name, backend in BACKENDS.items():
         dtype = torch.float32 if name == "torch_efficient" else torch.bfloat16
         if backend.missing() or backend.backward is None or backend.device_type == "cpu":
@@ -63,17 +64,19 @@ def main() -> None:
         times.append(us(functools.partial(attend, *projected)))
         cells = " | ".join(f"{t:.0f} | {t - raw:.0f}" for t in times)
         lines.append(f"| {name} | {raw:.0f} | {cells} |")
-        a, b = step(_with_backward(attend, packed, layout)), step(_with_backward(attend, nested))
-        both.append(f"| {name} | {a:.0f} | {b:.0f} | {b - a:.0f} |")
+        a, one_thread = _steps(_with_backward(attend, packed, layout))
+        b, _ = _steps(_with_backward(attend, nested))
+        both.append(f"| {name} | {a:.0f} | {one_thread:.0f} | {b:.0f} | {b - a:.0f} |")
     offsets, length = layout.cu_seqlens, layout.max_seqlen
     packed = [torch.randn(layout.total, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     stock = _with_backward(varlen_attn, packed, offsets, offsets, length, length)
-    lines += [*both, f"| PyTorch's varlen_attn | {step(stock):.0f} | – | – |"]
+    a, one_thread = _steps(stock)
+    lines += [*both, f"| PyTorch's varlen_attn | {a:.0f} | {one_thread:.0f} | – | – |"]
     nested = [layout.to_nested(x.detach()).requires_grad_() for x in packed]
-    a = step(_with_backward(_NoAttention.apply, packed, lambda values, offsets: values))
+    a, one_thread = _steps(_with_backward(_NoAttention.apply, packed, lambda values, offsets: values))
     for name, wrap in (("as operators do", _wrap_directly), ("by the public function", nested_tensor_from_jagged)):
-        b = step(_with_backward(_NoAttention.apply, nested, wrap))
-        lines.append(f"| no attention, wrapped {name} | {a:.0f} | {b:.0f} | {b - a:.0f} |")
+        b, _ = _steps(_with_backward(_NoAttention.apply, nested, wrap))
+        lines.append(f"| no attention, wrapped {name} | {a:.0f} | {one_thread:.0f} | {b:.0f} | {b - a:.0f} |")
     lines += ["", f"NestedTensor SDPA: {host_us(_nested_sdpa(layout), 20):.0f} µs."]
     show(lines, options.save)
 
@@ -81,6 +84,13 @@ def main() -> None:
 def _with_backward(attend: Callable[..., Any], inputs: list[Tensor], *arguments: Any) -> Callable[[], object]:
     grad = attend(*inputs, *arguments).detach()
     return lambda: torch.autograd.grad(attend(*inputs, *arguments), inputs, grad)
+
+
+def _steps(step: Callable[[], object]) -> tuple[float, float]:
+    """The host time of a forward and backward, and that with the backward in the calling thread."""
+    times = host_us(step, 20, 25)  # more calls would fill the device's queue
+    with torch.autograd.set_multithreading_enabled(False):
+        return times, host_us(step, 20, 25)
 
 
 class _NoAttention(torch.autograd.Function):
