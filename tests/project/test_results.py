@@ -95,7 +95,7 @@ def test_gpu_figures_name_a_kept_result_and_its_commit(page):
         ("On an H200 3.4 ms ([r](../benchmarks/results/trainers_h200.md), measured at `8e74535`).", None),
         ("[r](benchmarks/results/no_such_file.md)", "is not in"),
         ("[r](benchmarks/results/trainers_h200.md), of which half was measured at `8e74535`", "not in the form"),
-        ("On an H200 **4.4 ×** ([all](docs/performance.md)).", None),
+        ("On an H200 **4.3 ×** ([all](docs/performance.md)).", None),
         ("On an H200 **99.9 ×** ([all](docs/performance.md)).", "no result"),
         ("On an H200 3.4 ms ([all](docs/performance.md)).", "no result"),
         ("On a GPU, choose 2 streams.\n\nOn a CPU it takes 3.4 ms.", None),
