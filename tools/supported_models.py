@@ -58,6 +58,7 @@ REGISTERED = {
     "the mask of eager": 'needs `register("eager")`',
     "arguments to its attention": "is not supported by `register`",
     "does not run its attn_implementation": "does not run the attention in its config: use `patch`",
+    "does not run an attention implementation": "does not run the attention in its config: use `patch`",
     "refused by transformers": "transformers refuses the name of our attention: use `patch`",
     "WRONG": "**mixes sequences, and is not noticed**: it runs layers of its own, and calls none of our functions",
 }

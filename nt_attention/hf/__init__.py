@@ -1,12 +1,16 @@
 """Support for Hugging Face transformers. Importing this package imports transformers.
 
-It also registers the attention implementation "nt_attention/flash" with transformers.
+It also registers the attention implementation "nt_attention/flash" with transformers, and refuses ours for classes that
+would not run it.
 """
 
 from .families import add_family
 from .route.attention import register
 from .route.flash import register_flash
+from .route.running_call import refuse_unused
+from .transformers_private import check_attention_names
 
 __all__ = ["add_family", "register"]
 
 register_flash()
+check_attention_names(refuse_unused)

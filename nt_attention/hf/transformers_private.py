@@ -7,11 +7,14 @@ or an error says what is missing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 ATTENTION = "_attn_implementation_internal"  # the attribute of a config with the name of its attention implementation
 
@@ -29,6 +32,32 @@ def attention_attributes(config: Any) -> dict[str, Any]:
 def can_set_attention(model: Any) -> bool:
     """Whether a model runs its attention through transformers' interface, by its source."""
     return bool(getattr(model, "_can_set_attn_implementation", bool)())
+
+
+def asks_for_attention(cls: Any) -> bool:
+    """Whether a class of transformers may run an attention implementation of transformers' interface.
+
+    If it says that it supports one, or if a part of it may, which is not in its file.
+    """
+    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
+    if any(getattr(cls, flag, False) for flag in flags):
+        return True
+    source = inspect.getsource(sys.modules[cls.__module__])
+    return any(name in source for name in ("ALL_ATTENTION_FUNCTIONS", "AutoModel", "_from_config"))
+
+
+def check_attention_names(check: Callable[[Any, Any], None]) -> None:
+    """Call `check(model, name)` whenever a model gets an attention implementation. Older versions have other hooks."""
+    name = "_check_and_adjust_attn_implementation"
+    if (original := getattr(PreTrainedModel, name, None)) is None:
+        return
+
+    @functools.wraps(original)
+    def adjust(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, attn_implementation)
+        return original(self, attn_implementation, *args, **kwargs)
+
+    setattr(PreTrainedModel, name, adjust)
 
 
 def supports_sdpa(model: Any) -> bool:

@@ -1,12 +1,28 @@
 """transformers' own tests of an attention implementation, with ours by its registered name."""
 
+import contextlib
+import copy
 import functools
 
+import pytest
 import tiny
 import torch
 from sweeps import covering
 from tiny import EVERY, LENGTHS
-from transformers import DataCollatorWithFlattening
+from transformers import (
+    DataCollatorWithFlattening,
+    DebertaV2Config,
+    DebertaV2Model,
+    LlamaConfig,
+    LlamaModel,
+    MambaConfig,
+    MambaModel,
+    OpenAIGPTConfig,
+    OpenAIGPTModel,
+    PreTrainedModel,
+    XLNetConfig,
+    XLNetModel,
+)
 
 import nt_attention as nta
 
@@ -65,3 +81,39 @@ def test_generation_continues_from_a_cache_with_position_ids(model_type, name, p
             out = ours(new, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(ids, want)
+
+
+@pytest.mark.parametrize("name", ["nt_attention", "nt_attention_eager", "nt_attention/flash"])
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (DebertaV2Model, DebertaV2Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)),
+        (MambaModel, MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9)),
+        (OpenAIGPTModel, OpenAIGPTConfig(n_embd=8, n_layer=1, n_head=1, vocab_size=9)),
+        (XLNetModel, XLNetConfig(d_model=8, n_layer=1, n_head=1, d_inner=8, vocab_size=9)),
+    ],
+)
+def test_classes_that_run_no_attention_by_name_are_refused(cls, config, name):
+    """They would mix the sequences of a packed row."""
+    nta.hf.register(), nta.hf.register("eager")
+    with pytest.raises(ValueError, match=f"{cls.__name__} does not run an attention implementation by name"):
+        cls._from_config(copy.deepcopy(config), attn_implementation=name)
+    model = cls(copy.deepcopy(config))
+    with contextlib.suppress(ValueError):  # transformers ignores it, or we refuse it
+        model.set_attn_implementation(name)
+    assert not str(model.config._attn_implementation).startswith("nt_attention")
+
+
+def test_classes_of_users_are_not_refused():
+    """A part of them may run it."""
+
+    class Wrapper(PreTrainedModel):
+        config_class = LlamaConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.part = LlamaModel(config)
+
+    config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    model = Wrapper._from_config(config, attn_implementation=nta.hf.register())
+    assert model.part.config._attn_implementation == "nt_attention"

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ...layouts.protocol import Layout
 from ...torch_private import buffers_of, parameters_of
 from .. import families
-from ..transformers_private import attention_of
+from ..transformers_private import asks_for_attention, attention_of
 from . import positions
 from .hand_packed import layout_of_lengths, mixed_rows_error
 from .packed_mask import PackedMask, is_bypass_mask
@@ -172,6 +172,22 @@ COUNT_POSITIONS = frozenset({
 NEED_EAGER = frozenset({"bigbird_pegasus", "deepseek_v4", "git", "inkling2_text", "nllb-moe"})
 # Models whose attention takes more arguments than ours.
 NOT_SUPPORTED = frozenset({"glm_moe_dsa"})
+
+
+def refuse_unused(model: Any, name: Any) -> None:
+    """Refuse our attention for a class of transformers that would not run it, and would mix the sequences of a row.
+
+    Raises:
+        ValueError: its layers ask for no attention implementation.
+    """
+    if not isinstance(name, str) or not name.startswith(_OURS):
+        return
+    cls = families.class_of(model)
+    if cls.__module__.startswith("transformers.") and not asks_for_attention(cls):
+        raise ValueError(
+            f"{cls.__name__} does not run an attention implementation by name, so {name!r} would do nothing: leave "
+            "attn_implementation out, and call nt_attention.patch(model)."
+        )
 
 
 def running_call() -> RunningCall | None:
