@@ -35,15 +35,12 @@ def can_set_attention(model: Any) -> bool:
 
 
 def asks_for_attention(cls: Any) -> bool:
-    """Whether a class of transformers may run an attention implementation of transformers' interface.
-
-    If it says that it supports one, or if a part of it may, which is not in its file.
-    """
-    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
-    if any(getattr(cls, flag, False) for flag in flags):
+    """Whether a class of transformers, or a part of it in another file, may run an attention implementation by name."""
+    try:
+        source = inspect.getsource(sys.modules[cls.__module__])
+    except OSError:  # not known
         return True
-    source = inspect.getsource(sys.modules[cls.__module__])
-    return any(name in source for name in ("ALL_ATTENTION_FUNCTIONS", "AutoModel", "_from_config"))
+    return supports_sdpa(cls) or "ALL_ATTENTION_FUNCTIONS" in source or "AutoModel" in source
 
 
 def check_attention_names(check: Callable[[Any, Any], None]) -> None:
