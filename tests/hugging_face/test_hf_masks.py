@@ -104,7 +104,7 @@ def test_mask_is_none_for_plain_masks_without_padding(over, name, padding):
     mask_function, there = {**PLAIN, **NOT_PLAIN}[name], PADDINGS[padding]
     function = {"sdpa": stock.sdpa_mask, "eager": stock.eager_mask}[over]
     skips = {"allow_is_causal_skip": name == "causal", "allow_is_bidirectional_skip": name == "bidirectional"}
-    for model_type in ("llama", "olmo2", None):
+    for model_type in ("llama", "nemotron", None):
         config = None if model_type is None else transformers.CONFIG_MAPPING[model_type]()
         got = make_mask(over, mask_function, there, config, name=name, **skips)
         none = model_type == "llama" and name in PLAIN and padding in ("no mask", "all ones")

@@ -23,8 +23,16 @@ from .running_call import RunningCall, has_scaled_rope, running_call
 MaskFunction = Callable[..., Any]
 # Models that pass is_causal, sliding_window, cu_seq_lens and position_ids to every attention call.
 _PASS_GEOMETRY = {
-    "albert", "bert", "deepseek_v3", "distilbert", "electra", "esm", "eurobert", "gemma2", "gemma3_text", "gpt2",
-    "gpt_neox", "gpt_oss", "llama", "mistral", "modernbert", "opt", "phi3", "qwen2", "qwen3", "roberta", "xlm-roberta",
+    "afmoe", "albert", "apertus", "arcee", "axk1", "beam", "bert", "bert-generation", "bitnet", "camembert",
+    "cohere", "cohere2", "cohere2_moe", "cwm", "data2vec-text", "deepseek_v2", "deepseek_v3", "diffllama",
+    "distilbert", "electra", "ernie", "ernie4_5", "ernie4_5_moe", "esm", "eurobert", "exaone4", "exaone_moe",
+    "flex_olmo", "flint", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_neox",
+    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "kolibri1", "laguna", "llama",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "mistral", "mixtral",
+    "modernbert", "modernbert-decoder", "nanochat", "nomic_bert", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi",
+    "phi3", "qwen2", "qwen3", "qwen3_moe", "roberta", "roberta-prelayernorm", "roc_bert", "seed_oss", "smollm3",
+    "solar_open", "starcoder2", "vaultgemma", "xlm-roberta", "xlm-roberta-xl", "youtu",
 }  # fmt: skip
 
 # Those of them that pass on cu_seq_lens, but not position_ids.
