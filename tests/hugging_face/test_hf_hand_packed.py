@@ -25,8 +25,8 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 FORMS = rows_matrix.FORMS[1:]
 NO_POSITIONS = {"cu_seq_lens_q": "refused"}
 CASES = {
-    ("gptj", "GPTJForCausalLM"): ("right", "refused by transformers"),
-    ("gptj", "GPTJForSequenceClassification"): ("right", "refused by transformers"),
+    ("gptj", "GPTJForCausalLM"): ("right", "refused"),
+    ("gptj", "GPTJForSequenceClassification"): ("right", "refused"),
     ("deberta-v2", "DebertaV2ForTokenClassification"): ("right", None),
     ("bloom", "BloomForSequenceClassification"): ("right", "refused"),
     ("squeezebert", "SqueezeBertModel"): ("right", None),

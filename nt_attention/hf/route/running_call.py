@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ...layouts.protocol import Layout
 from ...torch_private import buffers_of, parameters_of
 from .. import families
-from ..transformers_private import asks_for_attention, attention_of
+from ..transformers_private import asks_for_attention, attention_of, can_set_attention
 from . import positions
 from .hand_packed import layout_of_lengths, mixed_rows_error
 from .packed_mask import PackedMask, is_bypass_mask
@@ -183,7 +183,7 @@ def refuse_unused(model: Any, name: Any) -> None:
     if not isinstance(name, str) or not name.startswith(_OURS):
         return
     cls = families.class_of(model)
-    if cls.__module__.startswith("transformers.") and not asks_for_attention(cls):
+    if cls.__module__.startswith("transformers.") and not (can_set_attention(cls) or asks_for_attention(cls)):
         raise ValueError(
             f"{cls.__name__} does not run an attention implementation by name, so {name!r} would do nothing: leave "
             "attn_implementation out, and call nt_attention.patch(model)."
