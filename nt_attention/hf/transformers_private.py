@@ -44,7 +44,7 @@ def asks_for_attention(cls: Any) -> bool:
 
 
 def check_attention_names(check: Callable[[Any, Any], None]) -> None:
-    """Call `check(model, name)` whenever a model gets an attention implementation. Older versions have other hooks."""
+    """Call `check(model, name)` before a model gets an attention implementation, if this version has the method."""
     name = "_check_and_adjust_attn_implementation"
     if (original := getattr(PreTrainedModel, name, None)) is None:
         return
