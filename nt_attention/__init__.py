@@ -3,19 +3,19 @@
 from typing import Any
 
 from . import torch_registry
-from .estimate import estimate
+from ._estimate import estimate
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
 from .kernels.registry import register_backend
 from .kernels.relative import RelativeBias
-from .kernels.select import available_backends, use_backend
+from .kernels.select import SlowBackendWarning, available_backends, use_backend
 from .layouts.known import SequenceLayout
 from .layouts.paged import PagedLayout
 from .layouts.tree import TreeLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
-from .patch import NotPackedError, NotPackedWarning, patch
-from .patch_all import patch_all
+from ._patch import NotPackedError, NotPackedWarning, PatchHandle, patch
+from ._patch_all import patch_all
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,9 +24,11 @@ __all__ = [
     "NotPackedError",
     "NotPackedWarning",
     "PagedLayout",
+    "PatchHandle",
     "RelativeBias",
     "Rotary",
     "SequenceLayout",
+    "SlowBackendWarning",
     "TreeLayout",
     "VarlenMultiheadAttention",
     "available_backends",

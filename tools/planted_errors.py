@@ -722,28 +722,28 @@ ERRORS = [
     # estimate
     Error(
         "the model is not restored",
-        "estimate.py",
+        "_estimate.py",
         "                before.restore()",
         "                pass",
         "patch/test_estimate.py",
     ),
     Error(
         "rows are not sorted",
-        "estimate.py",
+        "_estimate.py",
         "iter(sorted((row for batch in rows for row in batch), reverse=True))",
         "iter([row for batch in rows for row in batch])",
         "patch/test_estimate.py",
     ),
     Error(
         "packed calls run without the patch",
-        "estimate.py",
+        "_estimate.py",
         "        packed, packed_bytes = _rounds(timed, measured, seconds / 4, device)\n    calls = handle.calls\n",
         "    packed, packed_bytes = _rounds(timed, measured, seconds / 4, device)\n    calls = handle.calls\n",
         "patch/test_estimate.py",
     ),
     Error(
         "random tokens may be padding",
-        "estimate.py",
+        "_estimate.py",
         "    ids[ids == pad] = 1 if pad == 0 else 0",
         "    ids[0, 0] = pad",
         "patch/test_estimate.py",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..estimate import MOST_BATCHES, estimate
+from .._estimate import MOST_BATCHES, estimate
 from .environment import device_name, devices, positive
 
 

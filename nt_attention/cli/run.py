@@ -16,7 +16,7 @@ from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType
 from typing import Any, Literal
 
-from ..patch_all import PatchAllHandle, patch_all
+from .._patch_all import PatchAllHandle, patch_all
 from ..patching.building import after_import
 
 GRAPHS: dict[str | None, Literal[True, "training"]] = {"inference": True, "training": "training"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..patch import patch
+from .._patch import patch
 from ..patching.forwards import active_handles
 
 

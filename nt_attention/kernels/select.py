@@ -33,17 +33,18 @@ class SlowBackendWarning(UserWarning):
     Example:
         >>> import warnings
         >>> import torch, nt_attention as nta
-        >>> from nt_attention.kernels.select import SlowBackendWarning
         >>> layout = nta.SequenceLayout.from_lengths([2, 3])
         >>> x = torch.randn(layout.total, 4, 16)
         >>> gains = torch.ones(4, requires_grad=True)
         >>> learned = lambda score, b, h, q_idx, kv_idx: score * gains[h]
         >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always", SlowBackendWarning)
+        ...     warnings.simplefilter("always", nta.SlowBackendWarning)
         ...     out = nta.varlen_attention(x, x, x, layout, score_mod=learned)
         >>> print(caught[0].message)
         attention runs on the slow reference backend because cpu cannot run this call: score_mod reads a tensor ...
     """
+
+    __module__ = "nt_attention"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 
 import nt_attention as nta
 from nt_attention.hf.prove.text_models import on_meta_device, text_classes
-from nt_attention.patch import NotPackedError
+from nt_attention import NotPackedError
 
 ACTS = ["gelu", "relu", "silu", "gelu_new", "tanh"]
 REDRAWN = (

@@ -88,7 +88,7 @@ def expected_outputs(model_type, name):
         "mask": ["a mask of ones", "no mask", "a mask of ones"],
     }
 )
-@pytest.mark.filterwarnings("ignore::nt_attention.patch.NotPackedWarning")
+@pytest.mark.filterwarnings("ignore::nt_attention.NotPackedWarning")
 def test_packed_row(model_type, name, by, mask):
     model, row = tiny.make(model_type, name), {**packed(model_type, by), **MASKS[mask], "output_hidden_states": True}
     want = expected_outputs(model_type, name)

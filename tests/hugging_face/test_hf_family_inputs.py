@@ -45,7 +45,7 @@ def test_logits_to_keep_with_other_positions_in_each_row(model_type, name, side)
 @pytest.mark.skipif(
     not hasattr(transformers.modeling_utils, "slice_logits_to_keep"), reason="this version takes no mask"
 )
-@pytest.mark.filterwarnings("ignore::nt_attention.patch.NotPackedWarning")
+@pytest.mark.filterwarnings("ignore::nt_attention.NotPackedWarning")
 @sides
 @some_causal_heads
 def test_logits_to_keep_as_a_mask(model_type, name, side):
@@ -56,7 +56,7 @@ def test_logits_to_keep_as_a_mask(model_type, name, side):
         close(run(model, **batch, logits_to_keep=shown).logits, want)
 
 
-@pytest.mark.filterwarnings("ignore::nt_attention.patch.NotPackedWarning")
+@pytest.mark.filterwarnings("ignore::nt_attention.NotPackedWarning")
 @sides
 @some_causal_heads
 def test_labels_of_kept_logits(model_type, name, side):
@@ -103,7 +103,7 @@ def test_token_type_ids(model_type, name, side):
     check_outputs(out, want, side)
 
 
-@pytest.mark.filterwarnings("ignore::nt_attention.patch.NotPackedWarning")
+@pytest.mark.filterwarnings("ignore::nt_attention.NotPackedWarning")
 @pytest.mark.parametrize("holes", ["padding ids", "other ids"])
 @families(*tiny.CONFIGS)
 def test_padding_between_tokens(model_type, name, holes):

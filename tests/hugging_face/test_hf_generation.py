@@ -12,7 +12,7 @@ from sweeps import covering
 from tiny import PAD, TEXT, make
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedWarning
+from nt_attention import NotPackedWarning
 
 # a CPU has no kernel with gemma2's softcap
 pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.kernels.select.SlowBackendWarning")

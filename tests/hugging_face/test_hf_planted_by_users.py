@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedWarning
+from nt_attention import NotPackedWarning
 
 MODES = ("training", "evaluation", "without gradients")
 PER_ROW = ("row", "rows")

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 import tiny
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedWarning
+from nt_attention import NotPackedWarning
 
 LENGTHS, LENGTH = [7, 1, 5, 11], 13
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import nt_attention as nta
 
-estimates = importlib.import_module("nt_attention.estimate")  # the function has the same name
+estimates = importlib.import_module("nt_attention._estimate")
 LENGTHS = [[7, 1, 13], [3, 11, 2], [5, 5, 17]]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedWarning
+from nt_attention import NotPackedWarning
 
 E, HEADS, LENGTH = 12, 2, 7
 PADDING = torch.arange(LENGTH) >= torch.tensor([[7], [3]])

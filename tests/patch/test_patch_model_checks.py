@@ -63,7 +63,7 @@ def assert_same_outputs(got, want, **tolerance):
                 torch.testing.assert_close(real_tokens(a), real_tokens(b), **tolerance)
 
 
-@pytest.mark.filterwarnings("ignore::nt_attention.patch.NotPackedWarning")
+@pytest.mark.filterwarnings("ignore::nt_attention.NotPackedWarning")
 @some_classes
 def test_retain_grad_on_hidden_states_and_attentions(model_type, name):
     model, batch = tiny.make(model_type, name, "eager"), make_batch(name)

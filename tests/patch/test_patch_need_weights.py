@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedError, NotPackedWarning
+from nt_attention import NotPackedError, NotPackedWarning
 
 E, HEADS, QUERIES, LENGTH = 12, 3, 5, 11
 PADDING = torch.arange(LENGTH) >= torch.tensor([[11], [4], [7]])

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedError, NotPackedWarning
+from nt_attention import NotPackedError, NotPackedWarning
 
 E, LENGTH = 22, 7
 PADDING = torch.arange(LENGTH) >= torch.tensor([[7], [3], [1]])

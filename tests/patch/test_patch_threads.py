@@ -9,7 +9,7 @@ from eight_threads import run
 
 import nt_attention as nta
 
-pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.patch.NotPackedWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::nt_attention.NotPackedWarning")
 
 
 @pytest.mark.parametrize("calls", [600, pytest.param(3000, marks=pytest.mark.sweep)])

@@ -25,7 +25,7 @@ from shared_data import llama_config, padded_batch, paragraphs
 from transformers import BertConfig, BertForTokenClassification, LlamaForCausalLM, set_seed
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedWarning
+from nt_attention import NotPackedWarning
 
 LIBRARY = f"PEFT {peft.__version__}"
 TEXTS = [text[: 9 + 13 * (i % 5)] for i, text in enumerate(paragraphs(90, 8))]

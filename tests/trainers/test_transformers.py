@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedWarning
+from nt_attention import NotPackedWarning
 
 LIBRARY = f"transformers {transformers.__version__}"
 TEXTS = [text[: 9 + 13 * (i % 5)] for i, text in enumerate(paragraphs(90, 48))]

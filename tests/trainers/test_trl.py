@@ -20,7 +20,7 @@ from peft import LoraConfig  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 import nt_attention as nta  # noqa: E402
-from nt_attention.patch import NotPackedWarning  # noqa: E402
+from nt_attention import NotPackedWarning  # noqa: E402
 
 disable_progress_bars()
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

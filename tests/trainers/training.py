@@ -9,7 +9,7 @@ import torch
 from transformers import set_seed
 
 import nt_attention as nta
-from nt_attention.patch import NotPackedWarning, PatchHandle
+from nt_attention import NotPackedWarning, PatchHandle
 
 NOT_FALLBACKS = {None, "there is no padding to skip"}
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from .graphs.cache import CapturedCalls, CudaGraphs
-from .patch import apply_patch, check_options
+from ._patch import apply_patch, check_options
 from .patching import building
 from .patching.forwards import Handle, active_handles
 from .patching.handle import Counts, OnFallback, PatchHandle

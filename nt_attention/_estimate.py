@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .graphs.module_state import Snapshot
-from .patch import patch
+from ._patch import patch
 from .patching.forwards import CALL_REMOVE_FIRST, active_handles
 
 __all__ = ["Estimate", "estimate"]
