@@ -4,6 +4,8 @@ from typing import Any
 
 from . import torch_registry
 from ._estimate import estimate
+from ._patch import NotPackedError, NotPackedWarning, PatchHandle, patch
+from ._patch_all import patch_all
 from .functional import explain, varlen_attention
 from .kernels.backend import Backend, HeadDims
 from .kernels.registry import register_backend
@@ -14,8 +16,6 @@ from .layouts.paged import PagedLayout
 from .layouts.tree import TreeLayout
 from .modules.multihead import VarlenMultiheadAttention
 from .modules.rotary import Rotary
-from ._patch import NotPackedError, NotPackedWarning, PatchHandle, patch
-from ._patch_all import patch_all
 
 __version__ = "0.1.0"
 __all__ = [

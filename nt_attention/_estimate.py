@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .graphs.module_state import Snapshot
 from ._patch import patch
+from .graphs.module_state import Snapshot
 from .patching.forwards import CALL_REMOVE_FIRST, active_handles
 
 __all__ = ["Estimate", "estimate"]

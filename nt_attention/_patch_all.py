@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import nn
 
-from .graphs.cache import CapturedCalls, CudaGraphs
 from ._patch import apply_patch, check_options
+from .graphs.cache import CapturedCalls, CudaGraphs
 from .patching import building
 from .patching.forwards import Handle, active_handles
 from .patching.handle import Counts, OnFallback, PatchHandle

@@ -25,8 +25,8 @@ import transformers
 from transformers import PreTrainedConfig
 
 import nt_attention as nta
-from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 from nt_attention import NotPackedError
+from nt_attention.hf.prove.text_models import on_meta_device, text_classes
 
 ACTS = ["gelu", "relu", "silu", "gelu_new", "tanh"]
 REDRAWN = (

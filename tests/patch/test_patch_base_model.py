@@ -6,8 +6,8 @@ import torch
 from packed_rows import LENGTH, MASK, PACKED, close, make, make_batch, rows_seen
 
 import nt_attention as nta
-from nt_attention.hf.pack.packing import Packing
 from nt_attention import NotPackedError, NotPackedWarning
+from nt_attention.hf.pack.packing import Packing
 
 BASES = [(kind, name) for kind, name in tiny.EVERY if name.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))]
 

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 import nt_attention as nta
-from nt_attention.hf.families import CACHE
 from nt_attention import NotPackedWarning
+from nt_attention.hf.families import CACHE
 
 LENGTHS, LENGTH, VOCABULARY = [7, 1, 13, 19], 23, 101
 COMMON = {"num_hidden_layers": 2, "intermediate_size": 41, "vocab_size": VOCABULARY, "num_labels": 2}

@@ -8,11 +8,11 @@ from transformers import LlamaModel, Trainer, TrainingArguments
 from transformers.utils import ModelOutput
 
 import nt_attention as nta
+from nt_attention import NotPackedWarning
 from nt_attention.hf import patch_model
 from nt_attention.hf.pack import outputs, routes
 from nt_attention.hf.pack.packing import Packing
 from nt_attention.hf.proof import Proof
-from nt_attention import NotPackedWarning
 
 
 def test_unknown_output_comes_back_padded(monkeypatch):

@@ -11,12 +11,12 @@ from sweeps import sweep_except
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nt_attention as nta
+from nt_attention import NotPackedWarning
 from nt_attention.hf.families import CACHE
 from nt_attention.hf.pack import packed_forward, small_batches
 from nt_attention.hf.pack.change_model import attention_modules
 from nt_attention.hf.pack.small_batches import Costs, Size
 from nt_attention.hf.route.packed_row import SmallCall
-from nt_attention import NotPackedWarning
 
 SMALL = "the batch is too small to gain from packing"
 TYPES = ("albert", "bert", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama", "mistral", "modernbert", "opt")

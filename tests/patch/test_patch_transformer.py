@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_models import EMBED, IGNORED_WARNINGS, LENGTHS, PADDINGS, additive, causal_mask, close, padding_of
 
 import nt_attention as nta
-from nt_attention.layouts.known import SequenceLayout
 from nt_attention import NotPackedError, NotPackedWarning
+from nt_attention.layouts.known import SequenceLayout
 
 pytestmark = IGNORED_WARNINGS
 make = functools.partial(torch_models.make, "transformer")

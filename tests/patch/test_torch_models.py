@@ -33,8 +33,8 @@ from torch_models import (
 )  # fmt: skip
 
 import nt_attention as nta
-from nt_attention.layouts.known import SequenceLayout
 from nt_attention import NotPackedError, NotPackedWarning
+from nt_attention.layouts.known import SequenceLayout
 
 pytestmark = IGNORED_WARNINGS
 
