@@ -248,8 +248,8 @@ def main() -> None:
         return
     padded = LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     packed, shared = copy.deepcopy(padded), copy.deepcopy(padded)
-    nta.patch(packed, packing="always", logits="padded")
-    handle = nta.patch(shared, packing="always", logits="padded", shared_prefixes=True)
+    nta.patch(packed, packing="always")
+    handle = nta.patch(shared, packing="always", shared_prefixes=True)
     models = {"padded": padded, "packed": packed, "shared": shared}
     lines = [
         *(title, ""),

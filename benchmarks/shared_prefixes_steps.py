@@ -119,8 +119,8 @@ def main() -> None:
     }
     padded = make(options.layers)
     packed, shared = copy.deepcopy(padded), copy.deepcopy(padded)
-    nta.patch(packed, packing="always", logits="padded")
-    handle = nta.patch(shared, packing="always", logits="padded", shared_prefixes=True)
+    nta.patch(packed, packing="always")
+    handle = nta.patch(shared, packing="always", shared_prefixes=True)
     models = {"padded": padded, "packed": packed, "shared": shared}
     lines = [f"{device_name(torch.device('cuda'))}, torch {torch.__version__}, {options.layers} layers, bf16", ""]
     lines += ["| batch | tokens | padded | packed | shared | packed / shared | padded / shared |", "|---" * 7 + "|"]

@@ -30,7 +30,6 @@ def patch(
     model: nn.Module,
     padding_free: bool = True,
     *,
-    logits: Literal["padded"] | None = None,
     packing: Literal["auto", "always"] = "auto",
     on_fallback: OnFallback = "warn",
     cuda_graphs: CudaGraphs = False,
@@ -65,14 +64,11 @@ def patch(
         model: any module. Its parameters, state_dict and optimizer stay the same.
         padding_free: if False, only the attention is replaced. Layers of encoders and decoders then take
             NestedTensors, and Hugging Face models keep the sequences of packed rows apart.
-        logits: by default, a Hugging Face head that is training with labels returns packed logits, (1, T, V), because
-            padding them costs the memory that packing saves. "padded" always pads them.
         packing: "auto" runs a Hugging Face model on the padded batch where that takes less time: on Hopper GPUs
             (measured on an H200), if the batch is so small that the device waits for the host. This is decided from
-            shapes, before the mask is read, and `handle.calls` counts these calls. Outputs are 0 at padding, and logits
-            have the form of `logits`, as in a packed call. All else is as without the patch, such as a loss that
-            counts labels at padding. "always" packs every batch. So do CPUs, other GPUs, compiled models,
-            encoder-decoders and modules of `torch.nn`.
+            shapes, before the mask is read, and `handle.calls` counts these calls. Outputs are 0 at padding, as in a
+            packed call. All else is as without the patch, such as a loss that counts labels at padding. "always" packs
+            every batch. So do CPUs, other GPUs, compiled models, encoder-decoders and modules of `torch.nn`.
         on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
             such call; "silent" only counts them. `generate` falls back, because it uses a cache. A batch without
             padding, or a row that is already packed, is no fallback. A single `nn.MultiheadAttention` does not look for
@@ -85,10 +81,10 @@ def patch(
             what a backward can't do with "training".
         mesh: divide the tokens of each batch over the ranks of this `DeviceMesh`, such as `mesh["cp"]` (context
             parallelism). All ranks pass the same batch, and get the same outputs and the same loss. Only the first
-            batch is checked. In training with labels, packed logits are those of a rank's own tokens, in an order of
-            its own; `logits="padded"` gathers them. Take the mean of gradients over the ranks, as FSDP and DDP do. A
-            call that falls back runs padded on every rank. For the modules of `torch.nn` that pack, and for Hugging
-            Face models whose attention can be divided. Attention dropout in training raises an error.
+            batch is checked. Outputs beside a loss are gathered when they are read, so all ranks must read them. Take
+            the mean of gradients over the ranks, as FSDP and DDP do. A call that falls back runs padded on every rank.
+            For the modules of `torch.nn` that pack, and for Hugging Face models whose attention can be divided.
+            Attention dropout in training raises an error.
         need_weights: False says that nobody reads the attention weights of an `nn.MultiheadAttention`. In calls that
             leave its own `need_weights` at the default, it then returns None in the place of weights, so that they can
             run packed. Calls with `need_weights=True` return weights. Other modules have no such default.
@@ -120,7 +116,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
-    check_options(logits, packing, on_fallback)
+    check_options(packing, on_fallback)
     if not isinstance(need_weights, bool):
         raise ValueError(f"need_weights must be True or False, got {need_weights!r}.")
     if mesh is not None:
@@ -131,14 +127,12 @@ def patch(
         if earlier.is_automatic:  # of `patch_all`
             earlier.remove()
     handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes)
-    apply_patch(handle, model, padding_free, logits, packing)
+    apply_patch(handle, model, padding_free, packing)
     return handle
 
 
-def check_options(logits: object, packing: object, on_fallback: object) -> None:
+def check_options(packing: object, on_fallback: object) -> None:
     """Raise a ValueError for another value than those of `patch`."""
-    if logits not in (None, "padded"):
-        raise ValueError(f'logits must be "padded" or None, got {logits!r}.')
     if packing not in ("auto", "always"):
         raise ValueError(f'packing must be "auto" or "always", got {packing!r}.')
     if on_fallback not in ("warn", "raise", "silent"):
@@ -149,7 +143,6 @@ def apply_patch(
     handle: PatchHandle,
     model: nn.Module,
     padding_free: bool,
-    logits: Literal["padded"] | None,
     packing: Literal["auto", "always"],
 ) -> None:
     """Change a model. If this is not possible, it stays as it was.
@@ -158,7 +151,7 @@ def apply_patch(
         ValueError: as in `patch`.
     """
     try:
-        _patch_modules("", model, handle, padding_free, logits, packing)
+        _patch_modules("", model, handle, padding_free, packing)
         if not (handle.changed or handle.layers):
             found = "".join(f"\n  {name}: {reason}" for name, reason in handle.left.items())
             raise ValueError(f"patch found nothing to change in {type(model).__name__}:{found or _NOTHING_KNOWN}")
@@ -186,7 +179,6 @@ def _patch_modules(
     module: nn.Module,
     handle: PatchHandle,
     padding_free: bool,
-    logits: Literal["padded"] | None,
     packing: Literal["auto", "always"],
     in_stack: bool = False,
     padded_because: str | None = None,
@@ -209,7 +201,7 @@ def _patch_modules(
     if "transformers" in sys.modules:  # if not, the model has no Hugging Face models
         from .hf import patch_model
 
-        if patch_model.patch_model(name, module, handle, padding_free, logits, packing):
+        if patch_model.patch_model(name, module, handle, padding_free, packing):
             return
     if padding_free and padded_because is None:
         padded_because = stacks.why_attention_is_padded(module)
@@ -221,7 +213,7 @@ def _patch_modules(
             handle.skip(path, "with a mesh, a single nn.MultiheadAttention is not changed.")
             continue
         if not isinstance(child, nn.MultiheadAttention):
-            _patch_modules(path, child, handle, padding_free, logits, packing, in_stack, padded_because)
+            _patch_modules(path, child, handle, padding_free, packing, in_stack, padded_because)
             continue
         options: dict[str, Any] = {"padded_because": padded_because, "counts": padding_free}
         if (reason := swap_attention(module, child_name, handle, **options)) is not None:

@@ -31,7 +31,6 @@ class PatchAllHandle:
 
     def __init__(
         self,
-        logits: Literal["padded"] | None,
         packing: Literal["auto", "always"],
         on_fallback: OnFallback,
         cuda_graphs: CudaGraphs,
@@ -41,7 +40,7 @@ class PatchAllHandle:
         self.counts: dict[str, Counts] = {}
         self.left: dict[str, str] = {}
         self.active = True
-        self._logits, self._packing, self._on_fallback = logits, packing, on_fallback
+        self._packing, self._on_fallback = packing, on_fallback
         self._cuda_graphs, self._shared_prefixes = cuda_graphs, shared_prefixes
         self._handles: weakref.WeakKeyDictionary[Handle, str] = weakref.WeakKeyDictionary()
 
@@ -91,7 +90,7 @@ class PatchAllHandle:
         handle.is_automatic = True
         try:
             with keeping_all_proofs():
-                apply_patch(handle, model, True, self._logits, self._packing)
+                apply_patch(handle, model, True, self._packing)
         except Exception as error:  # the code of any model ran
             reason = next(iter(handle.left.values()), repr(error))
             self.left[name] = reason.partition(" (check ")[0].removeprefix(f"{name} ").rstrip(".")
@@ -114,7 +113,6 @@ class PatchAllHandle:
 
 def patch_all(
     *,
-    logits: Literal["padded"] | None = None,
     packing: Literal["auto", "always"] = "auto",
     on_fallback: OnFallback = "warn",
     cuda_graphs: CudaGraphs = False,
@@ -131,7 +129,7 @@ def patch_all(
     `patch` for a model, its options replace those of this function.
 
     Args:
-        logits, packing, on_fallback, cuda_graphs, shared_prefixes: as in `patch`. With `on_fallback="warn"`, each
+        packing, on_fallback, cuda_graphs, shared_prefixes: as in `patch`. With `on_fallback="warn"`, each
             reason is shown once for each class.
 
     Returns:
@@ -152,8 +150,8 @@ def patch_all(
             1 call ran packed: 5 tokens in 6 positions, pad ratio 1.20 (17% skipped)
         >>> handle.remove()
     """
-    check_options(logits, packing, on_fallback)
+    check_options(packing, on_fallback)
     CapturedCalls.of_option(cuda_graphs)  # raises an error for another value
-    handle = PatchAllHandle(logits, packing, on_fallback, cuda_graphs, shared_prefixes)
+    handle = PatchAllHandle(packing, on_fallback, cuda_graphs, shared_prefixes)
     building.add_listener(handle.listener)
     return handle

@@ -26,7 +26,6 @@ def _parser() -> argparse.ArgumentParser:
     name = "python -m nt_attention run"
     usage = f"{name} [options] (SCRIPT | -m MODULE | -) [arguments of the program]"
     parser = argparse.ArgumentParser(name, usage=usage, description=__doc__, allow_abbrev=False)
-    parser.add_argument("--logits", choices=["padded"], help="pad the logits of training with labels too")
     parser.add_argument("--packing", choices=["auto", "always"], default="auto", help="always: also small batches")
     parser.add_argument(
         "--on-fallback", choices=["warn", "raise", "silent"], default="warn", help="if a call can't run packed"
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str]) -> None:
     if not program:
         parser.error("pass a file, - for stdin, or -m and a module")
     handle = patch_all(
-        logits=options.logits,
         packing=options.packing,
         on_fallback=options.on_fallback,
         cuda_graphs=GRAPHS.get(options.cuda_graphs, False),

@@ -211,6 +211,17 @@ class ShardedLayout:
         gathered: Tensor = _Gather.apply(x, self, sum_gradients)
         return gathered
 
+    def sum_gradients(self, gradient: Tensor) -> Tensor:
+        """The sum over all ranks of a gradient (T, …), for the tokens of this rank: (N, …). A collective."""
+        sent = gradient.index_select(0, self.order)
+        received = sent.new_empty(self.ranks * self.total, *sent.shape[1:])
+        dist.all_to_all_single(received, sent, [self.total] * self.ranks, self.sizes, group=self.group)
+        first, *others = received.chunk(self.ranks) if self.total else (received,)
+        total = first.to(accumulation_dtype(gradient.dtype))
+        for each in others:  # in the order of the ranks
+            total = total + each
+        return total.to(gradient.dtype)
+
     @outside_of_graphs
     def _local_nested(self, x: Tensor) -> Tensor:
         values, ragged_dim = _values_of_jagged(x, self.layout, "the batch")
@@ -358,17 +369,9 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sharded: ShardedLayout = ctx.sharded
-        if not ctx.sum_gradients:
-            return grad.index_select(0, sharded._own_rows), None, None
-        sent = grad.index_select(0, sharded.order)
-        received = sent.new_empty(sharded.ranks * sharded.total, *sent.shape[1:])
-        splits = [sharded.total] * sharded.ranks
-        dist.all_to_all_single(received, sent, splits, sharded.sizes, group=sharded.group)
-        first, *others = received.chunk(sharded.ranks) if sharded.total else (received,)
-        total = first.to(accumulation_dtype(grad.dtype))
-        for each in others:  # in the order of the ranks
-            total = total + each
-        return total.to(grad.dtype), None, None
+        if ctx.sum_gradients:
+            return sharded.sum_gradients(grad), None, None
+        return grad.index_select(0, sharded._own_rows), None, None
 
 
 def _is_nested(x: object) -> bool:

@@ -23,7 +23,7 @@ from . import families
 from .pack.change_model import attention_modules, make_padding_free, set_attention
 from .pack.encoder_layers import pack_layers, why_no_layers
 from .pack.islands import paths_of, share_of_weights
-from .pack.packed_forward import Logits, PackingMode
+from .pack.packed_forward import PackingMode
 from .pack.sharded_packing import why_not_sharded
 from .pack.shared_prefixes import why_not_shared
 from .proof import Proof
@@ -39,9 +39,7 @@ from .transformers_private import ATTENTION, attention_of
 VISION_NAME = "nt_attention_flash_for_packed_images"
 
 
-def patch_model(
-    name: str, model: nn.Module, handle: Handle, padding_free: bool, logits: Logits, packing: PackingMode
-) -> bool:
+def patch_model(name: str, model: nn.Module, handle: Handle, padding_free: bool, packing: PackingMode) -> bool:
     """Patch a Hugging Face model, or tell the handle why not. Returns False if `model` is not a Hugging Face model."""
     if not isinstance(model, PreTrainedModel):
         if padding_free and hasattr(type(model), "query_expansion"):  # of sentence-transformers
@@ -62,8 +60,6 @@ def patch_model(
         how += f"{'' if proof.trains else ', but not in training or with labels'}; check {plan.where}"
     elif padding_free:
         how = "packed at the entry, padded at the exit"
-        if logits is None and proof.head in ("token", "next token"):
-            how += "; in training with labels its logits stay packed"
         if proof.islands:
             share = share_of_weights(model, proof.islands)
             how += f"; modules with {share:.0%} of its weights (no embeddings) run padded, in groups of like lengths"
@@ -81,7 +77,7 @@ def patch_model(
         pack_layers(model, proof, handle)
     elif padding_free:
         shares = handle.prefixes is not None and handle.prefixes.add_model(model, _why_not_shared(model, proof))
-        make_padding_free(model, proof, families.family_of(model), handle, logits, packing, shares)
+        make_padding_free(model, proof, families.family_of(model), handle, packing, shares)
     handle.change(name, f"{type(model).__name__}, {how}")
     handle.change_layers(name, {**_attention_layers(model), **_row_modules(model, proof)})
     for path, module in model.named_modules():

@@ -79,7 +79,7 @@ def on_each_rank(engine, way):
     model, rank = make(), mesh["dp"].get_local_rank()
     if "checkpointed" in way:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    handle = nta.patch(model, mesh=mesh["cp"], on_fallback="raise", logits="padded" if "padded" in way else None)
+    handle = nta.patch(model, mesh=mesh["cp"], on_fallback="raise")
     if engine == "fsdp":
         both = mesh._flatten("dp_cp")
         for layer in model.model.layers:

@@ -43,7 +43,7 @@ def test_packed_is_as_each_sequence_alone(model_type):
         weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(5), dtype=values.dtype)
         return torch.autograd.grad((values * weights).sum(), list(model.parameters()), allow_unused=True)
 
-    with nta.patch(model, on_fallback="raise", logits="padded") as handle:
+    with nta.patch(model, on_fallback="raise") as handle:
         for calls, mask in enumerate((right, right.flip(1)), 1):
             ids = torch.randint(6, 90, mask.shape, generator=torch.Generator().manual_seed(7))
             ids = ids.masked_fill(~mask, model.config.pad_token_id or 0)

@@ -100,7 +100,7 @@ def test_as_each_sequence_alone(name, reentrant):
     patched = copy.deepcopy(model)
     if reentrant is not None:
         patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    handle = nta.patch(patched, packing="always", logits="padded", on_fallback="raise")
+    handle = nta.patch(patched, packing="always", on_fallback="raise")
     check_same(patched, model, batch_of())
     assert handle.calls == {None: 1}
     how = "zeros between sequences" if name in ("lfm2", "inkling_text") else "padded"
@@ -111,7 +111,7 @@ def test_as_each_sequence_alone(name, reentrant):
 def test_shared_prefixes_run_whole_sequences_in_modules_with_a_state(name):
     model, lengths = new(name), (50, 41, 60, 45)
     patched = copy.deepcopy(model)
-    handle = nta.patch(patched, packing="always", logits="padded", shared_prefixes=True)
+    handle = nta.patch(patched, packing="always", shared_prefixes=True)
     check_same(patched, model, batch_of(lengths, begin=40), lengths)
     assert handle.prefixes.calls == {None: 1}
     assert handle.prefixes.computed == sum(lengths) - 3 * 40
@@ -154,7 +154,7 @@ def test_with_a_kernel_for_states_that_knows_sequences_nothing_is_padded(monkeyp
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", by_sequence)
     model = new("qwen3_5_text")
     patched = copy.deepcopy(model)
-    handle = nta.patch(patched, packing="always", logits="padded", on_fallback="raise")
+    handle = nta.patch(patched, packing="always", on_fallback="raise")
     assert "GatedDeltaNet, zeros between sequences" in str(handle.layers)
     assert "padded" not in str(handle.layers)
     check_same(patched, model, batch_of())
@@ -181,14 +181,14 @@ def convolve_threefold(hidden_states, weight, bias=None, activation=None, **_):
 def test_convolution_that_was_replaced(monkeypatch, is_wrapped):
     module = transformers.models.lfm2.modeling_lfm2
     model, convolve = new("lfm2"), module.causal_conv1d_fn
-    handle = nta.patch(model, packing="always", logits="padded")
+    handle = nta.patch(model, packing="always")
     mine = functools.wraps(module.causal_conv1d_fn)(convolve_threefold) if is_wrapped else convolve_threefold
     monkeypatch.setattr(module, "causal_conv1d_fn", mine)
     with pytest.raises(RuntimeError, match=r"causal_conv1d_fn of .*lfm2 was replaced after the patch"):
         model(**batch_of())
     handle.remove()
     stock = copy.deepcopy(model)
-    handle = nta.patch(model, packing="always", logits="padded")
+    handle = nta.patch(model, packing="always")
     check_same(model, stock, batch_of())
     monkeypatch.setattr(module, "causal_conv1d_fn", inspect.unwrap(convolve))  # as at the end of a mock
     with pytest.raises(RuntimeError, match=r"causal_conv1d_fn of .*lfm2 was replaced after the patch"):
@@ -209,7 +209,7 @@ def test_convolutions_of_other_models_stay_as_they_are():
     stock, batch = copy.deepcopy(model), batch_of()
     want = stock(**batch).logits
     model.requires_grad_(False)
-    nta.patch(model, packing="always", logits="padded")
+    nta.patch(model, packing="always")
     assert torch.equal(stock(**batch).logits, want)
     alone = {name: x[:1] for name, x in batch.items()}
     seen = []
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_transformers_may_copy_its_inputs(name):
     patched = copy.deepcopy(model)
     patched.gradient_checkpointing_enable({"use_reentrant": False})
     with (
-        nta.patch(patched, packing="always", logits="padded", on_fallback="raise"),
+        nta.patch(patched, packing="always", on_fallback="raise"),
         torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x),
     ):
         check_same(patched, model, batch_of())
@@ -257,7 +257,7 @@ def test_a_module_that_mixes_tokens_and_was_put_in_after_the_patch_is_noticed(pa
     other, unpatched = copy.deepcopy(model.get_submodule(path)), copy.deepcopy(model)
     with torch.no_grad():
         other.get_parameter(next(name for name, _ in other.named_parameters())).mul_(0.5)
-        with nta.patch(model, logits="padded") as handle:
+        with nta.patch(model) as handle:
             model(**batch)
             for each in (model, unpatched):
                 each.set_submodule(path, copy.deepcopy(other))

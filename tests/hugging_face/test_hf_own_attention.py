@@ -89,7 +89,7 @@ def test_packed_is_as_each_sequence_alone(model_type):
     batch = batch_of(model)
     want = torch.cat([model(**row).logits[0] for row in rows_of(batch)])
     want_gradients = gradients_of(model, want)
-    with nta.patch(model, on_fallback="raise", logits="padded") as handle:
+    with nta.patch(model, on_fallback="raise") as handle:
         got = logits_of(model, batch)
         gradients = gradients_of(model, got)
     assert handle.calls == {None: 1}
@@ -110,7 +110,7 @@ def test_compiled_layers_are_one_graph(model_type, fresh_compiler, monkeypatch):
     for name in ("_cached_tensors", "_made_on"):  # as in a new process
         monkeypatch.setattr(attention_code, name, type(getattr(attention_code, name))())
     model, backend = with_layers(make(model_type)), CountsAttention()
-    with nta.patch(model, on_fallback="raise", logits="padded") as handle:
+    with nta.patch(model, on_fallback="raise") as handle:
         compiled = torch.compile(model, backend=backend, dynamic=True)
         for lengths in (LENGTHS, (3, 12, 5, 2, 8), (20, 6)):
             backend.calls.clear()
@@ -130,7 +130,7 @@ def test_compiled_layers_are_one_graph(model_type, fresh_compiler, monkeypatch):
 def test_gradient_checkpointing(model_type, use_reentrant):
     model = make(model_type).train()
     batch = batch_of(model)
-    with nta.patch(model, on_fallback="raise", logits="padded"):
+    with nta.patch(model, on_fallback="raise"):
         want = gradients_of(model, logits_of(model, batch))
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.zero_grad()
@@ -145,7 +145,7 @@ def test_gradient_checkpointing(model_type, use_reentrant):
 def test_patch_removed_before_a_checkpointed_backward_is_an_error():
     model = make("megatron-bert").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with nta.patch(model, logits="padded"):
+    with nta.patch(model):
         values = logits_of(model, batch_of(model)).sum()
     with pytest.raises(MixesSequencesError, match="between the forward and the backward"):
         values.backward()
@@ -364,7 +364,7 @@ def test_training_after_a_first_call_in_inference_mode(model_type):
     attention_code._cached_tensors.clear()
     model = make(model_type)
     batch = batch_of(model)
-    with nta.patch(model, on_fallback="raise", logits="padded"):
+    with nta.patch(model, on_fallback="raise"):
         with torch.inference_mode():
             model(**batch)
         assert gradients_of(model, logits_of(model, batch))

@@ -105,7 +105,7 @@ PROGRAM = """
         model.train()
         alone = [model(input_ids=ids[n : n + 1, 23 - length :]).logits[0] for n, length in enumerate(lengths)]
         try:
-            handle = nta.patch(model, on_fallback="raise", logits="padded")
+            handle = nta.patch(model, on_fallback="raise")
         except ValueError as error:
             return str(error)
         logits = model(input_ids=ids, attention_mask=mask).logits

@@ -96,7 +96,7 @@ def test_one_graph_gives_what_the_model_gives(model_type, monkeypatch):
     read, reads = reading._read, []
     monkeypatch.setattr(reading, "_read", lambda offsets: reads.append(offsets) or read(offsets))
     counter = CompileCounterWithBackend("aot_eager")
-    with nta.patch(model, logits="padded", on_fallback="raise") as handle:
+    with nta.patch(model, on_fallback="raise") as handle:
         compiled = torch.compile(model, backend=counter, dynamic=True)
         for batch, theirs in zip(batches, want, strict=True):
             torch.testing.assert_close(solve(compiled, model, batch, before_backward=reads.clear), theirs, **CLOSE)
@@ -127,7 +127,7 @@ def test_variants_in_one_graph(variant, model_type):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     counter, numbers = CompileCounterWithBackend("aot_eager"), random.Random(0)
     with (
-        nta.patch(model, logits="padded", on_fallback="raise") as handle,
+        nta.patch(model, on_fallback="raise") as handle,
         torch.set_grad_enabled(variant != "evaluation"),
     ):
         compiled = torch.compile(model, backend=counter, dynamic=None if variant == "static first" else True)
@@ -207,7 +207,7 @@ def test_parts_that_were_compiled_before_the_patch_raise_an_error():
 def test_a_base_model_that_was_replaced_by_its_compiled_form():
     model = tiny.make("bert", "BertForMaskedLM", "sdpa").train()
     batch = batch_of(model, BATCHES[0])
-    with nta.patch(model, logits="padded") as handle:
+    with nta.patch(model) as handle:
         want = solve(model, model, batch)
         model.bert = torch.compile(model.bert, backend="eager")
         torch.testing.assert_close(solve(model, model, batch), want, rtol=1e-4, atol=1e-5)
@@ -269,7 +269,7 @@ def test_inductor():
     batches = [batch_of(model, lengths) for lengths in BATCHES]
     want = [solve(model, model, batch) for batch in batches]
     plainest = {"cpp.simdlen": 0, "cpp.vec_isa_ok": True}  # compiles faster
-    with nta.patch(model, logits="padded", on_fallback="raise"), torch._inductor.config.patch(plainest):
+    with nta.patch(model, on_fallback="raise"), torch._inductor.config.patch(plainest):
         compiled = torch.compile(model, dynamic=True)
         for batch, theirs in zip(batches, want, strict=True):
             torch.testing.assert_close(solve(compiled, model, batch), theirs, rtol=1e-3, atol=1e-4)

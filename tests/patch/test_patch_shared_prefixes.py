@@ -55,8 +55,8 @@ def solve(model, batch):
 def check(model, *batches, counts=None, **options):
     """Compare with the same patch without sharing. Returns the handle."""
     other = copy.deepcopy(model)
-    nta.patch(other, logits="padded")
-    handle = nta.patch(model, logits="padded", shared_prefixes=True, on_fallback="raise", **options)
+    nta.patch(other)
+    handle = nta.patch(model, shared_prefixes=True, on_fallback="raise", **options)
     for batch in batches:
         torch.testing.assert_close(solve(model, batch), solve(other, batch), **CLOSE)
     assert handle.prefixes.calls == (counts or {None: len(batches)})
@@ -174,8 +174,8 @@ def test_random_numbers_are_not_shared():
     model, batch = make(), batch_of()
     model.model.layers[0].register_forward_hook(lambda module, args, out: out + torch.rand_like(out))
     other = copy.deepcopy(model)
-    nta.patch(other, logits="padded")
-    handle = nta.patch(model, shared_prefixes=True, logits="padded")
+    nta.patch(other)
+    handle = nta.patch(model, shared_prefixes=True)
     for _ in range(2):
         outs = []
         for each in (model, other):
@@ -188,7 +188,7 @@ def test_random_numbers_are_not_shared():
 
 def test_in_function_transforms_nothing_is_shared():
     model, batch = make().eval(), batch_of()
-    handle = nta.patch(model, shared_prefixes=True, logits="padded")
+    handle = nta.patch(model, shared_prefixes=True)
     parameters = dict(model.named_parameters())
 
     def loss(parameters):
@@ -212,7 +212,7 @@ def test_number_of_items_in_the_batch():
 def test_compiled_models_share_nothing(what):
     model, batch = make(), batch_of()
     want = solve(copy.deepcopy(model), batch)[0][:1]
-    handle = nta.patch(model, shared_prefixes=True, logits="padded")
+    handle = nta.patch(model, shared_prefixes=True)
     if what == "layer":
         model.model.layers[0].compile(backend="eager", dynamic=True)
     function = torch.compile(model, backend="eager", dynamic=True) if what == "model" else model

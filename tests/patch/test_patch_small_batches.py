@@ -95,7 +95,7 @@ def test_the_original_forward_but_for_padding(everything_is_small, model_type, n
     mask = batch["attention_mask"].bool().flatten(0, -2)
     for train in (True, False):
         want, want_gradients = solve(model.train(train), batch)
-        with nta.patch(model, logits="padded") as handle:
+        with nta.patch(model) as handle:
             got, gradients = solve(model, batch)
         assert handle.calls == {SMALL: 1}
         assert got.keys() == want.keys()
@@ -138,16 +138,6 @@ def test_layers_of_two_dtypes_share_a_mask():
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         assert torch.equal(small.additive(mask, dtype), torch.tensor([[0.0, -torch.inf]], dtype=dtype))
         assert small.additive(mask, dtype) is small.additive(mask, dtype)
-
-
-def test_logits_have_one_form(everything_is_small):
-    model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
-    batch = batch_of(model, "right")
-    with nta.patch(model):
-        assert model(**batch).logits.shape == (1, 7 + 1 + 13 + 11, tiny.VOCABULARY)
-        assert model.eval()(**batch).logits.shape == (4, 15, tiny.VOCABULARY)
-    with nta.patch(model.train(), logits="padded"):
-        assert model(**batch).logits.shape == (4, 15, tiny.VOCABULARY)
 
 
 @pytest.mark.parametrize("outer", [(9,), (9, 5)], ids=["one row", "two rows"])
@@ -288,7 +278,7 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     elif change == "no mask":
         del batch["attention_mask"]
     want = model(**batch).logits.detach()
-    with nta.patch(model, logits="padded") as handle, warnings.catch_warnings():
+    with nta.patch(model) as handle, warnings.catch_warnings():
         warnings.simplefilter("error", NotPackedWarning)
         function = torch.compile(model, backend="eager", dynamic=True) if change == "compiled" else model
         got = function(**batch).logits
@@ -326,15 +316,6 @@ def test_a_prompt_keeps_its_cache(everything_is_small):
         second = model(ids[:, 8:], past_key_values=first.past_key_values, use_cache=True)
         torch.testing.assert_close(second.logits[0, -1], model(ids).logits[0, -1], rtol=1e-4, atol=2e-5)
     assert handle.calls[SMALL] == 1
-
-
-def test_logits_of_a_batch_without_padding_are_not_packed(everything_is_small):
-    model = tiny.make("llama", "LlamaForCausalLM", "sdpa").train()
-    ids = torch.randint(5, tiny.VOCABULARY, (2, 9))
-    for packing in ("auto", "always"):
-        with nta.patch(model, packing=packing):
-            out = model(ids, attention_mask=torch.ones_like(ids), labels=ids)
-            assert out.logits.shape == (2, 9, tiny.VOCABULARY)
 
 
 def test_base_models_ignore_labels(everything_is_small):

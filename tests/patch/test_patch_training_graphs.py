@@ -134,19 +134,18 @@ class TestResults:
         assert handle.graphs.calls == {None: 2}
         assert handle.graphs.captured == 1
 
-    @pytest.mark.parametrize("logits", [None, "padded"])
-    def test_logits(self, logits):
+    def test_logits(self):
         model = make("llama", "LlamaForCausalLM")
         other = copy.deepcopy(model)
-        nta.patch(other, packing="always", logits=logits)
-        handle = nta.patch(model, packing="always", logits=logits, cuda_graphs="training")
+        nta.patch(other, packing="always")
+        handle = nta.patch(model, packing="always", cuda_graphs="training")
         batch, found = batch_of([5, 2, 9], labels=True), []
         for each in (model, other):
             each.zero_grad()
             out = each(**batch)
             (out.logits.float().square().mean() + out.loss).backward()
             found.append((out.logits, gradients(each)))
-        assert found[0][0].shape == ((1, 16, tiny.VOCABULARY) if logits is None else (3, 11, tiny.VOCABULARY))
+        assert found[0][0].shape == (3, 11, tiny.VOCABULARY)
         torch.testing.assert_close(found[0], found[1], rtol=10 * TOLERANCE, atol=TOLERANCE)
         assert handle.graphs.calls == {None: 1}
 
@@ -385,18 +384,19 @@ class TestBackwards:
         check(model, other, batch)
         assert handle.graphs.calls == {None: 3}
 
-    @pytest.mark.parametrize("how", ["hook", "hook of freed logits", "retained"])
-    def test_gradients_of_logits_beside_a_loss(self, how):
-        """The loss is computed from them in the graph, so they would miss its part."""
-        model, _, _ = pair(make("bert", "BertForMaskedLM"))
-        out = model(**batch_of([5, 2, 9], labels=True))
+    @pytest.mark.parametrize("how", ["hook", "hook of freed states", "retained"])
+    def test_gradients_of_hidden_states_beside_the_last_ones(self, how):
+        """The last ones are computed from them in the graph, so they would miss a part."""
+        model, _, _ = pair(make("bert", "BertModel"))
+        out = model(**batch_of([5, 2, 9]), output_hidden_states=True)
+        hidden = out.hidden_states[0]
         if how == "retained":
-            out.logits.retain_grad()
+            hidden.retain_grad()
         else:
-            out.logits.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-        loss = out.loss + 0.1 * out.logits.square().mean()
+            hidden.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        loss = out.last_hidden_state.mean() + 0.1 * hidden.square().mean()
         if "freed" in how:
-            del out
+            del out, hidden
         with pytest.raises(RuntimeError, match="has a hook or retains its gradient"):
             loss.backward()
 

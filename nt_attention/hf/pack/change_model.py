@@ -23,7 +23,7 @@ from .attention_code import override_attention, override_methods
 from .encoder_decoder import EncoderDecoderCall
 from .inputs import padding_id
 from .islands import add_islands, group_by_length
-from .packed_forward import Logits, PackedCall, PackingMode, SequenceHeadCall
+from .packed_forward import PackedCall, PackingMode, SequenceHeadCall
 from .replaced_modules import classes_to_watch
 from .small_batches import Size
 
@@ -155,7 +155,6 @@ def make_padding_free(
     proof: Proof,
     family: Family,
     handle: Handle,
-    logits: Logits,
     packing: PackingMode,
     shares: bool = False,
     grouping: Callable[..., Any] = group_by_length,
@@ -186,14 +185,14 @@ def make_padding_free(
         is_base = families.base_model(entry) is entry
         first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
         size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
-        how = (logits, defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares, watched)
+        how = (defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares, watched)
         return PackedCall(handle, proof, family, head, *how)
 
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)
         for entry in (base, model) if head == "token" else (base,):
-            override_forward(entry, EncoderDecoderCall(handle, proof, _arguments(entry)[0], logits, is_routed), handle)
+            override_forward(entry, EncoderDecoderCall(handle, proof, _arguments(entry)[0], is_routed), handle)
         packs_head = head == "token"
     else:
         packs_head = head != "sequence"

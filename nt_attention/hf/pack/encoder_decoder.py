@@ -31,9 +31,9 @@ from ..route.packed_mask import PackedMask
 from ..route.packed_row import PackedRow, running
 from .inputs import arguments_of, default_position_ids, read_packing
 from .outputs import pad_outputs
-from .packed_forward import Logits, add_rows_of_head
+from .packed_forward import add_rows_of_head
 from .packing import Packing
-from .routes import FallsBack, ModelCall, Packed, Unpatched, run_route
+from .routes import FallsBack, ModelCall, Packed, Unpatched, as_tuple, run_route
 from .rules import (
     Rule,
     is_divided_by_context_parallel,
@@ -84,14 +84,12 @@ class EncoderDecoderCall:
         handle: the handle of the patch. It counts calls and warns.
         proof: how the model is packed.
         defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
-        logits: "padded", or None to leave logits packed in training with labels.
         is_routed: whether attention runs through transformers' interface.
     """
 
     handle: Handle
     proof: Proof
     defaults: dict[str, Any]
-    logits: Logits
     is_routed: bool
 
     @inline_only
@@ -159,7 +157,6 @@ class PackedSides(Packed):
         model, arguments = self.call.model, dict(self.call.arguments)  # copied as in `Packed.run`
         known = (model, *self.call.inner)
         as_dict = arguments.pop("return_dict", model.config.return_dict)
-        keep_packed = self.call.entry.logits is None and model.training and "labels" in arguments
         encoded = arguments.pop("encoder_outputs", None)
         if encoded is None:
             row, inputs = self._pack_source(arguments)
@@ -170,10 +167,10 @@ class PackedSides(Packed):
         row, inputs = self._pack_target(arguments)
         with running(row=row, known=known):
             out = self.call.original(**inputs, encoder_outputs=encoded)
-        done, of_source = {"logits"} if keep_packed else set(), out.keys() & set(OF_SOURCE)
-        pad_outputs(out, self.packing.source, None, done | (out.keys() - of_source))
-        pad_outputs(out, self.packing.target, None, done | of_source)
-        return out if as_dict else out.to_tuple()
+        of_source = [name for name in out if name in OF_SOURCE]
+        pad_outputs(out, self.packing.source, names=of_source)
+        pad_outputs(out, self.packing.target, names=[name for name in out if name not in of_source])
+        return out if as_dict else as_tuple(out, self.call.compiler)
 
     @outside_of_graphs
     def _pack_source(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:

@@ -8,6 +8,7 @@ Dimensions: B rows of a padded batch and L positions in a row, as in the bucket;
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,6 +25,7 @@ from ...graphs.capture import Bucket, Computed, Sizes, Work, tensors_of
 from ...graphs.device import NotCapturedError
 from ...kernels.select import selection_key
 from ...layouts.bounded import BoundedLayout
+from ...layouts.reading import to_device
 from ...modules.graphs import without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families
@@ -31,6 +33,7 @@ from ..route.packed_row import extend_tables
 from ..transformers_private import attention_of
 from .attention_code import make_cached_tensors
 from .packing import Packing
+from .padded_on_read import Padding
 
 # The arguments that a graph can take.
 _TENSORS = {"input_ids", "inputs_embeds", "token_type_ids", "attention_mask", "labels", "shift_labels"}
@@ -46,7 +49,7 @@ class BoundedPacking(Packing):
         mask: (B, L) bool, True at tokens.
         token: (B·L,) int64, the number of tokens up to each position, minus 1.
         padded: the tensors (B, L, …) that were made.
-        packed: outputs (1, N, …) that callers get packed.
+        packed: outputs (1, N, …) that are padded later, see `pad_later`.
     """
 
     mask: Tensor
@@ -98,9 +101,49 @@ class BoundedPacking(Packing):
         padded = cast(Tensor, _Pad.apply(packed.squeeze(0), index, self.index, self.layout, value))
         return self._keep(padded.unflatten(0, (self.rows, self.length)))
 
+    def pad_later(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        """The tensor itself: the graph ends with it, and its result is padded when it is read."""
+        self.packed.append(packed)
+        return packed
+
     def _keep(self, padded: Tensor) -> Tensor:
         self.padded.append(padded)
         return padded
+
+
+@dataclass(frozen=True, eq=False)
+class OfMask(Padding):
+    """The padding of a batch whose mask was read, for outputs of a graph: made only if one of them is read.
+
+    Attributes:
+        is_token: (B, L), True at tokens.
+        device: that of the outputs.
+    """
+
+    is_token: NDArray[np.bool_]
+    device: torch.device
+
+    @functools.cached_property
+    def _packing(self) -> Packing:
+        return Packing.of(to_device(self.is_token, self.device), None, *self.padded_shape)
+
+    @functools.cached_property
+    def token_shape(self) -> tuple[int, int]:
+        return 1, int(np.count_nonzero(self.is_token))
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        rows, length = self.is_token.shape
+        return rows, length
+
+    def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        return self._packing.pad(packed, value)
+
+    def unpad(self, gradient: Tensor) -> Tensor:
+        return self._packing.unpad(gradient)
+
+    def tokens_of(self, packed: Tensor) -> tuple[Tensor, Any]:
+        return self._packing.tokens_of(packed)
 
 
 class _Pad(torch.autograd.Function):
@@ -130,8 +173,10 @@ def run_as_graph(
     holes: bool,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
-) -> tuple[Any, Sizes]:
-    """Run a packed call as a CUDA graph, and return its result and sizes. Syncs with the device once, for the mask.
+) -> tuple[Any, Sizes, OfMask]:
+    """Run a packed call as a CUDA graph, and return its result, its sizes, and how outputs are padded that are not yet.
+
+    Syncs with the device once, for the mask.
 
     Args:
         graphs: the graphs of the model.
@@ -150,7 +195,8 @@ def run_as_graph(
     tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
     rows, length = tokens.shape[:2]
     mask = arguments.get("attention_mask")
-    sizes = Sizes(rows, length, rows * length if mask is None else _count_tokens(mask, holes))
+    padding = OfMask(_read_mask(mask, holes) if mask is not None else np.ones((rows, length), bool), tokens.device)
+    sizes = Sizes(rows, length, padding.token_shape[1])
     if not sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
     if sizes.tokens == rows * length and returns_cache():
@@ -179,7 +225,7 @@ def run_as_graph(
         part=lambda x, form: _part(x, form, sizes),
         prepare=lambda bucket: extend_tables(model, bucket[0].longest),
     )
-    return graphs.run(work, (sizes,)), sizes
+    return graphs.run(work, (sizes,)), sizes, padding
 
 
 def _divide(arguments: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -215,14 +261,14 @@ def _part(x: Tensor, form: str, sizes: Sizes) -> Tensor:
     return x[: sizes.sequences] if form == "rows" else x
 
 
-def _count_tokens(mask: Tensor, holes: bool) -> int:
-    """The number of tokens of a mask (B, L). Syncs with the device once."""
+def _read_mask(mask: Tensor, holes: bool) -> NDArray[np.bool_]:
+    """A mask (B, L) on the host, True at tokens. Syncs with the device once."""
     is_token: NDArray[np.bool_] = (mask != 0).numpy(force=True)
     if not holes:
         begins = is_token[:, 1:] & ~is_token[:, :-1]
         if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
             raise NotCapturedError("its rows have padding between tokens")
-    return int(np.count_nonzero(is_token))
+    return is_token
 
 
 def _why_not(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> str | None:

@@ -5,6 +5,7 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...compiler import outside_of_graphs
-from ...torch_private import pytree
+from ...torch_private import is_transformed, pytree
 from .. import families
 from .packing import Packing
+from .padded_on_read import Padding, read_on_access
 from .small_batches import PaddedPacking
 from .tensor_parallel import is_distributed
 
 
 class UnknownOutputError(Exception):
-    """An output can't be padded: it is a DTensor, or it is not known and may have a value for each token."""
+    """An output can't be padded: it is not known, and may have a value for each token."""
 
 
 _UNKNOWN = "its output {!r} is not known, and may have a value for each token"
@@ -28,43 +30,66 @@ _UNKNOWN = "its output {!r} is not known, and may have a value for each token"
 
 @outside_of_graphs
 def pad_outputs(
-    out: ModelOutput, packing: Packing | PaddedPacking, kept: tuple[Tensor, Tensor] | None, done: set[str]
+    out: ModelOutput,
+    packing: Packing | PaddedPacking,
+    kept: tuple[Tensor, Tensor] | None = None,
+    names: Collection[str] | None = None,
 ) -> None:
     """Pad every output with a value for each token: (1, T, …) → (B, L, …). With `PaddedPacking`, write its padding.
+
+    Beside a loss, outputs are padded when they are read: `padded_on_read.py`.
 
     Args:
         out: the outputs, which are replaced.
         packing: how the batch was packed, or the rows of a batch that was not.
         kept: the tokens whose logits there are, see `Packing.tokens_at`; None if there are those of all tokens.
-        done: the names of outputs that stay as they are.
+        names: the outputs that are padded. None: all.
 
     Raises:
-        UnknownOutputError: an output of a packed row is a DTensor, or in no table and may have values in another form.
+        UnknownOutputError: an output of a packed row is in no table and may have values in another form.
     """
-
-    def pad_tokens(x: Tensor) -> Tensor:
-        return packing.pad(x) if x.shape[:2] == packing.token_shape else x
-
-    for name in [name for name in out if name not in done and name not in families.OTHER_OUTPUTS]:
+    later = out.get("loss") is not None and not is_transformed()
+    for name in [name for name in (out if names is None else names) if name not in families.OTHER_OUTPUTS]:
         value = out[name]
+        if name == "logits" and kept is not None:
+            tokens, is_token = kept
+            out[name] = value.view(*tokens.shape, -1).masked_fill(~is_token.unsqueeze(2), 0)
+            continue
+        if name == "logits" and value.dim() == 2:  # only of tokens with labels (sparse_prediction in ModernBERT)
+            continue
         if isinstance(packing, PaddedPacking):
             # without a change: DTensors, and hidden states (altup, B, L, D) of Gemma3n
             if is_distributed(value) or (name == "hidden_states" and any(x.dim() != 3 for x in _tensors_of(value))):
                 continue
-        elif is_distributed(value):
-            raise UnknownOutputError(f"its output {name!r} is a DTensor")
-        if name == "logits" and kept is not None:
-            tokens, is_token = kept
-            out[name] = value.view(*tokens.shape, -1).masked_fill(~is_token.unsqueeze(2), 0)
-        elif name == "logits" and value.dim() == 2:  # only of tokens with labels (sparse_prediction in ModernBERT)
-            continue
-        elif name in families.LOWEST_AT_PADDING:
-            out[name] = packing.pad(value, torch.finfo(value.dtype).min)
         else:
-            if isinstance(packing, Packing):
-                _check_form(name, value, packing.token_shape)
-            whole = isinstance(value, Tensor)  # pytrees take time
-            out[name] = pad_tokens(value) if whole else pytree.tree_map_only(Tensor, pad_tokens, value)
+            _check_form(name, value, packing.token_shape)
+        _pad_tokens(out, name, packing, later)
+    read_on_access(out)
+
+
+@outside_of_graphs
+def pad_later(out: ModelOutput, padding: Padding) -> None:
+    """Let outputs (1, T, …) that a CUDA graph has computed beside a loss be padded when they are read."""
+    if out.get("loss") is not None:
+        for name in [name for name in out if name not in families.OTHER_OUTPUTS]:
+            _pad_tokens(out, name, padding, later=True)
+        read_on_access(out)
+
+
+def _pad_tokens(out: ModelOutput, name: str, padding: Padding, later: bool) -> None:
+    """Pad the tensors of an output that have a value for each token."""
+
+    def pad(x: Any) -> Tensor:
+        if x.shape[:2] != padding.token_shape:
+            return x
+        value = torch.finfo(x.dtype).min if name in families.LOWEST_AT_PADDING else 0.0
+        if not is_distributed(x):
+            return padding.pad_later(x, value) if later else padding.pad(x, value)
+        # its tokens are not divided, see `tensor_parallel.divides_tokens`
+        return x.from_local(padding.pad(x.to_local(), value), x.device_mesh, x.placements, run_check=False)
+
+    value = out[name]  # pytrees take time
+    out[name] = pad(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, pad, value)
 
 
 def _tensors_of(value: Any) -> list[Any]:

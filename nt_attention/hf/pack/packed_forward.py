@@ -28,7 +28,6 @@ from .rules import AFTER_GRAPH, BEFORE_GRAPH, route_of
 from .shared_prefixes import IS_COMPILED, run_shared
 from .small_batches import Size, costs_of, may_run_padded
 
-Logits = Literal["padded"] | None
 PackingMode = Literal["auto", "always"]
 
 
@@ -81,7 +80,6 @@ class PackedCall:
         handle: the handle of the patch. It counts calls and warns.
         proof, family: how to pack the model.
         head: how its head runs, or None. For a "sequence" head, this is the forward of the base model.
-        logits: "padded", or None to leave logits packed in training with labels.
         defaults: the parameters of the original forward, in the order of positional arguments, and their defaults.
         is_base: whether this is the forward of the base model.
         takes_any: whether the original forward takes other keyword arguments too.
@@ -97,7 +95,6 @@ class PackedCall:
     proof: Proof
     family: Family
     head: Head | None
-    logits: Logits
     defaults: dict[str, Any]
     is_base: bool
     takes_any: bool
@@ -181,11 +178,6 @@ class PackedCall:
         """Whether the original forward keeps apart the sequences of rows that the caller packed: by our attention."""
         is_ours = self.is_routed and attention_of(model.config) in NAMES
         return is_ours and not self.needs_row and self.proof.extra is None
-
-    @inline_only
-    def keeps_logits_packed(self, model: PreTrainedModel, arguments: dict[str, Any]) -> bool:
-        """Whether callers get packed logits."""
-        return self.logits is None and model.training and bool({"labels", "shift_labels"} & arguments.keys())
 
     @inline_only
     def run_row(self, model: PreTrainedModel, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:

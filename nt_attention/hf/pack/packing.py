@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from ...layouts.protocol import Layout
 from ...layouts.reading import to_device
 from ...layouts.rows import scatter_rows
 from ..route.positions import previous_token, starts
+from .padded_on_read import Padding
 
 
 @dataclass(frozen=True)
-class Packing:
+class Packing(Padding):
     """The tokens and the sequences of a batch (B, L).
 
     Attributes:
@@ -103,6 +105,10 @@ class Packing:
         return 1, self.layout.total
 
     @property
+    def padded_shape(self) -> tuple[int, int]:
+        return self.rows, self.length
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """The number of positions in the padded batch, and of tokens."""
         return self.rows * self.length, self.layout.total
@@ -171,6 +177,12 @@ class Packing:
         """Remove the padding: (B, L, …) or (1, L, …) → (1, T, …)."""
         flat = padded.expand(self.rows, *padded.shape[1:]).flatten(0, 1)
         return (flat if self.index is None else flat.index_select(0, self.index)).unsqueeze(0)
+
+    def unpad(self, gradient: Tensor) -> Tensor:
+        return self.pack(gradient)
+
+    def tokens_of(self, packed: Tensor) -> tuple[Tensor, Any]:
+        return packed[0], self.layout
 
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
         """Restore the padding: (1, T, …) → (B, L, …), with `value` at padding."""

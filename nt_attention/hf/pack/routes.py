@@ -28,7 +28,7 @@ from ..route.packed_row import PackedRow, SmallCall, extend_tables, is_unpatched
 from .attention_code import make_cached_tensors
 from .graphs import BoundedPacking, run_as_graph
 from .inputs import default_position_ids, read_packing, tokens_to_keep
-from .outputs import UnknownOutputError, pad_outputs
+from .outputs import UnknownOutputError, pad_later, pad_outputs
 from .packing import Packing
 from .sharded_packing import ShardedPacking, add_losses, check_same_batch
 from .small_batches import PaddedPacking
@@ -163,7 +163,7 @@ def passing_rows(call: ModelCall) -> running:
 class SmallBatch(Unpatched):
     """`Unpatched`, because the batch is too small to gain.
 
-    Two things are as in a packed call: outputs are 0 at padding, and logits of a training step have the same form.
+    One thing is as in a packed call: outputs are 0 at padding.
     """
 
     @inline_only
@@ -174,17 +174,8 @@ class SmallBatch(Unpatched):
         stock = replace(call, args=(), kwargs={**call.arguments, "return_dict": True})
         out = Unpatched(stock, SmallCall(call.model)).run()
         rows = PaddedPacking(call.arguments["attention_mask"] == 0)
-        done = set()
-        if entry.keeps_logits_packed(call.model, call.arguments):
-            done.add("logits")
-            if "logits" in out and out["logits"].shape[:2] == rows.token_shape:
-                packing = Packing.of(~rows.is_padding, None, *rows.token_shape)
-                if not packing.saves_nothing:  # else a packed call does not pack them either
-                    out["logits"] = packing.pack(out["logits"])
-        if entry.head == "sequence":  # the head may read a state at padding
-            done.add("last_hidden_state")
-        pad_outputs(out, rows, None, done)
-        return out if as_dict else out.to_tuple()
+        pad_outputs(out, rows, names=_padded_names(entry, out))
+        return out if as_dict else as_tuple(out, call.compiler)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +206,6 @@ class Packed:
         spans = {name: arguments.pop(name) for name in names if name in arguments}
         keep = arguments.pop("logits_to_keep", 0)
         kept = tokens_to_keep(packing, keep) if isinstance(keep, Tensor) or keep else None
-        done = {"logits"} if entry.keeps_logits_packed(call.model, arguments) else set()
 
         packed, share = self._inputs(arguments)
         if kept is not None:
@@ -224,13 +214,11 @@ class Packed:
         with running(row=row if entry.needs_row else None, known=(call.model, *call.inner), small=None):
             out = entry.run_row(call.model, call.original, packed)
         self._finish_loss(out, share)
-        if done and isinstance(packing, BoundedPacking) and "logits" in out:
-            packing.packed.append(out["logits"])
-        self._restore(out, kept, done)
+        self._restore(out, kept)
         if len(spans) == 2:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
             out = out if loss is None else type(out)(**{**out, "loss": loss})
-        return out if as_dict else out.to_tuple()
+        return out if as_dict else as_tuple(out, call.compiler)
 
     # Not compiled, because it would become dozens of small graphs.
     @outside_of_graphs
@@ -243,15 +231,25 @@ class Packed:
         """Make the loss that of all tokens."""
 
     @outside_of_graphs
-    def _restore(self, out: ModelOutput, kept: tuple[Tensor, Tensor] | None, done: set[str]) -> None:
-        """Give all outputs, but those in `done`, the form that callers get."""
+    def _restore(self, out: ModelOutput, kept: tuple[Tensor, Tensor] | None) -> None:
+        """Give all outputs the form that callers get."""
         entry, hidden = self.call.entry, out.get("last_hidden_state")
         if entry.head == "sequence":  # the head may read the first or last position of a row, even if it is padding
             out["last_hidden_state"] = self.packing.pad_with_nearest(hidden)
-            done.add("last_hidden_state")
-        pad_outputs(out, self.packing, kept, done)
+        pad_outputs(out, self.packing, kept, _padded_names(entry, out))
         if entry.pool is not None and out.get("pooler_output") is not None:
             out["pooler_output"] = entry.pool(self.call.model, self.packing.first_tokens(hidden))
+
+
+def _padded_names(entry: Any, out: ModelOutput) -> list[str]:
+    """The outputs that are 0 at padding. The head of a sequence may read a state there."""
+    return [name for name in out if not (name == "last_hidden_state" and entry.head == "sequence")]
+
+
+@outside_of_graphs
+def as_tuple(out: ModelOutput, compiler: Any = None) -> tuple[Any, ...]:
+    """The outputs as a tuple. Those that are padded on read stay so, but in compiled code."""
+    return out.to_tuple() if compiler is not None else tuple(out.values())
 
 
 @inline_only
@@ -309,15 +307,18 @@ class AsGraph:
                 raise NotCapturedError("modules that run padded need the lengths on the host")
             if call.entry.proof.convolutions:
                 raise NotCapturedError("its convolutions along the row are not supported there")
-            out, sizes = run_as_graph(
-                graphs, call.model, call.arguments, is_compiled, holes, self._returns_cache, self._run_packed
+            arguments = {**call.arguments, "return_dict": True}
+            out, sizes, padding = run_as_graph(
+                graphs, call.model, arguments, is_compiled, holes, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
             raise
         graphs.count(None)
         call.entry.handle.count(None, sizes.sequences * sizes.longest, sizes.tokens)
-        return out
+        pad_later(out, padding)
+        as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
+        return out if as_dict else as_tuple(out, call.compiler)
 
     def _run_packed(self, packing: BoundedPacking, arguments: dict[str, Any]) -> Any:
         try:

@@ -96,6 +96,13 @@ class ShardedPacking(Packing):
     def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
         return self.whole.pad(self._gather(packed), value)
 
+    def unpad(self, gradient: Tensor) -> Tensor:
+        packed = self.whole.pack(gradient)
+        return self.sharded.sum_gradients(packed[0]).unsqueeze(0)
+
+    def tokens_of(self, packed: Tensor) -> tuple[Tensor, Any]:
+        return packed[0], self.sharded
+
     def shard_inputs(
         self, model: nn.Module, head: Head | None, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], Tensor | None]:

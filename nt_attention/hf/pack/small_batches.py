@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...layouts.known import SequenceLayout
 from .. import families
+from .padded_on_read import Padding
 
 
 class Costs(NamedTuple):
@@ -128,7 +130,7 @@ def may_run_padded(arguments: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class PaddedPacking:
+class PaddedPacking(Padding):
     """The rows of a padded batch, of which the host does not know the lengths.
 
     Attributes:
@@ -142,6 +144,17 @@ class PaddedPacking:
         """(B, L), the first two dimensions of outputs with a value for each token."""
         rows, length = self.is_padding.shape
         return rows, length
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        return self.token_shape
+
+    def unpad(self, gradient: Tensor) -> Tensor:
+        return self.pad(gradient)
+
+    def tokens_of(self, packed: Tensor) -> tuple[Tensor, Any]:
+        layout = SequenceLayout.from_attention_mask(~self.is_padding)
+        return layout.pack(packed), layout
 
     def pad(self, padded: Tensor, value: float = 0.0) -> Tensor:
         """Write `value` to the padding of (B, L, …)."""

@@ -133,7 +133,7 @@ class Runs:
         with TwinHandle(type(self.twin).__name__, shared_prefixes=shared_prefixes) as handle:
             if families.routes_attention(self.twin):
                 set_attention(self.twin, handle)
-            make_padding_free(self.twin, proof, self.family, handle, "padded", "always", shared_prefixes, grouping)
+            make_padding_free(self.twin, proof, self.family, handle, "always", shared_prefixes, grouping)
             yield handle
 
     def _packed(self, model: Any, inputs: dict[str, Tensor], proof: Proof, grouping: Grouping = one_group) -> Any:

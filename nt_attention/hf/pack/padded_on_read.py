@@ -1,0 +1,284 @@
+"""Outputs of a packed call that are padded when somebody reads them.
+
+A training loop often reads only the loss. Padding the logits would then cost the memory that packing has saved.
+
+Two classes do this. `PaddedOnRead` is a tensor of the padded shape, which is computed when an operator needs its
+values. It is for code that walks through all outputs, such as the hooks of DDP and FSDP2, pytrees, and the float32
+conversion of accelerate. The class of the output itself becomes a subclass with properties: attribute, key and index
+give a plain tensor.
+
+Dimensions: B rows of a padded batch, L positions in a row, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ...compiler import outside_of_graphs
+from ...torch_private import disabled_torch_function, make_wrapper, pytree
+
+
+class Padding(ABC):
+    """How packed tensors are padded: a `Packing`, or the rows of a batch that was not packed."""
+
+    @property
+    @abstractmethod
+    def token_shape(self) -> tuple[int, int]:
+        """The first two dimensions of outputs with a value for each token, before they are padded."""
+
+    @property
+    @abstractmethod
+    def padded_shape(self) -> tuple[int, int]:
+        """(B, L), the same after it."""
+
+    @abstractmethod
+    def pad(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        """The padded tensor (B, L, …), with `value` at padding."""
+
+    @abstractmethod
+    def unpad(self, gradient: Tensor) -> Tensor:
+        """The gradient of the packed tensor, from that of the padded one."""
+
+    @abstractmethod
+    def tokens_of(self, packed: Tensor) -> tuple[Tensor, Any]:
+        """The values of the tokens (T, …) and their layout, from a tensor before it is padded."""
+
+    def pad_later(self, packed: Tensor, value: float = 0.0) -> Tensor:
+        """As `pad`, but a tensor that is computed when an operator reads it."""
+        if packed.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, _Pad.apply(packed, self, value))
+        return PaddedOnRead(_Source(packed, self, value, packed.dtype))  # `apply` takes 50 µs
+
+
+@dataclass(eq=False)
+class _Source:
+    """What a `PaddedOnRead` is computed from.
+
+    Attributes:
+        packed: the tensor before, with its history in autograd.
+        padding, value: how it is padded.
+        dtype: to which it is converted.
+        padded: the values, once they have been read.
+    """
+
+    packed: Tensor
+    padding: Padding
+    value: float
+    dtype: torch.dtype
+    padded: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """The values (B, L, …), without a history in autograd."""
+        if self.padded is None:
+            with torch.no_grad():
+                self.padded = self.padding.pad(self.packed.detach().to(self.dtype), self.value)
+        return self.padded
+
+
+class PaddedOnRead(Tensor):
+    """A tensor (B, L, …) whose values are computed when an operator needs them."""
+
+    source: _Source
+
+    @staticmethod
+    def __new__(cls, source: _Source) -> PaddedOnRead:
+        shape = (*source.padding.padded_shape, *source.packed.shape[2:])
+        made = make_wrapper(cls, shape, dtype=source.dtype, device=source.packed.device)
+        made.source = source
+        return cast(PaddedOnRead, made)
+
+    def __init__(self, source: _Source) -> None:
+        pass
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if (made := _WITHOUT_VALUES.get(func)) is not None and args[0].source.padded is None:
+            source = made(args[0].source, **kwargs)
+            if source is not None:
+                return PaddedOnRead(source)
+        return func(*pytree.tree_map_only(cls, _values, args), **pytree.tree_map_only(cls, _values, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def _method_of_plain(name: str) -> Callable[..., Any]:
+    def method(self: PaddedOnRead, *args: Any, **kwargs: Any) -> Any:
+        return getattr(plain(self), name)(*args, **kwargs)
+
+    return method
+
+
+# These read the memory of a tensor, without an operator.
+_READ_MEMORY = ("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__array__", "__dlpack__")
+for _name in (*_READ_MEMORY, "__repr__"):
+    setattr(PaddedOnRead, _name, _method_of_plain(_name))
+
+
+def _values(x: PaddedOnRead) -> Tensor:
+    return x.source.read()
+
+
+def _converted(source: _Source, dtype: torch.dtype | None = None, **others: Any) -> _Source | None:
+    """The source of the tensor in another dtype. None for other conversions."""
+    return None if others or dtype is None else replace(source, dtype=dtype)
+
+
+_aten = torch.ops.aten
+# Operators that need no values: from the source of the argument to that of the result. Wrappers call them for all
+# outputs. The result of `detach` shares its memory, and so its source.
+_WITHOUT_VALUES: dict[Any, Callable[..., _Source | None]] = {
+    _aten._to_copy.default: _converted,
+    _aten.clone.default: lambda source, **_: replace(source),
+    _aten.detach.default: lambda source: source,
+}
+
+
+class _Pad(torch.autograd.Function):
+    """Connects a `PaddedOnRead` with the packed tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, padding: Padding, value: float) -> Tensor:
+        ctx.padding = padding
+        return PaddedOnRead(_Source(packed, padding, value, packed.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.padding.unpad(gradient), None, None
+
+
+class _Read(torch.autograd.Function):
+    """The values of a `PaddedOnRead`, connected with it. Not a view: its base would be no plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: PaddedOnRead) -> Tensor:
+        return x.source.read().detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def plain(x: Tensor) -> Tensor:
+    """A tensor as users know it: of a `PaddedOnRead` its values, connected in autograd; another one itself."""
+    if not isinstance(x, PaddedOnRead):
+        return x
+    with torch.enable_grad():
+        return cast(Tensor, _Read.apply(x)) if x.requires_grad else x.source.read()
+
+
+@outside_of_graphs
+def _read(out: Any, name: str) -> Any:
+    """The value of a field, which is plain from now on. The item of the dictionary stays as it was."""
+    value = vars(out).get(name)
+    if isinstance(value, (PaddedOnRead, tuple)):
+        value = vars(out)[name] = pytree.tree_map_only(PaddedOnRead, plain, value)
+    return value
+
+
+class _Reading:
+    """What makes a subclass of an output class read its fields by key, index and slice as by attribute."""
+
+    _kind: type[ModelOutput]
+    _names: tuple[str, ...]
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            found = super().__getitem__(key)  # type: ignore[misc]
+            return getattr(self, key) if key in self._names else found
+        names = list(self.keys())[key]  # type: ignore[attr-defined]
+        return self[names] if isinstance(names, str) else tuple(self[name] for name in names)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in list(self) else default  # type: ignore[call-overload]
+
+    def __reduce__(self) -> Any:
+        return self._kind, tuple(getattr(self, field.name) for field in fields(cast(Any, self)))
+
+
+@functools.lru_cache(256)
+def _reading(kind: type[ModelOutput], names: tuple[str, ...]) -> type[ModelOutput]:
+    """The subclass of an output class in which the fields `names` are padded when they are read."""
+
+    def field_of(name: str) -> property:
+        return property(lambda self: _read(self, name), lambda self, value: vars(self).__setitem__(name, value))
+
+    members: dict[str, Any] = {name: field_of(name) for name in names}
+    members |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_Reading, kind), {**members, "_kind": kind, "_names": names})
+
+
+def read_on_access(out: ModelOutput) -> None:
+    """Let an output with tensors that are padded on read give plain tensors by attribute, key and index."""
+    deferred = [
+        name
+        for name, value in out.items()
+        if isinstance(value, PaddedOnRead) or (isinstance(value, tuple) and any(map(_is_deferred, value)))
+    ]
+    if deferred:
+        kind: Any = getattr(out, "_kind", type(out))  # an output of an encoder-decoder gets two paddings
+        cast(Any, out).__class__ = _reading(kind, tuple(deferred))
+
+
+def _is_deferred(value: Any) -> bool:
+    return any(isinstance(x, PaddedOnRead) for x in pytree.tree_leaves(value))
+
+
+def packed(out: ModelOutput, name: str) -> tuple[Any, Any]:
+    """The packed form of an output, without any padding: for losses and heads of your own.
+
+    Of a call of a patched model with labels that ran packed, or whose batch was too small to gain. Reading the same
+    output as an attribute pads it.
+
+    Args:
+        out: what the model returned.
+        name: the name of an output with a value for each token, such as "logits".
+
+    Returns:
+        The values of the tokens, (T, …), or a tuple of such tensors for "hidden_states"; and their layout, with which
+            `layout.pack(x)` packs other tensors (B, L, …) of the batch. With `mesh`, the tokens of this rank, and its
+            `ShardedLayout`.
+
+    Raises:
+        ValueError: the output is padded, because the call did not run packed or has no loss; or it has no such name.
+
+    Example:
+        >>> import torch, nt_attention as nta
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, **sizes))
+        >>> handle = nta.patch(model)
+        >>> ids, mask = torch.full((2, 3), 7), torch.tensor([[1, 1, 1], [1, 0, 0]])
+        >>> out = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        >>> values, layout = nta.hf.packed(out, "logits")
+        >>> values.shape, layout.pack(ids).shape, out.logits.shape
+        (torch.Size([4, 99]), torch.Size([4]), torch.Size([2, 3, 99]))
+    """
+    items = dict(out.items())
+    if name not in items:
+        raise ValueError(f"the output has no {name!r}: pass one of {', '.join(items)}.")
+    whole = items[name]
+    parts = whole if isinstance(whole, tuple) else (whole,)
+    if not all(isinstance(x, PaddedOnRead) for x in parts):
+        raise ValueError(
+            f"{name!r} is not packed: the call has no labels, or it did not run packed. The calls of the handle that "
+            f"nt_attention.patch returned say why. Read out.{name}, which is padded."
+        )
+    sources = [x.source for x in parts]
+    values, layouts = zip(*[x.padding.tokens_of(x.packed.to(x.dtype)) for x in sources], strict=True)
+    return values if isinstance(whole, tuple) else values[0], layouts[0]
