@@ -245,18 +245,22 @@ def check_distributed_logits():
     model, batch = make("llama"), make_batch()
     is_token = batch["attention_mask"].bool()
     labels = batch["input_ids"].masked_fill(~is_token, -100)
-    one = copy.deepcopy(model)(**batch, labels=labels)
+    whole = copy.deepcopy(model)
+    one, norm = whole(**batch, labels=labels), whole.model.norm.weight
     divide(model, "torch")
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": head})
     handle = nta.patch(model)
     with loss_parallel():
-        loss = model.train()(**batch, labels=labels).loss
-    torch.testing.assert_close(loss.full_tensor(), one.loss, rtol=0, atol=1e-5)
-    assert handle.calls == {None: 1}
-    with pytest.warns(NotPackedWarning, match="its output 'logits' is a DTensor"):
-        logits = model.eval()(**batch).logits.full_tensor()
-    torch.testing.assert_close(logits[is_token], one.logits[is_token], rtol=0, atol=1e-9)
+        out = model.train()(**batch, labels=labels)
+        weight, want = model.model.norm.weight, torch.autograd.grad(one.logits[is_token].sum(), norm)
+    torch.testing.assert_close(out.loss.full_tensor(), one.loss, rtol=0, atol=1e-5)
+    for logits in (out.logits, model.eval()(**batch).logits):
+        assert isinstance(logits, DTensor)
+        torch.testing.assert_close(logits.full_tensor()[is_token], one.logits[is_token], rtol=0, atol=1e-9)
+        got = torch.autograd.grad((logits.full_tensor() * is_token[..., None]).sum(), weight)
+        torch.testing.assert_close(got, want)
+    assert handle.calls == {None: 2}
 
 
 def test_distributed_logits():

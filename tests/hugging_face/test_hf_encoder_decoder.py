@@ -73,7 +73,7 @@ def test_loss_and_gradients_are_those_without_the_patch(model_type, side):
         got, gradients = run()
         logits = model(**source, labels=labels).logits
     assert handle.calls == {None: 2}
-    assert logits.shape[:2] == (1, sum(TARGETS))
+    close(logits[mask], model(**source, labels=labels).logits[mask])
     close(got, want)
     largest = max(float(x.abs().max()) for x in want_gradients)
     for x, y in zip(gradients, want_gradients, strict=True):

@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 
 from ...compiler import outside_of_graphs
 from ...torch_private import disabled_torch_function, make_wrapper, pytree
+from .tensor_parallel import on_local_part
 
 
 class Padding(ABC):
@@ -79,8 +80,9 @@ class _Source:
     def read(self) -> Tensor:
         """The values (B, L, …), without a history in autograd."""
         if self.padded is None:
+            pad = functools.partial(self.padding.pad, value=self.value)
             with torch.no_grad():
-                self.padded = self.padding.pad(self.packed.detach().to(self.dtype), self.value)
+                self.padded = on_local_part(pad, self.packed.detach().to(self.dtype))
         return self.padded
 
 
@@ -159,7 +161,7 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.padding.unpad(gradient), None, None
+        return on_local_part(ctx.padding.unpad, gradient), None, None
 
 
 class _Read(torch.autograd.Function):
