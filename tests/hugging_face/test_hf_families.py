@@ -167,7 +167,7 @@ def test_logits_in_training_with_labels(model_type, name):
     want = tiny.alone(model_type, name)["logits"]
     with nta.patch(model):
         out = run(model, **batch)
-    values, layout = nta.hf.packed(out, "logits")
+    values, layout = nta.hf.packed(out.logits)
     close(values, want)
     close(layout.pack(out.logits), want)
     check_padding(out, name, "right")

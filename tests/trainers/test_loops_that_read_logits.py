@@ -360,6 +360,6 @@ def test_nothing_is_padded_if_only_the_loss_is_read(training, monkeypatch):
     out.loss.backward()
     assert out["loss"] is out[0] is out.loss
     assert [name for name, _ in out.items()] == ["loss", "logits", "hidden_states"]
-    values, layout = nta.hf.packed(out, "logits")
+    values, layout = nta.hf.packed(out.logits)
     assert values.shape == (layout.total, VOCABULARY)
-    assert nta.hf.packed(out, "hidden_states")[0][1].shape == (layout.total, 32)
+    assert nta.hf.packed(out.hidden_states[1])[0].shape == (layout.total, 32)

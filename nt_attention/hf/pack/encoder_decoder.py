@@ -33,7 +33,7 @@ from .inputs import arguments_of, default_position_ids, read_packing
 from .outputs import pad_outputs
 from .packed_forward import add_rows_of_head
 from .packing import Packing
-from .routes import FallsBack, ModelCall, Packed, Unpatched, as_tuple, run_route
+from .routes import FallsBack, ModelCall, Packed, Unpatched, run_route
 from .rules import (
     Rule,
     is_divided_by_context_parallel,
@@ -170,7 +170,7 @@ class PackedSides(Packed):
         of_source = [name for name in out if name in OF_SOURCE]
         pad_outputs(out, self.packing.source, names=of_source)
         pad_outputs(out, self.packing.target, names=[name for name in out if name not in of_source])
-        return out if as_dict else as_tuple(out, self.call.compiler)
+        return out if as_dict else out.to_tuple()
 
     @outside_of_graphs
     def _pack_source(self, arguments: dict[str, Any]) -> tuple[PackedRow, dict[str, Any]]:

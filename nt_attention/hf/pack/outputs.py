@@ -17,7 +17,7 @@ from ...compiler import outside_of_graphs
 from ...torch_private import is_transformed, pytree
 from .. import families
 from .packing import Packing
-from .padded_on_read import Padding, read_on_access
+from .padded_on_read import Padding
 from .small_batches import PaddedPacking
 from .tensor_parallel import is_distributed, on_local_part
 
@@ -65,7 +65,6 @@ def pad_outputs(
         else:
             _check_form(name, value, packing.token_shape)
         _pad_tokens(out, name, packing, later)
-    read_on_access(out)
 
 
 @outside_of_graphs
@@ -74,7 +73,6 @@ def pad_later(out: ModelOutput, padding: Padding) -> None:
     if out.get("loss") is not None:
         for name in [name for name in out if name not in families.OTHER_OUTPUTS]:
             _pad_tokens(out, name, padding, later=True)
-        read_on_access(out)
 
 
 def _pad_tokens(out: ModelOutput, name: str, padding: Padding, later: bool) -> None:

@@ -1,11 +1,8 @@
 """Outputs of a packed call that are padded when somebody reads them.
 
-A training loop often reads only the loss. Padding the logits would then cost the memory that packing has saved.
-
-Two classes do this. `PaddedOnRead` is a tensor of the padded shape, which is computed when an operator needs its
-values. It is for code that walks through all outputs, such as the hooks of DDP and FSDP2, pytrees, and the float32
-conversion of accelerate. The class of the output itself becomes a subclass with properties: attribute, key and index
-give a plain tensor.
+A training loop often reads only the loss. Padding the logits would then cost the memory that packing has saved. So
+beside a loss, outputs are tensors of the padded shape whose values are computed when an operator needs them. Code that
+walks through all outputs, such as the hooks of DDP and FSDP2 and the float32 conversion of accelerate, needs none.
 
 Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 """
@@ -16,14 +13,12 @@ import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.utils import ModelOutput
 
-from ...compiler import outside_of_graphs
 from ...torch_private import disabled_torch_function, make_wrapper, pytree
 from .tensor_parallel import on_local_part
 
@@ -119,17 +114,17 @@ class PaddedOnRead(Tensor):
         return plain(self).__reduce_ex__(protocol)
 
 
-def _method_of_plain(name: str) -> Callable[..., Any]:
+def _method_of(values: Callable[[PaddedOnRead], Tensor], name: str) -> Callable[..., Any]:
     def method(self: PaddedOnRead, *args: Any, **kwargs: Any) -> Any:
-        return getattr(plain(self), name)(*args, **kwargs)
+        return getattr(values(self), name)(*args, **kwargs)
 
     return method
 
 
-# These read the memory of a tensor, without an operator.
-_READ_MEMORY = ("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__array__", "__dlpack__")
-for _name in (*_READ_MEMORY, "__repr__"):
-    setattr(PaddedOnRead, _name, _method_of_plain(_name))
+for _name in ("numpy", "tolist", "__array__", "__dlpack__", "__repr__"):  # an error if a gradient is required
+    setattr(PaddedOnRead, _name, _method_of(lambda x: plain(x), _name))
+for _name in ("data_ptr", "untyped_storage", "storage", "share_memory_"):
+    setattr(PaddedOnRead, _name, _method_of(lambda x: x.source.read(), _name))
 
 
 def _values(x: PaddedOnRead) -> Tensor:
@@ -176,88 +171,26 @@ class _Read(torch.autograd.Function):
         return gradient
 
 
-def plain(x: Tensor) -> Tensor:
-    """A tensor as users know it: of a `PaddedOnRead` its values, connected in autograd; another one itself."""
-    if not isinstance(x, PaddedOnRead):
-        return x
+def plain(x: PaddedOnRead) -> Tensor:
+    """The values as a tensor of PyTorch's own class, connected in autograd."""
     with torch.enable_grad():
         return cast(Tensor, _Read.apply(x)) if x.requires_grad else x.source.read()
 
 
-@outside_of_graphs
-def _read(out: Any, name: str) -> Any:
-    """The value of a field, which is plain from now on. The item of the dictionary stays as it was."""
-    value = vars(out).get(name)
-    if isinstance(value, (PaddedOnRead, tuple)):
-        value = vars(out)[name] = pytree.tree_map_only(PaddedOnRead, plain, value)
-    return value
+def packed(x: Tensor) -> tuple[Tensor, Any]:
+    """The packed form of an output of a patched model, without any padding: for losses and heads of your own.
 
-
-class _Reading:
-    """What makes a subclass of an output class read its fields by key, index and slice as by attribute."""
-
-    _kind: type[ModelOutput]
-    _names: tuple[str, ...]
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            found = super().__getitem__(key)  # type: ignore[misc]
-            return getattr(self, key) if key in self._names else found
-        names = list(self.keys())[key]  # type: ignore[attr-defined]
-        return self[names] if isinstance(names, str) else tuple(self[name] for name in names)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in list(self) else default  # type: ignore[call-overload]
-
-    def __reduce__(self) -> Any:
-        return self._kind, tuple(getattr(self, field.name) for field in fields(cast(Any, self)))
-
-
-@functools.lru_cache(256)
-def _reading(kind: type[ModelOutput], names: tuple[str, ...]) -> type[ModelOutput]:
-    """The subclass of an output class in which the fields `names` are padded when they are read."""
-
-    def field_of(name: str) -> property:
-        return property(lambda self: _read(self, name), lambda self, value: vars(self).__setitem__(name, value))
-
-    members: dict[str, Any] = {name: field_of(name) for name in names}
-    members |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (_Reading, kind), {**members, "_kind": kind, "_names": names})
-
-
-def read_on_access(out: ModelOutput) -> None:
-    """Let an output with tensors that are padded on read give plain tensors by attribute, key and index."""
-    deferred = [
-        name
-        for name, value in out.items()
-        if isinstance(value, PaddedOnRead) or (isinstance(value, tuple) and any(map(_is_deferred, value)))
-    ]
-    if deferred:
-        kind: Any = getattr(out, "_kind", type(out))  # an output of an encoder-decoder gets two paddings
-        cast(Any, out).__class__ = _reading(kind, tuple(deferred))
-
-
-def _is_deferred(value: Any) -> bool:
-    return any(isinstance(x, PaddedOnRead) for x in pytree.tree_leaves(value))
-
-
-def packed(out: ModelOutput, name: str) -> tuple[Any, Any]:
-    """The packed form of an output, without any padding: for losses and heads of your own.
-
-    Of a call of a patched model with labels that ran packed, or whose batch was too small to gain. Reading the same
-    output as an attribute pads it.
+    For calls with labels that ran packed. Any other use of the output pads it.
 
     Args:
-        out: what the model returned.
-        name: the name of an output with a value for each token, such as "logits".
+        x: an output with a value for each token, such as `out.logits` or `out.hidden_states[-1]`.
 
     Returns:
-        The values of the tokens, (T, …), or a tuple of such tensors for "hidden_states"; and their layout, with which
-            `layout.pack(x)` packs other tensors (B, L, …) of the batch. With `mesh`, the tokens of this rank, and its
-            `ShardedLayout`.
+        The values of the tokens, (T, …), and their layout: `layout.pack` packs other tensors (B, L, …) of the batch.
+            With `mesh`, the tokens of this rank, and its `ShardedLayout`.
 
     Raises:
-        ValueError: the output is padded, because the call did not run packed or has no loss; or it has no such name.
+        ValueError: the output is a padded tensor, because the call has no labels or did not run packed.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -267,20 +200,13 @@ def packed(out: ModelOutput, name: str) -> tuple[Any, Any]:
         >>> handle = nta.patch(model)
         >>> ids, mask = torch.full((2, 3), 7), torch.tensor([[1, 1, 1], [1, 0, 0]])
         >>> out = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
-        >>> values, layout = nta.hf.packed(out, "logits")
+        >>> values, layout = nta.hf.packed(out.logits)
         >>> values.shape, layout.pack(ids).shape, out.logits.shape
         (torch.Size([4, 99]), torch.Size([4]), torch.Size([2, 3, 99]))
     """
-    items = dict(out.items())
-    if name not in items:
-        raise ValueError(f"the output has no {name!r}: pass one of {', '.join(items)}.")
-    whole = items[name]
-    parts = whole if isinstance(whole, tuple) else (whole,)
-    if not all(isinstance(x, PaddedOnRead) for x in parts):
+    if not isinstance(x, PaddedOnRead):
         raise ValueError(
-            f"{name!r} is not packed: the call has no labels, or it did not run packed. The calls of the handle that "
-            f"nt_attention.patch returned say why. Read out.{name}, which is padded."
+            f"this output is a padded tensor, {tuple(x.shape)}: pass labels, and see in print(handle) whether the call "
+            "ran packed. Else use the output as it is."
         )
-    sources = [x.source for x in parts]
-    values, layouts = zip(*[x.padding.tokens_of(x.packed.to(x.dtype)) for x in sources], strict=True)
-    return values if isinstance(whole, tuple) else values[0], layouts[0]
+    return x.source.padding.tokens_of(x.source.packed.to(x.source.dtype))

@@ -175,7 +175,7 @@ class SmallBatch(Unpatched):
         out = Unpatched(stock, SmallCall(call.model)).run()
         rows = PaddedPacking(call.arguments["attention_mask"] == 0)
         pad_outputs(out, rows, names=_padded_names(entry, out))
-        return out if as_dict else as_tuple(out, call.compiler)
+        return out if as_dict else out.to_tuple()
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +218,7 @@ class Packed:
         if len(spans) == 2:
             loss = ForQuestionAnsweringLoss(out["start_logits"], out["end_logits"], **spans)
             out = out if loss is None else type(out)(**{**out, "loss": loss})
-        return out if as_dict else as_tuple(out, call.compiler)
+        return out if as_dict else out.to_tuple()
 
     # Not compiled, because it would become dozens of small graphs.
     @outside_of_graphs
@@ -244,12 +244,6 @@ class Packed:
 def _padded_names(entry: Any, out: ModelOutput) -> list[str]:
     """The outputs that are 0 at padding. The head of a sequence may read a state there."""
     return [name for name in out if not (name == "last_hidden_state" and entry.head == "sequence")]
-
-
-@outside_of_graphs
-def as_tuple(out: ModelOutput, compiler: Any = None) -> tuple[Any, ...]:
-    """The outputs as a tuple. Those that are padded on read stay so, but in compiled code."""
-    return out.to_tuple() if compiler is not None else tuple(out.values())
 
 
 @inline_only
@@ -318,7 +312,7 @@ class AsGraph:
         call.entry.handle.count(None, sizes.sequences * sizes.longest, sizes.tokens)
         pad_later(out, padding)
         as_dict = call.arguments.get("return_dict", call.model.config.return_dict)
-        return out if as_dict else as_tuple(out, call.compiler)
+        return out if as_dict else out.to_tuple()
 
     def _run_packed(self, packing: BoundedPacking, arguments: dict[str, Any]) -> Any:
         try:

@@ -47,7 +47,7 @@ def is_distributed(x: Any) -> bool:
 
 
 def on_local_part(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function(x)`, for a function of tokens. Of a DTensor, whose tokens are not divided, each rank computes its part."""
+    """`function(x)`, for a function of tokens. Of a DTensor, each rank computes its part: it has all tokens."""
     if not is_distributed(x):
         return function(x)
     whole: Any = x
