@@ -5,7 +5,6 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -19,7 +18,7 @@ from .. import families
 from .packing import Packing
 from .padded_on_read import Padding
 from .small_batches import PaddedPacking
-from .tensor_parallel import is_distributed, on_local_part
+from .tensor_parallel import is_distributed
 
 
 class UnknownOutputError(Exception):
@@ -82,7 +81,10 @@ def _pad_tokens(out: ModelOutput, name: str, padding: Padding, later: bool) -> N
         if x.shape[:2] != padding.token_shape:
             return x
         value = torch.finfo(x.dtype).min if name in families.LOWEST_AT_PADDING else 0.0
-        return padding.pad_later(x, value) if later else on_local_part(functools.partial(padding.pad, value=value), x)
+        if not is_distributed(x):
+            return padding.pad_later(x, value) if later else padding.pad(x, value)
+        # a DTensor, of which each rank has all tokens: see `tensor_parallel.divides_tokens`
+        return x.from_local(padding.pad(x.to_local(), value), x.device_mesh, x.placements, run_check=False)
 
     value = out[name]  # pytrees take time
     out[name] = pad(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, pad, value)

@@ -10,7 +10,6 @@ Dimensions: B rows of a padded batch, L positions in a row, T tokens.
 from __future__ import annotations
 
 import copy
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...torch_private import disabled_torch_function, make_wrapper, pytree
-from .tensor_parallel import on_local_part
 
 
 class Padding(ABC):
@@ -75,9 +73,8 @@ class _Source:
     def read(self) -> Tensor:
         """The values (B, L, …), without a history in autograd."""
         if self.padded is None:
-            pad = functools.partial(self.padding.pad, value=self.value)
             with torch.no_grad():
-                self.padded = on_local_part(pad, self.packed.detach().to(self.dtype))
+                self.padded = self.padding.pad(self.packed.detach().to(self.dtype), self.value)
         return self.padded
 
 
@@ -156,7 +153,7 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return on_local_part(ctx.padding.unpad, gradient), None, None
+        return ctx.padding.unpad(gradient), None, None
 
 
 class _Read(torch.autograd.Function):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...patching.forwards import STYLES_OF_TRANSFORMERS, variables_around
@@ -44,15 +44,6 @@ def is_distributed(x: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)
-
-
-def on_local_part(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function(x)`, for a function of tokens. Of a DTensor, each rank computes its part: it has all tokens."""
-    if not is_distributed(x):
-        return function(x)
-    whole: Any = x
-    made: Tensor = whole.from_local(function(whole.to_local()), whole.device_mesh, whole.placements, run_check=False)
-    return made
 
 
 def _placements(model: nn.Module) -> Iterator[Any]:
