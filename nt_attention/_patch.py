@@ -9,7 +9,7 @@ from torch import nn
 
 from .graphs.cache import CudaGraphs
 from .modules.multihead import VarlenMultiheadAttention
-from .patching.forwards import active_handles
+from .patching.forwards import WeakReference, active_handles
 from .patching.handle import NotPackedError, NotPackedWarning, OnFallback, PatchHandle
 from .torch_models import stacks
 from .torch_models.attention_modules import swap_attention
@@ -69,8 +69,9 @@ def patch(
             shapes, before the mask is read, and `handle.calls` counts these calls. Outputs are 0 at padding, as in a
             packed call. All else is as without the patch, such as a loss that counts labels at padding. "always" packs
             every batch. So do CPUs, other GPUs, compiled models, encoder-decoders and modules of `torch.nn`.
-        on_fallback: "warn" warns once for each reason why calls fall back; "raise" raises a `NotPackedError` at each
-            such call; "silent" only counts them. `generate` falls back, because it uses a cache. A batch without
+        on_fallback: "warn" warns once for each reason why calls fall back, and for each difference from the padded
+            run, such as a loss that leaves out padding; "raise" raises a `NotPackedError` at each such call; "silent"
+            only counts them. `generate` falls back, because it uses a cache. A batch without
             padding, or a row that is already packed, is no fallback. A single `nn.MultiheadAttention` does not look for
             padding: each of its calls with a `key_padding_mask` counts.
         cuda_graphs: run packed calls on a CUDA device as CUDA graphs, also small batches: with True, calls without
@@ -96,13 +97,14 @@ def patch(
 
     Returns:
         A `PatchHandle`. Its `remove()` undoes the patch, as does the end of `with patch(model):`. `print(handle)`
-            shows what was changed, what was not changed and why, and how calls ran.
+            shows what was changed, what was not changed and why, and how calls ran. If the model is already patched
+            with these options, as in a notebook cell that runs again, it is the earlier handle.
 
     Raises:
-        ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched.
-            The model is then not changed. Or an option has another value than those above. Or `mesh` has several
-            dimensions, or is passed with `cuda_graphs` or `padding_free=False`. Or no model can share prefixes with
-            `shared_prefixes`, which can't be combined with `mesh` and `padding_free=False`.
+        ValueError: the model has nothing that can be changed (the message has the reasons), or is already patched
+            with other options. The model is then not changed. Or an option has another value than those above. Or
+            `mesh` has several dimensions, or is passed with `cuda_graphs` or `padding_free=False`. Or no model can
+            share prefixes with `shared_prefixes`, which can't be combined with `mesh` and `padding_free=False`.
         TypeError: `model` is not a module, or `mesh` is not a `DeviceMesh`.
 
     Example:
@@ -123,11 +125,15 @@ def patch(
         _check_mesh(mesh, bool(cuda_graphs), padding_free)
     if shared_prefixes and (mesh is not None or not padding_free):
         raise ValueError("shared_prefixes needs packed batches on one device: leave out mesh and padding_free=False.")
+    options = padding_free, packing, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes
     for earlier in set(active_handles(model)):
         if earlier.is_automatic:  # of `patch_all`
             earlier.remove()
+        elif earlier.is_patch_of(model, options):
+            return cast(PatchHandle, earlier)
     handle = PatchHandle(type(model).__name__, on_fallback, cuda_graphs, mesh, need_weights, shared_prefixes)
     apply_patch(handle, model, padding_free, packing)
+    handle.made_for = WeakReference(model), options
     return handle
 
 

@@ -12,7 +12,7 @@ from ._patch import apply_patch, check_options
 from .graphs.cache import CapturedCalls, CudaGraphs
 from .patching import building
 from .patching.forwards import Handle, active_handles
-from .patching.handle import Counts, OnFallback, PatchHandle
+from .patching.handle import Counts, OnFallback, PatchHandle, wrap_lines
 
 __all__ = ["PatchAllHandle", "patch_all"]
 
@@ -70,7 +70,7 @@ class PatchAllHandle:
                 calls = [f"    {line}" for line in repr(self.counts[name]).splitlines()]
                 lines += [f"  {name}: {number} model{'s' if number > 1 else ''} patched", *calls]
         lines += [f"  {name}: not patched: {reason}" for name, reason in self.left.items()]
-        return "\n".join(lines if len(lines) > 1 else [*lines, "  no Hugging Face model was built"])
+        return "\n".join(wrap_lines(lines if len(lines) > 1 else [*lines, "  no Hugging Face model was built"]))
 
     def listener(self, model: nn.Module) -> None:
         """Patch a model that is complete. Whatever keeps it from being patched does not stop the program."""

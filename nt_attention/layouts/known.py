@@ -311,18 +311,7 @@ class SequenceLayout(Layout):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) and not mask.is_nested else type(mask).__name__
             raise ValueError(f"mask must be a (B, L) tensor with 1 at tokens and 0 at padding, got {shape}.")
         check_readable(mask, "mask")
-        mask = plain(mask).detach()
-        batch, length = mask.shape
-        index = _token_mask(mask).reshape(-1).nonzero()[0]
-        bounds = index.searchsorted(length * np.arange(batch + 1))
-        lengths = np.diff(bounds)
-        first, last = bounds[:-1][lengths > 0], bounds[1:][lengths > 0] - 1
-        return cls._ready(
-            Facts.of_lengths(lengths, mask.device),
-            padded_length=length,
-            padded_index=to_device(index, mask.device),
-            has_holes=bool((index[last] - index[first] > last - first).any()),
-        )
+        return layout_of_mask(_token_mask(plain(mask).detach()), mask.device)
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> SequenceLayout:
@@ -741,6 +730,21 @@ def _restore(host: Tensor, device: torch.device, max_seqlen: int | None, *of_mas
     names = ("padded_length", "padded_index", "has_holes")
     facts = Facts.of_lengths(np.diff(on_host(host)), device)
     return SequenceLayout._ready(facts, max_seqlen, **dict(zip(names, of_mask, strict=True)))
+
+
+def layout_of_mask(is_token: Ints, device: torch.device) -> SequenceLayout:
+    """The layout of a padded batch on `device`, from its mask (B, L) on the host, True at tokens."""
+    batch, length = is_token.shape
+    index = is_token.reshape(-1).nonzero()[0]
+    bounds = index.searchsorted(length * np.arange(batch + 1))
+    lengths = np.diff(bounds)
+    first, last = bounds[:-1][lengths > 0], bounds[1:][lengths > 0] - 1
+    return SequenceLayout._ready(
+        Facts.of_lengths(lengths, device),
+        padded_length=length,
+        padded_index=to_device(index, device),
+        has_holes=bool((index[last] - index[first] > last - first).any()),
+    )
 
 
 def layout_where(begins: Ints, device: torch.device) -> SequenceLayout:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,7 +56,7 @@ class PrefixCounts:
     def __str__(self) -> str:
         counts = [f"{count} {'shared' if why is None else f'did not: {why}'}" for why, count in self.calls.items()]
         share = f"{self.computed} of {self.tokens} tokens were computed"
-        return "\n    ".join([f"  shared prefixes: {share}", *counts])
+        return "\n  ".join([f"shared prefixes: {share}", *counts])
 
 
 class Counts:
@@ -64,6 +66,8 @@ class Counts:
         calls: reason → the number of calls that did not run packed for this reason. The key None counts packed calls.
         positions, tokens: of the packed calls, the number of positions in the padded batches, and of those that are
             tokens. The others were not computed. Calls of an `nn.MultiheadAttention` by itself are not in them.
+        notes: text → the number of packed calls about which it says something: in what their result differs from that
+            of the padded run, or what computes padding outside of them.
 
     Example:
         >>> import torch, nt_attention as nta
@@ -80,6 +84,7 @@ class Counts:
     def __init__(self) -> None:
         self.calls: Counter[str | None] = Counter()
         self.positions, self.tokens = 0, 0
+        self.notes: Counter[str] = Counter()
         self._warned: set[str] = set()
 
     @property
@@ -98,17 +103,29 @@ class Counts:
                 self._warned.add(str(reason))
         return is_new
 
-    def __repr__(self) -> str:
+    @outside_of_graphs
+    def note(self, text: str) -> bool:
+        """Count a packed call with a note. Returns whether it is the first one with this note."""
         with _lock:
-            calls = dict(self.calls)
+            self.notes[text] += 1
+            return self.notes[text] == 1
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """How calls ran, a line for each reason, and one for each note."""
+        with _lock:
+            calls, notes = dict(self.calls), dict(self.notes)
         sizes = f": {self.tokens} tokens in {self.positions} positions" if self.positions else ""
         sizes += f", pad ratio {self.pad_ratio:.2f} ({1 - 1 / self.pad_ratio:.0%} skipped)" if sizes else ""
         how = {why: f"did not run packed: {why}" for why in calls} | {None: f"ran packed{sizes}"}
-        return "\n".join(f"{n} call{'s' if n > 1 else ''} {how[why]}" for why, n in calls.items()) or "no calls yet"
+        counted = [(n, how[why]) for why, n in calls.items()] + [(n, note) for note, n in notes.items()]
+        return [f"{n} call{'s' if n > 1 else ''} {text}" for n, text in counted] or ["no calls yet"]
 
 
 class NotPackedWarning(UserWarning):
-    """A call of a patched model ran padded. The message says why.
+    """A call of a patched model ran padded, or its result differs from that of the padded run. The message says why.
 
     Example:
         >>> import warnings
@@ -198,6 +215,7 @@ class PatchHandle:
         self.prefixes = PrefixCounts() if shared_prefixes else None
         # Only used by patch(): each replaced module → its replacement, and the names of its parameters before.
         self.replacements: dict[nn.Module, tuple[Any, dict[str, bool]]] = {}
+        self.made_for: tuple[WeakReference, tuple[Any, ...]] | None = None  # the model, and the options of `patch`
         self._model = model
         self._undo: list[tuple[WeakReference, Callable[..., None], tuple[Any, ...]]] = []
 
@@ -237,22 +255,41 @@ class PatchHandle:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
+    @property
+    def _title(self) -> str:
+        return f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}"
+
     def __repr__(self) -> str:
-        lines = [f"nt_attention.patch of {self._model}{'' if self.active else ' (removed)'}:"]
+        lines = [f"{self._title}:"]
         lines += [f"  {name}: {description}" for name, description in self.changed.items()]
         lines += [f"    {names}: {description}" for names, description in _in_ranges(self.layers)]
         lines += [f"  {name}: not changed, {reason}" for name, reason in self.left.items()]
-        lines += [f"  {line}" for line in repr(self.counts).splitlines()]
+        return "\n".join(wrap_lines([*lines, *(f"  {line}" for line in self._lines_of_calls())]))
+
+    def _lines_of_calls(self) -> list[str]:
+        """How calls ran, with CUDA graphs and shared prefixes."""
+        lines = self.counts.lines()
         if self.graphs is not None:
             megabytes = self.graphs.memory / 2**20
-            lines.append(f"  CUDA graphs: {len(self.graphs)}, inputs and outputs {megabytes:.1f} MiB")
+            lines.append(f"CUDA graphs: {len(self.graphs)}, inputs and outputs {megabytes:.1f} MiB")
             lines += [
-                f"    {count} call{'s' if count > 1 else ''} {'ran as a graph' if why is None else f'did not: {why}'}"
+                f"  {count} call{'s' if count > 1 else ''} {'ran as a graph' if why is None else f'did not: {why}'}"
                 for why, count in self.graphs.counted().items()
             ]
-        if self.prefixes is not None:
-            lines.append(str(self.prefixes))
-        return "\n".join(lines)
+        return lines if self.prefixes is None else [*lines, *str(self.prefixes).splitlines()]
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        left = [(name, f"not changed, {reason}") for name, reason in self.left.items()]
+        modules = [*self.changed.items(), *_in_ranges(self.layers), *left]
+        cell = '<td style="text-align: left">'
+        rows = [f"{cell}{html.escape(name)}</td>{cell}{html.escape(text)}</td>" for name, text in modules]
+        rows += [f"{cell}calls</td>{cell}{html.escape(line)}</td>" for line in self._lines_of_calls()]
+        return f"<b>{html.escape(self._title)}</b><table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+
+    def is_patch_of(self, model: nn.Module, options: tuple[Any, ...]) -> bool:
+        """Whether `patch` has made this handle for this model with these options."""
+        return self.active and self.made_for is not None and self.made_for[0]() is model and self.made_for[1] == options
 
     # The methods of `forwards.Handle`. A name may begin with a dot, because the name of a child is f"{parent}.{path}".
 
@@ -301,6 +338,32 @@ class PatchHandle:
             raise NotPackedError(f"{what} can't run packed: {reason}. {hint} {advice}".rstrip())
         if warns:
             warn(f"{what} runs padded, as before the patch: {reason}. {advice}".rstrip(), NotPackedWarning)
+
+    def note(self, text: str) -> None:
+        """Say something about a packed call in `print(handle)`."""
+        self.counts.note(text)
+
+    def differ(self, difference: str) -> None:
+        """Count a packed call whose result is not that of the padded run. Then do what `on_fallback` says.
+
+        Raises:
+            NotPackedError: the model was patched with `on_fallback="raise"`.
+        """
+        if self.on_fallback == "raise":
+            hint = 'With on_fallback="warn" it runs packed.'
+            raise NotPackedError(f"a packed call would differ from the padded one: {difference}. {hint}")
+        if self.counts.note(f"differ from padded ones: {difference}") and self.on_fallback == "warn":
+            warn(f"the result differs from that of the padded run: {difference}.", NotPackedWarning)
+
+
+def wrap_lines(lines: list[str]) -> list[str]:
+    """Lines of at most 100 characters. The rest of a longer one is indented by 4 more."""
+    wrapped = []
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        wrapper = textwrap.TextWrapper(100, indent, f"{indent}    ", break_on_hyphens=False, break_long_words=False)
+        wrapped += wrapper.wrap(line.lstrip())
+    return wrapped
 
 
 def _in_ranges(layers: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -79,7 +79,7 @@ def test_packed_rows_of_the_caller_are_counted_once():
         got = model(**packed).logits
         close(got[:, 4:], model(ids[:, 4:]).logits)
         model.model(**packed)
-    assert handle.calls == {None: 2, "there is no padding to skip": 1}
+    assert handle.calls == {None: 2, "it has no attention_mask, so all positions count as tokens": 1}
 
 
 def test_on_fallback_raise():

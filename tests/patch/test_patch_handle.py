@@ -11,6 +11,7 @@ from patched_models import assert_plain, close, every_kind, loss_of, make, make_
 from torch import nn
 
 import nt_attention as nta
+from nt_attention.hf.pack import packing
 from nt_attention.layouts.known import SequenceLayout
 
 
@@ -48,7 +49,7 @@ def test_later_wrapper_of_forward_stays_after_remove(kind):
     assert inspect.signature(target.forward) == inspect.signature(inner)
     close(loss_of(model, batch), want)
     with pytest.raises(ValueError, match=r"already.*remove\(\) on the handle"):
-        nta.patch(model)
+        nta.patch(model, packing="always")
     handle.remove()
     assert target.forward is theirs
     assert torch.equal(loss_of(model, batch), want)
@@ -67,7 +68,7 @@ def test_second_patch_is_refused_on_the_model_its_parts_and_its_parent(kind):
         with nta.patch(first) as handle:
             for second in {model, model.base_model, holder}:
                 with pytest.raises(ValueError, match=r"already patched") as refused:
-                    nta.patch(second)
+                    nta.patch(second, packing="always")
                 assert "remove() on the handle of that patch first" in str(refused.value)
             loss_of(model, batch)
             assert handle.calls == {None: 1}  # the first patch still works
@@ -118,19 +119,41 @@ def test_two_handles_on_two_submodels(order):
 def test_layout_is_made_once_per_forward(kind, monkeypatch):
     made = []
 
-    def counted(make_layout, mask):
-        made.append(mask)
-        return make_layout(mask)
+    def counted(make_layout, *arguments):
+        made.append(arguments)
+        return make_layout(*arguments)
 
     model, batch = make(kind), make_batch(kind)
     with nta.patch(model):  # may make layouts, to prove that the model can be packed
-        monkeypatch.setattr(
-            SequenceLayout, "from_attention_mask", functools.partial(counted, SequenceLayout.from_attention_mask)
-        )
+        monkeypatch.setattr(packing, "layout_of_mask", functools.partial(counted, packing.layout_of_mask))
         for other in ("from_position_ids", "from_lengths"):
             monkeypatch.setattr(SequenceLayout, other, lambda *_: pytest.fail("the layout is made a second time"))
         loss_of(model, batch).backward()
     assert len(made) == 1
+
+
+def test_the_same_patch_again_returns_the_handle():
+    """As in a notebook cell that runs again."""
+    model = make("causal")
+    handle = nta.patch(model, packing="always")
+    assert nta.patch(model, packing="always") is handle
+    with pytest.raises(ValueError, match="already patched"):
+        nta.patch(model)
+    with pytest.raises(ValueError, match="already patched"):
+        nta.patch(model.model, packing="always")
+    handle.remove()
+    assert nta.patch(model, packing="always") is not handle
+
+
+def test_handles_in_notebooks():
+    handle = nta.patch(make("causal"))
+    loss_of(make("causal"), make_batch("causal"))
+    handle.left["a<b"] = "it is & it is"
+    shown = handle._repr_html_()
+    assert "a&lt;b" in shown
+    assert "not changed, it is &amp; it is" in shown
+    assert "no calls yet" in shown
+    assert shown.count("<tr>") == shown.count("</tr>") == 4
 
 
 def test_names_that_users_see():

@@ -150,7 +150,7 @@ def test_models_that_share_a_config(padding_free):
     for first in (0, 1):
         handles = [nta.patch(model, padding_free) for model in models]
         with pytest.raises(ValueError, match="already patched"):
-            nta.patch(models[0], padding_free)
+            nta.patch(models[0], padding_free, packing="always")
         handles[first].remove()
         assert config._attn_implementation == "nt_attention"
         assert_same_outputs(models[1 - first](**batch), want[1 - first], batch["attention_mask"])

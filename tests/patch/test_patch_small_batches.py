@@ -280,6 +280,7 @@ def test_these_calls_do_not_run_as_small_batches(everything_is_small, fresh_comp
     want = model(**batch).logits.detach()
     with nta.patch(model) as handle, warnings.catch_warnings():
         warnings.simplefilter("error", NotPackedWarning)
+        warnings.filterwarnings("ignore", "the result differs", NotPackedWarning)  # labels at padding
         function = torch.compile(model, backend="eager", dynamic=True) if change == "compiled" else model
         got = function(**batch).logits
     assert SMALL not in handle.calls

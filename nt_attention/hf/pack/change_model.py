@@ -177,7 +177,8 @@ def make_padding_free(
 
     # Positions scaled by the length of a sequence differ in a padded batch, where it is the length of the longest.
     # Embeddings that depend on other tokens of the row become NaN in a padded row without tokens.
-    differs = proof.reads_padding or family.embed is not None or any(map(scales_by_length, base.modules()))
+    scales = any(map(scales_by_length, base.modules()))
+    differs = proof.reads_padding or family.embed is not None or scales
     may_run_padded = packing == "auto" and handle.mesh is None and not differs
 
     def packed_call(entry: PreTrainedModel, head: Head | None) -> PackedCall:
@@ -185,8 +186,23 @@ def make_padding_free(
         is_base = families.base_model(entry) is entry
         first = (padding_id(base) or 0) + 1 if proof.positions == "ids" else 0
         size = Size.of(entry, len(attention_modules(entry)), first) if may_run_padded else None
-        how = (defaults, is_base, takes_any, is_routed, needs_row, is_causal, size, shares, watched)
-        return PackedCall(handle, proof, family, head, *how)
+        return PackedCall(
+            handle=handle,
+            proof=proof,
+            family=family,
+            head=head,
+            defaults=defaults,
+            is_base=is_base,
+            takes_any=takes_any,
+            is_routed=is_routed,
+            needs_row=needs_row,
+            is_causal=is_causal,
+            size=size,
+            shares=shares,
+            scales_by_length=scales,
+            has_head=is_base and model is not base and proof.head not in (None, "sequence"),
+            watched=watched,
+        )
 
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()

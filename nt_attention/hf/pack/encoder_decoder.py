@@ -29,12 +29,14 @@ from ..proof import Proof
 from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask
 from ..route.packed_row import PackedRow, running
+from .differences import LABELS
 from .inputs import arguments_of, default_position_ids, read_packing
 from .outputs import pad_outputs
 from .packed_forward import add_rows_of_head
 from .packing import Packing
 from .routes import FallsBack, ModelCall, Packed, Unpatched, run_route
 from .rules import (
+    NO_PADDING,
     Rule,
     is_divided_by_context_parallel,
     needs_samples,
@@ -58,6 +60,11 @@ _TARGET = {"decoder_input_ids", "decoder_inputs_embeds", "labels"}
 class _Sides(NamedTuple):
     source: Packing
     target: Packing
+
+    @property
+    def ignores_labels(self) -> bool:
+        """As in `Packing`."""
+        return self.target.ignores_labels
 
     @property
     def layout(self) -> Layout:
@@ -141,9 +148,17 @@ class _TwoSidedCall(ModelCall):
             mask = (labels != _IGNORED).flip(1).cumsum(1).flip(1) > 0
         if source is None:
             return None
-        both = ((source, arguments.get("attention_mask")), (target, mask))
-        packings: list[Any] = [read_packing({"input_ids": x, "attention_mask": m}, always=True) for x, m in both]
+        of_target = {"input_ids": target, "attention_mask": mask}
+        if labels is not None and labels.shape == target.shape[:2]:
+            of_target["labels"] = labels
+        sides = {"input_ids": source, "attention_mask": arguments.get("attention_mask")}, of_target
+        packings: list[Any] = [read_packing(side, always=True, head="token") for side in sides]
         return _Sides(*packings)
+
+    def tell_differences(self, padding: _Sides) -> None:
+        """As in any call. Only its loss may differ."""
+        if padding.ignores_labels:
+            self.entry.handle.differ(LABELS)
 
 
 class PackedSides(Packed):
@@ -272,7 +287,7 @@ def _has_other_arguments(call: _TwoSidedCall) -> str | None:
 def _has_no_padding(call: _TwoSidedCall) -> str | None:
     """Packing saves nothing."""
     if call.packing is None or all(side.saves_nothing for side in call.packing):
-        return "there is no padding to skip"
+        return NO_PADDING
     return None if all(x.layout.total for x in call.packing) else "its source or its target has no tokens"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,12 @@ from ...layouts.reading import to_device
 from ...modules.graphs import without_lengths
 from ...patching.forwards import PatchedForward
 from .. import families
+from ..proof import Head
 from ..route.packed_row import extend_tables
 from ..transformers_private import attention_of
 from .attention_code import make_cached_tensors
-from .packing import Packing
+from .inputs import uncounted_labels
+from .packing import Packing, begin_padded, read_bits
 from .padded_on_read import Padding
 
 # The arguments that a graph can take.
@@ -118,14 +120,21 @@ class OfMask(Padding):
     Attributes:
         is_token: (B, L), True at tokens.
         device: that of the outputs.
+        ignores_labels, shares_rows: as in `Packing`.
     """
 
     is_token: NDArray[np.bool_]
     device: torch.device
+    ignores_labels: bool = False
+    shares_rows: ClassVar[bool] = False
 
     @functools.cached_property
     def _packing(self) -> Packing:
         return Packing.of(to_device(self.is_token, self.device), None, *self.padded_shape)
+
+    @property
+    def begins_padded(self) -> bool:
+        return begin_padded(self.is_token)
 
     @functools.cached_property
     def token_shape(self) -> tuple[int, int]:
@@ -171,6 +180,7 @@ def run_as_graph(
     arguments: dict[str, Any],
     is_compiled: bool,
     holes: bool,
+    head: Head | None,
     returns_cache: Callable[[], bool],
     run: Callable[[BoundedPacking, dict[str, Any]], ModelOutput | tuple[Any, ...]],
 ) -> tuple[Any, Sizes, OfMask]:
@@ -184,6 +194,7 @@ def run_as_graph(
         arguments: those that are not their defaults.
         is_compiled: whether `run` runs a compiled model.
         holes: whether rows may have padding between tokens.
+        head: how its head runs.
         returns_cache: whether the model returns a cache for a batch without padding.
         run: runs the call for a packing and these arguments.
 
@@ -195,7 +206,9 @@ def run_as_graph(
     tokens: Tensor = arguments.get("input_ids", arguments.get("inputs_embeds"))  # type: ignore[assignment]
     rows, length = tokens.shape[:2]
     mask = arguments.get("attention_mask")
-    padding = OfMask(_read_mask(mask, holes) if mask is not None else np.ones((rows, length), bool), tokens.device)
+    padding = OfMask(np.ones((rows, length), np.bool_), tokens.device)
+    if mask is not None:
+        padding = _read_mask(mask, holes, uncounted_labels(arguments, mask, head))
     sizes = Sizes(rows, length, padding.token_shape[1])
     if not sizes.tokens:
         raise NotCapturedError("the batch has no tokens")
@@ -261,14 +274,14 @@ def _part(x: Tensor, form: str, sizes: Sizes) -> Tensor:
     return x[: sizes.sequences] if form == "rows" else x
 
 
-def _read_mask(mask: Tensor, holes: bool) -> NDArray[np.bool_]:
-    """A mask (B, L) on the host, True at tokens. Syncs with the device once."""
-    is_token: NDArray[np.bool_] = (mask != 0).numpy(force=True)
+def _read_mask(mask: Tensor, holes: bool, uncounted: Tensor | None) -> OfMask:
+    """The padding of a mask (B, L). Syncs with the device once."""
+    is_token, *others = read_bits([mask != 0] if uncounted is None else [mask != 0, uncounted])
     if not holes:
         begins = is_token[:, 1:] & ~is_token[:, :-1]
         if (np.count_nonzero(begins, axis=1) + is_token[:, :1].any(1)).max(initial=0) > 1:
             raise NotCapturedError("its rows have padding between tokens")
-    return is_token
+    return OfMask(is_token, mask.device, bool(others and others[0].any()))
 
 
 def _why_not(model: PreTrainedModel, arguments: dict[str, Any], training: bool) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...compiler import inline_only
 from ...layouts.known import SequenceLayout
 from .. import families
-from ..proof import Proof
+from ..proof import Head, Proof
 from ..route.hand_packed import layout_of_lengths
 from .packing import Packing
 
@@ -36,7 +36,7 @@ def arguments_of(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[s
     }
 
 
-def read_packing(arguments: dict[str, Any], always: bool) -> Packing | None:
+def read_packing(arguments: dict[str, Any], always: bool, head: Head | None = None) -> Packing | None:
     """The packing of a call. Unless `always`, it is None for a call that has neither a mask, positions nor offsets."""
     tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
     mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -61,7 +61,24 @@ def read_packing(arguments: dict[str, Any], always: bool) -> Packing | None:
     mask = None if mask is None else mask != 0  # any value but 0 is a token, as in transformers
     if is_by_hand:
         return Packing.of_packed_rows(layout_of_lengths(arguments, tokens), mask, rows, length)
-    return Packing.of(mask, position_ids, rows, length)
+    return Packing.of(mask, position_ids, rows, length, uncounted_labels(arguments, mask, head))
+
+
+def uncounted_labels(arguments: dict[str, Any], mask: Tensor | None, head: Head | None) -> Tensor | None:
+    """(B, L) bool, the labels that the loss of the padded run counts and that of the packed one does not.
+
+    These are labels at padding and, for the next token, at a first token that has padding before it. None without
+    labels for tokens.
+    """
+    labels = arguments.get("shift_labels", arguments.get("labels"))
+    if mask is None or labels is None or head not in ("token", "next token") or labels.shape != mask.shape:
+        return None
+    counted = mask != 0
+    has_label = labels != arguments.get("ignore_index", -100)
+    if head == "next token" and "shift_labels" not in arguments:
+        has_label[:, :1] = False  # nothing predicts it
+        counted[:, 1:] &= counted[:, :-1].clone()
+    return has_label & ~counted
 
 
 def has_axes(position_ids: Tensor, mask: Tensor | None) -> bool:

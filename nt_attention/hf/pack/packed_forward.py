@@ -88,6 +88,8 @@ class PackedCall:
         is_causal: whether its attention is causal.
         size: the size of the model, by which a small batch runs padded; None if every batch is packed.
         shares: whether the base model shares prefixes.
+        scales_by_length: whether it has rotary embeddings that are scaled by the length of a sequence.
+        has_head: whether this is the base model of a head that packs too.
         watched: the classes of modules that the patch has changed. One that is put in later is not patched.
     """
 
@@ -103,6 +105,8 @@ class PackedCall:
     is_causal: bool
     size: Size | None
     shares: bool = False
+    scales_by_length: bool = False
+    has_head: bool = False
     watched: frozenset[str] = frozenset()
 
     @property

@@ -5,20 +5,39 @@ Dimensions: B rows, L positions in a padded row, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ...layouts.known import SequenceLayout, layout_where
+from ...compiler import check_readable
+from ...layouts.known import SequenceLayout, layout_of_mask, layout_where
 from ...layouts.protocol import Layout
-from ...layouts.reading import to_device
+from ...layouts.reading import on_host, to_device
 from ...layouts.rows import scatter_rows
 from ..route.positions import previous_token, starts
 from .padded_on_read import Padding
+
+
+def read_bits(masks: Sequence[Tensor]) -> list[NDArray[np.bool_]]:
+    """Bool tensors of one shape on the host. Syncs with the device once for all of them."""
+    if len(masks) == 1:
+        return [on_host(masks[0])]
+    bits = masks[0].to(torch.uint8)
+    for i, mask in enumerate(masks[1:], 1):
+        bits = torch.add(bits, mask, alpha=1 << i)
+    read = on_host(bits)
+    return [(read & (1 << i)) > 0 for i in range(len(masks))]
+
+
+def begin_padded(is_token: NDArray[np.bool_]) -> bool:
+    """Whether a row of a mask (B, L) begins with padding. Rows without tokens do not count."""
+    return bool(is_token.size and (is_token.any(1) > is_token[:, 0]).any())
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,8 @@ class Packing(Padding):
         rows, length: B and L.
         has_holes: whether a sequence has padding between its tokens.
         shares_rows: whether a row has several sequences.
+        begins_padded: whether a row begins with padding.
+        ignores_labels: whether the padded run counts labels that the packed one does not, see `uncounted_labels`.
     """
 
     layout: Layout
@@ -39,42 +60,50 @@ class Packing(Padding):
     length: int
     has_holes: bool = False
     shares_rows: bool = False
+    begins_padded: bool = False
+    ignores_labels: bool = False
 
     @classmethod
-    def of(cls, mask: Tensor | None, position_ids: Tensor | None, rows: int, length: int) -> Packing:
+    def of(
+        cls,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        rows: int,
+        length: int,
+        uncounted: Tensor | None = None,
+    ) -> Packing:
         """Find the tokens and sequences of a batch. Each row is one sequence, or several if its positions restart.
 
         Syncs with the device once. For positions that restart, see `positions.starts`.
 
         Args:
-            mask: (B, L), 1 at tokens and 0 at padding. None if there is no padding.
+            mask: (B, L), 0 at padding. None if there is no padding.
             position_ids: (B, L) or (1, L). None if each row is one sequence.
             rows, length: B and L.
-
-        Raises:
-            ValueError: the mask has values other than 0 and 1.
+            uncounted: (B, L) bool, labels that the padded run counts and the packed one does not, or None.
         """
-        if position_ids is None:
-            assert mask is not None
-            layout = SequenceLayout.from_attention_mask(mask)
-            index = layout.index_of_tokens(length) if layout.total < mask.numel() else None
-            return cls(layout, index, rows, length, layout.has_holes)
         if mask is None:
+            assert position_ids is not None
             layout = SequenceLayout.from_position_ids(position_ids.expand(rows, -1))
             return cls(layout, None, rows, length, shares_rows=layout.batch_size > rows)
+        check_readable(mask, "attention_mask")
         tokens = mask != 0
-        before = previous_token(tokens)
-        first = tokens & (starts(position_ids, tokens) | (before < 0))
-        hole = tokens & ~first & (torch.arange(length, device=mask.device) - before > 1)
-        bits = tokens.to(torch.uint8) + 2 * first + 4 * hole + 8 * (tokens & (mask != 1))
-        on_host = bits.to(torch.uint8).flatten().cpu().numpy()  # one sync for all four
-        if (on_host >= 8).any():
-            raise ValueError("attention_mask has values other than 0 (padding) and 1 (token).")
-        of_tokens = on_host[on_host > 0]
-        layout = layout_where(of_tokens & 2, mask.device)
-        index = to_device(on_host.nonzero()[0], mask.device) if layout.total < mask.numel() else None
-        shares_rows = bool(((on_host & 2) > 0).reshape(rows, length).sum(1).max(initial=0) > 1)
-        return cls(layout, index, rows, length, bool((of_tokens & 4).any()), shares_rows)
+        bits = [tokens] if uncounted is None else [tokens, uncounted]
+        if position_ids is None:
+            is_token, *others = read_bits(bits)
+            layout = layout_of_mask(is_token, mask.device)
+            has_holes, shares_rows = layout.has_holes, False
+        else:
+            before = previous_token(tokens)
+            first = tokens & (starts(position_ids, tokens) | (before < 0))
+            hole = tokens & ~first & (torch.arange(length, device=mask.device) - before > 1)
+            is_first, is_hole, is_token, *others = read_bits([first, hole, *bits])
+            layout = layout_where(is_first[is_token], mask.device)
+            has_holes, shares_rows = bool(is_hole.any()), bool(is_first.sum(1).max(initial=0) > 1)
+        flags = has_holes, shares_rows, begin_padded(is_token), bool(others and others[0].any())
+        if layout.total == is_token.size:
+            return cls(layout, None, rows, length, *flags)
+        return cls(layout, to_device(np.flatnonzero(is_token), mask.device), rows, length, *flags)
 
     @classmethod
     def of_packed_rows(cls, layout: Layout, mask: Tensor | None, rows: int, length: int) -> Packing:

@@ -26,6 +26,7 @@ from ..route.hand_packed import is_packed, mixed_rows_error
 from ..route.packed_mask import PackedMask, bypass_mask
 from ..route.packed_row import PackedRow, SmallCall, extend_tables, is_unpatched, running
 from .attention_code import make_cached_tensors
+from .differences import tell_differences
 from .graphs import BoundedPacking, run_as_graph
 from .inputs import default_position_ids, read_packing, tokens_to_keep
 from .outputs import UnknownOutputError, pad_later, pad_outputs
@@ -75,7 +76,15 @@ class ModelCall:
     @functools.cached_property
     def packing(self) -> Packing | None:
         """The packing of the batch, or None; see `read_packing`. Syncs with the device once."""
-        return read_packing(self.arguments, self.entry.handle.mesh is not None or self.entry.shares)
+        always = self.entry.handle.mesh is not None or self.entry.shares
+        return read_packing(self.arguments, always, self.entry.head)
+
+    @outside_of_graphs
+    def tell_differences(self, padding: Any) -> None:
+        """Tell the handle what this packed call gives that the padded one would not, and what it does not reach."""
+        tell_differences(self, padding)
+        if self.entry.has_head:
+            self.entry.handle.note(WITHOUT_HEAD)
 
     @functools.cached_property
     def sharded(self) -> ShardedPacking:
@@ -88,6 +97,7 @@ class ModelCall:
         return divided
 
 
+WITHOUT_HEAD = "ran the base model alone: what computes logits from its output computes padded positions too"
 # Models → the patch for which their first batch was found to be the same on all ranks of the mesh.
 _checked: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 
@@ -189,6 +199,7 @@ class Packed:
     def take(cls, call: ModelCall) -> Packed:
         """Count the call, and return its route."""
         packing: Any = call.packing
+        call.tell_differences(packing)
         call.entry.handle.count(None, *packing.sizes)
         # No graph can do these, and layers may be compiled.
         make_cached_tensors(call.model, packing.layout.device)
@@ -302,12 +313,14 @@ class AsGraph:
             if call.entry.proof.convolutions:
                 raise NotCapturedError("its convolutions along the row are not supported there")
             arguments = {**call.arguments, "return_dict": True}
+            head = call.entry.head
             out, sizes, padding = run_as_graph(
-                graphs, call.model, arguments, is_compiled, holes, self._returns_cache, self._run_packed
+                graphs, call.model, arguments, is_compiled, holes, head, self._returns_cache, self._run_packed
             )
         except NotCapturedError as error:
             graphs.count(str(error))
             raise
+        call.tell_differences(padding)
         graphs.count(None)
         call.entry.handle.count(None, sizes.sequences * sizes.longest, sizes.tokens)
         pad_later(out, padding)

@@ -32,6 +32,8 @@ from .sharded_packing import why_call_not_sharded
 from .shared_prefixes import may_share
 from .tensor_parallel import divides_tokens
 
+NO_PADDING = "there is no padding to skip"
+NO_MASK = "it has no attention_mask, so all positions count as tokens"
 Rule = tuple[Callable[[Any], str | None], type[Unpatched]]
 
 
@@ -126,7 +128,7 @@ def has_no_padding(call: ModelCall) -> str | None:
             return None
         if entry.shares and may_share(entry.handle.prefixes, call.arguments, packing.rows):
             return None
-    return "there is no padding to skip"
+    return NO_PADDING if "attention_mask" in call.arguments else NO_MASK
 
 
 def is_not_sharded(call: ModelCall) -> str | None:

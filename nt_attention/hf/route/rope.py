@@ -66,6 +66,15 @@ def scaled_for(rotary: Any, length: int, layer_type: str | None) -> int:
     return trained + 1 if length > trained else 0
 
 
+def scales_differently(module: Any, shortest: int, longest: int) -> bool:
+    """Whether a rotary embedding has other frequencies for a sequence of length `shortest` than for `longest`."""
+    if not scales_by_length(module):
+        return False
+    layer_types = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
+    by_length = [x for x in layer_types if _by_length(_type_of(module, x))]
+    return any(scaled_for(module, shortest, x) != scaled_for(module, longest, x) for x in by_length)
+
+
 def _with_fixed_frequencies(rotary: Any, length: int, layer_type: str | None, device: torch.device) -> Any:
     """A copy of the embedding with the frequencies for one length, or with its original frequencies if it is 0."""
     prefix, options = ("", {}) if layer_type is None else (f"{layer_type}_", {"layer_type": layer_type})
