@@ -33,7 +33,7 @@ def after_first(mask):
 
 
 SPAN = {"start_positions": torch.zeros(len(LENGTHS), dtype=torch.long), "end_positions": torch.tensor(LENGTHS) - 1}
-LONG = {"max_position_embeddings": 40, "rope_parameters": {**SCALED, "original_max_position_embeddings": 5}}
+LONG = {"max_position_embeddings": 40, "rope_parameters": {**SCALED, "original_max_position_embeddings": 8}}
 PADDING = (1, LENGTHS[1])  # a place with padding on the right
 CASES = {  # class, mask, further arguments, what differs
     "answers": ("bert", "BertForQuestionAnswering", MASK, SPAN, differences.SPAN_LOSS),
