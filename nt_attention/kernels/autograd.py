@@ -74,9 +74,8 @@ def _run_with_gradients(kernel: Kernel, tensors: Tensors, call: Call) -> tuple[A
         return kernel.forward(tensors, call)
     function = _Attention if in_transform else _EagerAttention
     call = call._replace(relative=None) if relative else call  # it would keep tensors alive that hooks unload
-    if call.spec.has_mods:  # the backward calls them again
-        spec = replace(call.spec, score_mod=frozen(call.spec.score_mod), mask_mod=frozen(call.spec.mask_mod))
-        call = call._replace(spec=spec)
+    if call.spec.score_mod is not None:  # the backward calls it again
+        call = call._replace(spec=replace(call.spec, score_mod=frozen(call.spec.score_mod)))
     return function.apply(*tensors, (kernel, call), *relative)
 
 

@@ -11,8 +11,6 @@ Dimensions: T query tokens, S key tokens, H heads (the kernel groups them), D he
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -22,9 +20,10 @@ from ...torch_private import cpu_flash_backward, cpu_flash_forward
 from ..backend import Backend, BackwardInputs, Gradients, HeadDims
 from ..call import FEATURES, AttentionSpec, Call
 from ..masks import alibi_bias, distances
-from ..mods import apply_mask_mod, apply_score_mod, needs_gradient
+from ..mods import needs_gradient
 from ..relative import RelativeBias
 from . import cpu_scores
+from .cpu_mods import SavedMods
 from .cpu_scores import Dropout, ScoreRules
 from .cpu_tiles import TileGroup, TilePlan, Tiling, changes_scores, make_plan, uncached_plan
 
@@ -37,7 +36,7 @@ def _has_rules(spec: AttentionSpec) -> bool:
     return spec.has_bias or spec.has_mods or not spec.window.is_open
 
 
-def _rules(tiles: TileGroup, call: Call) -> ScoreRules:
+def _rules(tiles: TileGroup, call: Call, mods: SavedMods) -> ScoreRules:
     """What changes the scores of tiles (n, H, rows, keys). `bias` is (n or 1, H or 1, rows, keys) if there is one."""
     rows, keys, diagonal, is_causal = tiles.shape
     spec, alibi_slopes, relative = call.spec, call.alibi_slopes, call.relative
@@ -55,10 +54,9 @@ def _rules(tiles: TileGroup, call: Call) -> ScoreRules:
         bias = scores if bias is None else bias + scores
     visible = spec.window.mask(rows, keys, diagonal, spec.device)
     if spec.mask_mod is not None:
-        by_mod = apply_mask_mod(spec.mask_mod, spec.num_heads, tiles.positions())
+        by_mod = mods.mask_of(tiles)
         visible = by_mod if visible is None else visible & by_mod
-    mod = None if spec.score_mod is None else partial(apply_score_mod, spec.score_mod, positions=tiles.positions())
-    return ScoreRules(bias, mod, visible)
+    return ScoreRules(bias, None if spec.score_mod is None else mods.score_mod_of(tiles, dtype), visible)
 
 
 def _mask(rules: ScoreRules, spec: AttentionSpec, hides_keys: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -135,11 +133,10 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
     to_out, to_lse = out[None].transpose(1, 2), lse[None].transpose(1, 2)
     hides_keys = call.relative is not None and _hides_keys(call.relative, spec)
     seed = torch.randint(2**62, (2,), device="cpu") if spec.dropout_p else None
-    dropout, check = Dropout.of(spec, seed), MaskCheck(spec)
+    dropout, mods = Dropout.of(spec, seed), SavedMods(spec)
     by_scores, has_rules = changes_scores(spec), _has_rules(spec)
     for tiles in plan.calls:
-        rules = _rules(tiles, call) if has_rules else ScoreRules()
-        check.add(rules)
+        rules = _rules(tiles, call, mods) if has_rules else ScoreRules()
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         if by_scores:
             with torch.autocast("cpu", enabled=False):
@@ -154,8 +151,9 @@ def _run_plan(plan: TilePlan, query: Tensor, key: Tensor, value: Tensor, call: C
         tiles.queries.scatter(to_lse, tiles_lse)
     if not by_scores:
         _propagate_nan(out, lse, query)
-    state = check.number if seed is None else seed
-    return (out, lse) if state is None else (out, lse, state)
+    if spec.has_mods and spec.needs_grad:
+        return out, lse, mods.with_seed(seed)
+    return (out, lse) if seed is None else (out, lse, seed)
 
 
 def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
@@ -168,31 +166,6 @@ def _propagate_nan(out: Tensor, lse: Tensor, query: Tensor) -> None:
     wrong = (lse == 0) & query[0].isnan().any(-1).transpose(0, 1)
     out.masked_fill_(wrong.unsqueeze(-1), torch.nan)
     lse.masked_fill_(wrong, torch.nan)
-
-
-class MaskCheck:
-    """Finds out whether mask_mod hides the same keys in the backward as in the forward.
-
-    Attributes:
-        number: () int64, a hash of the masks. None if the call needs none: without gradients, without mask_mod, and
-            where `cpu_scores.py` checks the weights.
-    """
-
-    def __init__(self, spec: AttentionSpec) -> None:
-        is_needed = spec.mask_mod is not None and spec.needs_grad and not changes_scores(spec)
-        self.number = torch.zeros((), dtype=torch.int64, device="cpu") if is_needed else None
-
-    def add(self, rules: ScoreRules) -> None:
-        """Add the mask of a call of the kernel."""
-        if self.number is not None and rules.visible is not None:
-            for dim in (-1, -2):
-                counts = rules.visible.sum(dim).flatten()
-                self.number = self.number * 31 + counts @ torch.arange(1, len(counts) + 1, device="cpu")
-
-    def compare(self, number: Tensor | None) -> None:
-        """Raise a RuntimeError if the forward had another number."""
-        if self.number is not None and number is not None and not torch.equal(self.number, number):
-            raise RuntimeError(cpu_scores.MODS_CHANGED)
 
 
 class BiasGradients:
@@ -230,11 +203,10 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
     to_query, to_key, to_value = map(_heads_first, (grad_query, grad_key, grad_value))
     hides_keys = relative is not None and _hides_keys(relative, spec)
     by_scores = changes_scores(spec) or of_biases is not None
-    dropout, check = Dropout.of(spec, state), MaskCheck(spec)
-    has_rules = _has_rules(spec)
+    seed, mods = (state, SavedMods(spec)) if not spec.has_mods or state is None else SavedMods.of_state(spec, state)
+    dropout, has_rules = Dropout.of(spec, seed), _has_rules(spec)
     for tiles in plan.calls:
-        rules = _rules(tiles, call) if has_rules else ScoreRules()
-        check.add(rules)
+        rules = _rules(tiles, call, mods) if has_rules else ScoreRules()
         q, k, v = tiles.queries.gather(query), tiles.keys.gather(key), tiles.keys.gather(value)
         tiles_grad, tiles_out, tiles_lse = (tiles.queries.gather(x) for x in (grad, out, lse))
         if by_scores:
@@ -255,7 +227,6 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         tiles.queries.scatter(to_query, dq)
         tiles.keys.scatter(to_key, dk, add=not plan.all_keys_once)
         tiles.keys.scatter(to_value, dv, add=not plan.all_keys_once)
-    check.compare(state)
     return (grad_query, grad_key, grad_value, *(of_biases.sums.tensors if of_biases else ()))
 
 

@@ -11,9 +11,8 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..backend import Backend, BackwardInputs, Gradients
 from ..call import FEATURES, AttentionSpec, Call
 from ..masks import alibi_bias, distances
-from ..mods import Positions, apply_mask_mod, apply_score_mod
+from ..mods import Positions, apply_mask_mod, apply_score_mod, without_autocast
 from ..relative import RelativeBias
 
 
@@ -67,7 +66,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
         empty = query[:0, :, :1] * sum(x[:0].sum() for x in (key, value, *(relative.tensors if relative else ())))
         outs.append(empty.expand(-1, -1, value.shape[2]))
     for sequence in _sequences(query, key, value, call):
-        with _without_autocast(query.device):  # it would cast the products below
+        with without_autocast(query.device):  # it would cast the products below
             weights, lse, _ = _weights(sequence, spec)
             if generator is not None:
                 weights = weights * _dropout(weights, spec, generator)
@@ -93,7 +92,7 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
         rows, keys = sequence.rows, sequence.keys
         grad = saved.grad[rows].to(precision).transpose(0, 1)
         grad_lse = None if saved.grad_lse is None else saved.grad_lse[rows].to(precision).T
-        with _without_autocast(query.device):
+        with without_autocast(query.device):
             grad_q, grad_k, grad_v, grad_scores = _gradients(sequence, spec, grad, grad_lse, generator)
         grad_query[rows] = grad_q.transpose(0, 1)
         for total, of_heads in ((grad_key, grad_k), (grad_value, grad_v)):
@@ -106,12 +105,6 @@ def backward(saved: BackwardInputs, query: Tensor, key: Tensor, value: Tensor, c
             _add(sums.key_bias, keys, found.key_bias)
     grads = [grad.to(x.dtype) for grad, x in zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)]
     return (*grads, *(sums.tensors if sums else ()))
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Some devices, such as meta, have no autocast."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def _gradients(
