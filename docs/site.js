@@ -1,20 +1,41 @@
-// The search box above the tables of supported models, in reference/hugging_face.md.
-const texts = (row) => [...row.cells].map((cell) => cell.textContent.trim());
-const title = (table) => texts(table.rows[0])[1];
-const box = document.querySelector("#model-search");
-if (box) {
-  const tables = [...document.querySelectorAll("details table")].filter((table) => /^(not )?packed$/.test(title(table)));
-  const rows = tables.flatMap((table) => [...table.tBodies[0].rows].map((row) => [title(table), ...texts(row)]));
-  // One entry for each name: "t5 (sequence)", the title of its table, the text beside it.
-  const models = rows.flatMap(([title, names, text]) => names.match(/[\w-]+( \([^)]*\))?/g).map((name) => [name, title, text]));
-  const input = Object.assign(document.createElement("input"), {type: "search", placeholder: "model_type, such as qwen3"});
+// The search box above the tables of supported models, in reference/hugging_face.md. What it searches in is
+// reference/supported_models.json, which tools/supported_models.py writes. tests/project/test_supported_models.py has the
+// same search in Python, and compares the two.
+
+// The lines about a class ("LlamaForCausalLM"), a model type ("llama"), a part of one, or a name on the Hub
+// ("meta-llama/Llama-3.2-1B", "bge-m3").
+function find(query, data) {
+  const wanted = query.trim().toLowerCase();
+  const name = wanted.split("/").pop().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "");
+  if (!name) return [];
+  const ofType = (kind) => data.types[kind].map((line) => `${kind}: ${line}`);
+  const ofClass = (each) => `${each} (${data.classes[each][0]}): ${data.classes[each][1] ? `not packed: ${data.classes[each][1]}` : "packed"}`;
+  const classes = Object.keys(data.classes);
+  const same = classes.filter((each) => each.toLowerCase() === wanted);
+  if (same.length) return same.map(ofClass);
+  const types = Object.keys(data.types).filter((kind) => kind.includes(wanted)).sort((a, b) => a.length - b.length || (a < b ? -1 : 1));
+  const parts = [...types.flatMap(ofType), ...classes.filter((each) => each.toLowerCase().startsWith(wanted)).map(ofClass)];
+  if (parts.length) return parts.slice(0, 12);
+  const kind = (data.names.find(([pattern]) => new RegExp(pattern).test(name)) || ["", ""])[1];
+  if (!kind) return [`${query.trim()} is not in the tables: it is tried when you patch.`];
+  return [`By its name, its type is ${kind}. To be sure, see model_type in its config.json.`, ...ofType(kind)];
+}
+
+function showSearch(box, data) {
+  const placeholder = "LlamaForCausalLM, qwen3, or sentence-transformers/all-mpnet-base-v2";
+  const input = Object.assign(document.createElement("input"), {type: "search", placeholder});
   const list = document.createElement("ul");
   input.setAttribute("aria-label", "Search the supported models");
   input.oninput = () => {
-    const hits = models.filter(([name]) => input.value && name.includes(input.value.trim().toLowerCase())).sort();
-    const lines = hits.slice(0, 12).map((hit) => `${hit[0]}: ${hit[1]}: ${hit[2]}`);
-    if (input.value && !hits.length) lines.push("Not in the tables: run check-models, or nta.patch(model).");
-    list.replaceChildren(...lines.map((line) => Object.assign(document.createElement("li"), {textContent: line})));
+    list.replaceChildren(...find(input.value, data).map((line) => Object.assign(document.createElement("li"), {textContent: line})));
   };
-  box.append(input, list);
+  box.replaceChildren(input, list);
+  if ((input.value = new URLSearchParams(location.search).get("model") || "")) input.oninput();
+}
+
+if (typeof module !== "undefined") {
+  module.exports = {find};
+} else {
+  const box = document.querySelector("#model-search");
+  if (box) fetch(box.dataset.models).then((response) => response.json()).then((data) => showSearch(box, data));
 }

@@ -1,7 +1,9 @@
-"""Writes the tables of supported models in docs/reference/hugging_face.md, from the newest proofs that are shipped, and
-from the outcomes of rows packed by hand (tests/hugging_face/rows_outcomes.json).
+"""Writes the tables of supported models in docs/reference/hugging_face.md, and supported_models.json for docs/site.js.
 
-With ``--check``, the exit status is 1 if the page is not up to date. Needs the standard library only.
+Both are made from the newest checks that are shipped. The tables of rows packed by hand are made from
+tests/hugging_face/rows_outcomes.json.
+
+With ``--check``, the exit status is 1 if a file is not up to date. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "hugging_face.md"
+DATA = PAGE.with_name("supported_models.json")
 TABLES = re.compile(r"(?<=<!-- tables: begin -->\n).*(?=<!-- tables: end -->)", re.DOTALL)
 ROWS = re.compile(r"(?<=<!-- rows: begin -->\n).*(?=<!-- rows: end -->)", re.DOTALL)
 OUTCOMES = ROOT / "tests" / "hugging_face" / "rows_outcomes.json"
@@ -35,8 +38,8 @@ WORDS = {
     "has a convolution along the row": "a layer has a convolution along the row",
     "does not keep the sequences": "its attention does not keep the sequences of a packed row apart",
     "counts positions along the row": "it counts positions along the whole row",
-    "no small model of its class": "it could not be tried: no small model could be built",
-    "an error without the patch": "it could not be tried: the small model raised an error",
+    "no small model of its class": "it could not be checked: no small model could be built",
+    "an error without the patch": "it could not be checked: the small model raised an error",
     "training updates its buffer": "in training, it updates statistics from all positions, with padding",
     "mixes neighboring tokens": "a layer mixes neighboring tokens of the row",
     " raises ": "its code raises an error on a packed row",
@@ -45,7 +48,7 @@ WORDS = {
     "its attention_mask is not (batch, length)": "its `attention_mask` is not (batch, length)",
     "'attention_mask' is not known": "it returns a mask, which may have a value for each token",
     "its input is": "its input is not `input_ids`",
-    "no default config": "no model could be made from its default config; `patch` tries the config of your model",
+    "no default config": "no model could be made from its default config; `patch` checks the config of your model",
 }
 
 
@@ -64,6 +67,95 @@ REGISTERED = {
 }
 
 
+# Patterns of names on the Hub → the model type of such models, if their type is not a part of their name, or if another
+# type is. Names are in lower case, without the organization, and with "-" for what is neither a letter nor a digit. The
+# first pattern that fits counts. "" is for models that are not in the tables.
+FAMILIES = {
+    "minilm|labse|(^|-)splade-(?!v3-distil)|colbert|chinese-roberta|mxbai-embed|sbert": "bert",
+    "distil-splade|splade-v3-distil": "distilbert",
+    "codebert|graphcodebert|unixcoder|bertweet|distilroberta": "roberta",
+    "m?deberta-?v[23]": "deberta-v2",
+    "bge-multilingual-gemma2": "gemma2",
+    "bge-reranker-v2-gemma": "gemma",
+    "bge-m3|bge-reranker": "xlm-roberta",
+    "(^|-)bge-(small|base|large|micro)": "bert",
+    "(^|-)e5-mistral|zephyr": "mistral",
+    "multilingual-e5-(base|large)": "xlm-roberta",
+    "(^|-)e5-(small|base|large)": "bert",
+    "(^|-)gte-(small|base|large)(?!-en-v1-5)": "bert",
+    "arctic-embed-l-v2": "xlm-roberta",
+    "arctic-embed-m-v2": "gte",
+    "arctic-embed": "bert",
+    "mxbai-rerank-[a-z]+-v2": "qwen2",
+    "mxbai-rerank": "deberta-v2",
+    "nomic-embed-text": "nomic_bert",
+    "granite-embedding-[a-z]+-r2|gte-modernbert|moderncamembert": "modernbert",
+    "granite-embedding-(107|278)m": "xlm-roberta",
+    "granite-embedding": "roberta",
+    "embeddinggemma|gemma-3-(270m|1b)": "gemma3_text",
+    "prot-?bert|biobert|scibert|finbert|legal-bert": "bert",
+    "(^|-)esm-?2": "esm",
+    "deepseek-r1-distill-qwen": "qwen2",
+    "deepseek-r1-distill-llama|(tiny|code|open)-?llama|vicuna|(^|-)yi-|smollm(?!-?3)|falcon-?3": "llama",
+    "deepseek-v3-2": "deepseek_v32",
+    "deepseek-r1": "deepseek_v3",
+    "qwen-?3-5-.*-a[0-9]+b": "qwen3_5_moe",
+    "qwen-?3(?!-next)(-coder)?-[0-9]+b-a[0-9]+b": "qwen3_moe",
+    "llama-3-2-.*vision": "mllama",
+    "qwen-?2-audio": "qwen2_audio",
+    "phi-?4-multimodal": "phi4_multimodal",
+    "phi-?4": "phi3",
+    "granite-?4": "granitemoehybrid",
+    "starcoder(?!-?2)|santacoder": "gpt_bigcode",
+    "gpt-?j(?![a-z])": "gptj",
+    "pythia|dolly": "gpt_neox",
+    "distilgpt2|dialogpt": "gpt2",
+    "codet5": "t5",
+    "mt0": "mt5",
+    "bloomz": "bloom",
+    "opus-mt": "marian",
+    "nllb": "m2m_100",
+    "(^|-)(vl|vlm|omni|vision|vit|image|audio|tts)(-|$)": "",
+}
+
+
+def name_patterns(types: list[str]) -> list[list[str]]:
+    """FAMILIES, then the types themselves, the longest first: "qwen3" is a part of "Qwen3-0.6B", and "gemma2" of
+    "gemma-2-9b", but not of "gemma-2b"."""
+    own = ["-?".join(re.findall("[a-z]+|[0-9]+", kind)) for kind in types]
+    found = [[f"(^|-){pattern}(?![a-z0-9])", kind] for pattern, kind in zip(own, types, strict=True)]
+    return [list(each) for each in FAMILIES.items()] + sorted(found, key=lambda each: (-len(each[1]), each[1]))
+
+
+def finder(file: Path) -> dict[str, Any]:
+    """What docs/site.js searches in.
+
+    Returns:
+        "types": model type → lines about it. "classes": class → its type, and why it is not packed or "". "names":
+        patterns of names on the Hub, and the model type of such a model.
+    """
+    heads: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # model type → reason or "" → heads
+    classes = {}
+    for entry in json.loads(file.read_text()):
+        reason = why(entry)
+        heads[entry["type"]][reason or ""].add(entry["head"])
+        classes[entry["class"]] = [entry["type"], reason or ""]
+    types = {
+        kind: [
+            f"not packed: {listed(found)}: {reason}" if reason else f"packed: {listed(found)}"
+            for reason, found in sorted(by_reason.items())
+        ]
+        for kind, by_reason in heads.items()
+    }
+    return {"version": file.stem, "types": types, "classes": classes, "names": name_patterns(list(types))}
+
+
+def why(entry: dict[str, Any]) -> str | None:
+    """Why a class is not packed, in the words of the tables; None if it is packed."""
+    reason = entry["proof"].get("reason")
+    return reason and next((text for part, text in WORDS.items() if part in reason), reason)
+
+
 def table(title: str, rows: dict[str, list[str]]) -> str:
     lists = sorted((sorted(types), text) for text, types in rows.items())
     lines = (f"| {', '.join(BORDER.sub('`', each, 2) for each in types)} | {text} |" for types, text in lists)
@@ -79,8 +171,7 @@ def tables(file: Path) -> str:
     packed: dict[str, set[str]] = defaultdict(set)  # model type → heads that are packed
     refused: dict[tuple[str, str], set[str]] = defaultdict(set)  # model type and reason → heads that are not
     for entry in json.loads(file.read_text()):
-        reason, kind = entry["proof"].get("reason"), entry["type"]
-        reason = reason and next((text for part, text in WORDS.items() if part in reason), reason)
+        reason, kind = why(entry), entry["type"]
         (packed[kind] if reason is None else refused[kind, reason]).add(entry["head"])
         heads[kind].add(entry["head"])
     by_heads, by_reason = defaultdict(list), defaultdict(list)
@@ -122,19 +213,22 @@ def rows_tables(file: Path) -> str:
     return f"\n{counts}\n\n" + "\n".join(lines) + "\n\n" + details("By type", types)
 
 
-def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
+def main(argv: list[str] | None = None, page: Path = PAGE, data: Path = DATA) -> int:
     parser = argparse.ArgumentParser(description="Writes the tables of supported models.")
-    parser.add_argument("--check", action="store_true", help="exit status 1 if the page is not up to date")
-    files = (ROOT / "nt_attention" / "hf" / "prove" / "proofs").glob("*.json")
-    newest = max(files, key=lambda file: [int(part) for part in file.stem.split(".")])
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a file is not up to date")
+    check = parser.parse_args(argv).check
+    proofs = (ROOT / "nt_attention" / "hf" / "prove" / "proofs").glob("*.json")
+    newest = max(proofs, key=lambda file: [int(part) for part in file.stem.split(".")])
     updated = TABLES.sub(lambda _: tables(newest), page.read_text())
     updated = ROWS.sub(lambda _: rows_tables(OUTCOMES), updated)
-    if not parser.parse_args(argv).check:
-        page.write_text(updated)
-    elif updated != page.read_text():
-        print(f"{page.name} is not up to date: run python tools/supported_models.py")
-        return 1
-    return 0
+    status = 0
+    for file, text in {page: updated, data: json.dumps(finder(newest), separators=(",", ":")) + "\n"}.items():
+        if not check:
+            file.write_text(text)
+        elif not file.exists() or text != file.read_text():
+            print(f"{file.name} is not up to date: run python tools/supported_models.py")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

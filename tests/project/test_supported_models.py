@@ -1,13 +1,17 @@
-"""The tables of supported models in docs/reference/hugging_face.md say what the shipped proofs say."""
+"""The tables of supported models in docs/reference/hugging_face.md have what the shipped checks say; their search."""
 
 import json
+import re
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = runpy.run_path(str(ROOT / "tools" / "supported_models.py"))
+DATA = json.loads(MODELS["DATA"].read_text())
 PROOFS = sorted((ROOT / "nt_attention" / "hf" / "prove" / "proofs").iterdir())
 
 
@@ -20,12 +24,14 @@ def test_page_is_up_to_date(capsys):
 
 
 def test_page_that_is_not_up_to_date(tmp_path, capsys):
-    page = tmp_path / "page.md"
+    files = page, data = tmp_path / "page.md", tmp_path / "data.json"
     page.write_text("before\n<!-- tables: begin -->\nold\n<!-- tables: end -->\nafter\n")
-    assert MODELS["main"](["--check"], page) == 1
-    assert "run python tools/supported_models.py" in capsys.readouterr().out
-    assert MODELS["main"]([], page) == 0
-    assert MODELS["main"](["--check"], page) == 0
+    assert MODELS["main"](["--check"], *files) == 1
+    out = capsys.readouterr().out
+    assert "page.md is not up to date: run python tools/supported_models.py\ndata.json is not" in out
+    assert MODELS["main"]([], *files) == 0
+    assert MODELS["main"](["--check"], *files) == 0
+    assert json.loads(data.read_text()) == DATA
     text = page.read_text()
     assert text.startswith("before\n<!--")
     assert text.endswith("-->\nafter\n")
@@ -65,3 +71,95 @@ def test_rows_packed_by_hand_are_never_wrong_in_a_patched_class():
     entries = MODELS["read_outcomes"](MODELS["OUTCOMES"])
     assert len(entries) > 850
     assert not [entry["class"] for entry in entries if "WRONG" in json.dumps(entry.get("patch", {}))]
+
+
+def find(query, data):
+    """The search of docs/site.js."""
+    wanted = query.strip().lower()
+    name = re.sub("[^a-z0-9]+", "-", wanted.split("/")[-1]).strip("-")
+    if not name:
+        return []
+
+    def of_type(kind):
+        return [f"{kind}: {line}" for line in data["types"][kind]]
+
+    def of_class(each):
+        kind, why = data["classes"][each]
+        return f"{each} ({kind}): {f'not packed: {why}' if why else 'packed'}"
+
+    same = [each for each in data["classes"] if each.lower() == wanted]
+    if same:
+        return [of_class(each) for each in same]
+    types = sorted((kind for kind in data["types"] if wanted in kind), key=lambda kind: (len(kind), kind))
+    parts = [line for kind in types for line in of_type(kind)]
+    parts += [of_class(each) for each in data["classes"] if each.lower().startswith(wanted)]
+    if parts:
+        return parts[:12]
+    kind = next((kind for pattern, kind in data["names"] if re.search(pattern, name)), "")
+    if not kind:
+        return [f"{query.strip()} is not in the tables: it is tried when you patch."]
+    return [f"By its name, its type is {kind}. To be sure, see model_type in its config.json.", *of_type(kind)]
+
+
+QUERIES = {  # → the type in the answer, or another part of it
+    "LlamaForCausalLM": "LlamaForCausalLM (llama): packed",
+    "bertforsequenceclassification": "BertForSequenceClassification (bert): packed",
+    "BartForSequenceClassification": "(bart): not packed: ",
+    "llama": "llama: packed: base, causal LM",
+    "bart": "bart: not packed: sequence: ",
+    "LlamaFor": "LlamaForTokenClassification (llama): packed",
+    "meta-llama/Llama-3.2-1B": "its type is llama.",
+    "meta-llama/Llama-4-Scout-17B-16E": "its type is llama4.",
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "its type is llama.",
+    "all-MiniLM-L6-v2": "its type is bert.",
+    "sentence-transformers/all-mpnet-base-v2": "its type is mpnet.",
+    "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2": "its type is bert.",
+    "Qwen/Qwen3-0.6B": "its type is qwen3.",
+    "Qwen/Qwen3-Embedding-0.6B": "its type is qwen3.",
+    "Qwen/Qwen3-30B-A3B": "its type is qwen3_moe.",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "its type is qwen3_next.",
+    "Qwen/Qwen2.5-7B-Instruct": "its type is qwen2.",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "is not in the tables: it is tried when you patch.",
+    "microsoft/deberta-v3-base": "its type is deberta-v2.",
+    "microsoft/mdeberta-v3-base": "its type is deberta-v2.",
+    "microsoft/deberta-base": "its type is deberta.",
+    "BAAI/bge-base-en-v1.5": "its type is bert.",
+    "bge-m3": "its type is xlm-roberta.",
+    "FacebookAI/xlm-roberta-base": "its type is xlm-roberta.",
+    "distilbert-base-uncased": "its type is distilbert.",
+    "google-bert/bert-base-uncased": "its type is bert.",
+    "dmis-lab/biobert-v1.1": "its type is bert.",
+    "answerdotai/ModernBERT-base": "its type is modernbert.",
+    "intfloat/multilingual-e5-large": "its type is xlm-roberta.",
+    "intfloat/e5-mistral-7b-instruct": "its type is mistral.",
+    "google/gemma-2b": "its type is gemma.",
+    "google/gemma-2-9b-it": "its type is gemma2.",
+    "google/gemma-3-1b-it": "its type is gemma3_text.",
+    "microsoft/Phi-3.5-mini-instruct": "its type is phi3.",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "its type is llama.",
+    "facebook/esm2_t33_650M_UR50D": "its type is esm.",
+    "google/flan-t5-base": "its type is t5.",
+    "openai-community/gpt2-medium": "its type is gpt2.",
+    "EleutherAI/pythia-160m": "its type is gpt_neox.",
+    "my-org/no-such-model": "my-org/no-such-model is not in the tables: it is tried when you patch.",
+}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_search(query):
+    assert QUERIES[query] in "\n".join(find(query, DATA))
+
+
+def test_every_family_has_a_type_of_the_tables():
+    assert {kind for _, kind in DATA["names"]} == {*DATA["types"], ""}
+
+
+def test_search_of_the_site_is_the_same():
+    if (node := shutil.which("node")) is None:
+        pytest.skip("needs node")
+    queries = [*QUERIES, "", " / ", "Qwen", "t5", "gemma", "bert"]
+    script = "const {find} = require(process.argv[1]), data = require(process.argv[2]);"
+    script += "console.log(JSON.stringify(JSON.parse(process.argv[3]).map((query) => find(query, data))))"
+    arguments = [ROOT / "docs" / "site.js", MODELS["DATA"], json.dumps(queries)]
+    done = subprocess.run([node, "-e", script, *map(str, arguments)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [find(query, DATA) for query in queries]
