@@ -1,7 +1,9 @@
 """Every example and notebook runs with little data and gives the documented results."""
 
 import json
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from processes import run_in_processes
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+NOTEBOOKS = runpy.run_path(str(EXAMPLES.parent / "tools" / "notebooks.py"))
 # The trainers of these are also tested in tests/trainers.
 HEAVY = (
     *("fine_tune_with_trainer", "sentence_embeddings", "sentence_transformers_training"),
@@ -81,13 +84,16 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", files("*.ipynb"))
 def test_notebook_runs(path):
-    cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in cells), "clear the outputs"
-    install, *cells = ("".join(cell["source"]) for cell in cells)
-    assert install.startswith("%pip install")
+    install, *cells = NOTEBOOKS["code_cells"](json.loads(path.read_text("utf-8")))
+    assert "".join(install["source"]).startswith("%pip install")
     namespace = {}
     for cell in cells:
-        exec(cell.replace("LIMIT = 256", "LIMIT = 24"), namespace)
+        outputs = NOTEBOOKS["run_cell"]("".join(cell["source"]).replace("LIMIT = 256", "LIMIT = 24"), namespace)
+        if path.name in NOTEBOOKS["SHOWN"]:
+            kept = NOTEBOOKS["masked"](cell["outputs"])
+            assert kept == NOTEBOOKS["masked"](outputs), "run `python tools/notebooks.py`"
+        else:
+            assert not cell["outputs"], "clear the outputs"
     handle = namespace.get("handle")
     assert handle is None or handle.calls[None] > 0
     if path.stem == "patch_a_model":
@@ -115,3 +121,11 @@ def test_ten_lines_of_the_demo_run(capsys):
     assert len(lines.splitlines()) == 10
     exec(lines, {})
     assert "tensor" in capsys.readouterr().out
+
+
+def test_first_block_of_the_readme_prints_what_is_shown(tmp_path):
+    """As pasted into a new interpreter, in another folder."""
+    readme = (EXAMPLES.parent / "README.md").read_text("utf-8")
+    code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == shown
