@@ -36,9 +36,9 @@ soak: $(VENV)/.dev
 
 docs: site code-blocks
 
-# the site, with warnings as errors
+# the site, with warnings as errors (with --quiet, mkdocs does not count them)
 site: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # every code block of the README, the pages and the docstrings
 code-blocks: $(VENV)/.dev

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NOTHING_KNOWN = (
     " it has no nn.MultiheadAttention and no Hugging Face model. In attention code of its own, call "
-    "nt_attention.varlen_attention (docs/coming_from/scaled_dot_product_attention.md)."
+    "nt_attention.varlen_attention (docs/coming_from/attention.md)."
 )
 
 __all__ = ["NotPackedError", "NotPackedWarning", "PatchHandle", "patch"]

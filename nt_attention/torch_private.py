@@ -30,7 +30,7 @@ class Missing:
     def _fail(self) -> NoReturn:
         raise RuntimeError(
             f"torch {torch.__version__} has no {self._path}, which nt_attention needs for this call: install a version "
-            "of torch with which nt_attention is tested (docs/install.md)."
+            "of torch with which nt_attention is tested (CONTRIBUTING.md)."
         )
 
     def __call__(self, *_: Any, **__: Any) -> Any:

@@ -179,7 +179,7 @@ def _has_padding(mask: Tensor) -> bool:
 
 _ALONE = "Pass padding_free=False to replace only its attention, for rows that you pack"
 _WITHOUT_ATTENTION = "It has no attention to replace: leave it unpatched, with rows of similar lengths in a batch"
-_REWRITE = "Rewrite it with nt_attention.varlen_attention (docs/coming_from/scaled_dot_product_attention.md)"
+_REWRITE = "Rewrite it with nt_attention.varlen_attention (docs/coming_from/attention.md)"
 
 
 def _not_provable(model: PreTrainedModel) -> str | None:

@@ -1,6 +1,7 @@
 """What `tools/structure.py` counts, in a small package and in this one."""
 
 import ast
+import re
 import runpy
 from pathlib import Path
 
@@ -79,3 +80,11 @@ def test_structure_of_this_package():
     assert found["functions over 60 lines"] == []
     assert found["import cycles"] == []
     assert found["lines of the command line"] <= 2240  # of these, run has 130, estimate 75 and kernel 30
+
+
+def test_files_that_the_package_names_exist():
+    """In error messages and docstrings, such as (docs/coming_from/attention.md)."""
+    sources = [path.read_text() for path in (ROOT / "nt_attention").rglob("*.py")]
+    names = {name for source in sources for name in re.findall(r"[\w/]+\.md\b", source)}
+    assert names
+    assert [name for name in names if not (ROOT / name).exists()] == []

@@ -20,20 +20,20 @@ FOUND, PAGE = FOLDER / "outcomes.json", FOLDER.parents[1] / "docs/reference/trai
 
 INTRODUCTION = """# Trainers
 
-Which calls of a trainer run packed, if its model is patched with `nta.patch`. The guide
-[Fine-tune](../guides/fine_tune.md) shows how to use the trainers.
+Which calls of a trainer run packed after `nta.patch`. The guide [Fine-tune](../guides/fine_tune.md) shows how to use
+the trainers.
 
 Each result is from a test. The test compares the losses of every step with those of the unpatched model, or the outputs
-if nothing is trained. One case is not compared: SFT with `packing=True`, because in the unpatched model on SDPA the
-sequences of a row attend to each other. `python tests/trainers/matrix.py` runs the tests and writes this page.
+if nothing is trained. SFT with `packing=True` is not compared, because on SDPA the unpatched model lets the sequences
+of a row attend to each other. `python tests/trainers/matrix.py` runs the tests and writes this page.
 
-In the first column of results, the model was patched before the trainer was built or the adapter was added. In the
-second, it was patched afterwards. The numbers in brackets are the [reasons](#reasons) below.
+"Patched before" means before the trainer was built or the adapter was added. The numbers in brackets are the
+[reasons](#reasons) below.
 
 - **packed**: every call with padding ran packed.
-- **packed, in part**: the training steps of the base model ran packed. The reason is for the other calls: generation
+- **packed, in part**: the training steps of the base model ran packed. The reason is about the other calls: generation
   with a cache, or a head that the trainer had replaced before the patch. TRL's head reads padded hidden states in both
-  columns. In the first one, the patch does not see it, so it is not counted.
+  columns. In the first column, the patch does not see it, so it is not counted.
 - **falls back**: the calls ran padded, as before the patch.
 - **refused**: an error is raised.
 - **–**: not tested.
@@ -42,8 +42,8 @@ second, it was patched afterwards. The numbers in brackets are the [reasons](#re
 
 SHARDED = """## Over several ranks
 
-A model that is patched with `mesh=` divides its batch over several ranks. Tests compare the following with one
-process: losses, gradient norms, evaluation, saved models and parameters after some steps. They use CPUs and gloo.
+A model that is patched with `mesh=` divides its batch over several ranks. Tests compare losses, gradient norms,
+evaluation, saved models, and parameters after some steps with those of one process. They use CPUs and gloo.
 
 | | engine | how |
 |---|---|---|
@@ -52,8 +52,8 @@ process: losses, gradient norms, evaluation, saved models and parameters after s
 | transformers' Trainer | DDP, or FSDP2 with `ParallelismConfig` | `nt_attention.hf.trainer.ShardedTrainer` |
 | TRL's SFTTrainer | DDP | `nt_attention.hf.trainer.ShardedTrainerMixin` |
 
-The guide [Train on long sequences over several GPUs](../guides/long_context.md) shows how. `ShardedTrainer` is tested
-with transformers 5.23. Importing it with a version whose Trainer does not fit raises an ImportError.
+The guide [Several GPUs](../guides/several_gpus.md#long-sequences) shows how. `ShardedTrainer` is tested with
+transformers 5.23. If the Trainer of your version does not fit, importing it raises an ImportError.
 
 ::: nt_attention.hf.trainer.ShardedTrainer
     options:
@@ -71,7 +71,7 @@ with transformers 5.23. Importing it with a version whose Trainer does not fit r
 
 PLUGINS = """## Callbacks and plugins
 
-They patch the model when a trainer is made or starts, and log how many tokens ran packed, and how many positions of
+They patch the model when a trainer is made or starts. They log how many tokens ran packed, and how many positions of
 padding were not computed.
 
 In Axolotl's config:
@@ -81,9 +81,9 @@ plugins:
   - nt_attention.integrations.axolotl.Plugin
 ```
 
-Axolotl 0.19 pins transformers 5.16.1, and this library needs 5.17, so the plugin was not run in Axolotl. It is tested
-with the calls that Axolotl makes, in their order, on a stand-in for its `BasePlugin`; by hand also on the `BasePlugin`
-and `PluginManager` of 0.19.
+Axolotl 0.19 pins transformers 5.16.1, and this library needs 5.17, so the plugin was not run in Axolotl. The tests make
+the calls that Axolotl makes, in their order, on a class in the place of its `BasePlugin`. By hand, it was also run on
+the `BasePlugin` and `PluginManager` of 0.19.
 
 ::: nt_attention.integrations.trainer.PackingCallback
     options:
