@@ -55,7 +55,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(out.loss.item())
-        tokens.append(out.logits.shape[1])  # in training, logits are those of this process's tokens
+        tokens.append(len(nta.hf.packed(out.logits)[0]))  # of this process; `out.logits` are those of all tokens
         if dist.get_rank() == 0:
             total = int(batch["attention_mask"].sum())
             print(f"loss {losses[-1]:.4f}, {tokens[-1]} of {total} tokens on rank 0", flush=True)
