@@ -162,6 +162,7 @@ version_of = _attribute("torch.Tensor", "_version")  # how often a tensor was ch
 base_of = _attribute("torch.Tensor", "_base")  # the tensor of which it is a view
 backward_hooks_of_tensor = _attribute("torch.Tensor", "_backward_hooks")
 make_wrapper = _find("torch.Tensor._make_wrapper_subclass")
+to_copy: Any = _find("torch.ops.aten._to_copy")  # what converts a tensor to another dtype or device
 disabled_torch_function = _find("torch._C._disabled_torch_function_impl")  # of tensor classes that only dispatch
 is_output_of_cuda_graph: Callable[[Tensor], bool] = _find(  # of torch.compile, which replays it without a new version
     "torch._C._is_cached_tensor", lambda tensor: tensor.is_cuda

@@ -120,7 +120,7 @@ class Counts:
         sizes = f": {self.tokens} tokens in {self.positions} positions" if self.positions else ""
         sizes += f", pad ratio {self.pad_ratio:.2f} ({1 - 1 / self.pad_ratio:.0%} skipped)" if sizes else ""
         how = {why: f"did not run packed: {why}" for why in calls} | {None: f"ran packed{sizes}"}
-        counted = [(n, how[why]) for why, n in calls.items()] + [(n, note) for note, n in notes.items()]
+        counted = [(n, how[why]) for why, n in calls.items()] + [(n, text) for text, n in notes.items()]
         return [f"{n} call{'s' if n > 1 else ''} {text}" for n, text in counted] or ["no calls yet"]
 
 
@@ -352,7 +352,7 @@ class PatchHandle:
         if self.on_fallback == "raise":
             hint = 'With on_fallback="warn" it runs packed.'
             raise NotPackedError(f"a packed call would differ from the padded one: {difference}. {hint}")
-        if self.counts.note(f"differ from padded ones: {difference}") and self.on_fallback == "warn":
+        if self.counts.note(f"gave another result than a padded one: {difference}") and self.on_fallback == "warn":
             warn(f"the result differs from that of the padded run: {difference}.", NotPackedWarning)
 
 

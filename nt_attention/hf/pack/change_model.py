@@ -163,7 +163,7 @@ def make_padding_free(
 
     `shares`: share prefixes. `grouping`: which sequences islands run together.
     """
-    base, head = families.base_model(model), proof.head
+    base = families.base_model(model)
     needs_row = _override_positions(base, handle) or proof.mask is not None
     needs_row |= add_islands(base, proof, handle, grouping)
     is_routed = families.routes_attention(model)
@@ -204,6 +204,14 @@ def make_padding_free(
             watched=watched,
         )
 
+    _override_entries(model, packed_call, proof, handle, is_routed)
+
+
+def _override_entries(
+    model: PreTrainedModel, packed_call: Callable[..., PackedCall], proof: Proof, handle: Handle, is_routed: bool
+) -> None:
+    """Override the forward of the base model and that of the model. `packed_call(entry, head)` makes a forward."""
+    base, head = families.base_model(model), proof.head
     if families.is_encoder_decoder(model):
         encoder: Any = base.get_encoder()
         override_forward(encoder, packed_call(encoder, None), handle)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...torch_private import disabled_torch_function, make_wrapper, pytree
+from ...torch_private import disabled_torch_function, make_wrapper, pytree, to_copy
 
 
 class Padding(ABC):
@@ -137,7 +137,7 @@ _aten = torch.ops.aten
 # Operators that need no values: from the source of the argument to that of the result. Wrappers call them for all
 # outputs. The result of `detach` shares its memory, and so its source.
 _WITHOUT_VALUES: dict[Any, Callable[..., _Source | None]] = {
-    _aten._to_copy.default: _converted,
+    to_copy.default: _converted,
     _aten.clone.default: lambda source, **_: replace(source),
     _aten.detach.default: lambda source: source,
 }
