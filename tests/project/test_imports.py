@@ -36,9 +36,21 @@ def test_import_imports_no_optional_package(imported, name):
     assert name not in imported
 
 
-def test_import_prints_no_warning():
-    script = "import nt_attention"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True)
+FIRST_NESTED_TENSOR = """
+import torch, nt_attention as nta
+x = torch.nested.nested_tensor([torch.ones(3, 2, 4), torch.ones(5, 2, 4)], layout=torch.jagged)
+out = nta.varlen_attention(x, x, x)
+nta.SequenceLayout.from_lengths([2, 1]).to_nested(torch.ones(3, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "script"),
+    [(["-W", "error"], "import nt_attention"), (["-W", "ignore:The PyTorch API of nested"], FIRST_NESTED_TENSOR)],
+    ids=["import", "first NestedTensor"],
+)
+def test_prints_nothing(flags, script):
+    done = subprocess.run([sys.executable, *flags, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
 
 
