@@ -134,7 +134,7 @@ def varlen_attention(
         raise ValueError(f"exchange={exchange!r} is for a ShardedLayout: leave it out.")
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    arguments = _read(query, key, value, layout, key_layout, relative)
+    arguments = _read(query, key, value, layout, key_layout, relative, options)
     if sinks is not None:
         check_sinks(sinks, arguments.tensors.query)
         arguments = arguments._replace(sinks=True)
@@ -183,7 +183,7 @@ def explain(
     """
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    arguments = _read(query, key, value, layout, key_layout, relative)._replace(sinks=sinks is not None)
+    arguments = _read(query, key, value, layout, key_layout, relative, options)._replace(sinks=sinks is not None)
     spec = _spec(arguments, alibi_slopes is not None, options)
     _check_tensors_of_call(arguments, alibi_slopes)
     if sinks is not None:
@@ -265,7 +265,9 @@ def plan(
     """Check a call of `varlen_attention` and choose its backend, without running it."""
     if isinstance(layout, TreeLayout):
         options = check_tree(layout, key_layout, alibi_slopes, options)
-    return plan_arguments(_read(query, key, value, layout, key_layout, relative), alibi_slopes, backend, options)
+    return plan_arguments(
+        _read(query, key, value, layout, key_layout, relative, options), alibi_slopes, backend, options
+    )
 
 
 def plan_arguments(
@@ -342,6 +344,7 @@ def _read(
     layout: Layout | None,
     key_layout: Layout | PagedLayout | None,
     relative: RelativeBias | None,
+    options: Mapping[str, Any],
 ) -> Arguments:
     """Pack the tensors, cast them under autocast, and ask who sees the call."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -361,6 +364,8 @@ def _read(
             relative = relative and relative.map_rows(lambda x: x, layout.keys.expand)
             tree: Any = layout
             layout, key_layout = tree.segments, tree.paths
+        if layout is None:
+            all_options(options)  # other names than ours say what the layout should be
         layout, key_layout = _layouts(query, layout, key_layout, mode)
     is_paged = isinstance(key_layout, PagedLayout)
     if mode == TRACED or is_any_autocast_enabled():

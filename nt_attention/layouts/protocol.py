@@ -132,9 +132,11 @@ class Layout:
         if values.device != self.device:
             self.check_device(values, name)
         if values.dim() == 0 or values.shape[0] < self.total:
+            is_heads_first = values.dim() == 3 and values.shape[1] == self.total
+            order = " The order is (T, H, D): (H, T, D) may have been passed." if is_heads_first else ""
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, but the layout's {self.batch_size} sequences have "
-                f"{self.total} tokens: pass at least {self.total} rows."
+                f"{self.total} tokens: pass at least {self.total} rows.{order}"
             )
 
     def check_keys(self, key: Tensor, value: Tensor) -> None:

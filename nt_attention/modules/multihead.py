@@ -6,8 +6,9 @@ query heads, G key heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from inspect import signature
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ..compiler import can_be_read, is_compiling
 from ..graphs.cache import CapturedCalls, CudaGraphs
 from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
+from ..kernels.other_names import unexpected_argument
 from ..kernels.select import check_backend_name
 from ..layouts.protocol import Layout
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
@@ -130,7 +132,10 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         rotary: Rotary | None = None,
         backend: str = "auto",
         cuda_graphs: CudaGraphs = False,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise _unexpected_argument(unknown, in_call=False)
         # Not the parent's __init__, because shapes are more general here. The order of the parameters is the same.
         nn.Module.__init__(self)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -328,6 +333,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         key_layout: Layout | Any | None = None,
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
+        **unknown: Never,
     ) -> tuple[Any, Tensor | None]:
         """Compute attention of `query` to `key` and `value`.
 
@@ -377,6 +383,8 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             >>> attention(x, x, x, is_causal=True, layout=layout)[0].shape
             torch.Size([7, 64])
         """
+        if unknown:
+            raise _unexpected_argument(unknown, in_call=True)
         if layout is None and key_layout is not None:
             raise ValueError("key_layout is for packed keys, and packed queries need layout= too: pass both layouts.")
         if (mask_mod or score_mod) and self._adds_keys:
@@ -577,6 +585,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
     def extra_repr(self) -> str:
         extra = self._extra_options()
         return f"{self.embed_dim}, {self.num_heads}" + (f", extra options: {extra}" if extra else "")
+
+
+def _unexpected_argument(unknown: Collection[str], *, in_call: bool) -> TypeError:
+    constructor = "VarlenMultiheadAttention()", signature(VarlenMultiheadAttention).parameters
+    call = "VarlenMultiheadAttention.forward()", signature(VarlenMultiheadAttention.forward).parameters
+    (name, known), other = (call, constructor) if in_call else (constructor, call)
+    return unexpected_argument(name, unknown, known, *other)
 
 
 def _check_heads(embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
