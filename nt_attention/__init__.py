@@ -1,6 +1,6 @@
 """Attention for ragged batches: NestedTensors, packed tensors and padded batches, without computing padding."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import torch_registry
 from ._estimate import estimate
@@ -48,12 +48,16 @@ if torch_registry.is_supported():
     torch_registry.register()
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("data", "distributed", "hf"):  # imported on first use, for numpy, torch.distributed and transformers
-        import importlib
+if TYPE_CHECKING:
+    from . import data, distributed, hf
+else:
 
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in ("data", "distributed", "hf"):  # imported on first use: torch.distributed and transformers take long
+            import importlib
+
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

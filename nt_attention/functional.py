@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Unpack, get_type_hints
+from typing import Any, Literal, NamedTuple, Unpack, get_type_hints, overload
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from .kernels.relative import RelativeBias, check_relative, check_type
 from .kernels.select import Choice, Explanation, can_choose_later, choose_for, explain_call, selection_key, warn_if_slow
 from .layouts.known import SequenceLayout, unwrap_each
 from .layouts.paged import PagedLayout
-from .layouts.protocol import Layout
+from .layouts.protocol import Layout, Sharded
 from .layouts.tree import TreeLayout
 from .torch_private import forward_ad_level, graph_break, is_any_autocast_enabled, without_torch_function
 
@@ -43,6 +43,54 @@ _NO_OPERATOR = (
 )
 
 
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout | Sharded | None = None,
+    key_layout: Layout | PagedLayout | Sharded | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+    exchange: str = "auto",
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout | Sharded | None = None,
+    key_layout: Layout | PagedLayout | Sharded | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+    exchange: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout | Sharded | None = None,
+    key_layout: Layout | PagedLayout | Sharded | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative: RelativeBias | None = None,
+    return_lse: bool,
+    backend: str = "auto",
+    exchange: str = "auto",
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     query: Tensor,
     key: Tensor,

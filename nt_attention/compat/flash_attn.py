@@ -458,8 +458,7 @@ def _attend(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) and lse (T, H) of packed queries."""
-    results = varlen_attention(q, k, v, layout, key_layout, alibi_slopes=alibi_slopes, return_lse=True, **options)
-    return cast(tuple[Tensor, Tensor], results)
+    return varlen_attention(q, k, v, layout, key_layout, alibi_slopes=alibi_slopes, return_lse=True, **options)
 
 
 def _options(softcap: float, window_size: Any, **given: Any) -> Options:

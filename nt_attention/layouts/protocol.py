@@ -6,7 +6,7 @@ Dimensions: B sequences, N rows of a packed tensor, T tokens, L positions in a p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ class LengthsUnknownError(ValueError):
         ...     print(error)
         host_offsets needs the lengths, but this layout only knows bounds of them: make it without max_tokens.
     """
+
+
+class Sharded(Protocol):
+    """The type of a `ShardedLayout` for code that does not import `nt_attention.distributed`."""
+
+    is_sharded: ClassVar[bool]
 
 
 class Layout:

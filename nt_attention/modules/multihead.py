@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from inspect import signature
-from typing import Any, Literal, NamedTuple, Never
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ..kernels.alibi import alibi_slopes
 from ..kernels.call import OPTIONS, MaskMod, ScoreMod, check_options
 from ..kernels.other_names import unexpected_argument
 from ..kernels.select import check_backend_name
-from ..layouts.protocol import Layout
+from ..layouts.protocol import Layout, Sharded
 from ..patching.forwards import CONTEXT_PARALLEL, is_context_parallel
 from ..torch_private import PARAMETERS, children_of, parameters_of
 from . import graphs
@@ -33,6 +33,7 @@ from .rotary import Rotary
 from .stock_attention import reads_weight_only, stock_attention
 
 NEEDS_WEIGHTS = "need_weights is not False"
+_Sequences = TypeVar("_Sequences", Tensor, Sequence[Tensor])
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 # Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
@@ -320,21 +321,21 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: _Sequences,
+        key: _Sequences,
+        value: _Sequences,
         key_padding_mask: Tensor | None = None,
         need_weights: bool | None = None,
         attn_mask: Tensor | Sequence[Tensor] | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        layout: Layout | Any | None = None,
-        key_layout: Layout | Any | None = None,
+        layout: Layout | Sharded | None = None,
+        key_layout: Layout | Sharded | None = None,
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
         **unknown: Never,
-    ) -> tuple[Any, Tensor | None]:
+    ) -> tuple[_Sequences, Tensor | None]:
         """Compute attention of `query` to `key` and `value`.
 
         Padding is not computed for ragged inputs (NestedTensors, packed tensors, lists), nor for padded inputs whose
@@ -417,6 +418,25 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         out, weights = self._attend(inputs, padded_attention if reason else packed_attention)
         return inputs.convert_back(out, weights, average_attn_weights)
 
+    if TYPE_CHECKING:  # that of nn.Module takes and returns anything
+
+        def __call__(
+            self,
+            query: _Sequences,
+            key: _Sequences,
+            value: _Sequences,
+            key_padding_mask: Tensor | None = None,
+            need_weights: bool | None = None,
+            attn_mask: Tensor | Sequence[Tensor] | None = None,
+            average_attn_weights: bool = True,
+            is_causal: bool = False,
+            *,
+            layout: Layout | Sharded | None = None,
+            key_layout: Layout | Sharded | None = None,
+            mask_mod: MaskMod | None = None,
+            score_mod: ScoreMod | None = None,
+        ) -> tuple[_Sequences, Tensor | None]: ...
+
     def _attend(
         self, inputs: Inputs, attention: Callable[..., tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
@@ -469,7 +489,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         attn_mask: Any,
         average_attn_weights: bool,
         is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None] | None:
+    ) -> tuple[Any, Tensor | None] | None:
         """The outputs and weights of nn.MultiheadAttention for a padded batch that is not packed.
 
         None for other inputs, and for what nn.MultiheadAttention does not support.
