@@ -40,7 +40,7 @@ class PatchAllHandle:
         self.models: Counter[str] = Counter()
         self.counts: dict[str, Counts] = {}
         self.left: dict[str, str] = {}
-        self.active = True
+        self.active: bool = True
         self._logits, self._packing, self._on_fallback = logits, packing, on_fallback
         self._cuda_graphs, self._shared_prefixes = cuda_graphs, shared_prefixes
         self._handles: weakref.WeakKeyDictionary[Handle, str] = weakref.WeakKeyDictionary()

@@ -29,7 +29,7 @@ from .config import AttentionConfig
 from .inputs import Inputs, Masks, read_inputs
 from .packed_attention import packed_attention
 from .padded_attention import padded_attention
-from .rotary import Rotary
+from .rotary import Rotary, Rotation
 from .stock_attention import reads_weight_only, stock_attention
 
 NEEDS_WEIGHTS = "need_weights is not False"
@@ -102,6 +102,13 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         [(2, 64), (5, 64)]
     """
 
+    kdim: int
+    vdim: int
+    head_dim: int
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    rotation: Rotation | None
+    out_proj: NonDynamicallyQuantizableLinear
     sinks: nn.Parameter | None
     # What `patch` has set, if it has put this module in the place of an nn.MultiheadAttention.
     patched: Patched | None = None
