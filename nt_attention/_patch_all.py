@@ -75,8 +75,12 @@ class PatchAllHandle:
 
     def listener(self, model: nn.Module) -> None:
         """Patch a model that is complete. Whatever keeps it from being patched does not stop the program."""
-        from .hf.pickling import PreTrainedModel, leave_out_patches  # imports transformers, as the program has
-        from .hf.prove.store import keeping_all_proofs
+        try:
+            from .hf.pickling import PreTrainedModel, leave_out_patches  # imports transformers, as the program has
+            from .hf.prove.store import keeping_all_proofs
+        except ImportError as error:  # transformers is too old
+            self.left[type(model).__name__] = str(error)
+            return
 
         leave_out_patches()
         name = next((type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel)), None)

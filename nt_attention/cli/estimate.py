@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measure, and print a report."""
-    from ..hf.pretrained import load_model  # imports transformers
-
     dtype = getattr(torch, options.dtype or ("float32" if options.device == "cpu" else "bfloat16"))
     try:
+        from ..hf.pretrained import load_model  # imports transformers
+
         batches = _batches(options)
         model = load_model(options.model, options.device, dtype)
         result = estimate(model, batches, training=options.training, seconds=options.seconds)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         options.error(str(error))
     print(f"{device_name(torch.device(options.device))}; {dtype}\n{result}")
     return 0
