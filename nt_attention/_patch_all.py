@@ -29,6 +29,8 @@ class PatchAllHandle:
         active: False after `remove()`.
     """
 
+    __module__ = "nt_attention"
+
     def __init__(
         self,
         logits: Literal["padded"] | None,

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
+__all__ = ["TokenBudgetSampler"]
+
 # Into how many parts a factor of 2 of lengths is divided. Examples of one part are in random order. Where examples do
 # not fit in a loose order, a finer one is tried.
 LOOSE, FINE, SORTED = 2, 16, 0  # 0: sorted by length

@@ -3,6 +3,8 @@
 A page links to such a file by its relative path, e.g. `../benchmarks/results/attention_cpu.md`. This also works where
 the Markdown is read in the repository. A link to a file that does not exist is a warning, and `make docs` fails on
 warnings.
+
+The links of type names have titles with the file of each name. They are left out: users import from `nt_attention`.
 """
 
 import logging
@@ -26,3 +28,7 @@ def on_page_markdown(markdown, page, config, **_):
         return f"]({config.repo_url}/{kind}/main/{path.relative_to(ROOT).as_posix()}{match[2] or ''})"
 
     return LINK.sub(replace, markdown)
+
+
+def on_post_page(output, page, config, **_):
+    return re.sub(r' title="[^"]*\bnt_attention\.[^"]*"', "", output)

@@ -33,7 +33,7 @@ from .rotary import Rotary, Rotation
 from .stock_attention import reads_weight_only, stock_attention
 
 NEEDS_WEIGHTS = "need_weights is not False"
-_Sequences = TypeVar("_Sequences", Tensor, Sequence[Tensor])
+TensorOrList = TypeVar("TensorOrList", Tensor, Sequence[Tensor])
 QkNorm = Literal["rms", "layer"] | Callable[[int], nn.Module]
 # Arguments of `varlen_attention`. nn.MultiheadAttention only supports their defaults.
 _SCORE_OPTIONS = ("window_size", "softcap", "scale")
@@ -328,9 +328,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
     def forward(
         self,
-        query: _Sequences,
-        key: _Sequences,
-        value: _Sequences,
+        query: TensorOrList,
+        key: TensorOrList,
+        value: TensorOrList,
         key_padding_mask: Tensor | None = None,
         need_weights: bool | None = None,
         attn_mask: Tensor | Sequence[Tensor] | None = None,
@@ -342,7 +342,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
         mask_mod: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
         **unknown: Never,
-    ) -> tuple[_Sequences, Tensor | None]:
+    ) -> tuple[TensorOrList, Tensor | None]:
         """Compute attention of `query` to `key` and `value`.
 
         Padding is not computed for ragged inputs (NestedTensors, packed tensors, lists), nor for padded inputs whose
@@ -429,9 +429,9 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
 
         def __call__(
             self,
-            query: _Sequences,
-            key: _Sequences,
-            value: _Sequences,
+            query: TensorOrList,
+            key: TensorOrList,
+            value: TensorOrList,
             key_padding_mask: Tensor | None = None,
             need_weights: bool | None = None,
             attn_mask: Tensor | Sequence[Tensor] | None = None,
@@ -442,7 +442,7 @@ class VarlenMultiheadAttention(nn.MultiheadAttention):
             key_layout: Layout | Sharded | None = None,
             mask_mod: MaskMod | None = None,
             score_mod: ScoreMod | None = None,
-        ) -> tuple[_Sequences, Tensor | None]: ...
+        ) -> tuple[TensorOrList, Tensor | None]: ...
 
     def _attend(
         self, inputs: Inputs, attention: Callable[..., tuple[Tensor, Tensor | None]]

@@ -79,6 +79,8 @@ class Counts:
         1.2
     """
 
+    __module__ = "nt_attention"
+
     def __init__(self) -> None:
         self.calls: Counter[str | None] = Counter()
         self.positions: int = 0
@@ -177,6 +179,8 @@ class PatchHandle:
           1 call ran packed: 4 tokens in 6 positions, pad ratio 1.50 (33% skipped)
         >>> handle.remove()
     """
+
+    __module__ = "nt_attention"
 
     def __init__(
         self,

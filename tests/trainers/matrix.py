@@ -57,13 +57,13 @@ with transformers 5.23. Importing it with a version whose Trainer does not fit r
 
 ::: nt_attention.hf.trainer.ShardedTrainer
     options:
-      show_root_full_path: false
+      show_bases: false
       heading_level: 3
       members: [context_mesh]
 
 ::: nt_attention.hf.trainer.ShardedTrainerMixin
     options:
-      show_root_full_path: false
+      show_bases: false
       heading_level: 3
       members: []
 
@@ -87,13 +87,11 @@ and `PluginManager` of 0.19.
 
 ::: nt_attention.integrations.trainer.PackingCallback
     options:
-      show_root_full_path: false
       heading_level: 3
       members: []
 
 ::: nt_attention.integrations.lightning.PackingCallback
     options:
-      show_root_full_path: false
       heading_level: 3
       members: []
 
